@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Extents: what a range of a virtual disk maps to. The one language between planners and executors.
+
+use crate::{GuestOffset, HostOffset};
+
+/// Which of an image's files holds the bytes of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StoredIn {
+    /// The image file itself.
+    Image,
+    /// The external data file.
+    DataFile,
+}
+
+/// How compressed clusters of an image are encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Compression {
+    /// Raw deflate (RFC 1951), called "zlib" in option values.
+    Zlib,
+    /// Zstandard.
+    Zstd,
+}
+
+/// Where the bytes of an [`Extent`] are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mapping {
+    /// Plain bytes at `host`. With `encrypted` the executor passes them through the image's cipher.
+    Data {
+        /// First byte, in the file named by `file`.
+        host: HostOffset,
+        /// The file.
+        file: StoredIn,
+        /// True when the bytes are encrypted with the image's cipher.
+        encrypted: bool,
+    },
+    /// Reads as zeroes; `host` is set when clusters stay allocated underneath.
+    Zero {
+        /// Preallocated space behind the zeroes.
+        host: Option<HostOffset>,
+    },
+    /// Not allocated in this layer: reads come from the backing file, or are zeroes without one.
+    Unallocated,
+    /// Part of one compressed cluster. The extent covers exactly one guest cluster or a part of it.
+    Compressed {
+        /// First byte of the compressed data.
+        host: HostOffset,
+        /// Upper bound of the compressed length in bytes (the format counts 512-byte sectors).
+        len: u64,
+        /// Offset of the extent's first byte inside the decompressed cluster.
+        skip: u64,
+    },
+}
+
+/// A range of the virtual disk with one mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Extent {
+    /// First guest byte.
+    pub guest: GuestOffset,
+    /// Length in bytes, never 0.
+    pub len: u64,
+    /// What it maps to.
+    pub mapping: Mapping,
+}

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The vocabulary that every layer of Cowshed shares: offsets, extents, errors.
+//!
+//! Nothing here does I/O, and nothing here depends on another crate of the workspace.
+
+mod error;
+mod extent;
+mod offset;
+
+pub use error::{Errno, Error, ErrorKind, Result};
+pub use extent::{Compression, Extent, Mapping, StoredIn};
+pub use offset::{GuestOffset, HostOffset};
