@@ -1,2 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! See the README of this crate.
+//! Work on whole images: create, convert, compare, measure, resize, dd, map and info.
+//!
+//! Each job is an options struct and an `async fn run(&options, &JobHandle)`; the command line and QMP call the
+//! same. See the README of this crate.
+
+pub mod compare;
+pub mod convert;
+pub mod create;
+pub mod dd;
+pub mod info;
+pub mod job;
+pub mod map;
+pub mod measure;
+mod rate;
+pub mod resize;
+pub mod spec;
+
+pub use job::{JobHandle, Progress};
+pub use spec::ImageSpec;

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Creates images: a thin door to `cowshed_image::create`.
+
+use crate::JobHandle;
+use cowshed_block::Result;
+pub use cowshed_image::create::{CreatePlan, CreateRequest, prepare};
+
+/// Prepares and creates in one go.
+pub async fn run(request: &CreateRequest, job: &JobHandle) -> Result<CreatePlan> {
+    job.pause_point().await?;
+    let plan = prepare(request).await?;
+    plan.run().await?;
+    Ok(plan)
+}

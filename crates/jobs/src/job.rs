@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a job and the one who watches it share: progress, cancelling, pausing and a speed limit.
+
+use crate::rate::RateLimit;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::rt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+/// How far a job is, in units of its own (bytes, for all jobs of this crate). `len` may grow while it runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Work done.
+    pub offset: u64,
+    /// Work in all, as far as known.
+    pub len: u64,
+}
+
+impl Progress {
+    /// Done so far, in percent from 0 to 100; nothing to do counts as done.
+    pub fn percent(&self) -> f64 {
+        if self.len == 0 { 100.0 } else { self.offset.min(self.len) as f64 * 100.0 / self.len as f64 }
+    }
+}
+
+type Watcher = Box<dyn Fn(Progress) + Send + Sync>;
+
+#[derive(Default)]
+struct Shared {
+    offset: AtomicU64,
+    len: AtomicU64,
+    cancelled: AtomicBool,
+    paused: AtomicBool,
+    sleepers: Mutex<Vec<Waker>>,
+    rate: Mutex<Option<RateLimit>>,
+    watcher: Option<Watcher>,
+}
+
+/// The handle of a job; clones are the same job. Any thread may watch, pause, cancel or slow it.
+#[derive(Clone, Default)]
+pub struct JobHandle(Arc<Shared>);
+
+/// The longest sleep between two looks at the cancel flag while the speed limit holds a job back.
+const NAP: Duration = Duration::from_millis(100);
+
+impl JobHandle {
+    /// A handle that nobody watches.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A handle that calls `watcher` at each progress, on the thread of the job: it must be quick.
+    pub fn watched(watcher: impl Fn(Progress) + Send + Sync + 'static) -> Self {
+        JobHandle(Arc::new(Shared { watcher: Some(Box::new(watcher)), ..Shared::default() }))
+    }
+
+    /// How far the job is.
+    pub fn progress(&self) -> Progress {
+        Progress { offset: self.0.offset.load(Ordering::Relaxed), len: self.0.len.load(Ordering::Relaxed) }
+    }
+
+    /// Asks the job to stop: it fails with [`ErrorKind::Cancelled`] at its next pause point.
+    pub fn cancel(&self) {
+        self.0.cancelled.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// True after [`JobHandle::cancel`].
+    pub fn is_cancelled(&self) -> bool {
+        self.0.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Holds the job at its next pause point; requests in flight still finish.
+    pub fn pause(&self) {
+        self.0.paused.store(true, Ordering::Release);
+    }
+
+    /// Lets a paused job go on.
+    pub fn resume(&self) {
+        self.0.paused.store(false, Ordering::Release);
+        self.wake();
+    }
+
+    /// Limits the job to so many bytes a second; `None` or 0 takes the limit away.
+    pub fn set_speed(&self, bytes_per_second: Option<u64>) {
+        let limit = bytes_per_second.filter(|rate| *rate > 0).map(|rate| RateLimit::new(rate, Instant::now()));
+        *self.0.rate.lock().unwrap_or_else(PoisonError::into_inner) = limit;
+    }
+
+    /// Sets the work to be done.
+    pub fn set_len(&self, len: u64) {
+        self.0.len.store(len, Ordering::Relaxed);
+        self.tell();
+    }
+
+    /// Adds work to be done.
+    pub fn grow(&self, more: u64) {
+        self.0.len.fetch_add(more, Ordering::Relaxed);
+    }
+
+    /// Counts work as done.
+    pub fn advance(&self, done: u64) {
+        self.0.offset.fetch_add(done, Ordering::Relaxed);
+        self.tell();
+    }
+
+    /// A pause point: waits while the job is paused, and fails when it was cancelled.
+    pub async fn pause_point(&self) -> Result<()> {
+        std::future::poll_fn(|context| {
+            if self.is_cancelled() || !self.0.paused.load(Ordering::Acquire) {
+                return Poll::Ready(());
+            }
+            let mut sleepers = self.0.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            // Looked at again under the lock: a resume in between would find no waker to call.
+            if self.is_cancelled() || !self.0.paused.load(Ordering::Acquire) {
+                return Poll::Ready(());
+            }
+            sleepers.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        if self.is_cancelled() { Err(Error::new(ErrorKind::Cancelled, "the job was cancelled")) } else { Ok(()) }
+    }
+
+    /// A pause point before `bytes` are copied: also waits as the speed limit asks.
+    pub async fn throttle(&self, bytes: u64) -> Result<()> {
+        self.pause_point().await?;
+        let mut wait = {
+            let mut rate = self.0.rate.lock().unwrap_or_else(PoisonError::into_inner);
+            rate.as_mut().map_or(Duration::ZERO, |rate| rate.take(bytes, Instant::now()))
+        };
+        while !wait.is_zero() {
+            let nap = wait.min(NAP);
+            rt::sleep(nap).await;
+            wait -= nap;
+            self.pause_point().await?;
+        }
+        Ok(())
+    }
+
+    fn tell(&self) {
+        if let Some(watcher) = &self.0.watcher {
+            watcher(self.progress());
+        }
+    }
+
+    fn wake(&self) {
+        let sleepers = std::mem::take(&mut *self.0.sleepers.lock().unwrap_or_else(PoisonError::into_inner));
+        sleepers.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_told_and_counted() {
+        let seen = Arc::new(AtomicU64::new(0));
+        let watcher = Arc::clone(&seen);
+        let job = JobHandle::watched(move |progress| watcher.store(progress.offset, Ordering::Relaxed));
+        job.set_len(200);
+        job.advance(50);
+        assert_eq!(seen.load(Ordering::Relaxed), 50);
+        assert_eq!(job.progress(), Progress { offset: 50, len: 200 });
+        assert_eq!(job.progress().percent(), 25.0);
+        assert_eq!(Progress::default().percent(), 100.0);
+    }
+
+    #[test]
+    fn a_cancelled_job_stops_at_its_pause_point() {
+        let job = JobHandle::new();
+        job.pause();
+        job.cancel();
+        let error = futures_util::future::FutureExt::now_or_never(job.pause_point()).expect("must not wait");
+        assert_eq!(error.expect_err("was cancelled").kind(), ErrorKind::Cancelled);
+    }
+
+    #[test]
+    fn a_paused_job_waits_until_it_is_resumed() {
+        use futures_util::future::FutureExt;
+        let job = JobHandle::new();
+        job.pause();
+        assert!(job.pause_point().now_or_never().is_none());
+        job.resume();
+        assert!(job.pause_point().now_or_never().expect("must not wait").is_ok());
+    }
+}
