@@ -2,4 +2,6 @@
 //! What the tests of the workspace share: the real QEMU as oracle, seeded images, the byte model, the crash
 //! enumerator. Not part of the product. See the README of this crate.
 
+pub mod images;
 pub mod qemu;
+pub mod random;

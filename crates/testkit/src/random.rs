@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A small seeded generator, so that a seed means the same operations on every machine and in every release.
+
+/// SplitMix64: 64 bits of state, good enough to choose test cases.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// The generator of a seed.
+    pub fn new(seed: u64) -> Self {
+        Random(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `end`, which must not be 0.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    /// True in `percent` of 100 cases.
+    pub fn chance(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    /// One of `choices`, which must not be empty.
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u64) as usize]
+    }
+}
+
+/// The seeds that a test runs: `COWSHED_SEED=N` for one, `COWSHED_SEEDS=N` for 0 to N-1, `COWSHED_SEEDS=A..B` for a
+/// range, else 0 to `default - 1`.
+pub fn seeds(default: u64) -> std::ops::Range<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().unwrap_or_else(|_| panic!("`{text}` is no seed"));
+    if let Ok(one) = std::env::var("COWSHED_SEED") {
+        let seed = number(&one);
+        return seed..seed + 1;
+    }
+    match std::env::var("COWSHED_SEEDS") {
+        Ok(text) => match text.split_once("..") {
+            Some((first, end)) => number(first)..number(end),
+            None => 0..number(&text),
+        },
+        Err(_) => 0..default,
+    }
+}
