@@ -6,6 +6,7 @@
 pub mod buf;
 pub mod file;
 pub mod rt;
+pub mod sim;
 
 pub use buf::IoBuf;
 pub use file::{Alignment, CacheMode, DataRange, Engine, File, OpenOptions};

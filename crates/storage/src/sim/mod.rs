@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A simulated machine: files on a disk whose operations complete in random order, fail on demand and lose what was
+//! not flushed. Deterministic: one seed, one run.
+//!
+//! [`World`] holds the files. [`World::run`] runs a future on it; inside, [`crate::File::open`] opens simulated files
+//! by name and [`crate::rt`] keeps virtual time. The world logs every change ([`Event`]); [`Replay`] walks through
+//! the log and says at each point what a power cut may leave ([`Cut`], [`CrashState`]).
+
+mod fault;
+mod file;
+mod log;
+mod pages;
+mod pending;
+mod replay;
+mod rng;
+mod world;
+
+pub use fault::{Effect, Fault, OpKind};
+pub use file::SimFile;
+pub use log::{Applied, Change, Event, FileId, OpId};
+pub use pages::{PAGE_BYTES, PageMap};
+pub use replay::{Atom, Choice, CrashState, Cut, CutChange, Replay};
+pub use rng::Rng;
+pub use world::{Config, Features, Snapshot, Step, Trace, World};
