@@ -1,2 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! See the README of this crate.
+//! On-disk structures of disk-image formats: bytes to structs and back. No I/O, no `unsafe`, nothing allocated on the
+//! word of a file before that word is checked against a limit.
+
+#![forbid(unsafe_code)]
+
+pub mod bytes;
+pub mod probe;
+pub mod qcow2;
