@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compression and decompression of clusters.
+//!
+//! A [`Codec`] is a few bytes of settings; the working memory is kept per thread, so any thread may use any codec and
+//! only the first cluster on a thread pays for it.
+
+mod zlib;
+mod zstd;
+
+use cowshed_block::{Compression, Error, Result};
+
+pub use zlib::ZlibMode;
+
+/// Compresses and decompresses clusters of one image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Codec {
+    method: Method,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Zlib(ZlibMode),
+    Zstd { level: i32 },
+}
+
+impl Codec {
+    /// The codec of a compression type with its default effort: sizes as QEMU's.
+    pub fn new(compression: Compression) -> Self {
+        match compression {
+            Compression::Zlib => Codec { method: Method::Zlib(ZlibMode::DEFAULT) },
+            Compression::Zstd => Codec { method: Method::Zstd { level: zstd::LEVEL_DEFAULT } },
+        }
+    }
+
+    /// Deflate with a chosen encoder. Fails on a level outside of the encoder's range.
+    pub fn zlib(mode: ZlibMode) -> Result<Self> {
+        mode.validate()?;
+        Ok(Codec { method: Method::Zlib(mode) })
+    }
+
+    /// Zstandard at a level: 1–22, negative ones for speed. Fails on one that the library doesn't have.
+    pub fn zstd(level: i32) -> Result<Self> {
+        zstd::validate_level(level)?;
+        Ok(Codec { method: Method::Zstd { level } })
+    }
+
+    /// What images that use this codec have in their header.
+    pub fn compression(&self) -> Compression {
+        match self.method {
+            Method::Zlib(_) => Compression::Zlib,
+            Method::Zstd { .. } => Compression::Zstd,
+        }
+    }
+
+    /// Compresses one whole cluster into `out`, whose old content is dropped. `Some(len)` with `len == out.len()`,
+    /// less than the cluster, or `None` when the cluster doesn't shrink and is to be stored as it is.
+    pub fn compress(&self, cluster: &[u8], out: &mut Vec<u8>) -> Option<usize> {
+        // One byte less than the cluster: what doesn't fit isn't worth it, and the encoder stops early.
+        let room = cluster.len().checked_sub(1)?;
+        out.clear();
+        out.resize(room, 0);
+        let len = match self.method {
+            Method::Zlib(mode) => zlib::compress(mode, cluster, out),
+            Method::Zstd { level } => zstd::compress(level, cluster, out),
+        };
+        out.truncate(len.unwrap_or(0));
+        len
+    }
+
+    /// Decompresses one cluster: fills the whole of `cluster` or fails. `compressed` may go on behind the data, as the
+    /// format counts whole sectors. After an error the content of `cluster` is undefined.
+    pub fn decompress(&self, compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
+        match self.method {
+            Method::Zlib(_) => zlib::decompress(compressed, cluster),
+            Method::Zstd { .. } => zstd::decompress(compressed, cluster),
+        }
+    }
+}
+
+#[cold]
+fn bad_data(compressed: &[u8], message: String) -> Error {
+    Error::invalid_image("compressed_cluster", format!("{} bytes", compressed.len()), message)
+}
+
+#[cfg(test)]
+mod tests;

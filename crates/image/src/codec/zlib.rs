@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Raw deflate (RFC 1951), the compression type that options call "zlib".
+
+use super::bad_data;
+use cowshed_block::{Error, Result};
+use libdeflater::{CompressionLvl, Compressor, Decompressor};
+use std::cell::RefCell;
+use zlib_rs::{Deflate, DeflateConfig, DeflateFlush, Inflate, InflateFlush, Status};
+
+/// How deflate data are made. What is read back is the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZlibMode {
+    /// A 4 KiB window, as QEMU writes: any reader can take it, also one that streams with a window of that size.
+    Narrow {
+        /// 1 (fast) to 9 (small).
+        level: u8,
+    },
+    /// A 32 KiB window: faster and smaller, for readers that inflate a whole cluster at once, as QEMU does.
+    Fast {
+        /// 1 (fast) to 12 (small).
+        level: u8,
+    },
+}
+
+impl ZlibMode {
+    /// Size within a few percent of QEMU's output.
+    pub const DEFAULT: Self = ZlibMode::Narrow { level: 6 };
+
+    pub(super) fn validate(self) -> Result<()> {
+        let (level, max) = match self {
+            ZlibMode::Narrow { level } => (level, 9),
+            ZlibMode::Fast { level } => (level, 12),
+        };
+        if (1..=max).contains(&level) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!("compression level must be between 1 and {max}")).value(level))
+    }
+}
+
+/// log2 of the window in bytes: what QEMU's reader was built for.
+const WINDOW_BITS: i32 = 12;
+
+/// An encoder with the level it was made for.
+struct Leveled<T> {
+    level: u8,
+    encoder: T,
+}
+
+thread_local! {
+    static NARROW: RefCell<Option<Leveled<Deflate>>> = const { RefCell::new(None) };
+    static FAST: RefCell<Option<Leveled<Compressor>>> = const { RefCell::new(None) };
+    static DECODER: RefCell<Decompressor> = RefCell::new(Decompressor::new());
+    static TOLERANT: RefCell<Option<Inflate>> = const { RefCell::new(None) };
+}
+
+/// Length of the compressed data in `out`, or `None` where they don't fit.
+pub(super) fn compress(mode: ZlibMode, cluster: &[u8], out: &mut [u8]) -> Option<usize> {
+    match mode {
+        ZlibMode::Narrow { level } => NARROW.with_borrow_mut(|slot| {
+            let fresh = || Deflate::new_with_config(narrow_config(level));
+            let deflate = encoder(slot, level, fresh);
+            deflate.reset();
+            match deflate.compress(cluster, out, DeflateFlush::Finish) {
+                Ok(Status::StreamEnd) => usize::try_from(deflate.total_out()).ok(),
+                _ => None,
+            }
+        }),
+        ZlibMode::Fast { level } => FAST.with_borrow_mut(|slot| {
+            // Levels are checked where a codec is made, so the fallback is never taken.
+            let fresh = || Compressor::new(CompressionLvl::new(level.into()).unwrap_or_default());
+            encoder(slot, level, fresh).deflate_compress(cluster, out).ok()
+        }),
+    }
+}
+
+fn narrow_config(level: u8) -> DeflateConfig {
+    // Negative: raw deflate, without the zlib header. The largest memory level gives the largest symbol buffer, that is
+    // fewer blocks and less space for their trees.
+    DeflateConfig { level: level.into(), window_bits: -WINDOW_BITS, mem_level: 9, ..DeflateConfig::default() }
+}
+
+fn encoder<T>(slot: &mut Option<Leveled<T>>, level: u8, fresh: impl Fn() -> T) -> &mut T {
+    if slot.as_ref().is_some_and(|leveled| leveled.level != level) {
+        *slot = None;
+    }
+    &mut slot.get_or_insert_with(|| Leveled { level, encoder: fresh() }).encoder
+}
+
+pub(super) fn decompress(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
+    match DECODER.with_borrow_mut(|decoder| decoder.deflate_decompress(compressed, cluster)) {
+        Ok(len) if len == cluster.len() => Ok(()),
+        Ok(len) => Err(short(compressed, len, cluster.len())),
+        // "Decompression stops when it has produced a cluster of data": a stream may be longer, or lack its end. The
+        // fast decoder takes whole streams only.
+        Err(_) => decompress_tolerant(compressed, cluster),
+    }
+}
+
+#[cold]
+fn decompress_tolerant(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
+    TOLERANT.with_borrow_mut(|slot| {
+        let inflate = slot.get_or_insert_with(|| Inflate::new(false, 15));
+        inflate.reset(false);
+        let status = inflate.decompress(compressed, cluster, InflateFlush::Finish);
+        let len = usize::try_from(inflate.total_out()).unwrap_or(usize::MAX);
+        match status {
+            _ if len == cluster.len() => Ok(()),
+            Ok(_) => Err(short(compressed, len, cluster.len())),
+            Err(error) => {
+                let reason = error.as_str();
+                Err(bad_data(
+                    compressed,
+                    format!("compressed cluster is not valid deflate data after {len} bytes: {reason}"),
+                ))
+            }
+        }
+    })
+}
+
+fn short(compressed: &[u8], len: usize, expected: usize) -> Error {
+    bad_data(compressed, format!("compressed cluster inflates to {len} bytes instead of {expected}"))
+}
