@@ -63,6 +63,7 @@ enum LenChange {
 pub struct CutChange {
     op: OpId,
     file: FileId,
+    change: Change,
     pieces: Vec<Piece>,
     len: Option<LenChange>,
     create: bool,
@@ -103,6 +104,11 @@ impl CutChange {
     /// Index of its file in [`Cut::names`].
     pub fn file(&self) -> FileId {
         self.file
+    }
+
+    /// What was asked for.
+    pub fn change(&self) -> &Change {
+        &self.change
     }
 
     /// It was under way at the moment of the cut.
@@ -148,7 +154,7 @@ impl CutChange {
             _ => None,
         };
         let create = matches!(change, Change::Create);
-        CutChange { op, file, pieces, len, create, sequence: 0, dropped: false }
+        CutChange { op, file, change: change.clone(), pieces, len, create, sequence: 0, dropped: false }
     }
 
     fn apply(&self, contents: &mut PageMap, choice: &Choice, sector: u64) {

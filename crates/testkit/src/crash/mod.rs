@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The crash enumerator: cuts the power of a simulated run everywhere and has somebody look at each disk that is left.
+//!
+//! A cut can fall between any two entries of the log. After a barrier, and where the guest was promised something, all
+//! kinds of subsets of the changes since are tried; where a change begins, subsets with it in whole and in part.
+//! What one cut can leave when only few sectors are open is tried completely.
+
+mod choices;
+mod report;
+
+pub use report::{CrashFailure, CrashReport};
+
+use choices::Chooser;
+use cowshed_storage::sim::{Choice, CrashState, Cut, Event, Replay, Rng, Trace};
+use std::collections::HashSet;
+
+/// How much is tried.
+#[derive(Clone, Debug)]
+pub struct CrashPlan {
+    /// Where chance starts from.
+    pub seed: u64,
+    /// Stop after so many states with contents not seen before.
+    pub max_distinct: usize,
+    /// States tried after each barrier and each promise.
+    pub per_barrier: usize,
+    /// States tried where a change begins.
+    pub per_change: usize,
+    /// With so many independent parts or fewer, every combination is tried.
+    pub exhaustive_atoms: u32,
+}
+
+impl CrashPlan {
+    /// Enough to find an ordering slip in a run of a few hundred operations.
+    pub fn new(seed: u64) -> Self {
+        CrashPlan { seed, max_distinct: usize::MAX, per_barrier: 40, per_change: 3, exhaustive_atoms: 6 }
+    }
+}
+
+/// A disk after a power cut, and how it came to be.
+pub struct CrashCase<'a> {
+    /// The disk.
+    pub state: &'a CrashState,
+    /// Entries of the log before the cut.
+    pub position: usize,
+    /// Number of this state among the distinct ones, from 0: for looking closer at some only.
+    pub number: usize,
+}
+
+/// Tries power cuts all over `trace`. `verify` looks at a disk and says what is wrong with it; the first complaint
+/// ends the search, with the smallest deviation from a complete disk that still draws one.
+///
+/// # Errors
+/// The complaint, with the cut and the changes lost.
+pub fn explore(
+    trace: &Trace,
+    plan: &CrashPlan,
+    mut verify: impl FnMut(&CrashCase<'_>) -> Result<(), String>,
+) -> Result<CrashReport, Box<CrashFailure>> {
+    let mut search = Search {
+        plan,
+        rng: Rng::new(plan.seed),
+        seen: HashSet::new(),
+        contents: HashSet::new(),
+        promises: 0,
+        report: CrashReport::default(),
+    };
+    let mut replay = Replay::new(trace);
+    // The disk before the first entry must be right too.
+    search.try_cut(&replay.cut(), None, &mut verify)?;
+    while let Some(event) = replay.advance() {
+        let newest = match event {
+            Event::Submitted { op, .. } => Some(*op),
+            Event::Mark(_) => {
+                search.promises += 1;
+                None
+            }
+            Event::SyncDone { .. } | Event::SyncFailed { .. } => None,
+            // What can be on the disk is what could be there before.
+            Event::Completed { .. } | Event::SyncIssued { .. } | Event::FolderSynced => continue,
+        };
+        search.try_cut(&replay.cut(), newest, &mut verify)?;
+        if search.contents.len() >= plan.max_distinct {
+            break;
+        }
+    }
+    search.try_cut(&replay.cut(), None, &mut verify)?;
+    Ok(search.report)
+}
+
+struct Search<'a> {
+    plan: &'a CrashPlan,
+    rng: Rng,
+    /// Contents together with the number of promises that they were held against.
+    seen: HashSet<(u128, u64)>,
+    contents: HashSet<u128>,
+    promises: u64,
+    report: CrashReport,
+}
+
+impl Search<'_> {
+    fn try_cut(
+        &mut self,
+        cut: &Cut,
+        newest: Option<u64>,
+        verify: &mut impl FnMut(&CrashCase<'_>) -> Result<(), String>,
+    ) -> Result<(), Box<CrashFailure>> {
+        self.report.cuts += 1;
+        let chooser = Chooser::new(cut);
+        let (tries, exhaustive) = chooser.tries(self.plan, newest, &mut self.rng);
+        self.report.exhaustive_cuts += u64::from(exhaustive);
+        for choices in tries {
+            self.report.tried += 1;
+            let state = cut.state(&choices);
+            let hash = state.hash();
+            if !self.seen.insert((hash, self.promises)) {
+                continue;
+            }
+            self.contents.insert(hash);
+            self.report.distinct = self.contents.len() as u64;
+            let case = CrashCase { state: &state, position: cut.position(), number: self.contents.len() - 1 };
+            if let Err(complaint) = verify(&case) {
+                return Err(self.failure(cut, choices, complaint, verify));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives lost changes back, one after the other, as long as the complaint stays.
+    fn failure(
+        &mut self,
+        cut: &Cut,
+        mut choices: Vec<Choice>,
+        mut complaint: String,
+        verify: &mut impl FnMut(&CrashCase<'_>) -> Result<(), String>,
+    ) -> Box<CrashFailure> {
+        let mut fails = |choices: &[Choice]| {
+            let state = cut.state(choices);
+            verify(&CrashCase { state: &state, position: cut.position(), number: 0 }).err()
+        };
+        for index in 0..choices.len() {
+            for simpler in [Choice::Everything, Choice::Nothing] {
+                if choices[index] == simpler {
+                    break;
+                }
+                let before = std::mem::replace(&mut choices[index], simpler);
+                match fails(&choices) {
+                    Some(message) => {
+                        complaint = message;
+                        break;
+                    }
+                    None => choices[index] = before,
+                }
+            }
+        }
+        let state = cut.state(&choices);
+        Box::new(CrashFailure {
+            complaint,
+            position: cut.position(),
+            lost: report::describe(cut, &choices),
+            state,
+            report: self.report.clone(),
+        })
+    }
+}

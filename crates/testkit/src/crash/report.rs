@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What an exploration has tried, and what it has found.
+
+use cowshed_storage::sim::{Choice, CrashState, Cut};
+use std::fmt;
+
+/// What was tried.
+#[derive(Clone, Debug, Default)]
+pub struct CrashReport {
+    /// Points at which the power was cut.
+    pub cuts: u64,
+    /// Points of which everything possible was tried.
+    pub exhaustive_cuts: u64,
+    /// Disks made.
+    pub tried: u64,
+    /// Disks whose contents had not been seen before.
+    pub distinct: u64,
+}
+
+impl CrashReport {
+    /// Adds another run's numbers.
+    pub fn add(&mut self, other: &CrashReport) {
+        self.cuts += other.cuts;
+        self.exhaustive_cuts += other.exhaustive_cuts;
+        self.tried += other.tried;
+        self.distinct += other.distinct;
+    }
+}
+
+impl fmt::Display for CrashReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let CrashReport { cuts, exhaustive_cuts, tried, distinct } = self;
+        write!(f, "{distinct} distinct states of {tried} tried at {cuts} cuts ({exhaustive_cuts} completely)")
+    }
+}
+
+/// A disk that was found wrong.
+#[derive(Clone, Debug)]
+pub struct CrashFailure {
+    /// What is wrong with it.
+    pub complaint: String,
+    /// Entries of the log before the cut.
+    pub position: usize,
+    /// The changes that the cut has lost, in whole or in part, a line each; everything else is there.
+    pub lost: Vec<String>,
+    /// The disk.
+    pub state: CrashState,
+    /// What was tried until then.
+    pub report: CrashReport,
+}
+
+impl fmt::Display for CrashFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.complaint)?;
+        writeln!(f, "  after a power cut at log entry {} that lost:", self.position)?;
+        self.lost.iter().try_for_each(|line| writeln!(f, "    {line}"))?;
+        write!(f, "  found after {}", self.report)
+    }
+}
+
+pub(super) fn describe(cut: &Cut, choices: &[Choice]) -> Vec<String> {
+    let names = cut.names();
+    let lines = cut.changes().iter().zip(choices).filter_map(|(change, choice)| {
+        let lost = match choice {
+            Choice::Everything => return None,
+            Choice::Nothing => "all".to_owned(),
+            Choice::Parts(parts) if parts.iter().all(|kept| *kept) => return None,
+            Choice::Parts(parts) => {
+                let atoms = change.atoms(cut.sector_bytes());
+                let lost: Vec<_> = atoms.iter().zip(parts).filter(|(_, kept)| !**kept).map(|(atom, _)| atom).collect();
+                format!("{lost:x?}")
+            }
+        };
+        let state = if change.is_in_flight() { " (under way)" } else { "" };
+        Some(format!("#{} {}: {:?}{state}: {lost}", change.op(), names[change.file()], change.change()))
+    });
+    lines.collect()
+}
