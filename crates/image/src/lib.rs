@@ -3,7 +3,12 @@
 
 pub mod codec;
 pub mod create;
+pub mod filters;
 pub mod formats;
+pub mod graph;
 pub mod node;
+pub mod open;
+pub mod options;
 
-pub use node::{Node, StatusExtent};
+pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
+pub use open::{OpenRequest, open};

@@ -1,2 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Formats: drivers that say where data is.
+
+mod context;
+pub mod qcow2;
+pub mod raw;
+
+pub use context::{OpenContext, OverlapChecks, Qcow2RuntimeOptions};
+
+use cowshed_block::{Error, Result};
+use cowshed_layout::probe::FormatName;
+pub use cowshed_layout::probe::PROBE_BYTES;
+use cowshed_layout::qcow2::Header;
+use cowshed_storage::{File, IoBuf};
+
+/// A disk-image format: one line of [`FORMATS`].
+#[derive(Clone, Copy, Debug)]
+pub struct FormatInfo {
+    /// The name, as option values and headers have it.
+    pub name: &'static str,
+    /// One line for people.
+    pub about: &'static str,
+    /// False: recognised, and refused by name.
+    pub supported: bool,
+}
+
+const fn format(name: FormatName, supported: bool, about: &'static str) -> FormatInfo {
+    FormatInfo { name: name.as_str(), about, supported }
+}
+
+/// The formats there are, and those that are recognised for a clear refusal.
+pub const FORMATS: &[FormatInfo] = &[
+    format(FormatName::Raw, true, "the bytes of the disk as they are"),
+    format(FormatName::Qcow2, true, "QEMU copy-on-write, versions 2 and 3"),
+    format(FormatName::Qcow, false, "QEMU copy-on-write, version 1"),
+    format(FormatName::Vmdk, false, "VMware"),
+    format(FormatName::Vdi, false, "VirtualBox"),
+    format(FormatName::Vpc, false, "Virtual PC, VHD"),
+    format(FormatName::Vhdx, false, "Hyper-V"),
+    format(FormatName::Qed, false, "QEMU enhanced disk"),
+    format(FormatName::Luks, false, "Linux unified key setup"),
+    format(FormatName::Parallels, false, "Parallels"),
+    format(FormatName::Bochs, false, "Bochs"),
+    format(FormatName::Cloop, false, "Linux cloop"),
+];
+
+/// The format with this name.
+pub fn find(name: &str) -> Option<&'static FormatInfo> {
+    FORMATS.iter().find(|format| format.name == name)
+}
+
+/// The format that a file's first bytes (up to [`PROBE_BYTES`]) look like; "raw" when they look like none.
+pub fn probe(first_bytes: &[u8]) -> &'static str {
+    cowshed_layout::probe::probe(first_bytes).as_str()
+}
+
+/// Reads and checks the header of a qcow2 image: one read unless the header needs more than 64 KiB.
+pub async fn read_header(file: &File) -> Result<Header> {
+    const FIRST_READ_BYTES: u64 = 64 << 10;
+    let read = async |len: u64| {
+        let (result, buf) = file.read_at(IoBuf::zeroed(len as usize), 0).await;
+        result.map(|()| buf)
+    };
+    let mut bytes = read(file.len().min(FIRST_READ_BYTES)).await?;
+    let needed = Header::bytes_needed(&bytes).map_err(|error| error.file(file.name()))? as u64;
+    if needed > bytes.len() as u64 && file.len() > bytes.len() as u64 {
+        bytes = read(file.len().min(needed)).await?;
+    }
+    Header::parse(&bytes).map_err(|error: Error| error.file(file.name()))
+}

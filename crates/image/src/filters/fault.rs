@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Error injection: requests that match an armed rule fail with its errno.
+
+use crate::node::{Node, Preallocation, ZeroFlags};
+use cowshed_block::{Errno, Error, Result};
+use cowshed_storage::IoBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Which requests a [`FaultRule`] is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultOp {
+    /// Reads.
+    Read,
+    /// Writes, compressed ones too.
+    Write,
+    /// Zero writes.
+    WriteZeroes,
+    /// Discards.
+    Discard,
+    /// Flushes.
+    Flush,
+    /// Changes of the size.
+    Resize,
+}
+
+impl FaultOp {
+    /// The spellings of the option.
+    pub const NAMES: &'static [&'static str] = &["read", "write", "write-zeroes", "discard", "flush", "resize"];
+
+    /// From the option's spelling.
+    pub fn parse(text: &str) -> Option<FaultOp> {
+        Some(match text {
+            "read" => FaultOp::Read,
+            "write" => FaultOp::Write,
+            "write-zeroes" => FaultOp::WriteZeroes,
+            "discard" => FaultOp::Discard,
+            "flush" => FaultOp::Flush,
+            "resize" => FaultOp::Resize,
+            _ => return None,
+        })
+    }
+}
+
+/// One rule: fails the requests that match.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FaultRule {
+    /// The kind of request.
+    pub op: FaultOp,
+    /// The error of the request.
+    pub errno: Errno,
+    /// Only requests that touch these bytes; `None` for all. Flushes always match.
+    pub range: Option<std::ops::Range<u64>>,
+    /// So many matching requests pass first.
+    pub after: u64,
+    /// Disarmed after its first failure.
+    pub once: bool,
+}
+
+impl FaultRule {
+    /// Fails every request of a kind.
+    pub fn always(op: FaultOp, errno: Errno) -> FaultRule {
+        FaultRule { op, errno, range: None, after: 0, once: false }
+    }
+
+    /// Decides on one request, counting it. `true`: fail it.
+    fn hit(&mut self, op: FaultOp, offset: u64, len: u64) -> bool {
+        let touches = match &self.range {
+            Some(range) if op != FaultOp::Flush => offset < range.end && offset.saturating_add(len) > range.start,
+            _ => true,
+        };
+        if self.op != op || !touches {
+            return false;
+        }
+        if self.after > 0 {
+            self.after -= 1;
+            return false;
+        }
+        true
+    }
+}
+
+/// The filter. Without armed rules a request costs one load of an atomic more than without the filter.
+pub struct Fault {
+    child: Arc<Node>,
+    armed: AtomicBool,
+    rules: Mutex<Vec<FaultRule>>,
+}
+
+impl Fault {
+    pub(crate) fn new(child: Arc<Node>, rules: Vec<FaultRule>) -> Fault {
+        Fault { child, armed: AtomicBool::new(!rules.is_empty()), rules: Mutex::new(rules) }
+    }
+
+    /// The node behind the filter.
+    pub fn child(&self) -> &Arc<Node> {
+        &self.child
+    }
+
+    /// Adds a rule; it counts from now on.
+    pub fn arm(&self, rule: FaultRule) {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(rule);
+        self.armed.store(true, Ordering::Release);
+    }
+
+    /// Takes all rules away.
+    pub fn disarm(&self) {
+        self.armed.store(false, Ordering::Release);
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    fn check(&self, op: FaultOp, offset: u64, len: u64) -> Result<()> {
+        if !self.armed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(at) = rules.iter_mut().position(|rule| rule.hit(op, offset, len)) else { return Ok(()) };
+        let rule = if rules[at].once { rules.remove(at) } else { rules[at].clone() };
+        Err(Error::os(rule.errno, "injected error").offset(offset).file(self.child.filename()))
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match self.check(FaultOp::Read, offset, buf.len() as u64) {
+            Ok(()) => self.child.read_boxed(offset, buf).await,
+            Err(error) => (Err(error), buf),
+        }
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match self.check(FaultOp::Write, offset, buf.len() as u64) {
+            Ok(()) => self.child.write_boxed(offset, buf).await,
+            Err(error) => (Err(error), buf),
+        }
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        for (offset, buf) in &clusters {
+            self.check(FaultOp::Write, *offset, buf.len() as u64)?;
+        }
+        self.child.write_compressed_boxed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.check(FaultOp::WriteZeroes, offset, len)?;
+        self.child.write_zeroes_boxed(offset, len, flags).await
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.check(FaultOp::Discard, offset, len)?;
+        self.child.discard_boxed(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.check(FaultOp::Flush, 0, 0)?;
+        self.child.flush_boxed().await
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        self.check(FaultOp::Resize, 0, u64::MAX)?;
+        self.child.resize_boxed(size, preallocation).await
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
+
+use crate::node::{Node, Preallocation, StatusExtent, ZeroFlags};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{File, IoBuf};
+use std::sync::Arc;
+
+/// Zeroes are written in pieces of this size where the file system has no better way.
+const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+
+/// A raw image over a child node.
+pub(crate) struct RawDriver {
+    child: Arc<Node>,
+    /// The child's file when the child is a plain protocol node: saves a hop on every request.
+    file: Option<File>,
+    /// First byte of the window in the child.
+    offset: u64,
+    /// Length of the window in bytes where it was given; else it reaches to the child's end.
+    size: Option<u64>,
+}
+
+impl RawDriver {
+    /// A window of `child`. `offset` and `size` are in bytes; the window must lie inside the child.
+    pub(crate) fn new(child: Arc<Node>, offset: u64, size: Option<u64>) -> Result<RawDriver> {
+        let available = child.size().checked_sub(offset).ok_or_else(|| {
+            Error::invalid_argument(format!("'offset' is past the end of the file ({} bytes)", child.size()))
+                .value(offset)
+        })?;
+        if let Some(size) = size
+            && size > available
+        {
+            return Err(Error::invalid_argument(format!(
+                "'offset' + 'size' is past the end of the file ({} bytes)",
+                child.size()
+            ))
+            .value(size));
+        }
+        let file = child.file().cloned();
+        Ok(RawDriver { child, file, offset, size })
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size.unwrap_or_else(|| self.child.size().saturating_sub(self.offset))
+    }
+
+    pub(crate) fn whole_file(&self) -> Option<&File> {
+        match (self.offset, self.size) {
+            (0, None) => self.file.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// The node checked `offset` against the window, so the sum stays inside the child.
+    fn host(&self, offset: u64) -> u64 {
+        self.offset + offset
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match &self.file {
+            Some(file) => file.read_at(buf, self.host(offset)).await,
+            None => self.child.read_boxed(self.host(offset), buf).await,
+        }
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match &self.file {
+            Some(file) => file.write_at(buf, self.host(offset)).await,
+            None => self.child.write_boxed(self.host(offset), buf).await,
+        }
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        match &self.file {
+            Some(file) => zero_file(file, self.host(offset), len, flags).await,
+            None => self.child.write_zeroes_boxed(self.host(offset), len, flags).await,
+        }
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        match &self.file {
+            Some(file) => discard_file(file, self.host(offset), len).await,
+            None => self.child.discard_boxed(self.host(offset), len).await,
+        }
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        match &self.file {
+            Some(file) => file.sync().await,
+            None => self.child.flush_boxed().await,
+        }
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        if self.size.is_some() {
+            return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized"));
+        }
+        let end = self.offset.checked_add(size).filter(|&end| i64::try_from(end).is_ok());
+        let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
+        // Through the node, so that its size follows.
+        self.child.resize_boxed(end, preallocation).await
+    }
+
+    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let mut runs = self.child.block_status_boxed(self.host(offset), len, max_runs).await?;
+        for run in &mut runs {
+            run.start -= self.offset;
+        }
+        Ok(runs)
+    }
+}
+
+/// Makes a range of a file read as zeroes: by giving it back where allowed, by `fallocate`, or by writing.
+pub(crate) async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+    let end = offset.checked_add(len).ok_or_else(|| Error::invalid_argument("range past 2^64"))?;
+    if flags.may_unmap {
+        // A hole doesn't make the file longer, so what lies behind its end needs nothing but the length.
+        let inside = file.len().saturating_sub(offset).min(len);
+        let punched = if inside == 0 { Ok(()) } else { file.punch_hole(offset, inside).await };
+        match punched {
+            Ok(()) if end > file.len() => return file.set_len(end).await,
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::Unsupported => {}
+            Err(error) => return Err(error),
+        }
+    }
+    match file.zero_range(offset, len).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported && !flags.no_fallback => {}
+        result => return result,
+    }
+    let mut at = offset;
+    let mut zeroes = IoBuf::zeroed(ZERO_CHUNK_BYTES.min(len) as usize);
+    while at < end {
+        let piece = (end - at).min(ZERO_CHUNK_BYTES) as usize;
+        if piece < zeroes.len() {
+            zeroes = zeroes.split_to(piece);
+        }
+        let result;
+        (result, zeroes) = file.write_at(zeroes, at).await;
+        result?;
+        at += piece as u64;
+    }
+    Ok(())
+}
+
+/// Gives a range back; a file system that can't is no error, a discard is a hint.
+pub(crate) async fn discard_file(file: &File, offset: u64, len: u64) -> Result<()> {
+    let inside = file.len().saturating_sub(offset).min(len);
+    if inside == 0 {
+        return Ok(());
+    }
+    match file.punch_hole(offset, inside).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
+        result => result,
+    }
+}
+
+/// Sets the length of a file, and fills what was added as `preallocation` says.
+pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
+    let old = file.len();
+    if preallocation != Preallocation::Off && size < old {
+        return Err(Error::invalid_argument("preallocation can't be used for shrinking").file(file.name()));
+    }
+    match preallocation {
+        Preallocation::Off => file.set_len(size).await,
+        Preallocation::Metadata => {
+            Err(Error::unsupported("a raw image has no preallocation mode 'metadata'").file(file.name()))
+        }
+        Preallocation::Falloc if size > old => file.allocate(old, size - old).await,
+        Preallocation::Full if size > old => {
+            let mut at = old;
+            let mut zeroes = IoBuf::zeroed(ZERO_CHUNK_BYTES.min(size - old) as usize);
+            while at < size {
+                let piece = (size - at).min(ZERO_CHUNK_BYTES) as usize;
+                if piece < zeroes.len() {
+                    zeroes = zeroes.split_to(piece);
+                }
+                let result;
+                (result, zeroes) = file.write_at(zeroes, at).await;
+                result?;
+                at += piece as u64;
+            }
+            Ok(())
+        }
+        Preallocation::Falloc | Preallocation::Full => Ok(()),
+    }
+}
+
+/// Data and holes of a file.
+pub(crate) async fn file_status(file: &File, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+    let end = offset + len;
+    let mut at = offset;
+    let mut runs = Vec::new();
+    while at < end && runs.len() < max_runs {
+        // Behind the end of the file (its odd tail) there is only a hole.
+        let (data_start, data_end) = match file.next_data(at).await? {
+            Some(data) => (data.start.max(at), data.end),
+            None => (end, end),
+        };
+        let is_data = data_start == at && data_end > at;
+        let until = if is_data { data_end } else { data_start };
+        let until = until.clamp(at + 1, end);
+        runs.push(StatusExtent {
+            start: at,
+            len: until - at,
+            data: is_data,
+            zero: !is_data,
+            present: true,
+            compressed: false,
+            offset: Some(at),
+            file: Some(file.name().to_owned()),
+            depth: 0,
+        });
+        at = until;
+    }
+    Ok(runs)
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The block graph: the nodes by name. A reader sees one immutable snapshot; a change builds the next and swaps it in.
+
+use crate::node::Node;
+use cowshed_block::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+
+/// Longest node-name in bytes, as QEMU has it.
+const MAX_NAME_BYTES: usize = 31;
+
+/// A set of named nodes. The graph knows its nodes and doesn't keep them alive: their users and parents do.
+#[derive(Debug, Default)]
+pub struct Graph {
+    snapshot: RwLock<Arc<GraphSnapshot>>,
+    generated: AtomicU32,
+}
+
+/// The nodes of a [`Graph`] at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct GraphSnapshot {
+    nodes: BTreeMap<String, Slot>,
+}
+
+/// A name is taken before the node is open, so that two opens can't end with the same one.
+#[derive(Clone, Debug)]
+enum Slot {
+    Opening,
+    Node(Weak<Node>),
+}
+
+impl GraphSnapshot {
+    /// The node with this name.
+    pub fn find(&self, name: &str) -> Option<Arc<Node>> {
+        match self.nodes.get(name)? {
+            Slot::Opening => None,
+            Slot::Node(node) => node.upgrade(),
+        }
+    }
+
+    /// All nodes, ordered by name.
+    pub fn nodes(&self) -> impl Iterator<Item = Arc<Node>> + '_ {
+        self.nodes.values().filter_map(|slot| match slot {
+            Slot::Opening => None,
+            Slot::Node(node) => node.upgrade(),
+        })
+    }
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new() -> Arc<Graph> {
+        Arc::default()
+    }
+
+    /// The nodes as they are now.
+    pub fn snapshot(&self) -> Arc<GraphSnapshot> {
+        Arc::clone(&self.snapshot.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The node with this name.
+    pub fn find(&self, name: &str) -> Option<Arc<Node>> {
+        self.snapshot().find(name)
+    }
+
+    /// Builds the next snapshot and swaps it in.
+    fn change<T>(&self, edit: impl FnOnce(&mut BTreeMap<String, Slot>) -> T) -> T {
+        let mut current = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
+        let mut next = GraphSnapshot::clone(&current);
+        let result = edit(&mut next.nodes);
+        *current = Arc::new(next);
+        result
+    }
+
+    /// Takes a name: the wanted one, or a generated `#blockNNN`.
+    pub(crate) fn reserve(self: &Arc<Self>, wanted: Option<&str>) -> Result<Reservation> {
+        if let Some(name) = wanted {
+            check_name(name)?;
+        }
+        let name = self.change(|nodes| {
+            let name = match wanted {
+                Some(name) => name.to_owned(),
+                None => format!("#block{:03}", self.generated.fetch_add(1, Ordering::Relaxed)),
+            };
+            if nodes.contains_key(&name) {
+                return Err(Error::new(ErrorKind::InvalidArgument, format!("duplicate node-name '{name}'")));
+            }
+            nodes.insert(name.clone(), Slot::Opening);
+            Ok(name)
+        })?;
+        Ok(Reservation { graph: Arc::clone(self), name, kept: false })
+    }
+
+    pub(crate) fn remove(&self, name: &str) {
+        self.change(|nodes| nodes.remove(name));
+    }
+}
+
+/// A name that was taken for a node about to open; given back when the opening fails.
+pub(crate) struct Reservation {
+    graph: Arc<Graph>,
+    name: String,
+    kept: bool,
+}
+
+impl Reservation {
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The node is open: from now on it is found by its name.
+    pub(crate) fn fill(mut self, node: &Arc<Node>) {
+        self.kept = true;
+        self.graph.change(|nodes| nodes.insert(self.name.clone(), Slot::Node(Arc::downgrade(node))));
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.graph.remove(&self.name);
+        }
+    }
+}
+
+fn check_name(name: &str) -> Result<()> {
+    let mut chars = name.chars();
+    let starts_well = chars.next().is_some_and(|first| first.is_ascii_alphabetic());
+    let goes_on_well = chars.all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
+    if starts_well && goes_on_well && name.len() <= MAX_NAME_BYTES {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "invalid node-name '{name}': at most {MAX_NAME_BYTES} letters, digits, '-', '.', '_', starting with a letter"
+    )))
+}

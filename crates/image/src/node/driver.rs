@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The drivers behind a node: static dispatch over one enum.
+
+use crate::filters::Fault;
+use crate::formats::qcow2::Qcow2Driver;
+use crate::formats::raw::RawDriver;
+use cowshed_block::Result;
+use cowshed_storage::File;
+use std::future::Future;
+use std::pin::Pin;
+
+/// A boxed future that stays on its thread: breaks the recursion of nodes over nodes.
+pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// A protocol node: bytes in a [`File`].
+#[derive(Debug)]
+pub(crate) struct FileDriver {
+    pub name: &'static str,
+    pub file: File,
+    /// For `null-co`: whether reads are promised to give zeroes.
+    pub null_reads_zeroes: Option<bool>,
+}
+
+pub(crate) enum Driver {
+    File(FileDriver),
+    Raw(RawDriver),
+    Qcow2(Box<Qcow2Driver>),
+    Fault(Fault),
+}
+
+/// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
+const SECTOR_BYTES: u64 = 512;
+
+/// The length of a file rounded up to whole sectors; `u64::MAX` when that can't be.
+pub(crate) fn whole_sectors(len: u64) -> u64 {
+    len.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(u64::MAX)
+}
+
+impl Driver {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Driver::File(file) => file.name,
+            Driver::Raw(_) => "raw",
+            Driver::Qcow2(_) => "qcow2",
+            Driver::Fault(_) => "fault",
+        }
+    }
+
+    /// Size of the node in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        match self {
+            Driver::File(file) => whole_sectors(file.file.len()),
+            Driver::Raw(raw) => raw.size(),
+            Driver::Qcow2(qcow2) => qcow2.size(),
+            Driver::Fault(fault) => fault.child().size(),
+        }
+    }
+
+    /// The file, if the node's bytes are that file's bytes one to one.
+    pub(crate) fn whole_file(&self) -> Option<&File> {
+        match self {
+            Driver::File(file) => Some(&file.file),
+            Driver::Raw(raw) => raw.whole_file(),
+            Driver::Qcow2(_) | Driver::Fault(_) => None,
+        }
+    }
+
+    pub(crate) async fn close(&self, read_only: bool) -> Result<()> {
+        match self {
+            Driver::Qcow2(qcow2) => qcow2.close().await,
+            Driver::File(file) if !read_only => file.file.sync().await,
+            Driver::File(_) | Driver::Raw(_) | Driver::Fault(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Requests: the checks that every driver needs, then the driver.
+
+use super::driver::{Driver, whole_sectors};
+use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags};
+use crate::formats::{self, raw};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::IoBuf;
+
+impl Node {
+    /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        if let Err(error) = self.check_range(offset, buf.len() as u64) {
+            return (Err(error), buf);
+        }
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
+            Driver::Raw(raw) => raw.read(offset, buf).await,
+            Driver::File(file) => file.file.read_at(buf, offset).await,
+            Driver::Fault(fault) => fault.read(offset, buf).await,
+        }
+    }
+
+    /// As [`Node::read`], in a box: for drivers that read from another node.
+    pub fn read_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        Box::pin(self.read(offset, buf))
+    }
+
+    /// As [`Node::read_boxed`], but what lies past the end of the node reads as zeroes: what an overlay wants from a
+    /// backing file that is shorter than itself.
+    pub fn read_padded(&self, offset: u64, mut buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        Box::pin(async move {
+            let inside = usize::try_from(self.size().saturating_sub(offset)).unwrap_or(usize::MAX);
+            if inside >= buf.len() {
+                return self.read(offset, buf).await;
+            }
+            buf[inside..].fill(0);
+            if inside == 0 {
+                return (Ok(()), buf);
+            }
+            let head = buf.split_to(inside);
+            let (result, mut head) = self.read(offset, head).await;
+            match head.unsplit(buf) {
+                Ok(()) => (result, head),
+                Err(_) => (Err(Error::internal("the parts of a split buffer did not join")), head),
+            }
+        })
+    }
+
+    /// Writes `buf` at `offset`; it is durable after the next [`Node::flush`] (at once in a writethrough mode).
+    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        if let Err(error) = self.check_write(offset, buf.len() as u64) {
+            return (Err(error), buf);
+        }
+        if self.settings.probed_raw
+            && offset < formats::PROBE_BYTES as u64
+            && let Err(error) = self.check_probed_raw(offset, &buf).await
+        {
+            return (Err(error), buf);
+        }
+        if self.settings.detect_zeroes != DetectZeroes::Off && is_zero(&buf) {
+            let may_unmap = self.settings.detect_zeroes == DetectZeroes::Unmap;
+            let flags = ZeroFlags { may_unmap, no_fallback: false };
+            return (self.write_zeroes(offset, buf.len() as u64, flags).await, buf);
+        }
+        let (result, buf) = match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
+            Driver::Raw(raw) => raw.write(offset, buf).await,
+            Driver::File(file) => file.file.write_at(buf, offset).await,
+            Driver::Fault(fault) => fault.write(offset, buf).await,
+        };
+        if result.is_ok() && self.settings.writethrough {
+            return (self.flush().await, buf);
+        }
+        (result, buf)
+    }
+
+    /// As [`Node::write`], in a box: for drivers that write to another node.
+    pub fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        Box::pin(self.write(offset, buf))
+    }
+
+    /// Makes a range read as zeroes. `may_unmap` counts only where the node discards.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.check_write(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discard, ..flags };
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
+            Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
+            Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
+            Driver::Fault(fault) => fault.write_zeroes(offset, len, flags).await,
+        }?;
+        self.flush_if_writethrough().await
+    }
+
+    /// As [`Node::write_zeroes`], in a box.
+    pub fn write_zeroes_boxed(&self, offset: u64, len: u64, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.write_zeroes(offset, len, flags))
+    }
+
+    /// Gives a range back: a hint. Afterwards it reads as before or as zeroes, never as older backing data.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.check_write(offset, len)?;
+        if len == 0 || !self.settings.discard {
+            return Ok(());
+        }
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
+            Driver::Raw(raw) => raw.discard(offset, len).await,
+            Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
+            Driver::Fault(fault) => fault.discard(offset, len).await,
+        }?;
+        self.flush_if_writethrough().await
+    }
+
+    /// As [`Node::discard`], in a box.
+    pub fn discard_boxed(&self, offset: u64, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.discard(offset, len))
+    }
+
+    /// Makes everything written so far durable, metadata included.
+    pub async fn flush(&self) -> Result<()> {
+        self.check_open()?;
+        if self.settings.read_only {
+            return Ok(());
+        }
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.flush().await,
+            Driver::Raw(raw) => raw.flush().await,
+            Driver::File(file) => file.file.sync().await,
+            Driver::Fault(fault) => fault.flush().await,
+        }
+    }
+
+    /// As [`Node::flush`], in a box.
+    pub fn flush_boxed(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.flush())
+    }
+
+    async fn flush_if_writethrough(&self) -> Result<()> {
+        if self.settings.writethrough { self.flush().await } else { Ok(()) }
+    }
+
+    /// Writes whole clusters compressed (already-compressible check inside: a cluster that doesn't shrink is written
+    /// plain). Each element is (guest offset, one guest cluster, the last one of the disk may be shorter).
+    pub async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        for (offset, buf) in &clusters {
+            self.check_write(*offset, buf.len() as u64)?;
+        }
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await?,
+            Driver::Fault(fault) => fault.write_compressed(clusters).await?,
+            Driver::Raw(_) | Driver::File(_) => {
+                let message = format!("driver '{}' can't write compressed data", self.driver_name());
+                return Err(Error::unsupported(message).file(self.filename.clone()));
+            }
+        }
+        self.flush_if_writethrough().await
+    }
+
+    /// As [`Node::write_compressed`], in a box.
+    pub fn write_compressed_boxed(&self, clusters: Vec<(u64, IoBuf)>) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.write_compressed(clusters))
+    }
+
+    /// Changes the virtual size, in bytes: rounded up to 512. Shrinking discards what lies behind the new end.
+    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        self.check_open()?;
+        self.check_writable()?;
+        let size = whole_sectors(size);
+        if i64::try_from(size).is_err() {
+            return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
+        }
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
+            Driver::Raw(raw) => raw.resize(size, preallocation).await,
+            Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
+            Driver::Fault(fault) => fault.resize(size, preallocation).await,
+        }
+    }
+
+    /// As [`Node::resize`], in a box.
+    pub fn resize_boxed(&self, size: u64, preallocation: Preallocation) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.resize(size, preallocation))
+    }
+
+    pub(super) fn check_range(&self, offset: u64, len: u64) -> Result<()> {
+        self.check_open()?;
+        match offset.checked_add(len) {
+            Some(end) if end <= self.size() => Ok(()),
+            _ => Err(Error::invalid_argument(format!(
+                "request of {len} bytes at offset {offset} is past the end of the disk ({} bytes)",
+                self.size()
+            ))
+            .file(self.filename.clone())),
+        }
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.settings.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone()));
+        }
+        Ok(())
+    }
+
+    fn check_write(&self, offset: u64, len: u64) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(offset, len)
+    }
+
+    /// A guest of a raw image whose format was guessed must not be able to write a header there that makes the next
+    /// guess come out differently: it would then name files of the host as its backing file.
+    async fn check_probed_raw(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        let len = (formats::PROBE_BYTES as u64).min(self.size()) as usize;
+        let (result, mut first) = self.read_boxed(0, IoBuf::zeroed(len)).await;
+        result?;
+        let start = offset as usize;
+        let end = len.min(start + buf.len());
+        first[start..end].copy_from_slice(&buf[..end - start]);
+        match formats::probe(&first) {
+            "raw" => Ok(()),
+            format => Err(Error::new(
+                ErrorKind::PermissionDenied,
+                format!(
+                    "writing a {format} header to the start of an image whose format was not given but guessed to be \
+                     raw; name the format 'raw' to allow it"
+                ),
+            )
+            .file(self.filename.clone())),
+        }
+    }
+}
+
+/// True when all bytes are zero.
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+    // Wide chunks without an early exit inside let the compiler use vector instructions.
+    let mut chunks = bytes.chunks_exact(128);
+    chunks.all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
+        && bytes.chunks_exact(128).remainder().iter().all(|&byte| byte == 0)
+}

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Nodes of the block graph: what jobs, exports and the library read and write.
+
+mod driver;
+mod edge;
+mod io;
+mod status;
+
+pub use driver::LocalFuture;
+pub(crate) use driver::{Driver, FileDriver};
+pub(crate) use edge::Children;
+pub use edge::{Child, ChildRole};
+
+use crate::formats::qcow2::Qcow2Driver;
+use crate::graph::Graph;
+use crate::open::{Edge, Permissions};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::File;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Preallocation modes of `create` and `resize`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preallocation {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Metadata only: every guest cluster mapped, its host cluster a hole.
+    Metadata,
+    /// Space reserved with `fallocate`.
+    Falloc,
+    /// Space written with zeroes.
+    Full,
+}
+
+/// How [`Node::write_zeroes`] may go about it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroFlags {
+    /// The space may be given back (QEMU's `BDRV_REQ_MAY_UNMAP`, qemu-io's `-u`).
+    pub may_unmap: bool,
+    /// Fail with `Unsupported` rather than write zeroes slowly.
+    pub no_fallback: bool,
+}
+
+/// One run of [`Node::block_status`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatusExtent {
+    /// First byte on the virtual disk.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// May hold bytes other than zero.
+    pub data: bool,
+    /// Reads as zeroes.
+    pub zero: bool,
+    /// Allocated in the layer `depth` (0: this node): not read from a backing file.
+    pub present: bool,
+    /// Stored compressed.
+    pub compressed: bool,
+    /// Offset in `file`, when the bytes stand there as they are.
+    pub offset: Option<u64>,
+    /// File name of the layer that `offset` is in.
+    pub file: Option<String>,
+    /// Layers down from the asked node.
+    pub depth: u32,
+}
+
+/// What a write of nothing but zeroes turns into (`detect-zeroes`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DetectZeroes {
+    /// It is written.
+    #[default]
+    Off,
+    /// [`Node::write_zeroes`] that keeps the space.
+    On,
+    /// [`Node::write_zeroes`] that may give the space back, if the node discards at all.
+    Unmap,
+}
+
+/// The generic settings of a node, the same for every driver.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NodeSettings {
+    pub read_only: bool,
+    /// Each write is followed by a flush.
+    pub writethrough: bool,
+    /// Discards are passed on (`discard=unmap`), else ignored.
+    pub discard: bool,
+    pub detect_zeroes: DetectZeroes,
+    /// The format "raw" is a guess: block 0 must not turn into another format's header.
+    pub probed_raw: bool,
+}
+
+/// A node of the block graph: a format or a protocol driver with its children, and a size.
+///
+/// Shared between threads as `Arc<Node>`; a request runs on the thread that made it. Futures of a node are not `Send`.
+pub struct Node {
+    name: String,
+    filename: String,
+    driver: Driver,
+    children: Children,
+    settings: NodeSettings,
+    /// What the users of this node (parents, exports, jobs) may do with it.
+    users: Mutex<Vec<Edge>>,
+    graph: Arc<Graph>,
+    warnings: Vec<String>,
+    closed: AtomicBool,
+}
+
+/// What [`Node::new`] puts together.
+pub(crate) struct NodeParts {
+    pub name: String,
+    pub filename: String,
+    pub driver: Driver,
+    pub children: Children,
+    pub settings: NodeSettings,
+    pub graph: Arc<Graph>,
+    pub warnings: Vec<String>,
+}
+
+impl Node {
+    pub(crate) fn new(parts: NodeParts) -> Result<Arc<Node>> {
+        let size = parts.driver.size();
+        if i64::try_from(size).is_err() {
+            return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
+        }
+        Ok(Arc::new(Node {
+            name: parts.name,
+            filename: parts.filename,
+            driver: parts.driver,
+            children: parts.children,
+            settings: parts.settings,
+            users: Mutex::default(),
+            graph: parts.graph,
+            warnings: parts.warnings,
+            closed: AtomicBool::new(false),
+        }))
+    }
+
+    /// `node-name`, generated where the user gave none (`#blockNNN`).
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// `driver`: "qcow2", "raw", "file", "null-co", …
+    pub fn driver_name(&self) -> &'static str {
+        self.driver.name()
+    }
+
+    /// The file name for people and for `info`; for nodes without one a `json:{…}` name.
+    pub fn filename(&self) -> String {
+        self.filename.clone()
+    }
+
+    /// Virtual size in bytes.
+    pub fn size(&self) -> u64 {
+        self.driver.size()
+    }
+
+    /// True when it was opened for reading only.
+    pub fn is_read_only(&self) -> bool {
+        self.settings.read_only
+    }
+
+    /// True when [`Node::discard`] and `may_unmap` do something (`discard=unmap`).
+    pub fn discards(&self) -> bool {
+        self.settings.discard
+    }
+
+    /// True when each write is durable before it returns (cache modes `writethrough` and `directsync`).
+    pub fn is_writethrough(&self) -> bool {
+        self.settings.writethrough
+    }
+
+    /// True when the format "raw" was guessed from the content.
+    pub fn is_probed_raw(&self) -> bool {
+        self.settings.probed_raw
+    }
+
+    /// The children, in the order they were opened: `file`, `data-file`, `backing`, …
+    pub fn children(&self) -> &[Child] {
+        self.children.as_slice()
+    }
+
+    /// The child with this role.
+    pub fn child(&self, role: ChildRole) -> Option<&Arc<Node>> {
+        self.children().iter().find(|child| child.role == role).map(|child| &child.node)
+    }
+
+    /// The backing file's node.
+    pub fn backing(&self) -> Option<&Arc<Node>> {
+        self.child(ChildRole::Backing)
+    }
+
+    /// The storage of a protocol node (`file`, `host_device`, `null-co`), and of a raw node that covers all of one:
+    /// for kernel copies and allocation figures.
+    pub fn file(&self) -> Option<&File> {
+        self.driver.whole_file()
+    }
+
+    /// The qcow2 driver, for what only that format has.
+    pub fn qcow2(&self) -> Option<&Qcow2Driver> {
+        match &self.driver {
+            Driver::Qcow2(qcow2) => Some(qcow2),
+            _ => None,
+        }
+    }
+
+    /// The fault filter, when this node is one.
+    pub fn fault(&self) -> Option<&crate::filters::Fault> {
+        match &self.driver {
+            Driver::Fault(fault) => Some(fault),
+            _ => None,
+        }
+    }
+
+    /// The graph that the node is part of.
+    pub fn graph(&self) -> &Arc<Graph> {
+        &self.graph
+    }
+
+    /// What the user should know of how the image was opened: guessed formats. Filled for the node that
+    /// [`crate::open()`] returned.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Gives `edge` its permissions on this node, or says which other user stands in the way.
+    pub(crate) fn attach(&self, edge: Edge) -> Result<()> {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        for other in users.iter() {
+            edge.check_against(other, &self.name)?;
+        }
+        if edge.used.contains(Permissions::WRITE) && self.settings.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("node '{}' is read-only", self.name)));
+        }
+        users.push(edge);
+        Ok(())
+    }
+
+    /// Takes back what [`Node::attach`] gave to `user`. True when nobody uses the node any more.
+    pub(crate) fn release(&self, user: &str) -> bool {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = users.iter().position(|edge| edge.user == user) {
+            users.swap_remove(at);
+        }
+        users.is_empty()
+    }
+
+    /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance
+    /// to learn that something didn't reach the disk. Children that nobody else uses are closed too. A second call
+    /// does nothing.
+    pub async fn close(&self) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let mut result = self.driver.close(self.settings.read_only).await;
+        for child in self.children() {
+            if child.node.release(&self.name) {
+                let closed = child.node.close_boxed().await;
+                result = result.and(closed);
+            }
+        }
+        self.graph.remove(&self.name);
+        result.map_err(|error| error.file(self.filename.clone()))
+    }
+
+    fn close_boxed(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.close())
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::invalid_argument("the node was closed").file(self.filename.clone()));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // After a close the name may belong to another node already.
+        if self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        self.graph.remove(&self.name);
+    }
+}
+
+impl std::fmt::Debug for Node {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Node")
+            .field("name", &self.name)
+            .field("driver", &self.driver_name())
+            .field("filename", &self.filename)
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Builds nodes from options, leaves first.
+
+use super::names::{driver_for, protocol_options};
+use super::policy::{FileIdentity, FileKind, Files, Policy};
+use super::{BackingPolicy, Edge, OpenRequest, Source};
+use crate::filters::Fault;
+use crate::formats::qcow2::Qcow2Driver;
+use crate::formats::raw::RawDriver;
+use crate::formats::{self, PROBE_BYTES};
+use crate::graph::Graph;
+use crate::node::{ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, Node, NodeParts, NodeSettings};
+use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions};
+use serde_json::Value;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The user of a node that [`open`] returns: its caller.
+const ROOT: &str = "#root";
+
+pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
+    if request.force_share && request.writable {
+        return Err(Error::invalid_argument("force-share needs a read-only image").file(request.name()));
+    }
+    let options = match request.source {
+        Source::Name(ref name) => named(name, request.format.as_deref(), &*request.files)?,
+        Source::Options(options) if request.format.is_none() => options,
+        Source::Options(ref options) => {
+            let message = "a format can't be given together with image options";
+            return Err(Error::invalid_argument(message).file(options.to_json_name()));
+        }
+    };
+    let place = Place {
+        role: Role::Root,
+        path: String::new(),
+        writable: request.writable,
+        force_share: request.force_share,
+        cache: CacheMode { direct: request.cache.direct, no_flush: request.cache.no_flush },
+        discard: request.discard,
+        writethrough: request.cache.writethrough,
+        depth: 1,
+    };
+    let mut opener = Opener {
+        graph: request.graph.unwrap_or_default(),
+        files: request.files,
+        policy: request.policy,
+        backing: request.backing,
+        check: request.check,
+        opened: Vec::new(),
+        warnings: Vec::new(),
+    };
+    let (writable, force_share) = (place.writable, place.force_share);
+    let node = opener.node(options, place).await?;
+    node.attach(Edge::of(ROOT, writable && !node.is_read_only(), force_share))?;
+    Ok(node)
+}
+
+/// The option tree for a file name and perhaps a format.
+pub(super) fn named(name: &str, format: Option<&str>, files: &dyn Files) -> Result<BlockdevOptions> {
+    let inner = match BlockdevOptions::from_json_name(name) {
+        Some(options) => options.map_err(|error| error.file(name))?,
+        None => {
+            let protocol = protocol_options(name, files)?;
+            match format.and_then(DriverSchema::find) {
+                // A protocol as "format": the node itself, without a format above it.
+                Some(driver) if driver.kind == DriverKind::Protocol => return Ok(protocol.with("driver", driver.name)),
+                _ => BlockdevOptions::new().with("file", protocol),
+            }
+        }
+    };
+    let Some(format) = format else { return Ok(inner) };
+    match inner.text("driver").map(str::to_owned) {
+        None => Ok(inner.with("driver", format)),
+        Some(driver) if driver == format => Ok(inner),
+        Some(driver) if DriverSchema::find(&driver).is_some_and(|schema| schema.kind == DriverKind::Protocol) => {
+            Ok(BlockdevOptions::new().with("driver", format).with("file", inner))
+        }
+        Some(driver) => {
+            let message = format!("the format is '{format}', but the name says driver '{driver}'");
+            Err(Error::invalid_argument(message).file(name))
+        }
+    }
+}
+
+/// What a node is opened as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Root,
+    /// The file or data file of a format: a protocol node when no driver is named.
+    Storage,
+    Backing,
+}
+
+/// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    pub role: Role,
+    /// The option path of the node, "" or ending in a dot.
+    pub path: String,
+    pub writable: bool,
+    pub force_share: bool,
+    pub cache: CacheMode,
+    pub discard: bool,
+    pub writethrough: bool,
+    /// Layers of the chain so far, this one included.
+    pub depth: u32,
+}
+
+/// One file that this open has opened, to notice loops.
+struct OpenedFile {
+    identity: FileIdentity,
+    name: String,
+}
+
+pub(super) struct Opener {
+    pub graph: Arc<Graph>,
+    pub files: Arc<dyn Files>,
+    pub policy: Policy,
+    pub backing: BackingPolicy,
+    pub check: bool,
+    opened: Vec<OpenedFile>,
+    pub warnings: Vec<String>,
+}
+
+/// A node's options and what they come to, on the way to its driver.
+pub(super) struct Draft {
+    pub name: String,
+    pub options: BlockdevOptions,
+    pub place: Place,
+    pub settings: NodeSettings,
+    pub children: Children,
+}
+
+impl Opener {
+    /// Opens a node and what is below it.
+    pub(super) fn node(&mut self, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
+        Box::pin(self.node_unboxed(options, place))
+    }
+
+    async fn node_unboxed(&mut self, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
+        options::check_common(&mut options, &place.path)?;
+        let reservation = self.graph.reserve(options.text("node-name"))?;
+        let settings = take_over(&options, &mut place)?;
+        let name = reservation.name().to_owned();
+        let children = Children::of(&name);
+        let mut draft = Draft { name, options, place, settings, children };
+        let schema = self.find_driver(&mut draft).await?;
+        schema.check(&mut draft.options, &draft.place.path)?;
+        let (driver, filename) = match schema.name {
+            "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
+            "null-co" => null_driver(&draft)?,
+            "raw" => self.raw_driver(&mut draft).await?,
+            "qcow2" => self.qcow2_driver(&mut draft).await?,
+            "fault" => {
+                let child = self.file_child(&mut draft).await?;
+                let filename = child.filename();
+                (Driver::Fault(Fault::new(child, options::fault_rules(&draft.options))), filename)
+            }
+            other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
+        };
+        let warnings = if draft.place.role == Role::Root { std::mem::take(&mut self.warnings) } else { Vec::new() };
+        let node = Node::new(NodeParts {
+            name: draft.name,
+            filename,
+            driver,
+            children: draft.children,
+            settings: draft.settings,
+            graph: Arc::clone(&self.graph),
+            warnings,
+        })?;
+        reservation.fill(&node);
+        Ok(node)
+    }
+
+    /// The driver that the options name, or a guess.
+    async fn find_driver(&mut self, draft: &mut Draft) -> Result<&'static DriverSchema> {
+        let name = match draft.options.text("driver") {
+            Some(name) => name.to_owned(),
+            None if draft.place.role == Role::Storage => {
+                let driver = driver_for(draft.options.text("filename").unwrap_or_default(), &*self.files);
+                draft.options.insert("driver", driver);
+                driver.to_owned()
+            }
+            None => {
+                let format = self.guess_format(draft).await?;
+                draft.options.insert("driver", format);
+                format.to_owned()
+            }
+        };
+        DriverSchema::find(&name).ok_or_else(|| match formats::find(&name) {
+            Some(format) => {
+                Error::unsupported(format!("images of format '{}' ({}) can't be opened yet", name, format.about))
+            }
+            None => Error::invalid_argument(format!("unknown driver '{name}'")),
+        })
+    }
+
+    /// Opens the file and looks at its first bytes.
+    async fn guess_format(&mut self, draft: &mut Draft) -> Result<&'static str> {
+        if draft.options.get("file").is_none() {
+            let path = &draft.place.path;
+            return Err(Error::invalid_argument(format!("one of '{path}driver' and '{path}file' must be given")));
+        }
+        let child = self.file_child(draft).await?;
+        let name = child.filename();
+        if draft.place.role == Role::Backing && !self.policy.allow_backing_probe {
+            let message = "the overlay doesn't say the format of this backing file, and the policy forbids to guess it";
+            return Err(Error::new(ErrorKind::PermissionDenied, message).file(name));
+        }
+        let len = usize::try_from(child.size()).unwrap_or(usize::MAX).min(PROBE_BYTES);
+        let (result, first) = child.read_boxed(0, IoBuf::zeroed(len)).await;
+        result?;
+        let format = formats::probe(&first);
+        let written = !draft.settings.read_only;
+        if format == "raw" && written {
+            draft.settings.probed_raw = true;
+            self.warnings.push(format!(
+                "{name}: the image format was not given and is guessed to be raw; writes to its start are restricted, \
+                 name the format 'raw' to lift that"
+            ));
+        } else if draft.place.role == Role::Backing {
+            self.warnings
+                .push(format!("{name}: the overlay doesn't say the format of this backing file, guessed {format}"));
+        }
+        Ok(format)
+    }
+
+    /// The child `file`, opened once.
+    async fn file_child(&mut self, draft: &mut Draft) -> Result<Arc<Node>> {
+        if let Some(open) = draft.children.as_slice().iter().find(|child| child.role == ChildRole::File) {
+            return Ok(Arc::clone(&open.node));
+        }
+        let spec = draft.options.get("file").cloned().unwrap_or(Value::Null);
+        let place = draft.place.storage("file", !draft.settings.read_only);
+        self.child(draft, ChildRole::File, spec, place).await
+    }
+
+    /// Opens or finds a child and gives the parent its permissions on it.
+    pub(super) async fn child(
+        &mut self,
+        draft: &mut Draft,
+        role: ChildRole,
+        spec: Value,
+        place: Place,
+    ) -> Result<Arc<Node>> {
+        let edge = Edge::of(&draft.name, place.writable, place.force_share);
+        let node = match spec {
+            Value::String(name) => self.graph.find(&name).ok_or_else(|| {
+                let path = place.path.trim_end_matches('.');
+                Error::new(ErrorKind::NotFound, format!("option '{path}': there is no node '{name}'"))
+            })?,
+            Value::Object(map) => self.node(BlockdevOptions::from_map(map)?, place).await?,
+            other => {
+                let path = place.path.trim_end_matches('.');
+                return Err(
+                    Error::invalid_argument(format!("option '{path}' expects a node-name or an object")).value(other)
+                );
+            }
+        };
+        // A child that fell back to reading makes its parent read-only too.
+        let edge = if node.is_read_only() && edge.used.contains(super::Permissions::WRITE) {
+            draft.settings.read_only = true;
+            Edge::of(&draft.name, false, false)
+        } else {
+            edge
+        };
+        node.attach(edge)?;
+        draft.children.push(role, Arc::clone(&node));
+        Ok(node)
+    }
+
+    fn file_driver(&mut self, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
+        let options = FileOptions::new(&draft.options);
+        let path = Path::new(&options.filename);
+        self.check_file_kind(driver, path, &options.filename)?;
+        let mut open_options = OpenOptions {
+            write: !draft.settings.read_only,
+            create: false,
+            cache: draft.place.cache,
+            engine: options.engine,
+        };
+        let file = match self.files.open(path, &open_options) {
+            Err(error)
+                if open_options.write
+                    && options.auto_read_only
+                    && matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnly) =>
+            {
+                open_options.write = false;
+                draft.settings.read_only = true;
+                self.files.open(path, &open_options)?
+            }
+            result => result?,
+        };
+        self.lock(&file, &options, draft)?;
+        Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None }), options.filename))
+    }
+
+    /// A file of the wrong kind, or one that this open has opened already.
+    fn check_file_kind(&mut self, driver: &str, path: &Path, name: &str) -> Result<()> {
+        let Some((kind, identity)) = self.files.identify(path) else { return Ok(()) };
+        let wanted = match (driver, kind) {
+            ("file", FileKind::Other) => Some("a regular file"),
+            ("host_device", FileKind::Regular | FileKind::Other) => Some("a block device"),
+            _ => None,
+        };
+        if let Some(wanted) = wanted {
+            return Err(Error::invalid_argument(format!("driver '{driver}' needs {wanted}")).file(name));
+        }
+        if let Some(known) = self.opened.iter().find(|known| known.identity == identity) {
+            let message = format!("the chain loops: this is the file '{}' again", known.name);
+            return Err(Error::new(ErrorKind::InvalidImage, message).file(name));
+        }
+        self.opened.push(OpenedFile { identity, name: name.to_owned() });
+        Ok(())
+    }
+
+    fn lock(&self, file: &File, options: &FileOptions, draft: &Draft) -> Result<()> {
+        let _ = (file, options, draft);
+        Ok(())
+    }
+
+    async fn raw_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
+        let child = self.file_child(draft).await?;
+        let options = RawOptions::new(&draft.options);
+        let mut filename = child.filename();
+        if options.offset != 0 || options.size.is_some() {
+            let mut named = BlockdevOptions::new().with("driver", "raw");
+            for key in ["offset", "size"] {
+                if let Some(value) = draft.options.get(key) {
+                    named.insert(key, value.clone());
+                }
+            }
+            filename = named.with("file", draft.options.get("file").cloned().unwrap_or(Value::Null)).to_json_name();
+        }
+        let raw = RawDriver::new(child, options.offset, options.size).map_err(|error| error.file(filename.clone()))?;
+        Ok((Driver::Raw(raw), filename))
+    }
+
+    async fn qcow2_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
+        let child = self.file_child(draft).await?;
+        let filename = child.filename();
+        let in_file = |error: Error| error.file(filename.clone());
+        let file = child.file().cloned().ok_or_else(|| {
+            Error::unsupported(format!("qcow2 needs a plain file below it, not driver '{}'", child.driver_name()))
+        });
+        let file = file.map_err(in_file)?;
+        let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
+        let header = formats::read_header(&file).await.map_err(in_file)?;
+        let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
+        let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
+        Ok((Driver::Qcow2(Box::new(driver)), filename))
+    }
+}
+
+fn null_driver(draft: &Draft) -> Result<(Driver, String)> {
+    let options = NullOptions::new(&draft.options);
+    let _ = (options.latency_ns, options.read_zeroes, options.size);
+    Err(Error::unsupported("null-co").file("null-co://"))
+}
+
+/// Reads the common keys: settles what the node does, and changes `place` to what its children take over.
+fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSettings> {
+    if let Some(read_only) = options.flag("read-only") {
+        place.writable = !read_only;
+    }
+    if let Some(force_share) = options.flag("force-share") {
+        place.force_share = force_share;
+    }
+    if place.force_share && place.writable {
+        let message = format!("'{}force-share=on' needs '{}read-only=on'", place.path, place.path);
+        return Err(Error::invalid_argument(message));
+    }
+    if let Some(Value::Object(cache)) = options.get("cache") {
+        let flag = |key: &str, inherited: bool| cache.get(key).and_then(Value::as_bool).unwrap_or(inherited);
+        place.cache.direct = flag("direct", place.cache.direct);
+        place.cache.no_flush = flag("no-flush", place.cache.no_flush);
+    }
+    let discard = match options.text("discard") {
+        Some("unmap" | "on") => true,
+        Some(_) => false,
+        None => place.discard,
+    };
+    let detect_zeroes = match options.text("detect-zeroes") {
+        Some("on") => DetectZeroes::On,
+        Some("unmap") if !discard => {
+            let path = &place.path;
+            let message = format!("'{path}detect-zeroes=unmap' needs '{path}discard=unmap'");
+            return Err(Error::invalid_argument(message));
+        }
+        Some("unmap") => DetectZeroes::Unmap,
+        _ => DetectZeroes::Off,
+    };
+    let writethrough = place.writethrough && place.role == Role::Root;
+    Ok(NodeSettings { read_only: !place.writable, writethrough, discard, detect_zeroes, probed_raw: false })
+}
+
+impl Place {
+    /// The place of the child `key` that stores bytes for a node in this place.
+    pub(super) fn storage(&self, key: &str, writable: bool) -> Place {
+        Place {
+            role: Role::Storage,
+            path: format!("{}{key}.", self.path),
+            writable,
+            // What the parent lets through, its file carries out.
+            discard: true,
+            writethrough: false,
+            ..self.clone()
+        }
+    }
+}

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The children of a qcow2 image: its data file and its backing file, from the options or on the header's word.
+
+use super::BackingPolicy;
+use super::build::{Draft, Opener, Place, Role, named};
+use super::names::{protocol_options, resolve};
+use crate::formats::{OpenContext, Qcow2RuntimeOptions};
+use crate::node::{ChildRole, Node};
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::Header;
+use cowshed_storage::File;
+use serde_json::Value;
+use std::sync::Arc;
+
+impl Opener {
+    /// Opens the children of the image in `file` and puts together what its driver needs.
+    pub(super) async fn qcow2_children(
+        &mut self,
+        draft: &mut Draft,
+        image: &str,
+        file: File,
+        header: &Header,
+        options: Qcow2RuntimeOptions,
+    ) -> Result<OpenContext> {
+        let data_file = self.data_file(draft, image, header).await?;
+        let given = draft.options.get("backing").cloned();
+        let no_backing =
+            self.backing == BackingPolicy::None && !matches!(given, Some(Value::Object(_) | Value::String(_)));
+        let backing = if no_backing { None } else { self.backing_file(draft, image, header, given).await? };
+        Ok(OpenContext {
+            file,
+            file_name: image.to_owned(),
+            data_file,
+            backing,
+            options,
+            writable: !draft.settings.read_only,
+            check: self.check,
+            no_backing: no_backing && header.backing_file.is_some(),
+        })
+    }
+
+    async fn data_file(&mut self, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
+        let given = draft.options.get("data-file").cloned();
+        if !header.has_data_file() {
+            return match given {
+                None => Ok(None),
+                Some(_) => {
+                    Err(Error::invalid_argument("'data-file' is given, but the image has no data file").file(image))
+                }
+            };
+        }
+        let spec = match (given, header.data_file_name()) {
+            (Some(spec), _) => spec,
+            (None, None) => {
+                let message = "the image needs a data file and doesn't name it: option 'data-file' must be given";
+                return Err(Error::invalid_argument(message).file(image));
+            }
+            (None, Some(name)) => {
+                self.policy.check(self.policy.allow_data_file, "the data file", &name, image)?;
+                let name = resolve(&name, path_of(image)).map_err(|error| error.file(image))?;
+                self.by_name(&name, image)?.into()
+            }
+        };
+        let place = draft.place.storage("data-file", !draft.settings.read_only);
+        let node = self.child(draft, ChildRole::DataFile, spec, place).await;
+        let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
+        match node.file() {
+            Some(file) => Ok(Some(file.clone())),
+            None => {
+                let message = format!("a data file must be a plain file, not driver '{}'", node.driver_name());
+                Err(Error::unsupported(message).file(image))
+            }
+        }
+    }
+
+    /// The options of a protocol node, on an image's word.
+    fn by_name(&self, name: &str, image: &str) -> Result<BlockdevOptions> {
+        match BlockdevOptions::from_json_name(name) {
+            Some(options) => {
+                self.policy.check(self.policy.allow_json, "a file by", name, image)?;
+                options
+            }
+            None => protocol_options(name, &*self.files),
+        }
+    }
+
+    async fn backing_file(
+        &mut self,
+        draft: &mut Draft,
+        image: &str,
+        header: &Header,
+        given: Option<Value>,
+    ) -> Result<Option<Arc<Node>>> {
+        let (spec, name) = match given {
+            Some(Value::Null) => return Ok(None),
+            Some(Value::String(node)) => (Value::String(node.clone()), node),
+            Some(Value::Object(map)) => {
+                let options = BlockdevOptions::from_map(map)?;
+                (self.complete_backing(options, image, header)?.into(), "backing".to_owned())
+            }
+            _ => match header.backing_file_name() {
+                None => return Ok(None),
+                Some(name) if name.is_empty() => return Ok(None),
+                Some(name) => (self.backing_by_name(&name, image, header)?.into(), name.into_owned()),
+            },
+        };
+        if draft.place.depth >= self.policy.max_chain_depth {
+            let message = format!("the backing chain is longer than {} images", self.policy.max_chain_depth);
+            return Err(Error::new(ErrorKind::Limit, message).file(image));
+        }
+        let place = Place {
+            role: Role::Backing,
+            path: format!("{}backing.", draft.place.path),
+            writable: false,
+            writethrough: false,
+            depth: draft.place.depth + 1,
+            ..draft.place.clone()
+        };
+        let node = self.child(draft, ChildRole::Backing, spec, place).await.map_err(|error| {
+            let error = if error.file_name().is_none() { error.file(name) } else { error };
+            error.context(format!("could not open the backing file of '{image}'"))
+        })?;
+        Ok(Some(node))
+    }
+
+    /// The options of the backing file that the header names.
+    fn backing_by_name(&self, name: &str, image: &str, header: &Header) -> Result<BlockdevOptions> {
+        self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
+        if name.starts_with("json:") {
+            self.policy.check(self.policy.allow_json, "a file by", name, image)?;
+        }
+        let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
+        named(&name, header.backing_format().as_deref(), &*self.files)
+    }
+
+    /// Options for the backing file that don't say where it is get that from the header.
+    fn complete_backing(&self, mut options: BlockdevOptions, image: &str, header: &Header) -> Result<BlockdevOptions> {
+        let has_place = options.get("filename").is_some()
+            || match options.get("file") {
+                None => false,
+                Some(Value::Object(file)) => file.contains_key("filename") || file.contains_key("file"),
+                Some(_) => true,
+            };
+        let Some(name) = header.backing_file_name().filter(|_| !has_place) else { return Ok(options) };
+        let driver = options.remove("driver");
+        let from_header = self.backing_by_name(&name, image, header)?;
+        let mut merged = Value::from(from_header);
+        overlay(&mut merged, Value::from(options));
+        if let (Some(driver), Value::Object(map)) = (driver, &mut merged) {
+            map.insert("driver".to_owned(), driver);
+        }
+        match merged {
+            Value::Object(map) => BlockdevOptions::from_map(map),
+            _ => Err(Error::internal("the options of a backing file are no object")),
+        }
+    }
+}
+
+/// Lays the keys of `over` onto `under`, nested objects key by key.
+fn overlay(under: &mut Value, over: Value) {
+    match (under, over) {
+        (Value::Object(under), Value::Object(over)) => {
+            for (key, value) in over {
+                overlay(under.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (under, over) => *under = over,
+    }
+}
+
+/// The path of an image for resolving names; none for `json:` names.
+fn path_of(image: &str) -> Option<&str> {
+    if image.starts_with("json:") { None } else { Some(image) }
+}

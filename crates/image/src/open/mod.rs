@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening images: from a name or an option tree to a node.
+
+mod build;
+mod cache;
+mod children;
+mod names;
+mod permissions;
+mod policy;
+
+pub use cache::{CACHE_MODES, Cache};
+pub(crate) use permissions::Edge;
+pub use permissions::Permissions;
+pub use policy::{FileIdentity, FileKind, Files, HostFiles, Policy};
+
+use crate::graph::Graph;
+use crate::node::Node;
+use crate::options::BlockdevOptions;
+use cowshed_block::Result;
+use std::sync::Arc;
+
+/// What becomes of the backing file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackingPolicy {
+    /// It is opened, and its own one, to the end of the chain.
+    #[default]
+    Open,
+    /// It is left out: unallocated ranges can't be read.
+    None,
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Name(String),
+    Options(BlockdevOptions),
+}
+
+/// What to open and how. By default read-only, format probed, backing chain opened, cache mode `writeback`, discards
+/// passed on.
+#[derive(Clone, Debug)]
+pub struct OpenRequest {
+    source: Source,
+    format: Option<String>,
+    writable: bool,
+    force_share: bool,
+    cache: Cache,
+    discard: bool,
+    backing: BackingPolicy,
+    check: bool,
+    policy: Policy,
+    graph: Option<Arc<Graph>>,
+    files: Arc<dyn Files>,
+}
+
+impl OpenRequest {
+    fn new(source: Source) -> Self {
+        OpenRequest {
+            source,
+            format: None,
+            writable: false,
+            force_share: false,
+            cache: Cache::default(),
+            discard: true,
+            backing: BackingPolicy::Open,
+            check: false,
+            policy: Policy::default(),
+            graph: None,
+            files: Arc::new(HostFiles),
+        }
+    }
+
+    /// The image in a file: a path, or a name with one of the prefixes `file:`, `host_device:`, `null-co:`, `json:`.
+    pub fn file(name: impl Into<String>) -> Self {
+        Self::new(Source::Name(name.into()))
+    }
+
+    /// What `--image-opts` takes: `driver=qcow2,file.filename=disk.qcow2`.
+    pub fn image_opts(text: &str) -> Result<Self> {
+        BlockdevOptions::from_keyval(text).map(Self::options).map_err(|error| error.file(text))
+    }
+
+    /// An option tree.
+    pub fn options(options: BlockdevOptions) -> Self {
+        Self::new(Source::Options(options))
+    }
+
+    /// The format by name; `None` probes it.
+    #[must_use]
+    pub fn format<'a>(mut self, format: impl Into<Option<&'a str>>) -> Self {
+        self.format = format.into().map(str::to_owned);
+        self
+    }
+
+    /// Open for writing. The option `read-only` has the last word.
+    #[must_use]
+    pub fn writable(mut self, writable: bool) -> Self {
+        self.writable = writable;
+        self
+    }
+
+    /// Share everything with other users of the files (`-U`): what is read may be inconsistent. Not with `writable`.
+    #[must_use]
+    pub fn force_share(mut self, force_share: bool) -> Self {
+        self.force_share = force_share;
+        self
+    }
+
+    /// The cache mode by name, see [`CACHE_MODES`].
+    pub fn cache(mut self, mode: &str) -> Result<Self> {
+        self.cache = Cache::parse(mode)?;
+        Ok(self)
+    }
+
+    /// The cache mode.
+    #[must_use]
+    pub fn cache_mode(mut self, cache: Cache) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    /// Whether discards are passed on where the options don't say it (`discard=unmap`, the default here) or ignored.
+    #[must_use]
+    pub fn discard(mut self, discard: bool) -> Self {
+        self.discard = discard;
+        self
+    }
+
+    /// Leave the backing file out (`-u`).
+    #[must_use]
+    pub fn no_backing(self) -> Self {
+        self.backing(BackingPolicy::None)
+    }
+
+    /// What becomes of the backing file.
+    #[must_use]
+    pub fn backing(mut self, backing: BackingPolicy) -> Self {
+        self.backing = backing;
+        self
+    }
+
+    /// Open to be checked: dirty and corrupt images are taken as they are, the backing file is left out.
+    #[must_use]
+    pub fn for_check(mut self) -> Self {
+        self.check = true;
+        self.no_backing()
+    }
+
+    /// What the image may make us open.
+    #[must_use]
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// The graph that the nodes are part of, and whose nodes options may name. Without one it is a graph of its own.
+    #[must_use]
+    pub fn graph(mut self, graph: Arc<Graph>) -> Self {
+        self.graph = Some(graph);
+        self
+    }
+
+    /// Where protocol nodes get their files from.
+    #[must_use]
+    pub fn files(mut self, files: Arc<dyn Files>) -> Self {
+        self.files = files;
+        self
+    }
+
+    /// The name for messages.
+    pub fn name(&self) -> String {
+        match &self.source {
+            Source::Name(name) => name.clone(),
+            Source::Options(options) => options.to_json_name(),
+        }
+    }
+}
+
+/// Opens an image with its whole chain, takes the locks, and returns its top node.
+pub async fn open(request: OpenRequest) -> Result<Arc<Node>> {
+    build::open(request).await
+}

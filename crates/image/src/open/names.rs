@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! File names: pseudo protocols, and names that are relative to the image that holds them.
+
+use super::policy::{FileKind, Files};
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, Result};
+use std::path::Path;
+
+/// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.
+pub(super) fn protocol(name: &str) -> Option<&str> {
+    let end = name.find([':', '/'])?;
+    if name.as_bytes().get(end) == Some(&b':') { Some(&name[..end]) } else { None }
+}
+
+/// The options of the protocol node for a name.
+pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    let path = match protocol(name) {
+        None => name,
+        Some("file") => &name["file:".len()..],
+        Some("host_device") => return Ok(file_options("host_device", &name["host_device:".len()..])),
+        Some("null-co") => match name {
+            "null-co:" | "null-co://" => return Ok(BlockdevOptions::new().with("driver", "null-co")),
+            _ => return Err(Error::invalid_argument("the name of a null-co disk is 'null-co://'").file(name)),
+        },
+        Some(protocol) => return Err(Error::invalid_argument(format!("unknown protocol '{protocol}'")).file(name)),
+    };
+    if path.is_empty() {
+        return Err(Error::invalid_argument("empty file name").file(name));
+    }
+    Ok(file_options(driver_for(path, files), path))
+}
+
+/// The protocol driver for a path whose options don't say one.
+pub(super) fn driver_for(path: &str, files: &dyn Files) -> &'static str {
+    match files.identify(Path::new(path)) {
+        Some((FileKind::BlockDevice, _)) => "host_device",
+        _ => "file",
+    }
+}
+
+fn file_options(driver: &str, path: &str) -> BlockdevOptions {
+    BlockdevOptions::new().with("driver", driver).with("filename", path)
+}
+
+/// The name that an image in file `image` means by `name`. Absolute names and names with a protocol (also `file:`, as
+/// in QEMU) stay as they are; others are relative to the image's folder. `image` is the path of the image file, `None`
+/// where it has none: a relative name means nothing then.
+pub(super) fn resolve(name: &str, image: Option<&str>) -> Result<String> {
+    if protocol(name).is_some() || name.starts_with('/') {
+        return Ok(name.to_owned());
+    }
+    let Some(image) = image else {
+        let message = format!("can't resolve the relative name '{name}': the image that holds it has no file name");
+        return Err(Error::invalid_argument(message));
+    };
+    match image.rfind('/') {
+        Some(end) => Ok(format!("{}{name}", &image[..=end])),
+        None => Ok(name.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::open::HostFiles;
+
+    #[test]
+    fn relative_names_start_at_the_image() {
+        for (name, image, expected) in [
+            ("base.raw", "dir/top.qcow2", "dir/base.raw"),
+            ("base.raw", "top.qcow2", "base.raw"),
+            ("../b", "/a/c/top", "/a/c/../b"),
+            ("/abs", "dir/top", "/abs"),
+            ("file:b", "dir/top", "file:b"),
+            ("json:{}", "dir/top", "json:{}"),
+            ("a/b:c", "dir/top", "dir/a/b:c"),
+        ] {
+            assert_eq!(resolve(name, Some(image)).unwrap(), expected);
+        }
+        assert!(resolve("base", None).is_err());
+        assert_eq!(resolve("/base", None).unwrap(), "/base");
+    }
+
+    #[test]
+    fn protocols_are_named_or_refused() {
+        let driver = |name: &str| protocol_options(name, &HostFiles).map(|o| o.text("driver").unwrap().to_owned());
+        assert_eq!(driver("a.qcow2").unwrap(), "file");
+        assert_eq!(driver("./a:b").unwrap(), "file");
+        assert_eq!(driver("null-co://").unwrap(), "null-co");
+        let file = protocol_options("file:a:b", &HostFiles).unwrap();
+        assert_eq!(file.text("filename"), Some("a:b"));
+        for (name, part) in [("nbd:unix:/x", "'nbd'"), ("http://x/y", "'http'"), ("", "empty"), ("file:", "empty")] {
+            let error = driver(name).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

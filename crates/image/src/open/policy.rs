@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The gate: which files may be opened on whose word, and how a file is opened at all.
+
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{File, OpenOptions};
+use std::fmt;
+use std::path::Path;
+
+/// What an image may make us do. What the user names is always opened; this is about what images name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// Open the backing file that an image names.
+    pub allow_backing: bool,
+    /// Open the external data file that an image names.
+    pub allow_data_file: bool,
+    /// Take `json:{…}` as a name in an image: it can name any driver and any file.
+    pub allow_json: bool,
+    /// Guess the format of a backing file whose overlay doesn't say it. The guess is reported as a warning.
+    pub allow_backing_probe: bool,
+    /// Most layers of a chain, the top one included.
+    pub max_chain_depth: u32,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Policy {
+            allow_backing: true,
+            allow_data_file: true,
+            allow_json: true,
+            allow_backing_probe: true,
+            max_chain_depth: 200,
+        }
+    }
+}
+
+impl Policy {
+    /// For images from strangers: the file that the user named and nothing else.
+    pub fn untrusted() -> Policy {
+        Policy {
+            allow_backing: false,
+            allow_data_file: false,
+            allow_json: false,
+            allow_backing_probe: false,
+            ..Policy::default()
+        }
+    }
+
+    pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {
+        if allowed {
+            return Ok(());
+        }
+        let message = format!("the image names {what} '{name}', which the policy for this image doesn't allow");
+        Err(Error::new(ErrorKind::PermissionDenied, message).file(image))
+    }
+}
+
+/// Which file stands behind a name: two names with the same identity are the same file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    /// Device number.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+}
+
+/// What kind of thing a name is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileKind {
+    /// A regular file.
+    Regular,
+    /// A block device.
+    BlockDevice,
+    /// A character device.
+    CharacterDevice,
+    /// A folder, socket or pipe.
+    Other,
+}
+
+/// Where protocol nodes get their files from. The simulator and later remote storage put themselves here.
+pub trait Files: Send + Sync {
+    /// Opens `path`.
+    fn open(&self, path: &Path, options: &OpenOptions) -> Result<File>;
+    /// What `path` is, and which file; `None` where that is unknown or nothing is there.
+    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)>;
+}
+
+/// The files of this machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostFiles;
+
+impl Files for HostFiles {
+    fn open(&self, path: &Path, options: &OpenOptions) -> Result<File> {
+        File::open(path, options)
+    }
+
+    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)> {
+        use std::os::unix::fs::{FileTypeExt, MetadataExt};
+        let metadata = std::fs::metadata(path).ok()?;
+        let file_type = metadata.file_type();
+        let kind = if file_type.is_file() {
+            FileKind::Regular
+        } else if file_type.is_block_device() {
+            FileKind::BlockDevice
+        } else if file_type.is_char_device() {
+            FileKind::CharacterDevice
+        } else {
+            FileKind::Other
+        };
+        // Device files that name the same device are the same file.
+        let device_and_inode = match kind {
+            FileKind::BlockDevice => FileIdentity { device: metadata.rdev(), inode: u64::MAX },
+            _ => FileIdentity { device: metadata.dev(), inode: metadata.ino() },
+        };
+        Some((kind, device_and_inode))
+    }
+}
+
+impl fmt::Debug for dyn Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Files")
+    }
+}

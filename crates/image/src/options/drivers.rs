@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The drivers and their keys: the one table behind every option syntax and behind the help.
+
+use super::schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+use crate::filters::FaultOp;
+
+const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'static str) -> Key {
+    Key { name, value, default, help }
+}
+
+/// The keys that every driver takes.
+pub(crate) const COMMON: &[Key] = &[
+    key("driver", KeyType::Text, "probed", "the driver"),
+    key("node-name", KeyType::Text, "generated", "the name of the node in the graph"),
+    key("read-only", KeyType::Bool, "as the parent", "never write"),
+    key("auto-read-only", KeyType::Bool, "off", "open for reading where writing isn't permitted"),
+    key("force-share", KeyType::Bool, "off", "share everything with other users of the file; needs read-only"),
+    key("discard", KeyType::Choice(&["ignore", "unmap", "off", "on"]), "ignore", "pass discards on"),
+    key("detect-zeroes", KeyType::Choice(&["off", "on", "unmap"]), "off", "turn writes of zeroes into zero writes"),
+    key("cache", KeyType::Struct(CACHE), "", "use of the host's page cache"),
+];
+
+const CACHE: &[Key] = &[
+    key("direct", KeyType::Bool, "as the parent", "bypass the page cache (O_DIRECT)"),
+    key("no-flush", KeyType::Bool, "as the parent", "ignore flushes"),
+];
+
+/// The drivers, each with its keys.
+pub const DRIVERS: &[DriverSchema] = &[
+    DriverSchema { name: "file", kind: DriverKind::Protocol, about: "a regular file", keys: FILE },
+    DriverSchema { name: "host_device", kind: DriverKind::Protocol, about: "a block device of the host", keys: FILE },
+    DriverSchema { name: "null-co", kind: DriverKind::Protocol, about: "no storage at all, for measuring", keys: NULL },
+    DriverSchema {
+        name: "raw",
+        kind: DriverKind::Format,
+        about: "the bytes as they are, or a window of them",
+        keys: RAW,
+    },
+    DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2 },
+    DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
+];
+
+const FILE: &[Key] = &[
+    key("filename", KeyType::Text, REQUIRED, "path of the file"),
+    key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "who does the I/O"),
+    key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
+];
+
+const NULL: &[Key] = &[
+    key("size", KeyType::Size, "1G", "size of the disk"),
+    key("latency-ns", KeyType::Number(0, u64::MAX), "0", "how long each request takes, in nanoseconds"),
+    key("read-zeroes", KeyType::Bool, "off", "promise that reads give zeroes"),
+];
+
+const RAW: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "where the bytes are"),
+    key("offset", KeyType::Size, "0", "first byte of the window"),
+    key("size", KeyType::Size, "up to the end", "length of the window"),
+];
+
+const QCOW2: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the image file"),
+    key("backing", KeyType::ChildOrNull, "as the image says", "the backing file; null for none"),
+    key("data-file", KeyType::Child, "as the image says", "the external data file"),
+    key("lazy-refcounts", KeyType::Bool, "as the image says", "keep refcounts on disk only loosely up to date"),
+    key("l2-cache-size", KeyType::Size, "up to 32M", "memory for the guest-to-host mapping"),
+    key("l2-cache-entry-size", KeyType::Size, "4k", "granularity of the mapping's cache"),
+    key("refcount-cache-size", KeyType::Size, "a few clusters", "memory for refcounts"),
+    key("cache-size", KeyType::Size, "", "both caches together, 4 : 1"),
+    key("cache-clean-interval", KeyType::Number(0, 1 << 31), "600", "seconds after which unused cache is dropped"),
+    key(
+        "overlap-check",
+        KeyType::ChoiceOrStruct(OVERLAP_TEMPLATES, OVERLAP),
+        "cached",
+        "catch writes that would land on metadata",
+    ),
+    key("discard-no-unref", KeyType::Bool, "off", "keep discarded clusters allocated"),
+    key("pass-discard-request", KeyType::Bool, "as discard", "pass discards of the guest on to the file"),
+    key("pass-discard-snapshot", KeyType::Bool, "on", "discard what a deleted snapshot frees"),
+    key("pass-discard-other", KeyType::Bool, "off", "discard what is freed otherwise"),
+];
+
+pub(crate) const OVERLAP_TEMPLATES: &[&str] = &["none", "constant", "cached", "all"];
+
+const OVERLAP: &[Key] = &[
+    key("template", KeyType::Choice(OVERLAP_TEMPLATES), "cached", "the checks to start from"),
+    key("main-header", KeyType::Bool, "as the template", "the header"),
+    key("active-l1", KeyType::Bool, "as the template", "the L1 table"),
+    key("active-l2", KeyType::Bool, "as the template", "the L2 tables"),
+    key("refcount-table", KeyType::Bool, "as the template", "the refcount table"),
+    key("refcount-block", KeyType::Bool, "as the template", "the refcount blocks"),
+    key("snapshot-table", KeyType::Bool, "as the template", "the snapshot table"),
+    key("inactive-l1", KeyType::Bool, "as the template", "the snapshots' L1 tables"),
+    key("inactive-l2", KeyType::Bool, "as the template", "the snapshots' L2 tables"),
+    key("bitmap-directory", KeyType::Bool, "as the template", "the directory of bitmaps"),
+];
+
+const FAULT: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),
+    key("rules", KeyType::List(FAULT_RULE), "", "which requests fail"),
+];
+
+const FAULT_RULE: &[Key] = &[
+    key("op", KeyType::Choice(FaultOp::NAMES), REQUIRED, "the kind of request"),
+    key("errno", KeyType::Number(1, 4095), "5", "the error number"),
+    key("offset", KeyType::Size, "0", "first byte of the range"),
+    key("len", KeyType::Size, "up to the end", "length of the range"),
+    key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
+    key("once", KeyType::Bool, "off", "fail only once"),
+];

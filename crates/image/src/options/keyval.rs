@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `key=value,key=value`, where `,,` stands for one comma in a value.
+
+use cowshed_block::{Error, Result};
+
+/// What a key without `=` means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BareKey {
+    /// `key=on` (lists of `-o`).
+    On,
+    /// An error (`--image-opts`).
+    Refused,
+}
+
+/// Splits a list into its pairs, in order, repeated keys included. An empty text is an empty list.
+pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
+    let mut pairs = Vec::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let (item, behind) = next_item(rest);
+        rest = behind;
+        match item.split_once('=') {
+            Some((key, value)) if !key.is_empty() => pairs.push((key.to_owned(), value.to_owned())),
+            Some(_) => return Err(Error::invalid_argument(format!("no key before '=' in '{text}'"))),
+            None if bare == BareKey::On && !item.is_empty() => pairs.push((item, "on".to_owned())),
+            None => return Err(Error::invalid_argument(format!("expected '=' after parameter '{item}' in '{text}'"))),
+        }
+    }
+    Ok(pairs)
+}
+
+/// The text up to the next single comma, with `,,` turned into `,`, and what follows that comma.
+fn next_item(text: &str) -> (String, &str) {
+    let mut item = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(',') {
+        item.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        match rest.strip_prefix(',') {
+            Some(behind) => {
+                item.push(',');
+                rest = behind;
+            }
+            None => return (item, rest),
+        }
+    }
+    item.push_str(rest);
+    (item, "")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pairs(text: &str) -> Vec<(String, String)> {
+        parse_list(text, BareKey::On).unwrap()
+    }
+
+    #[test]
+    fn commas_are_doubled_in_values() {
+        assert_eq!(pairs("a=1,b=x,,y,c=,,"), [("a", "1"), ("b", "x,y"), ("c", ",")].map(|(k, v)| (k.into(), v.into())));
+        assert_eq!(pairs("a=b=c"), [("a".to_owned(), "b=c".to_owned())]);
+        assert_eq!(pairs(""), []);
+        assert_eq!(pairs("a=1,"), [("a".to_owned(), "1".to_owned())]);
+    }
+
+    #[test]
+    fn a_key_alone_is_on_or_an_error() {
+        assert_eq!(pairs("lazy_refcounts"), [("lazy_refcounts".to_owned(), "on".to_owned())]);
+        assert!(parse_list("a", BareKey::Refused).is_err());
+        assert!(parse_list("=1", BareKey::On).is_err());
+        assert!(parse_list("a=1,,,b=2", BareKey::Refused).unwrap()[0].1.ends_with(','));
+    }
+
+    proptest! {
+        #[test]
+        fn any_value_survives_escaping(values in proptest::collection::vec("\\PC*", 1..5)) {
+            let text: Vec<String> =
+                values.iter().enumerate().map(|(i, value)| format!("k{i}={}", value.replace(',', ",,"))).collect();
+            let parsed = parse_list(&text.join(","), BareKey::Refused).unwrap();
+            let back: Vec<String> = parsed.into_iter().map(|(_, value)| value).collect();
+            // A trailing comma of one value and the separator would read as an escape, were it not for the key.
+            prop_assert_eq!(back, values);
+        }
+    }
+}

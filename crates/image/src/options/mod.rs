@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Options: one tree for every way to spell them, and one table of what each driver takes.
+
+mod drivers;
+mod keyval;
+mod schema;
+mod size;
+mod tree;
+mod typed;
+
+pub use drivers::DRIVERS;
+pub use keyval::{BareKey, parse_list};
+pub(crate) use schema::check_common;
+pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+pub use size::parse_size;
+pub use tree::BlockdevOptions;
+pub(crate) use typed::{FileOptions, Locking, NullOptions, RawOptions, fault_rules, qcow2_options};
+
+/// `on` or `off`, also `yes`, `no`, `true`, `false`, `y`, `n`, as QEMU takes them.
+pub fn parse_on_off(text: &str) -> Option<bool> {
+    tree::parse_bool(text)
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a key may hold, and the check of an option tree against a driver's keys.
+
+use super::drivers::{COMMON, DRIVERS};
+use super::size::parse_size;
+use super::tree::{BlockdevOptions, parse_bool};
+use cowshed_block::{Error, Result};
+use serde_json::Value;
+
+/// What a driver does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriverKind {
+    /// Bytes somewhere: the leaves of the graph.
+    Protocol,
+    /// Says where the data of a disk is in its children.
+    Format,
+    /// Passes requests on to its one child.
+    Filter,
+}
+
+/// A driver: one line of [`super::DRIVERS`].
+#[derive(Debug)]
+pub struct DriverSchema {
+    /// The value of `driver`.
+    pub name: &'static str,
+    /// What it does.
+    pub kind: DriverKind,
+    /// One line for people.
+    pub about: &'static str,
+    /// Its keys, besides those that every driver takes.
+    pub keys: &'static [Key],
+}
+
+/// An option of a driver.
+#[derive(Debug)]
+pub struct Key {
+    /// The key as it is spelled.
+    pub name: &'static str,
+    /// What it may hold.
+    pub value: KeyType,
+    /// The default for people; "" when there is none, [`REQUIRED`] when it must be given.
+    pub default: &'static str,
+    /// One line for people.
+    pub help: &'static str,
+}
+
+/// In [`Key::default`]: the key must be given.
+pub const REQUIRED: &str = "(required)";
+
+/// What a [`Key`] may hold.
+#[derive(Clone, Copy, Debug)]
+pub enum KeyType {
+    /// on or off.
+    Bool,
+    /// A size in bytes, with suffix.
+    Size,
+    /// A number between two bounds, both included.
+    Number(u64, u64),
+    /// Any text.
+    Text,
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// A node-name or the options of a child.
+    Child,
+    /// The same, or null (or an empty text) for none.
+    ChildOrNull,
+    /// An object with these keys.
+    Struct(&'static [Key]),
+    /// One of these words, or an object with these keys.
+    ChoiceOrStruct(&'static [&'static str], &'static [Key]),
+    /// A list of objects with these keys.
+    List(&'static [Key]),
+}
+
+impl DriverSchema {
+    /// The driver with this name.
+    pub fn find(name: &str) -> Option<&'static DriverSchema> {
+        DRIVERS.iter().find(|driver| driver.name == name)
+    }
+
+    /// Checks the options of one node and turns texts into the type of their key. Children given inline are checked
+    /// when they are opened, with their own driver. `path` is where the node stands in the whole tree ("" or
+    /// "backing."), for messages.
+    pub(crate) fn check(&'static self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
+        for (name, value) in options.values_mut() {
+            let full = format!("{path}{name}");
+            let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
+                return Err(Error::invalid_argument(format!(
+                    "driver '{}' does not support the option '{full}'",
+                    self.name
+                )));
+            };
+            check_value(key, value, &full)?;
+        }
+        match self.keys.iter().find(|key| key.default == REQUIRED && options.get(key.name).is_none()) {
+            Some(key) => Err(missing(&format!("{path}{}", key.name), self.name)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Checks the keys that every driver takes, before the driver is known.
+pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<()> {
+    for (name, value) in options.values_mut() {
+        if let Some(key) = COMMON.iter().find(|key| key.name == name) {
+            check_value(key, value, &format!("{path}{name}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn missing(path: &str, driver: &str) -> Error {
+    Error::invalid_argument(format!("driver '{driver}' needs the option '{path}'"))
+}
+
+fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
+    let checked = match key.value {
+        KeyType::Bool => match value {
+            Value::Bool(flag) => Some(Value::Bool(*flag)),
+            Value::String(text) => parse_bool(text).map(Value::Bool),
+            _ => None,
+        },
+        KeyType::Size => number(value).map(Value::from),
+        KeyType::Number(min, max) => number(value).filter(|n| (min..=max).contains(n)).map(Value::from),
+        KeyType::Text => value.as_str().map(Value::from),
+        KeyType::Choice(words) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
+        KeyType::Child => match value {
+            Value::String(name) if name.is_empty() => None,
+            Value::String(_) | Value::Object(_) => return Ok(()),
+            _ => None,
+        },
+        KeyType::ChildOrNull => match value {
+            Value::String(name) if name.is_empty() => Some(Value::Null),
+            Value::String(_) | Value::Object(_) | Value::Null => return Ok(()),
+            _ => None,
+        },
+        KeyType::Struct(keys) | KeyType::ChoiceOrStruct(_, keys) if value.is_object() => {
+            return check_struct(keys, value, path);
+        }
+        KeyType::ChoiceOrStruct(words, _) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
+        KeyType::List(keys) => match value {
+            Value::Array(items) => {
+                for (index, item) in items.iter_mut().enumerate() {
+                    check_struct(keys, item, &format!("{path}.{index}"))?;
+                }
+                return Ok(());
+            }
+            _ => None,
+        },
+        KeyType::Struct(_) => None,
+    };
+    match checked {
+        Some(checked) => {
+            *value = checked;
+            Ok(())
+        }
+        None => {
+            Err(Error::invalid_argument(format!("option '{path}' expects {}", key.value.describe())).value(&*value))
+        }
+    }
+}
+
+fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<()> {
+    let Value::Object(map) = value else {
+        return Err(Error::invalid_argument(format!("option '{path}' expects an object")).value(&*value));
+    };
+    for (name, value) in map.iter_mut() {
+        let full = format!("{path}.{name}");
+        match keys.iter().find(|key| key.name == name) {
+            Some(key) => check_value(key, value, &full)?,
+            None => return Err(Error::invalid_argument(format!("unknown option '{full}'"))),
+        }
+    }
+    match keys.iter().find(|key| key.default == REQUIRED && !map.contains_key(key.name)) {
+        Some(key) => Err(Error::invalid_argument(format!("option '{path}.{}' is missing", key.name))),
+        None => Ok(()),
+    }
+}
+
+/// A number, or a text that is a size.
+fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Number(number) => number.as_u64(),
+        Value::String(text) => parse_size(text).ok(),
+        _ => None,
+    }
+}
+
+impl KeyType {
+    /// What is allowed, for messages and help: "on or off", …
+    pub fn describe(&self) -> String {
+        match self {
+            KeyType::Bool => "on or off".into(),
+            KeyType::Size => "a size in bytes, with an optional suffix k, M, G, T, P or E".into(),
+            KeyType::Number(min, max) if *max == u64::MAX => format!("a number of at least {min}"),
+            KeyType::Number(min, max) => format!("a number from {min} to {max}"),
+            KeyType::Text => "a text".into(),
+            KeyType::Choice(words) => format!("one of {}", words.join(", ")),
+            KeyType::Child => "a node-name or an object".into(),
+            KeyType::ChildOrNull => "a node-name, an object or null".into(),
+            KeyType::Struct(_) => "an object".into(),
+            KeyType::ChoiceOrStruct(words, _) => format!("an object or one of {}", words.join(", ")),
+            KeyType::List(_) => "a list of objects".into(),
+        }
+    }
+}

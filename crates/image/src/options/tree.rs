@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The option tree: what `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add` all turn into.
+
+use super::keyval::{BareKey, parse_list};
+use cowshed_block::{Error, Result};
+use serde_json::{Map, Value};
+
+/// Deepest nesting of dotted keys; the JSON parser has a limit of its own (128).
+const MAX_DEPTH: usize = 64;
+/// Most elements of a list given by dotted keys.
+const MAX_LIST: usize = 4096;
+
+/// Options of a node and its children, nested: a child is a node-name, an object with the child's options, or null.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockdevOptions(Map<String, Value>);
+
+impl BlockdevOptions {
+    /// No options.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// From a JSON object. Its keys may be dotted too.
+    pub fn from_map(map: Map<String, Value>) -> Result<Self> {
+        Ok(BlockdevOptions(unfold(map, 0)?))
+    }
+
+    /// From the text of a JSON object.
+    pub fn from_json(text: &str) -> Result<Self> {
+        match serde_json::from_str(text) {
+            Ok(Value::Object(map)) => Self::from_map(map),
+            Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")),
+            Err(error) => Err(Error::invalid_argument(format!("could not parse the JSON options: {error}"))),
+        }
+    }
+
+    /// From a `json:{…}` pseudo file name; `None` when `name` isn't one.
+    pub fn from_json_name(name: &str) -> Option<Result<Self>> {
+        name.strip_prefix("json:").map(Self::from_json)
+    }
+
+    /// From `driver=qcow2,file.filename=disk.qcow2,…`. Of a repeated key the last one counts.
+    pub fn from_keyval(text: &str) -> Result<Self> {
+        let mut map = Map::new();
+        for (key, value) in parse_list(text, BareKey::Refused)? {
+            map.insert(key, Value::String(value));
+        }
+        Self::from_map(map)
+    }
+
+    /// The value of a key of this node.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(key)
+    }
+
+    /// A text value of this node.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.0.get(key).and_then(Value::as_str)
+    }
+
+    /// Sets a key.
+    pub fn insert(&mut self, key: impl Into<String>, value: impl Into<Value>) {
+        self.0.insert(key.into(), value.into());
+    }
+
+    /// Sets a key and returns the options.
+    #[must_use]
+    pub fn with(mut self, key: impl Into<String>, value: impl Into<Value>) -> Self {
+        self.insert(key, value);
+        self
+    }
+
+    /// Takes a key out.
+    pub fn remove(&mut self, key: &str) -> Option<Value> {
+        self.0.shift_remove(key)
+    }
+
+    /// True when no key is set.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The keys and values of this node.
+    pub fn iter(&self) -> impl Iterator<Item = (&String, &Value)> {
+        self.0.iter()
+    }
+
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = (&String, &mut Value)> {
+        self.0.iter_mut()
+    }
+
+    /// As the text behind `json:`.
+    pub fn to_json(&self) -> String {
+        Value::Object(self.0.clone()).to_string()
+    }
+
+    /// As a pseudo file name, `json:{…}`.
+    pub fn to_json_name(&self) -> String {
+        format!("json:{}", self.to_json())
+    }
+}
+
+impl From<BlockdevOptions> for Value {
+    fn from(options: BlockdevOptions) -> Value {
+        Value::Object(options.0)
+    }
+}
+
+/// `on`/`yes`/`true`/`y` or `off`/`no`/`false`/`n`.
+pub(crate) fn parse_bool(text: &str) -> Option<bool> {
+    match text {
+        "on" | "yes" | "true" | "y" => Some(true),
+        "off" | "no" | "false" | "n" => Some(false),
+        _ => None,
+    }
+}
+
+/// Turns dotted keys into nested objects and lists, at every level.
+fn unfold(map: Map<String, Value>, depth: usize) -> Result<Map<String, Value>> {
+    if depth > MAX_DEPTH {
+        return Err(Error::invalid_argument(format!("options are nested deeper than {MAX_DEPTH}")));
+    }
+    let mut result = Map::new();
+    let mut dotted: Vec<String> = Vec::new();
+    for (key, value) in map {
+        let value = match value {
+            Value::Object(inner) => Value::Object(unfold(inner, depth + 1)?),
+            other => other,
+        };
+        match key.split_once('.') {
+            None => merge(&mut result, &key, value, &key)?,
+            Some((first, rest)) => {
+                if !dotted.iter().any(|known| known == first) {
+                    dotted.push(first.to_owned());
+                }
+                // The rest is unfolded with its siblings, once they are all there.
+                let nested = Map::from_iter([(rest.to_owned(), value)]);
+                merge(&mut result, first, Value::Object(nested), &key)?;
+            }
+        }
+    }
+    for key in dotted {
+        if let Some(Value::Object(inner)) = result.get_mut(&key) {
+            let inner = unfold(std::mem::take(inner), depth + 1)?;
+            let value = as_list(inner, &key)?;
+            result.insert(key, value);
+        }
+    }
+    Ok(result)
+}
+
+/// Adds `value` under `key`; two objects become one, anything else twice contradicts itself.
+fn merge(map: &mut Map<String, Value>, key: &str, value: Value, path: &str) -> Result<()> {
+    if key.is_empty() {
+        return Err(Error::invalid_argument(format!("empty part in option key '{path}'")));
+    }
+    match (map.get_mut(key), value) {
+        (None, value) => {
+            map.insert(key.to_owned(), value);
+        }
+        (Some(Value::Object(known)), Value::Object(more)) => {
+            for (inner, value) in more {
+                merge(known, &inner, value, path)?;
+            }
+        }
+        (Some(_), _) => {
+            return Err(Error::invalid_argument(format!("option '{path}' contradicts another option '{key}'")));
+        }
+    }
+    Ok(())
+}
+
+/// An object whose keys are 0, 1, 2, … is a list.
+fn as_list(map: Map<String, Value>, path: &str) -> Result<Value> {
+    let is_index = |key: &String| !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_digit());
+    if map.is_empty() || !map.keys().all(is_index) {
+        return Ok(Value::Object(map));
+    }
+    let gap = || Error::invalid_argument(format!("the elements of list '{path}' must be numbered from 0 on"));
+    let mut items: Vec<Option<Value>> = vec![None; map.len().min(MAX_LIST)];
+    for (key, value) in map {
+        let slot = key.parse::<usize>().ok().and_then(|index| items.get_mut(index)).ok_or_else(gap)?;
+        *slot = Some(value);
+    }
+    let items: Option<Vec<Value>> = items.into_iter().collect();
+    items.map(Value::Array).ok_or_else(gap)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn keyval(text: &str) -> Value {
+        BlockdevOptions::from_keyval(text).unwrap().into()
+    }
+
+    #[test]
+    fn dotted_keys_nest() {
+        assert_eq!(
+            keyval("driver=qcow2,file.driver=file,file.filename=a,,b.qcow2,backing.file.filename=x"),
+            json!({"driver": "qcow2", "file": {"driver": "file", "filename": "a,b.qcow2"},
+                   "backing": {"file": {"filename": "x"}}})
+        );
+        assert_eq!(
+            keyval("rules.0.op=read,rules.1.op=write,rules.0.errno=5"),
+            json!({"rules": [{"op": "read", "errno": "5"}, {"op": "write"}]})
+        );
+    }
+
+    #[test]
+    fn json_keys_may_be_dotted_and_mixed() {
+        let options = BlockdevOptions::from_json_name(
+            r#"json:{"driver":"raw","file.filename":"a","file":{"driver":"file"},"x":{"y.z":1}}"#,
+        );
+        assert_eq!(
+            Value::from(options.unwrap().unwrap()),
+            json!({"driver": "raw", "file": {"filename": "a", "driver": "file"}, "x": {"y": {"z": 1}}})
+        );
+        assert!(BlockdevOptions::from_json_name("disk.json").is_none());
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for text in [
+            "file=a,file.filename=b",
+            "file.filename=b,file=a",
+            "a..b=1",
+            ".a=1",
+            "a.=1",
+            "l.0=1,l.2=2",
+            "l.00=1,l.0=2",
+        ] {
+            assert!(BlockdevOptions::from_keyval(text).is_err(), "{text}");
+        }
+        for text in ["json:", "json:[]", "json:{", "json:{\"a\":1,\"a.b\":2}"] {
+            assert!(BlockdevOptions::from_json_name(text).unwrap().is_err(), "{text}");
+        }
+        assert!(BlockdevOptions::from_keyval(&format!("{}a=1", "a.".repeat(200))).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "\\PC*", keys in "([a-c0-2.]{1,8}=[a-z,]{0,3},?){0,6}") {
+            let _ = BlockdevOptions::from_keyval(&text);
+            let _ = BlockdevOptions::from_keyval(&keys);
+            let _ = BlockdevOptions::from_json(&text);
+        }
+
+        #[test]
+        fn json_names_come_back(name in "\\PC*", key in "[a-z-]{1,8}") {
+            let options = BlockdevOptions::new().with(key, name);
+            let back = BlockdevOptions::from_json_name(&options.to_json_name()).unwrap().unwrap();
+            prop_assert_eq!(back, options);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Checked options as the structs that drivers take. Everything here has passed the schema, so a key that is there
+//! has the type that the table says.
+
+use super::BlockdevOptions;
+use crate::filters::{FaultOp, FaultRule};
+use crate::formats::{OverlapChecks, Qcow2RuntimeOptions};
+use cowshed_block::{Errno, Error, Result};
+use cowshed_storage::Engine;
+use serde_json::{Map, Value};
+
+impl BlockdevOptions {
+    pub(crate) fn flag(&self, key: &str) -> Option<bool> {
+        self.get(key).and_then(Value::as_bool)
+    }
+
+    pub(crate) fn number(&self, key: &str) -> Option<u64> {
+        self.get(key).and_then(Value::as_u64)
+    }
+}
+
+/// Whether a file is locked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Locking {
+    /// Where the file system can.
+    #[default]
+    Auto,
+    /// Or the open fails.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Options of `file` and `host_device`.
+#[derive(Debug)]
+pub(crate) struct FileOptions {
+    pub filename: String,
+    pub engine: Engine,
+    pub locking: Locking,
+    pub auto_read_only: bool,
+}
+
+impl FileOptions {
+    pub(crate) fn new(options: &BlockdevOptions) -> FileOptions {
+        FileOptions {
+            filename: options.text("filename").unwrap_or_default().to_owned(),
+            engine: match options.text("aio") {
+                Some("threads") => Engine::Threads,
+                Some("io_uring") => Engine::IoUring,
+                // Linux' older asynchronous interface has nothing that io_uring lacks.
+                _ => Engine::Auto,
+            },
+            locking: match options.text("locking") {
+                Some("on") => Locking::On,
+                Some("off") => Locking::Off,
+                _ => Locking::Auto,
+            },
+            auto_read_only: options.flag("auto-read-only").unwrap_or(false),
+        }
+    }
+}
+
+/// Options of `null-co`.
+#[derive(Debug)]
+pub(crate) struct NullOptions {
+    pub size: u64,
+    pub latency_ns: u64,
+    pub read_zeroes: bool,
+}
+
+impl NullOptions {
+    pub(crate) fn new(options: &BlockdevOptions) -> NullOptions {
+        NullOptions {
+            size: options.number("size").unwrap_or(1 << 30),
+            latency_ns: options.number("latency-ns").unwrap_or(0),
+            read_zeroes: options.flag("read-zeroes").unwrap_or(false),
+        }
+    }
+}
+
+/// Options of `raw`.
+#[derive(Debug)]
+pub(crate) struct RawOptions {
+    pub offset: u64,
+    pub size: Option<u64>,
+}
+
+impl RawOptions {
+    pub(crate) fn new(options: &BlockdevOptions) -> RawOptions {
+        RawOptions { offset: options.number("offset").unwrap_or(0), size: options.number("size") }
+    }
+}
+
+/// Options of `qcow2`. `discard`: the node passes discards on.
+pub(crate) fn qcow2_options(options: &BlockdevOptions, discard: bool) -> Result<Qcow2RuntimeOptions> {
+    let defaults = Qcow2RuntimeOptions::default();
+    let result = Qcow2RuntimeOptions {
+        lazy_refcounts: options.flag("lazy-refcounts"),
+        l2_cache_bytes: options.number("l2-cache-size"),
+        l2_cache_entry_bytes: options.number("l2-cache-entry-size"),
+        refcount_cache_bytes: options.number("refcount-cache-size"),
+        cache_bytes: options.number("cache-size"),
+        cache_clean_interval_s: options.number("cache-clean-interval").unwrap_or(defaults.cache_clean_interval_s),
+        overlap_check: overlap_checks(options.get("overlap-check")),
+        discard_no_unref: options.flag("discard-no-unref").unwrap_or(false),
+        pass_discard_request: options.flag("pass-discard-request").unwrap_or(discard),
+        pass_discard_snapshot: options.flag("pass-discard-snapshot").unwrap_or(true),
+        pass_discard_other: options.flag("pass-discard-other").unwrap_or(false),
+    };
+    check_caches(&result)?;
+    Ok(result)
+}
+
+/// The three cache sizes depend on one another: two of them say everything.
+fn check_caches(options: &Qcow2RuntimeOptions) -> Result<()> {
+    let refused = |message: &str, value: u64| Err(Error::invalid_argument(message).value(value));
+    if let Some(entry) = options.l2_cache_entry_bytes
+        && !(entry.is_power_of_two() && (512..=2 << 20).contains(&entry))
+    {
+        return refused("'l2-cache-entry-size' must be a power of two from 512 to the cluster size", entry);
+    }
+    let Some(total) = options.cache_bytes else { return Ok(()) };
+    match (options.l2_cache_bytes, options.refcount_cache_bytes) {
+        (Some(_), Some(_)) => {
+            refused("'cache-size', 'l2-cache-size' and 'refcount-cache-size' may not be given all together", total)
+        }
+        (Some(l2), None) if l2 > total => refused("'l2-cache-size' may not exceed 'cache-size'", l2),
+        (None, Some(refcount)) if refcount > total => {
+            refused("'refcount-cache-size' may not exceed 'cache-size'", refcount)
+        }
+        _ => Ok(()),
+    }
+}
+
+fn overlap_checks(value: Option<&Value>) -> OverlapChecks {
+    let template = |name: Option<&str>| match name {
+        Some("none") => OverlapChecks::NONE,
+        Some("constant") => OverlapChecks::CONSTANT,
+        Some("all") => OverlapChecks::ALL,
+        _ => OverlapChecks::CACHED,
+    };
+    let map: &Map<String, Value> = match value {
+        Some(Value::Object(map)) => map,
+        other => return template(other.and_then(Value::as_str)),
+    };
+    let mut checks = template(map.get("template").and_then(Value::as_str));
+    for (name, flag) in [
+        ("main-header", &mut checks.main_header),
+        ("active-l1", &mut checks.active_l1),
+        ("active-l2", &mut checks.active_l2),
+        ("refcount-table", &mut checks.refcount_table),
+        ("refcount-block", &mut checks.refcount_block),
+        ("snapshot-table", &mut checks.snapshot_table),
+        ("inactive-l1", &mut checks.inactive_l1),
+        ("inactive-l2", &mut checks.inactive_l2),
+        ("bitmap-directory", &mut checks.bitmap_directory),
+    ] {
+        *flag = map.get(name).and_then(Value::as_bool).unwrap_or(*flag);
+    }
+    checks
+}
+
+/// The rules of a `fault` filter.
+pub(crate) fn fault_rules(options: &BlockdevOptions) -> Vec<FaultRule> {
+    let rules = options.get("rules").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    rules.iter().filter_map(fault_rule).collect()
+}
+
+fn fault_rule(rule: &Value) -> Option<FaultRule> {
+    let number = |key: &str| rule.get(key).and_then(Value::as_u64);
+    let range = match (number("offset"), number("len")) {
+        (None, None) => None,
+        (offset, len) => {
+            let start = offset.unwrap_or(0);
+            Some(start..len.map_or(u64::MAX, |len| start.saturating_add(len)))
+        }
+    };
+    Some(FaultRule {
+        op: FaultOp::parse(rule.get("op")?.as_str()?)?,
+        errno: number("errno").and_then(|errno| i32::try_from(errno).ok()).map_or(Errno::EIO, Errno),
+        range,
+        after: number("after").unwrap_or(0),
+        once: rule.get("once").and_then(Value::as_bool).unwrap_or(false),
+    })
+}
