@@ -1,3 +1,109 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Measurements side by side with QEMU.
-fn main() {}
+//! Measurements side by side with qemu-img, as a markdown table.
+//!
+//! `cargo run --release -p cowshed-bench -- [OPTION]... CASE...`, see [`USAGE`].
+
+mod cases;
+mod fixture;
+mod measure;
+mod random_io;
+mod table;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+usage: cowshed-bench [OPTION]... CASE...|all|list
+
+  --cowshed PATH   our tool (default: the `cowshed` beside this program)
+  --qemu PATH      qemu-img to compare with (default: $COWSHED_BENCH_QEMU, the newest one of
+                   ~/.cache/qemu-peers/bin, else qemu-img in PATH)
+  --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
+  --rounds N       rounds; each runs both sides, in turns first (default 5)
+  --size-mib N     virtual size of the images to convert (default 4096, half of it data)
+
+Build the tool first: cargo build --release -p cowshed";
+
+/// What the command line says.
+pub struct Settings {
+    /// Our tool.
+    pub cowshed: PathBuf,
+    /// The other one.
+    pub qemu: PathBuf,
+    /// Folder of the images.
+    pub folder: PathBuf,
+    /// Rounds of each case.
+    pub rounds: usize,
+    /// Virtual size of the images to convert, in MiB.
+    pub size_mib: u64,
+}
+
+fn main() -> ExitCode {
+    match run(std::env::args().skip(1).collect()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("cowshed-bench: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Vec<String>) -> Result<(), String> {
+    let (settings, names) = parse(arguments)?;
+    if names.iter().any(|name| name == "list") {
+        cases::CASES.iter().for_each(|case| println!("{:24} {}", case.name, case.about));
+        return Ok(());
+    }
+    let all = names.iter().any(|name| name == "all");
+    let unknown = names.iter().find(|name| *name != "all" && !cases::CASES.iter().any(|case| case.name == **name));
+    if let Some(name) = unknown {
+        return Err(format!("no case is named {name} (see `list`)"));
+    }
+    if names.is_empty() {
+        return Err(USAGE.into());
+    }
+    std::fs::create_dir_all(&settings.folder).map_err(|e| format!("{}: {e}", settings.folder.display()))?;
+    let mut rows = Vec::new();
+    for case in cases::CASES.iter().filter(|case| all || names.iter().any(|name| name == case.name)) {
+        eprintln!("{}: {}", case.name, case.about);
+        rows.extend((case.run)(&settings).map_err(|error| format!("{}: {error}", case.name))?);
+    }
+    println!("{}", table::render(&settings, &rows));
+    Ok(())
+}
+
+fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
+    let executable = std::env::current_exe().map_err(|e| e.to_string())?;
+    let beside = executable.parent().map(PathBuf::from).unwrap_or_default();
+    let mut settings = Settings {
+        cowshed: beside.join("cowshed"),
+        qemu: newest_qemu(),
+        folder: beside.parent().map(|target| target.join("bench")).unwrap_or_default(),
+        rounds: 5,
+        size_mib: 4096,
+    };
+    let (mut names, mut arguments) = (Vec::new(), arguments.into_iter());
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
+        let number = |text: String| text.parse::<u64>().map_err(|_| format!("{text} is no number"));
+        match argument.as_str() {
+            "--cowshed" => settings.cowshed = value()?.into(),
+            "--qemu" => settings.qemu = value()?.into(),
+            "--dir" => settings.folder = value()?.into(),
+            "--rounds" => settings.rounds = number(value()?)?.max(1) as usize,
+            "--size-mib" => settings.size_mib = number(value()?)?.max(64),
+            "-h" | "--help" => return Err(USAGE.into()),
+            option if option.starts_with('-') => return Err(format!("unknown option {option}\n{USAGE}")),
+            name => names.push(name.to_owned()),
+        }
+    }
+    Ok((settings, names))
+}
+
+fn newest_qemu() -> PathBuf {
+    if let Some(path) = std::env::var_os("COWSHED_BENCH_QEMU") {
+        return path.into();
+    }
+    let peers = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache/qemu-peers/bin/qemu-img"));
+    peers.filter(|path| path.exists()).unwrap_or_else(|| "qemu-img".into())
+}

@@ -30,7 +30,7 @@ impl Texture {
             Texture::Random(seed) => {
                 let mut random = Random::new(seed);
                 for word in buffer.chunks_mut(8) {
-                    word.copy_from_slice(&random.next().to_le_bytes()[..word.len()]);
+                    word.copy_from_slice(&random.next_u64().to_le_bytes()[..word.len()]);
                 }
             }
         }
@@ -156,8 +156,8 @@ fn texture(random: &mut Random) -> Texture {
     match random.below(10) {
         0 => Texture::Constant(0),
         1..3 => Texture::Constant(1 + random.below(255) as u8),
-        3..7 => Texture::Counted(random.next() as u32 | 1),
-        _ => Texture::Random(random.next()),
+        3..7 => Texture::Counted(random.next_u64() as u32 | 1),
+        _ => Texture::Random(random.next_u64()),
     }
 }
 

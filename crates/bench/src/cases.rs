@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The cases, one line each in [`CASES`].
+
+use crate::Settings;
+use crate::fixture;
+use crate::measure::alternate;
+use crate::random_io;
+use crate::table::{Outcome, Row};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// One measurement.
+pub struct Case {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// What is measured.
+    pub about: &'static str,
+    /// Runs it.
+    pub run: fn(&Settings) -> Result<Vec<Row>, String>,
+}
+
+/// All cases.
+pub const CASES: &[Case] = &[
+    Case { name: "info", about: "info on a fully allocated 1 TiB image", run: info },
+    Case { name: "check", about: "check of a fully allocated 1 TiB image", run: check },
+    Case { name: "raw-to-qcow2", about: "convert a half-full raw image to qcow2", run: raw_to_qcow2 },
+    Case { name: "qcow2-to-raw", about: "convert a half-full qcow2 image to raw", run: qcow2_to_raw },
+    Case { name: "compress", about: "convert -c: zlib safe and fast, zstd", run: compress },
+    Case { name: "decompress", about: "convert compressed images to raw", run: decompress },
+    Case { name: "random-read", about: "4 KiB reads at depth 32 through the library", run: random_io::read },
+    Case { name: "random-write", about: "4 KiB overwrites at depth 32 through the library", run: random_io::overwrite },
+];
+
+fn info(settings: &Settings) -> Result<Vec<Row>, String> {
+    let image = terabyte(settings)?;
+    let pairs = alternate(
+        settings.rounds.max(11),
+        &|| Ok(command(&settings.cowshed, &["info", "-f", "qcow2"], &[&image])),
+        &|| Ok(command(&settings.qemu, &["info", "-f", "qcow2"], &[&image])),
+    )?;
+    Ok(vec![row("info, 1 TiB allocated", "≤ 10 ms CPU", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })])
+}
+
+fn check(settings: &Settings) -> Result<Vec<Row>, String> {
+    let image = terabyte(settings)?;
+    let pairs =
+        alternate(settings.rounds, &|| Ok(command(&settings.cowshed, &["check", "-f", "qcow2"], &[&image])), &|| {
+            Ok(command(&settings.qemu, &["check", "-f", "qcow2"], &[&image]))
+        })?;
+    let result = Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 };
+    Ok(vec![row("check, 1 TiB allocated", "≥ 3×, peak < 256 MiB", result)])
+}
+
+fn raw_to_qcow2(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::half_full(settings)?;
+    let best = ["-f", "raw", "-O", "qcow2", "-W", "-m", "16"];
+    Ok(vec![
+        convert(settings, "raw → qcow2", "≥ 1×", &source, &best[..4], &best[..4])?,
+        convert(settings, "raw → qcow2, theirs with -W -m 16", "≥ 1×", &source, &best[..4], &best)?,
+    ])
+}
+
+fn qcow2_to_raw(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::converted(settings, &fixture::half_full(settings)?, "half-full", &[])?;
+    let best = ["-f", "qcow2", "-O", "raw", "-W", "-m", "16"];
+    Ok(vec![
+        convert(settings, "qcow2 → raw", "≥ 1×", &source, &best[..4], &best[..4])?,
+        convert(settings, "qcow2 → raw, theirs with -W -m 16", "≥ 1×", &source, &best[..4], &best)?,
+    ])
+}
+
+fn compress(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::full(settings)?;
+    let zlib = ["-c", "-f", "raw", "-O", "qcow2"];
+    let with = |option: &'static str| [&zlib[..], &["-o", option]].concat();
+    let zstd = with("compression_type=zstd");
+    Ok(vec![
+        convert(settings, "compress, zlib", "≥ 2×, size ≤ 103 %", &source, &zlib, &zlib)?,
+        convert(settings, "compress, zlib fast", "≥ 3.5×, size ≤ 100 %", &source, &with(FAST_ZLIB), &zlib)?,
+        convert(settings, "compress, zstd", "≥ 1.5×", &source, &zstd, &zstd)?,
+    ])
+}
+
+/// The documented fast choice: the whole 32 KiB window.
+const FAST_ZLIB: &str = "compression_window=32k";
+
+fn decompress(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::full(settings)?;
+    let zlib = fixture::converted(settings, &source, "zlib", &["-c"])?;
+    let zstd = fixture::converted(settings, &source, "zstd", &["-c", "-o", "compression_type=zstd"])?;
+    let options = ["-f", "qcow2", "-O", "raw"];
+    Ok(vec![
+        convert(settings, "decompress, zlib", "≥ 1.5×", &zlib, &options, &options)?,
+        convert(settings, "decompress, zstd", "≥ 1.5×", &zstd, &options, &options)?,
+    ])
+}
+
+fn convert(
+    settings: &Settings,
+    name: &str,
+    target: &'static str,
+    source: &Path,
+    our_options: &[&str],
+    their_options: &[&str],
+) -> Result<Row, String> {
+    let (ours, theirs) = (settings.folder.join("ours.out"), settings.folder.join("theirs.out"));
+    // Both outputs go before each run: no side pays for writing the other's pages back.
+    let clear = || {
+        for output in [&ours, &theirs] {
+            if output.exists() {
+                std::fs::remove_file(output).map_err(|e| format!("{}: {e}", output.display()))?;
+            }
+        }
+        Ok::<(), String>(())
+    };
+    let prepared = |program: &Path, options: &[&str], output: &Path| {
+        clear()?;
+        Ok(command(program, &[&["convert"], options].concat(), &[source, output]))
+    };
+    let bytes_of = |recipe: &dyn Fn() -> Result<Command, String>, output: &Path| {
+        let status = recipe()?.status().map_err(|e| e.to_string())?;
+        if !status.success() {
+            return Err(format!("{name}: {status}"));
+        }
+        allocated(output)
+    };
+    let our_recipe = || prepared(&settings.cowshed, our_options, &ours);
+    let their_recipe = || prepared(&settings.qemu, their_options, &theirs);
+    let (our_bytes, their_bytes) = (bytes_of(&our_recipe, &ours)?, bytes_of(&their_recipe, &theirs)?);
+    let pairs = alternate(settings.rounds, &our_recipe, &their_recipe)?;
+    clear()?;
+    Ok(row(name, target, Outcome::Pair { pairs, our_bytes, their_bytes }))
+}
+
+fn command(program: &Path, arguments: &[&str], files: &[&Path]) -> Command {
+    let mut command = Command::new(program);
+    command.args(arguments).args(files);
+    command
+}
+
+fn row(name: &str, target: &'static str, result: Outcome) -> Row {
+    Row { name: name.to_owned(), target, result }
+}
+
+/// Bytes that a file takes on disk.
+fn allocated(path: &Path) -> Result<u64, String> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = std::fs::metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(metadata.blocks() * 512)
+}
+
+/// The image whose metadata says that all of 1 TiB is allocated; its data are holes.
+fn terabyte(settings: &Settings) -> Result<PathBuf, String> {
+    let path = settings.folder.join("terabyte.qcow2");
+    if !path.exists() {
+        return Err(format!("{} is missing", path.display()));
+    }
+    Ok(path)
+}
