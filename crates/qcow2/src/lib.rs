@@ -1,2 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! See the README of this crate.
+//! The qcow2 engine without any I/O: what is cached goes in, plans come out.
+//!
+//! An [`Engine`] holds the mapping of one image in memory. Its methods answer from what is cached or say what is missing
+//! ([`Stall`]); the caller does all reading, writing and waiting. The rules that keep an image consistent through a
+//! power cut are kept here: what may be written when ([`Engine::begin_cycle`]), and when a freed host range may be used
+//! again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
+
+mod allocate;
+mod compressed;
+mod config;
+mod directory;
+mod engine;
+mod grow;
+mod inflight;
+mod map;
+mod pins;
+mod reclaim;
+mod refcounts;
+mod resize;
+mod slice;
+mod tables;
+mod writeback;
+mod zero;
+
+pub use allocate::{Allocation, Fill};
+pub use compressed::{CompressedAllocation, CompressedPlace};
+pub use config::Config;
+pub use engine::{Engine, Load, Planned, Stall, Statistics, TableId};
+pub use grow::RefcountGrowth;
+pub use map::{ExtentList, MAX_EXTENTS};
+pub use pins::Pin;
+pub use reclaim::Reclaim;
+pub use resize::L1Growth;
+pub use writeback::{Cycle, MetaWrite};
+pub use zero::ZeroMode;

@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes that need clusters: which host range to write, what to fill in around the data, and the edit afterwards.
+//!
+//! [`Engine::begin_allocate`] reserves host clusters and locks the guest clusters; the caller writes data and filling in
+//! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
+
+use crate::engine::{Engine, Planned, Stall, State};
+use crate::reclaim::Freed;
+use crate::slice::Slice;
+use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn};
+use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Most bytes that one allocation covers (at least one cluster).
+const MAX_BYTES: u64 = 4 << 20;
+
+/// What belongs between the edge of the allocation and the caller's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fill {
+    /// Nothing: the data starts (ends) at the edge.
+    None,
+    /// Zeroes.
+    Zero,
+    /// What the guest reads there now (copy-on-write).
+    Copy,
+}
+
+/// A write in the making: guest clusters locked, host clusters reserved. Must go to [`Engine::commit`] or
+/// [`Engine::abort`].
+#[derive(Debug)]
+#[must_use = "the guest clusters stay locked until it is committed or aborted"]
+pub struct Allocation {
+    /// First guest byte to write, `head` included.
+    pub start: GuestOffset,
+    /// First guest byte of the caller's data.
+    pub data_start: GuestOffset,
+    /// First guest byte behind the caller's data; may be less than what the caller asked for.
+    pub data_end: GuestOffset,
+    /// First guest byte behind everything to write; may lie past the end of the disk.
+    pub end: GuestOffset,
+    /// Where `start` goes.
+    pub host: HostOffset,
+    /// Which file `host` is in.
+    pub file: StoredIn,
+    /// Pass everything through the image's cipher.
+    pub encrypted: bool,
+    /// Filling of `start..data_start`.
+    pub head: Fill,
+    /// Filling of `data_end..end`.
+    pub tail: Fill,
+    /// The host range reads as zeroes already: zero filling need not be written.
+    pub host_is_zero: bool,
+    clusters: Range<u64>,
+    /// Where the first cluster starts.
+    base: HostOffset,
+    is_new: bool,
+    /// With extended L2 entries: first and last cluster are copied whole.
+    whole: (bool, bool),
+}
+
+/// What a write to one guest cluster takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    /// Nothing but the write.
+    InPlace,
+    /// The host cluster is there and ours, but its (sub)clusters are not all marked as data.
+    Reuse(HostOffset),
+    /// A new host cluster; with `whole` all of the guest cluster must be carried over.
+    New { whole: bool },
+}
+
+/// One entry as found.
+struct Found {
+    cluster: Cluster,
+    bitmap: SubclusterBitmap,
+    class: Class,
+}
+
+impl Engine {
+    /// Plans a write of `len` bytes at `guest`, as far as it comes in one piece: see [`Allocation::data_end`]. `Retry`
+    /// when the first byte can be written in place after all.
+    pub fn begin_allocate(&self, guest: GuestOffset, len: u64) -> Planned<Allocation> {
+        self.plan_allocation(guest, len, false)
+    }
+
+    fn plan_allocation(&self, guest: GuestOffset, len: u64, only_unallocated: bool) -> Planned<Allocation> {
+        let mut state = self.own();
+        let clusters = self.clusters_at_once(&mut state, guest, len)?;
+        let end = (guest.0 + len).min(clusters.end << self.geometry.cluster_bits());
+        let first = self.find(&mut state, clusters.start, guest.0..end)?;
+        if only_unallocated && first.cluster != Cluster::Unallocated {
+            return Err(Stall::Retry);
+        }
+        let mut count = 1;
+        while count < clusters.end - clusters.start {
+            let cluster = clusters.start + count;
+            match self.peek(&mut state, cluster, guest.0..end)? {
+                Some(next) if only_unallocated && next.cluster != Cluster::Unallocated => break,
+                Some(next) if self.continues_class(&first, &next, count) => count += 1,
+                _ => break,
+            }
+        }
+        let (base, count, is_zero, is_new) = match first.class {
+            Class::InPlace => return Err(Stall::Retry),
+            Class::Reuse(host) => (host, count, self.data_file_is_zero(&mut state, host, count), false),
+            Class::New { .. } => {
+                let run = self.allocate(&mut state, count, None)?;
+                (HostOffset(run.cluster << self.geometry.cluster_bits()), run.count, run.is_zero, true)
+            }
+        };
+        let clusters = clusters.start..clusters.start + count;
+        let end = end.min(clusters.end << self.geometry.cluster_bits());
+        let last = match count {
+            1 => None,
+            _ => self.peek(&mut state, clusters.end - 1, guest.0..end)?,
+        };
+        let mut allocation = Allocation {
+            start: guest,
+            data_start: guest,
+            data_end: GuestOffset(end),
+            end: GuestOffset(end),
+            host: base,
+            file: self.stored_in(),
+            encrypted: self.config.encrypted,
+            head: Fill::None,
+            tail: Fill::None,
+            host_is_zero: is_zero,
+            base,
+            is_new,
+            whole: (false, false),
+            clusters,
+        };
+        self.set_edges(&mut allocation, &first, last.as_ref().unwrap_or(&first))?;
+        allocation.host =
+            base + (allocation.start - GuestOffset(allocation.clusters.start << self.geometry.cluster_bits()));
+        self.lock(&mut state, &allocation.clusters);
+        Ok(allocation)
+    }
+
+    /// Plans mapping without data: [`Engine::commit_preallocation`] maps the clusters, which must read as zeroes then
+    /// (see [`Allocation::host_is_zero`]). `None` when the cluster at `guest` isn't unallocated: nothing to do there.
+    pub fn begin_preallocate(&self, guest: GuestOffset, len: u64) -> Planned<Option<Allocation>> {
+        let bits = self.geometry.cluster_bits();
+        let start = guest.align_down(bits);
+        let end = (guest.0 + len - 1 >> bits) + 1 << bits;
+        {
+            let mut state = self.own();
+            let clusters = self.clusters_at_once(&mut state, start, end - start.0)?;
+            let found = self.find(&mut state, clusters.start, start.0..start.0 + self.geometry.cluster_size())?;
+            if found.cluster != Cluster::Unallocated {
+                return Ok(None);
+            }
+        }
+        self.plan_allocation(start, end - start.0, true).map(Some)
+    }
+
+    /// The clusters of a request that may be planned at once: below one L2 table, not locked by others.
+    fn clusters_at_once(&self, state: &mut State, guest: GuestOffset, len: u64) -> Planned<Range<u64>> {
+        let bits = self.geometry.cluster_bits();
+        let first = self.guest_cluster(guest);
+        let end = self.guest_cluster(guest + (len - 1)) + 1;
+        let table_end = ((first >> self.geometry.l2_bits()) + 1) << self.geometry.l2_bits();
+        let mut end = end.min(table_end).min(first + (MAX_BYTES >> bits).max(1));
+        match state.inflight.first_in(first..end) {
+            Some(locked) if locked == first => return Err(Stall::Wait),
+            Some(locked) => end = locked,
+            None => {}
+        }
+        self.own_table(state, self.geometry.l1_index(guest) as usize)?;
+        Ok(first..end)
+    }
+
+    /// Slice and word of a guest cluster's entry, if the slice is at hand without I/O.
+    fn slice_at_hand(&self, state: &mut State, cluster: u64) -> Option<(Arc<Slice>, u64, usize)> {
+        let guest = GuestOffset(cluster << self.geometry.cluster_bits());
+        let l1_index = self.geometry.l1_index(guest) as usize;
+        let (index, word) = self.slice_position(self.geometry.l2_index(guest));
+        let number = self.slice_number(l1_index, index);
+        if self.directory.slice(l1_index, index).is_none() && !state.tables.fresh.contains_key(&l1_index) {
+            return None;
+        }
+        self.slice(state, l1_index, index).ok().map(|slice| (slice, number, word))
+    }
+
+    /// The slice of a guest cluster below an allocated table: slice, number, word.
+    pub(crate) fn entry_slice(&self, state: &mut State, cluster: u64) -> Planned<(Arc<Slice>, u64, usize)> {
+        let guest = GuestOffset(cluster << self.geometry.cluster_bits());
+        let l1_index = self.geometry.l1_index(guest) as usize;
+        let (index, word) = self.slice_position(self.geometry.l2_index(guest));
+        Ok((self.slice(state, l1_index, index)?, self.slice_number(l1_index, index), word))
+    }
+
+    fn find(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Found> {
+        let (slice, _, word) = self.entry_slice(state, cluster)?;
+        Ok(self.classify(&slice, word, cluster, touched)?)
+    }
+
+    fn peek(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Option<Found>> {
+        match self.slice_at_hand(state, cluster) {
+            // A bad entry further on is met again, as the first one of a later plan.
+            Some((slice, _, word)) => Ok(self.classify(&slice, word, cluster, touched).ok()),
+            None => Ok(None),
+        }
+    }
+
+    fn classify(&self, slice: &Slice, word: usize, cluster: u64, touched: Range<u64>) -> Result<Found, Error> {
+        let (entry, bitmap) = self.entry_of(slice, word);
+        let (entry, bitmap) = (L2Entry(entry), SubclusterBitmap(bitmap));
+        let guest = cluster << self.geometry.cluster_bits();
+        let same_place = Class::Reuse(HostOffset(guest));
+        let found = entry.cluster(self.config.format)?;
+        let class = match found {
+            Cluster::Unallocated | Cluster::Zero { host: None } if self.config.format.data_file => same_place,
+            Cluster::Unallocated | Cluster::Zero { host: None } => Class::New { whole: false },
+            Cluster::Zero { host: Some(host) } if self.is_ours(entry) => Class::Reuse(host),
+            Cluster::Zero { .. } => Class::New { whole: false },
+            Cluster::Data { host } if self.is_ours(entry) => {
+                let subclusters = self.subclusters_of(guest, touched);
+                let mask = SubclusterBitmap::mask(subclusters);
+                match !self.geometry.extended_l2() || bitmap.data_mask() & mask == mask {
+                    true => Class::InPlace,
+                    false => Class::Reuse(host),
+                }
+            }
+            Cluster::Data { .. } | Cluster::Compressed(_) => Class::New { whole: true },
+        };
+        if self.geometry.extended_l2() && !matches!(found, Cluster::Compressed(_)) && !bitmap.is_valid() {
+            let value = format!("{:#018x}", bitmap.0);
+            let message = "a subcluster is both allocated and zero";
+            return Err(Error::invalid_image("subcluster_bitmap", value, message));
+        }
+        Ok(Found { cluster: found, bitmap, class })
+    }
+
+    /// Subclusters of the cluster at `guest` that `bytes` (on the virtual disk) touch.
+    fn subclusters_of(&self, guest: u64, bytes: Range<u64>) -> Range<u32> {
+        let size = self.geometry.subcluster_size();
+        let from = bytes.start.max(guest) - guest;
+        let to = bytes.end.min(guest + self.geometry.cluster_size()).saturating_sub(guest);
+        (from / size) as u32..to.div_ceil(size) as u32
+    }
+
+    fn continues_class(&self, first: &Found, next: &Found, count: u64) -> bool {
+        match (first.class, next.class) {
+            (Class::Reuse(host), Class::Reuse(next)) => host + (count << self.geometry.cluster_bits()) == next,
+            (Class::New { .. }, Class::New { .. }) => true,
+            _ => false,
+        }
+    }
+
+    /// In a data file: whether clusters were never written, and notes that they will be.
+    fn data_file_is_zero(&self, state: &mut State, host: HostOffset, count: u64) -> bool {
+        if !self.config.format.data_file {
+            return false;
+        }
+        let is_zero = self.config.new_space_is_zero && host.0 >= state.data_high_water;
+        state.data_high_water = state.data_high_water.max(host.0 + (count << self.geometry.cluster_bits()));
+        is_zero
+    }
+
+    fn set_edges(&self, allocation: &mut Allocation, first: &Found, last: &Found) -> Result<(), Error> {
+        let cluster_bits = self.geometry.cluster_bits();
+        let is_whole = |found: &Found| matches!(found.class, Class::New { whole: true });
+        allocation.whole = (is_whole(first), is_whole(last));
+        let edge_bits = |found: &Found| if is_whole(found) { cluster_bits } else { self.geometry.subcluster_bits() };
+        // An edge inside of a subcluster that has its data already needs no filling.
+        let has_data = |found: &Found, at: GuestOffset| {
+            matches!(found.class, Class::Reuse(_))
+                && self.geometry.extended_l2()
+                && found.bitmap.get(self.geometry.subcluster_index(at)) == Subcluster::Data
+        };
+        if !has_data(first, allocation.data_start) {
+            allocation.start = allocation.data_start.align_down(edge_bits(first));
+            allocation.head = self.fill_of(first, allocation.start.0..allocation.data_start.0);
+        }
+        if !has_data(last, GuestOffset(allocation.data_end.0 - 1)) {
+            allocation.end = GuestOffset((allocation.data_end.0 - 1 >> edge_bits(last)) + 1 << edge_bits(last));
+            allocation.tail = self.fill_of(last, allocation.data_end.0..allocation.end.0);
+        }
+        Ok(())
+    }
+
+    /// What `bytes` of one cluster must be filled with.
+    fn fill_of(&self, found: &Found, bytes: Range<u64>) -> Fill {
+        if bytes.is_empty() {
+            return Fill::None;
+        }
+        let backed = self.config.backing_size.is_some_and(|size| bytes.start < size);
+        let unallocated = if backed { Fill::Copy } else { Fill::Zero };
+        match found.cluster {
+            Cluster::Compressed(_) => Fill::Copy,
+            Cluster::Zero { .. } => Fill::Zero,
+            Cluster::Data { .. } | Cluster::Unallocated if self.geometry.extended_l2() => {
+                let guest = bytes.start >> self.geometry.cluster_bits() << self.geometry.cluster_bits();
+                let mask = SubclusterBitmap::mask(self.subclusters_of(guest, bytes));
+                if found.bitmap.data_mask() & mask != 0 {
+                    Fill::Copy
+                } else if found.bitmap.zero_mask() & mask == mask {
+                    Fill::Zero
+                } else {
+                    unallocated
+                }
+            }
+            Cluster::Data { .. } => Fill::Copy,
+            Cluster::Unallocated => unallocated,
+        }
+    }
+
+    /// Locks guest clusters and keeps their slices in the cache.
+    pub(crate) fn lock(&self, state: &mut State, clusters: &Range<u64>) {
+        state.inflight.lock(clusters.clone());
+        self.set_slices_busy(state, clusters, true);
+    }
+
+    pub(crate) fn unlock(&self, state: &mut State, clusters: &Range<u64>) {
+        state.inflight.unlock(clusters);
+        self.set_slices_busy(state, clusters, false);
+    }
+
+    fn set_slices_busy(&self, state: &mut State, clusters: &Range<u64>, busy: bool) {
+        let per_slice = self.config.l2_slice_bytes / self.geometry.l2_entry_size();
+        for number in clusters.start / per_slice..=(clusters.end - 1) / per_slice {
+            state.tables.set_busy(number, busy);
+        }
+    }
+
+    /// Points the mapping to what was written. The caller's data I/O has completed.
+    pub fn commit(&self, allocation: Allocation) -> Result<(), Error> {
+        self.publish(allocation, false)
+    }
+
+    /// Maps the clusters of [`Engine::begin_preallocate`]: they hold zeroes. With extended L2 entries and a backing
+    /// file the subclusters stay unallocated.
+    pub fn commit_preallocation(&self, allocation: Allocation) -> Result<(), Error> {
+        self.publish(allocation, true)
+    }
+
+    fn publish(&self, allocation: Allocation, preallocation: bool) -> Result<(), Error> {
+        let mut state = self.own();
+        let bits = self.geometry.cluster_bits();
+        let mut lost = Vec::new();
+        let clusters = allocation.clusters.clone();
+        for cluster in clusters.clone() {
+            let Ok((slice, number, word)) = self.entry_slice(&mut state, cluster) else {
+                return Err(Error::internal("a busy L2 slice left the cache"));
+            };
+            let old = self.entry_of(&slice, word);
+            let host = allocation.base + ((cluster - clusters.start) << bits);
+            let is_whole = (cluster == clusters.start && allocation.whole.0)
+                || (cluster == clusters.end - 1 && allocation.whole.1);
+            let written = match is_whole {
+                true => 0..32,
+                false => self.subclusters_of(cluster << bits, allocation.start.0..allocation.end.0),
+            };
+            let bitmap = match L2Entry(old.0).is_compressed() {
+                true => SubclusterBitmap::UNALLOCATED,
+                false => SubclusterBitmap(old.1),
+            };
+            let bitmap = match preallocation && self.config.backing_size.is_some() {
+                true => bitmap,
+                false => bitmap.with_data(written),
+            };
+            if allocation.is_new {
+                self.references_of(L2Entry(old.0), &mut lost);
+            }
+            self.edit_entry(&mut state, number, &slice, word, (L2Entry::data(host, true).0, bitmap.0));
+        }
+        self.retire(&mut state, lost);
+        self.unlock(&mut state, &clusters);
+        Ok(())
+    }
+
+    /// Host clusters of the image file that an entry refers to, each once.
+    pub(crate) fn references_of(&self, entry: L2Entry, out: &mut Vec<u64>) {
+        let bits = self.geometry.cluster_bits();
+        if let Some(descriptor) = entry.compressed_descriptor(bits) {
+            out.extend(self.clusters_of_compressed(descriptor));
+        } else if !self.config.format.data_file && entry.offset().0 != 0 {
+            out.push(entry.offset().0 >> bits);
+        }
+    }
+
+    /// Host clusters that a compressed cluster touches.
+    pub(crate) fn clusters_of_compressed(&self, descriptor: CompressedDescriptor) -> Range<u64> {
+        let bits = self.geometry.cluster_bits();
+        let end = descriptor.host_offset.0.saturating_add(descriptor.len_max());
+        descriptor.host_offset.0 >> bits..(end - 1 >> bits) + 1
+    }
+
+    /// Gives up a planned write. With `io_ended` all its I/O is over (it failed, or was never started) and the host
+    /// clusters go back; else they are lost until the next `check -r leaks`: a write may still be on its way to them.
+    pub fn abort(&self, allocation: Allocation, io_ended: bool) {
+        let mut state = self.own();
+        if allocation.is_new && io_ended {
+            let first = self.geometry.host_cluster(allocation.base);
+            let count = allocation.clusters.end - allocation.clusters.start;
+            self.give_back(&mut state, first..first + count);
+        }
+        self.unlock(&mut state, &allocation.clusters);
+    }
+
+    /// Puts references that never reached the disk's tables on their way back to the allocator.
+    pub(crate) fn give_back(&self, state: &mut State, clusters: impl IntoIterator<Item = u64>) {
+        let tag = self.pins.advance();
+        for cluster in clusters {
+            state.freed.push_back(Freed { cluster, cycle: 0, tag });
+        }
+    }
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The engine: state shared by all queues of one image, and how missing tables are asked for.
+
+use crate::config::Config;
+use crate::directory::Directory;
+use crate::inflight::Inflight;
+use crate::pins::{Pin, Pins};
+use crate::reclaim::Freed;
+use crate::refcounts::Refcounts;
+use crate::tables::Tables;
+use cowshed_block::{Error, GuestOffset, HostOffset};
+use cowshed_layout::qcow2::Geometry;
+use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+/// A table or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TableId {
+    /// Slice of an L2 table, numbered over the whole virtual disk.
+    L2Slice(u64),
+    /// The refcount table.
+    RefcountTable,
+    /// The refcount block with this index in the refcount table.
+    RefcountBlock(u64),
+}
+
+/// A table that must be read from the image file before the plan can be made.
+///
+/// The holder reads `len` bytes at `host` and calls [`Engine::loaded`], or [`Engine::load_failed`]; until then
+/// everybody else who needs the table waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// What it is.
+    pub table: TableId,
+    /// Where it is in the image file.
+    pub host: HostOffset,
+    /// Its length in bytes.
+    pub len: usize,
+}
+
+/// Why a plan can't be made now.
+#[derive(Debug)]
+pub enum Stall {
+    /// Read this first.
+    Load(Load),
+    /// Somebody else is at it: plan again after any change of the engine.
+    Wait,
+    /// Plan again at once: the mapping isn't what the caller took it to be.
+    Retry,
+    /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
+    GrowRefcounts,
+    /// It can't be done.
+    Error(Error),
+}
+
+impl From<Error> for Stall {
+    fn from(error: Error) -> Self {
+        Stall::Error(error)
+    }
+}
+
+/// A plan, or why there is none yet.
+pub type Planned<T> = Result<T, Stall>;
+
+/// Counters of an engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// L2 slices in memory.
+    pub l2_slices: u64,
+    /// Dirty L2 slices.
+    pub l2_dirty: u64,
+    /// Slices read from the image since it was opened.
+    pub l2_misses: u64,
+    /// Refcount blocks in memory.
+    pub refcount_blocks: u64,
+    /// Freed host ranges that may not be used again yet.
+    pub quarantined: u64,
+}
+
+/// What only the owner, the holder of the engine's lock, sees and changes.
+pub(crate) struct State {
+    pub(crate) tables: Tables,
+    pub(crate) refcounts: Refcounts,
+    pub(crate) inflight: Inflight,
+    pub(crate) freed: VecDeque<Freed>,
+    /// Tables being read by somebody.
+    pub(crate) loading: HashSet<TableId>,
+    /// Number of the epoch that collects edits now; counts up from 1.
+    pub(crate) open_cycle: u64,
+    /// Number of the last epoch whose stages are all durable.
+    pub(crate) durable_cycle: u64,
+    /// A cycle is between `begin_cycle` and its end.
+    pub(crate) cycle_runs: bool,
+    /// Where the next compressed cluster may be packed: a sector-aligned host offset in a cluster of ours.
+    pub(crate) pack_next: Option<HostOffset>,
+    /// Everything at or above this offset in the data file (if there is one) was never written.
+    pub(crate) data_high_water: u64,
+    /// The dirty bit must be set in the header by the next cycle.
+    pub(crate) want_dirty_bit: bool,
+    pub(crate) l2_misses: u64,
+}
+
+/// The mapping of one image in memory. All methods may be called from any thread.
+///
+/// Reading plans ([`Engine::map`], [`Engine::map_overwrite`]) take no lock when the tables are cached. Everything that
+/// changes the mapping passes one short critical section: the *owner*.
+pub struct Engine {
+    pub(crate) config: Config,
+    pub(crate) geometry: Geometry,
+    pub(crate) directory: Directory,
+    pub(crate) pins: Pins,
+    size: AtomicU64,
+    state: Mutex<State>,
+}
+
+impl Engine {
+    /// From the header's facts and the active L1 table.
+    pub fn new(config: Config, l1: &[u64]) -> Self {
+        let geometry = config.geometry();
+        let slices_per_table = (geometry.cluster_size() / config.l2_slice_bytes) as usize;
+        let state = State {
+            tables: Tables::new(&config, l1.len()),
+            refcounts: Refcounts::new(&config),
+            inflight: Inflight::default(),
+            freed: VecDeque::new(),
+            loading: HashSet::new(),
+            open_cycle: 1,
+            durable_cycle: 0,
+            cycle_runs: false,
+            pack_next: None,
+            data_high_water: config.data_file_len,
+            want_dirty_bit: false,
+            l2_misses: 0,
+        };
+        Engine {
+            geometry,
+            directory: Directory::new(l1, slices_per_table),
+            pins: Pins::new(),
+            size: AtomicU64::new(config.size),
+            state: Mutex::new(state),
+            config,
+        }
+    }
+
+    /// Becomes the owner. A panic of an owner is a bug; the state behind it can't be trusted any more.
+    pub(crate) fn own(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|_| panic!("an earlier panic left the mapping of the image half changed"))
+    }
+
+    /// Facts given at open.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Sizes and index arithmetic.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Virtual size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Release);
+    }
+
+    /// Starts a request: mappings that it sees from now on stay good until the pin is dropped, which must be after its
+    /// I/O has completed. Never hold a pin while waiting for anything but that I/O.
+    pub fn pin(&self) -> Pin<'_> {
+        self.pins.pin()
+    }
+
+    /// Hands in a table that [`Stall::Load`] asked for. `bytes` must have the asked length.
+    pub fn loaded(&self, load: &Load, bytes: &[u8]) -> Result<(), Error> {
+        let mut state = self.own();
+        state.loading.remove(&load.table);
+        if bytes.len() != load.len {
+            return Err(Error::internal("a table was handed in with a wrong length"));
+        }
+        match load.table {
+            TableId::L2Slice(number) => {
+                state.l2_misses += 1;
+                self.insert_slice(&mut state, number, crate::slice::Slice::from_bytes(bytes));
+            }
+            TableId::RefcountTable => state.refcounts.set_table(self.geometry, bytes)?,
+            TableId::RefcountBlock(index) => state.refcounts.insert_block(index, bytes),
+        }
+        Ok(())
+    }
+
+    /// Says that reading a table failed, so that others may try.
+    pub fn load_failed(&self, load: &Load) {
+        self.own().loading.remove(&load.table);
+    }
+
+    /// Asks for a table, or for patience when somebody else does already.
+    pub(crate) fn stall_for(state: &mut State, load: Load) -> Stall {
+        if state.loading.insert(load.table) { Stall::Load(load) } else { Stall::Wait }
+    }
+
+    /// Counters.
+    pub fn statistics(&self) -> Statistics {
+        let state = self.own();
+        Statistics {
+            l2_slices: state.tables.cached() as u64,
+            l2_dirty: state.tables.dirty_slices() as u64,
+            l2_misses: state.l2_misses,
+            refcount_blocks: state.refcounts.cached() as u64,
+            quarantined: state.freed.len() as u64,
+        }
+    }
+
+    /// True when enough of the cache is dirty that the caller should run a write-back cycle before going on.
+    pub fn wants_writeback(&self) -> bool {
+        let state = self.own();
+        let limit = (self.config.l2_cache_bytes / 2).max(8 * self.config.l2_slice_bytes);
+        state.tables.dirty_slices() as u64 * self.config.l2_slice_bytes > limit
+            || state.refcounts.dirty_bytes() > self.config.refcount_cache_bytes.max(16 << 20)
+    }
+
+    /// Number of the guest cluster at `guest`.
+    pub(crate) fn guest_cluster(&self, guest: GuestOffset) -> u64 {
+        guest.0 >> self.geometry.cluster_bits()
+    }
+}

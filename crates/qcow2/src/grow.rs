@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Moving the refcount table to a larger place.
+//!
+//! The new table and the blocks that count it are written in fresh space behind everything else and made durable; then
+//! one write of header bytes 48–59 switches to it; then the old table's clusters are freed.
+
+use crate::engine::{Engine, State};
+use crate::writeback::MetaWrite;
+use cowshed_block::{Error, ErrorKind, HostOffset};
+use cowshed_layout::qcow2::refcount;
+
+/// A larger refcount table in the making.
+#[derive(Debug)]
+pub struct RefcountGrowth {
+    /// Blocks and table: write these, then a barrier.
+    pub writes: Vec<MetaWrite>,
+    /// New `refcount_table_offset` (header bytes 48–55).
+    pub table_offset: HostOffset,
+    /// New `refcount_table_clusters` (header bytes 56–59).
+    pub table_clusters: u32,
+    table: Vec<u64>,
+    blocks: Vec<(u64, Vec<u8>)>,
+}
+
+impl Engine {
+    /// Clusters of the refcount table: compare before and after waiting, to see whether somebody else grew it.
+    pub fn refcount_table_clusters(&self) -> u64 {
+        self.own().refcounts.table_clusters
+    }
+
+    /// Holds the creation of new refcount blocks back. Then run a whole write-back cycle with refcounts, then call
+    /// [`Engine::begin_refcount_growth`].
+    pub fn prepare_refcount_growth(&self) {
+        self.own().refcounts.growing = true;
+    }
+
+    /// Plans the growth. To carry it out: `writes`, barrier, header bytes 48–59, barrier, then
+    /// [`Engine::end_refcount_growth`]. No cycle may run meanwhile.
+    pub fn begin_refcount_growth(&self) -> Result<RefcountGrowth, Error> {
+        let mut state = self.own();
+        let state = &mut *state;
+        let bits = self.geometry.cluster_bits();
+        let size = self.geometry.cluster_size();
+        if !state.refcounts.table_dirty.is_empty() {
+            return Err(Error::internal("the refcount table grows while entries of it are not written"));
+        }
+        let Some(table) = &state.refcounts.table else {
+            return Err(Error::internal("the refcount table grows before it was read"));
+        };
+        let per_block = self.geometry.refcount_block_entries();
+        let start = (table.len() as u64 * per_block).max(state.refcounts.high_water.div_ceil(size));
+        let (blocks, clusters) = self.growth_shape(start, state.refcounts.table_clusters)?;
+        let end = start + blocks + clusters;
+        let mut table = table.clone();
+        table.resize((clusters * size / 8) as usize, 0);
+        let mut growth = RefcountGrowth {
+            writes: Vec::new(),
+            table_offset: HostOffset((start + blocks) << bits),
+            table_clusters: clusters as u32,
+            table: Vec::new(),
+            blocks: Vec::new(),
+        };
+        for number in 0..blocks {
+            let index = self.geometry.refcount_table_index(start) + number;
+            let base = index << self.geometry.refcount_block_bits();
+            let mut bytes = vec![0; size as usize];
+            for cluster in base.max(start)..(base + per_block).min(end) {
+                refcount::set(&mut bytes, self.geometry.refcount_order(), (cluster - base) as usize, 1);
+            }
+            table[index as usize] = (start + number) << bits;
+            growth.writes.push(MetaWrite { host: HostOffset((start + number) << bits), bytes: bytes.clone() });
+            growth.blocks.push((index, bytes));
+        }
+        let bytes = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        growth.writes.push(MetaWrite { host: growth.table_offset, bytes });
+        growth.table = table;
+        state.refcounts.high_water = end << bits;
+        Ok(growth)
+    }
+
+    /// Blocks and table clusters for a table of at least twice the present size that starts at cluster `start`.
+    fn growth_shape(&self, start: u64, old_clusters: u64) -> Result<(u64, u64), Error> {
+        let size = self.geometry.cluster_size();
+        let block_bits = self.geometry.refcount_block_bits();
+        let mut clusters = (old_clusters * 2).max(1);
+        let mut blocks = 1;
+        loop {
+            let end = start + blocks + clusters;
+            let needed_blocks = ((end - 1) >> block_bits) - (start >> block_bits) + 1;
+            // Room for the image to grow by as much again before the next move.
+            let needed_clusters = ((end >> block_bits) + 2).div_ceil(size / 8).max(clusters);
+            if needed_blocks <= blocks && needed_clusters == clusters {
+                break;
+            }
+            blocks = needed_blocks;
+            clusters = needed_clusters;
+        }
+        let limit = cowshed_layout::qcow2::limits::REFCOUNT_TABLE_BYTES;
+        if clusters * size > limit {
+            let message = "the refcount table would be larger than any reader accepts: use larger clusters";
+            return Err(Error::new(ErrorKind::Limit, message).field("refcount_table_clusters").value(clusters));
+        }
+        Ok((blocks, clusters))
+    }
+
+    /// Ends the growth: with `success` the header points to the new table, durably.
+    pub fn end_refcount_growth(&self, growth: Option<RefcountGrowth>, success: bool) {
+        let mut state = self.own();
+        let state: &mut State = &mut state;
+        state.refcounts.growing = false;
+        let Some(growth) = growth.filter(|_| success) else { return };
+        let bits = self.geometry.cluster_bits();
+        let old = state.refcounts.table_offset >> bits;
+        let old_clusters = old..old + state.refcounts.table_clusters;
+        state.refcounts.table = Some(growth.table);
+        state.refcounts.table_offset = growth.table_offset.0;
+        state.refcounts.table_clusters = u64::from(growth.table_clusters);
+        for (index, bytes) in growth.blocks {
+            state.refcounts.insert_block(index, &bytes);
+        }
+        self.give_back(state, old_clusters);
+    }
+}

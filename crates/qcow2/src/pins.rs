@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Epochs of running requests: who may still use a mapping that has just been taken away.
+//!
+//! A request pins the current epoch before it looks at the mapping and unpins when its I/O has completed. Taking a
+//! mapping away tags what it pointed to with the current epoch and then starts a new one; the host range may be used
+//! for something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// Epochs that can have pins at the same time.
+const LIVE_EPOCHS: usize = 4;
+/// Counters are spread so that threads don't share a cache line.
+const SHARDS: usize = 16;
+
+#[repr(align(64))]
+#[derive(Default)]
+struct Shard([AtomicU64; LIVE_EPOCHS]);
+
+/// The epoch counter and the pins per epoch.
+pub(crate) struct Pins {
+    epoch: AtomicU64,
+    shards: [Shard; SHARDS],
+}
+
+/// The index of this thread among the shards.
+fn shard_of_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+    }
+    SHARD.with(|shard| *shard)
+}
+
+/// Proof that a request planned in some epoch is still running; see [`crate::Engine::pin`].
+#[must_use = "a mapping is only good while its pin lives"]
+pub struct Pin<'a> {
+    counter: &'a AtomicU64,
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        self.counter.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Pins {
+    pub(crate) fn new() -> Self {
+        // Starts high enough that `epoch - LIVE_EPOCHS` never underflows.
+        Pins { epoch: AtomicU64::new(LIVE_EPOCHS as u64), shards: std::array::from_fn(|_| Shard::default()) }
+    }
+
+    /// Pins the current epoch.
+    pub(crate) fn pin(&self) -> Pin<'_> {
+        let shard = &self.shards[shard_of_thread()].0;
+        loop {
+            let epoch = self.epoch.load(Ordering::SeqCst);
+            let counter = &shard[epoch as usize % LIVE_EPOCHS];
+            counter.fetch_add(1, Ordering::SeqCst);
+            if self.epoch.load(Ordering::SeqCst) == epoch {
+                return Pin { counter };
+            }
+            counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn is_slot_empty(&self, epoch: u64) -> bool {
+        self.shards.iter().all(|shard| shard.0[epoch as usize % LIVE_EPOCHS].load(Ordering::SeqCst) == 0)
+    }
+
+    /// Ends the current epoch and returns its number, the tag for what was just unmapped. Only the owner calls this.
+    /// When a pin from long ago still holds the next slot, the epoch goes on: the tag is right all the same.
+    pub(crate) fn advance(&self) -> u64 {
+        let epoch = self.epoch.load(Ordering::SeqCst);
+        self.try_advance();
+        epoch
+    }
+
+    fn try_advance(&self) {
+        let epoch = self.epoch.load(Ordering::SeqCst);
+        if self.is_slot_empty(epoch + 1) {
+            self.epoch.store(epoch + 1, Ordering::SeqCst);
+        }
+    }
+
+    /// True when no request that pinned epoch `tag` or an older one is running. Only the owner calls this.
+    pub(crate) fn is_drained(&self, tag: u64) -> bool {
+        if self.epoch.load(Ordering::SeqCst) <= tag {
+            self.try_advance();
+        }
+        let epoch = self.epoch.load(Ordering::SeqCst);
+        if epoch <= tag {
+            return false;
+        }
+        let oldest = epoch + 1 - LIVE_EPOCHS as u64;
+        (oldest..=tag).all(|old| self.is_slot_empty(old))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pin_holds_its_epoch_and_older_ones_back() {
+        let pins = Pins::new();
+        let early = pins.pin();
+        let tag = pins.advance();
+        assert!(!pins.is_drained(tag));
+        let late = pins.pin();
+        drop(early);
+        assert!(pins.is_drained(tag), "a pin of the next epoch doesn't count");
+        let second = pins.advance();
+        assert!(!pins.is_drained(second));
+        drop(late);
+        assert!(pins.is_drained(second));
+    }
+
+    #[test]
+    fn a_pin_from_long_ago_never_lets_a_tag_drain() {
+        let pins = Pins::new();
+        let early = pins.pin();
+        let tags: Vec<u64> = (0..20).map(|_| pins.advance()).collect();
+        assert!(tags.iter().all(|tag| !pins.is_drained(*tag)));
+        drop(early);
+        assert!(tags.iter().all(|tag| pins.is_drained(*tag)));
+    }
+
+    #[test]
+    fn pins_of_threads_are_all_seen() {
+        let pins = Pins::new();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        drop(pins.pin());
+                    }
+                });
+            }
+            for _ in 0..100 {
+                pins.advance();
+            }
+        });
+        let tag = pins.advance();
+        assert!(pins.is_drained(tag));
+    }
+}

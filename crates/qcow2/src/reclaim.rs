@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Freed host clusters on their way back to the allocator.
+//!
+//! A cluster that lost a reference may be used again only when (a) the barrier that made its unmapping durable is
+//! passed, (b) no request planned before the unmapping runs any more, (c) its hole has been punched, after (a), and
+//! (d) nothing cached is keyed to it. Until then its count stays raised, in memory and on disk, so lowering needs no
+//! stage of its own: a lowered count may reach the disk at any time after.
+
+use crate::engine::{Engine, Planned, State};
+use cowshed_block::HostOffset;
+use std::collections::BTreeMap;
+
+/// One lost reference to a host cluster.
+pub(crate) struct Freed {
+    pub(crate) cluster: u64,
+    /// The write-back epoch that makes the unmapping durable.
+    pub(crate) cycle: u64,
+    /// The request epoch in which it was still mapped.
+    pub(crate) tag: u64,
+}
+
+/// Clusters that may lose their references now: punch `holes`, then call [`Engine::reclaimed`].
+#[derive(Debug, Default)]
+pub struct Reclaim {
+    /// Ranges of the image file that nothing uses any more, in bytes, neighbours joined.
+    pub holes: Vec<(HostOffset, u64)>,
+    counts: Vec<(u64, u64)>,
+}
+
+impl Reclaim {
+    /// True when there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.counts.is_empty()
+    }
+}
+
+impl Engine {
+    /// Notes that each of `clusters` of the image file has lost a reference. The mapping is already edited.
+    pub(crate) fn retire(&self, state: &mut State, clusters: impl IntoIterator<Item = u64>) {
+        let mut tag = None;
+        for cluster in clusters {
+            let tag = *tag.get_or_insert_with(|| self.pins.advance());
+            state.freed.push_back(Freed { cluster, cycle: state.open_cycle, tag });
+            // Never pack into a cluster that is on its way out.
+            if state.pack_next.is_some_and(|next| self.geometry.host_cluster(next) == cluster) {
+                state.pack_next = None;
+            }
+        }
+    }
+
+    /// Takes what may be reclaimed now (possibly nothing).
+    pub fn take_reclaimable(&self) -> Planned<Reclaim> {
+        let mut state = self.own();
+        let durable = state.durable_cycle;
+        let mut lost: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut drained: Option<u64> = None;
+        for freed in state.freed.iter().filter(|freed| freed.cycle <= durable) {
+            // Tags only rise along the queue, so the newest drained one speaks for the older ones.
+            if drained.is_none_or(|known| freed.tag > known) {
+                if !self.pins.is_drained(freed.tag) {
+                    break;
+                }
+                drained = Some(freed.tag);
+            }
+            *lost.entry(freed.cluster).or_default() += 1;
+        }
+        let Some(drained) = drained else { return Ok(Reclaim::default()) };
+        let mut reclaim = Reclaim::default();
+        let bits = self.geometry.cluster_bits();
+        for (cluster, by) in lost {
+            let count = match self.refcount(&mut state, cluster) {
+                Ok(count) => count,
+                Err(stall) if reclaim.is_empty() => return Err(stall),
+                Err(crate::Stall::Load(load)) => {
+                    // The next call asks again, with this part done.
+                    state.loading.remove(&load.table);
+                    break;
+                }
+                Err(_) => break,
+            };
+            reclaim.counts.push((cluster, by));
+            if count == by {
+                let host = HostOffset(cluster << bits);
+                match reclaim.holes.last_mut() {
+                    Some((start, len)) if *start + *len == host => *len += 1 << bits,
+                    _ => reclaim.holes.push((host, 1 << bits)),
+                }
+            }
+        }
+        let taken: BTreeMap<u64, u64> = reclaim.counts.iter().copied().collect();
+        state
+            .freed
+            .retain(|freed| !(freed.cycle <= durable && freed.tag <= drained && taken.contains_key(&freed.cluster)));
+        Ok(reclaim)
+    }
+
+    /// Lowers the counts of what was taken: the clusters may be allocated again. On a stall the rest stays in
+    /// `reclaim`; call again.
+    pub fn reclaimed(&self, reclaim: &mut Reclaim) -> Planned<()> {
+        let mut state = self.own();
+        while let Some((cluster, by)) = reclaim.counts.last().copied() {
+            self.lower(&mut state, cluster, by)?;
+            reclaim.counts.pop();
+        }
+        Ok(())
+    }
+
+    /// True when freed clusters still wait for something.
+    pub fn has_quarantined(&self) -> bool {
+        !self.own().freed.is_empty()
+    }
+
+    /// Length that the image file needs in bytes: up to the last cluster with a count, looking back from its present
+    /// end as far as counts are zero.
+    pub fn needed_file_len(&self) -> Planned<u64> {
+        let mut state = self.own();
+        let bits = self.geometry.cluster_bits();
+        let mut end = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
+        while end > 1 && self.refcount(&mut state, end - 1)? == 0 {
+            end -= 1;
+        }
+        Ok(end << bits)
+    }
+
+    /// Says that the image file was cut to `len` bytes, so that what is allocated behind reads as zeroes.
+    pub fn truncated(&self, len: u64) {
+        let mut state = self.own();
+        state.refcounts.high_water = state.refcounts.high_water.min(len);
+    }
+}

@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Refcount table and blocks in memory, and the allocation of host clusters. Only the owner gets here.
+
+use crate::config::Config;
+use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
+use crate::tables::Dirt;
+use cowshed_block::{Error, HostOffset};
+use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+
+/// A refcount block in memory.
+pub(crate) struct Block {
+    pub(crate) bytes: Box<[u8]>,
+    pub(crate) dirt: Dirt,
+    /// Bytes changed since the last copy for a cycle.
+    pub(crate) changed: Range<usize>,
+    /// Bytes that the running cycle writes.
+    pub(crate) writing: Range<usize>,
+    used: u64,
+}
+
+/// A run of host clusters that was just allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// Number of the first cluster.
+    pub(crate) cluster: u64,
+    /// How many, at least 1.
+    pub(crate) count: u64,
+    /// They read as zeroes: never written since the file grew over them.
+    pub(crate) is_zero: bool,
+}
+
+/// See the module's text.
+pub(crate) struct Refcounts {
+    /// `None` until somebody needs it.
+    pub(crate) table: Option<Vec<u64>>,
+    pub(crate) table_offset: u64,
+    pub(crate) table_clusters: u64,
+    /// Entries of the table in memory that the disk doesn't have yet.
+    pub(crate) table_dirty: BTreeMap<u64, Dirt>,
+    pub(crate) blocks: HashMap<u64, Block>,
+    pub(crate) dirty: BTreeSet<u64>,
+    /// The next allocation looks from this cluster on.
+    pub(crate) hint: u64,
+    /// Everything at or above this offset was never used: the larger of the file's length and the end of what was
+    /// ever allocated.
+    pub(crate) high_water: u64,
+    /// The table is being moved: no new blocks meanwhile.
+    pub(crate) growing: bool,
+    tick: u64,
+    cap: usize,
+    cluster_size: u64,
+}
+
+impl Refcounts {
+    pub(crate) fn new(config: &Config) -> Self {
+        let cluster_size = config.geometry().cluster_size();
+        Refcounts {
+            table: None,
+            table_offset: config.refcount_table_offset,
+            table_clusters: config.refcount_table_clusters,
+            table_dirty: BTreeMap::new(),
+            blocks: HashMap::new(),
+            dirty: BTreeSet::new(),
+            hint: 1,
+            high_water: config.file_len,
+            growing: false,
+            tick: 0,
+            cap: (config.refcount_cache_bytes / cluster_size).max(4) as usize,
+            cluster_size,
+        }
+    }
+
+    pub(crate) fn cached(&self) -> usize {
+        self.blocks.len()
+    }
+
+    pub(crate) fn dirty_bytes(&self) -> u64 {
+        self.dirty.len() as u64 * self.cluster_size
+    }
+
+    pub(crate) fn set_table(&mut self, geometry: Geometry, bytes: &[u8]) -> Result<(), Error> {
+        let mut table = Vec::with_capacity(bytes.len() / 8);
+        for (index, word) in bytes.chunks_exact(8).enumerate() {
+            let entry = RefcountTableEntry(u64::from_be_bytes(word.try_into().unwrap_or_default()));
+            if let Some(block) = entry.block(geometry)?
+                && block.0 >= self.high_water
+            {
+                let message = format!("refcount block {index} lies past the end of the file");
+                return Err(Error::invalid_image("refcount_table_entry", block, message));
+            }
+            table.push(entry.offset().0);
+        }
+        self.table = Some(table);
+        Ok(())
+    }
+
+    pub(crate) fn insert_block(&mut self, index: u64, bytes: &[u8]) {
+        self.evict();
+        self.tick += 1;
+        let block = Block { bytes: bytes.into(), dirt: Dirt::Clean, changed: 0..0, writing: 0..0, used: self.tick };
+        self.blocks.insert(index, block);
+    }
+
+    fn evict(&mut self) {
+        while self.blocks.len() >= self.cap {
+            let idle = self.blocks.iter().filter(|(_, block)| block.dirt == Dirt::Clean);
+            let Some(oldest) = idle.min_by_key(|(_, block)| block.used).map(|(index, _)| *index) else { return };
+            self.blocks.remove(&oldest);
+        }
+    }
+
+    /// Sets a count in a cached block.
+    fn set(&mut self, geometry: Geometry, cluster: u64, value: u64) {
+        let index = geometry.refcount_table_index(cluster);
+        let entry = geometry.refcount_block_index(cluster) as usize;
+        let block = self.blocks.get_mut(&index).unwrap_or_else(|| panic!("refcount block {index} left the cache"));
+        refcount::set(&mut block.bytes, geometry.refcount_order(), entry, value);
+        let bit = entry << geometry.refcount_order();
+        let touched = bit / 8..(bit + (1 << geometry.refcount_order())).div_ceil(8);
+        block.changed = if block.changed.is_empty() {
+            touched
+        } else {
+            block.changed.start.min(touched.start)..block.changed.end.max(touched.end)
+        };
+        block.dirt = block.dirt.edited();
+        self.dirty.insert(index);
+    }
+}
+
+impl Engine {
+    /// Makes the refcount table available and returns its length in entries.
+    pub(crate) fn refcount_table(&self, state: &mut State) -> Planned<u64> {
+        if let Some(table) = &state.refcounts.table {
+            return Ok(table.len() as u64);
+        }
+        let load = Load {
+            table: TableId::RefcountTable,
+            host: HostOffset(state.refcounts.table_offset),
+            len: (state.refcounts.table_clusters * self.geometry.cluster_size()) as usize,
+        };
+        Err(Engine::stall_for(state, load))
+    }
+
+    /// Makes a refcount block available; false when the table has none at that index.
+    pub(crate) fn refcount_block(&self, state: &mut State, index: u64) -> Planned<bool> {
+        self.refcount_table(state)?;
+        let refcounts = &mut state.refcounts;
+        let host = refcounts.table.as_ref().and_then(|table| table.get(index as usize)).copied().unwrap_or(0);
+        if host == 0 {
+            return Ok(false);
+        }
+        refcounts.tick += 1;
+        if let Some(block) = refcounts.blocks.get_mut(&index) {
+            block.used = refcounts.tick;
+            return Ok(true);
+        }
+        let len = self.geometry.cluster_size() as usize;
+        Err(Engine::stall_for(state, Load { table: TableId::RefcountBlock(index), host: HostOffset(host), len }))
+    }
+
+    /// The refcount in memory of a host cluster; freed ranges count until they are reclaimed.
+    pub(crate) fn refcount(&self, state: &mut State, cluster: u64) -> Planned<u64> {
+        if !self.refcount_block(state, self.geometry.refcount_table_index(cluster))? {
+            return Ok(0);
+        }
+        Ok(self.cached_refcount(state, cluster))
+    }
+
+    fn cached_refcount(&self, state: &State, cluster: u64) -> u64 {
+        let entry = self.geometry.refcount_block_index(cluster) as usize;
+        let block = state.refcounts.blocks.get(&self.geometry.refcount_table_index(cluster));
+        block.map_or(0, |block| refcount::get(&block.bytes, self.geometry.refcount_order(), entry))
+    }
+
+    /// Raises a count whose block is cached.
+    pub(crate) fn raise(&self, state: &mut State, cluster: u64) {
+        let count = self.cached_refcount(state, cluster);
+        debug_assert!(count < self.geometry.max_refcount());
+        state.refcounts.set(self.geometry, cluster, count + 1);
+    }
+
+    /// Lowers a count by `by`. Asking for less than zero means that the image was inconsistent: the count stays.
+    pub(crate) fn lower(&self, state: &mut State, cluster: u64, by: u64) -> Planned<()> {
+        let count = self.refcount(state, cluster)?;
+        if let Some(left) = count.checked_sub(by)
+            && count > 0
+        {
+            state.refcounts.set(self.geometry, cluster, left);
+            if left == 0 {
+                state.refcounts.hint = state.refcounts.hint.min(cluster.max(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates up to `want` neighbouring host clusters with count 1, at `at` exactly if given (`Stall::Retry` when
+    /// that one is taken). Clusters that read as zeroes and such that don't never come in one run.
+    pub(crate) fn allocate(&self, state: &mut State, want: u64, at: Option<u64>) -> Planned<Run> {
+        let table_len = self.refcount_table(state)?;
+        let mut cluster = at.unwrap_or(state.refcounts.hint).max(1);
+        loop {
+            let index = self.geometry.refcount_table_index(cluster);
+            if index >= table_len {
+                return Err(Stall::GrowRefcounts);
+            }
+            if !self.refcount_block(state, index)? {
+                if at.is_some() {
+                    return Err(Stall::Retry);
+                }
+                self.new_refcount_block(state, index, cluster)?;
+                cluster += 1;
+                continue;
+            }
+            let free = self.free_run(state, index, cluster, want, at.is_some());
+            if let Some(found) = free {
+                return self.take(state, found, at.is_some());
+            }
+            if at.is_some() {
+                return Err(Stall::Retry);
+            }
+            cluster = (index + 1) << self.geometry.refcount_block_bits();
+            // All below is taken: don't look there again before something is freed.
+            state.refcounts.hint = cluster;
+        }
+    }
+
+    /// The first run of free clusters at or behind `from` that one block counts.
+    fn free_run(&self, state: &State, index: u64, from: u64, want: u64, exact: bool) -> Option<Range<u64>> {
+        let block = state.refcounts.blocks.get(&index)?;
+        let order = self.geometry.refcount_order();
+        let entries = self.geometry.refcount_block_entries();
+        let base = index << self.geometry.refcount_block_bits();
+        let is_free = |cluster: u64| refcount::get(&block.bytes, order, (cluster - base) as usize) == 0;
+        let end = base + entries;
+        let start = if exact { Some(from).filter(|c| is_free(*c)) } else { (from..end).find(|c| is_free(*c)) }?;
+        let stop = (start..end.min(start + want)).find(|c| !is_free(*c)).unwrap_or(end.min(start + want));
+        Some(start..stop)
+    }
+
+    fn take(&self, state: &mut State, found: Range<u64>, exact: bool) -> Planned<Run> {
+        let bits = self.geometry.cluster_bits();
+        let high_cluster = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
+        let is_zero = self.config.new_space_is_zero && found.start >= high_cluster;
+        let end = if !is_zero && found.start < high_cluster { found.end.min(high_cluster) } else { found.end };
+        // Bits 9–55 of an entry hold a host offset.
+        if end > 1 << (56 - bits) {
+            return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
+        }
+        for cluster in found.start..end {
+            state.refcounts.set(self.geometry, cluster, 1);
+        }
+        // Without an exact place, everything from the hint to here was seen taken.
+        if !exact || state.refcounts.hint == found.start {
+            state.refcounts.hint = end;
+        }
+        state.refcounts.high_water = state.refcounts.high_water.max(end << bits);
+        Ok(Run { cluster: found.start, count: end - found.start, is_zero })
+    }
+
+    /// Puts a refcount block for the empty region `index` into its own cluster `cluster`, the first of what is left.
+    fn new_refcount_block(&self, state: &mut State, index: u64, cluster: u64) -> Planned<()> {
+        if state.refcounts.growing {
+            return Err(Stall::Wait);
+        }
+        let bits = self.geometry.cluster_bits();
+        if cluster >= 1 << (56 - bits) {
+            return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
+        }
+        self.put_refcount_block(state, index, cluster);
+        state.refcounts.set(self.geometry, cluster, 1);
+        state.refcounts.hint = cluster + 1;
+        state.refcounts.high_water = state.refcounts.high_water.max((cluster + 1) << bits);
+        Ok(())
+    }
+
+    /// Makes an empty block for `index`, to be stored in `cluster`; the caller counts that cluster.
+    pub(crate) fn put_refcount_block(&self, state: &mut State, index: u64, cluster: u64) {
+        let zero = vec![0; self.geometry.cluster_size() as usize];
+        state.refcounts.insert_block(index, &zero);
+        if let Some(block) = state.refcounts.blocks.get_mut(&index) {
+            block.changed = 0..zero.len();
+            block.dirt = Dirt::Dirty;
+        }
+        state.refcounts.dirty.insert(index);
+        if let Some(entry) = state.refcounts.table.as_mut().and_then(|table| table.get_mut(index as usize)) {
+            *entry = cluster << self.geometry.cluster_bits();
+        }
+        state.refcounts.table_dirty.insert(index, Dirt::Dirty);
+    }
+}

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changing the virtual size: a longer L1 table, and unmapping what lies behind a new end.
+
+use crate::engine::{Engine, Planned, Stall, State};
+use crate::writeback::MetaWrite;
+use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
+use cowshed_layout::qcow2::{L1Entry, L2Entry};
+
+/// A longer L1 table in the making.
+#[derive(Debug)]
+pub struct L1Growth {
+    /// New `l1_table_offset` (header bytes 40–47).
+    pub offset: HostOffset,
+    /// New `l1_size` in entries (header bytes 36–39).
+    pub entries: u32,
+    clusters: u64,
+}
+
+impl Engine {
+    /// Reserves space for an L1 table that maps `size` bytes; `None` when the present one does.
+    ///
+    /// To carry it out: a whole write-back cycle with refcounts; write [`Engine::l1_image`]; barrier; header bytes 36–47;
+    /// barrier; [`Engine::end_l1_growth`]. No other cycle may run from the first to the last step.
+    pub fn begin_l1_growth(&self, size: u64) -> Planned<Option<L1Growth>> {
+        let mut state = self.own();
+        let entries = self.geometry.l1_entries_needed(size);
+        if entries <= state.tables.l1_len as u64 {
+            return Ok(None);
+        }
+        if size > self.geometry.max_virtual_size() {
+            let message = "the virtual size is too large for this cluster size";
+            return Err(Error::new(ErrorKind::InvalidArgument, message).field("size").value(size).into());
+        }
+        let clusters = (entries * 8).div_ceil(self.geometry.cluster_size());
+        let first = self.allocate_contiguous(&mut state, clusters)?;
+        let offset = HostOffset(first << self.geometry.cluster_bits());
+        Ok(Some(L1Growth { offset, entries: entries as u32, clusters }))
+    }
+
+    /// The new L1 table, with only such entries as are durable.
+    pub fn l1_image(&self, growth: &L1Growth) -> MetaWrite {
+        let state = self.own();
+        let mut bytes = Vec::with_capacity((growth.clusters * self.geometry.cluster_size()) as usize);
+        for index in 0..state.tables.l1_len {
+            let durable = state.tables.l1_dirty.get(&index).map(|dirt| dirt.durable);
+            bytes.extend(durable.unwrap_or_else(|| self.directory.l1(index)).to_be_bytes());
+        }
+        bytes.resize((growth.clusters * self.geometry.cluster_size()) as usize, 0);
+        MetaWrite { host: growth.offset, bytes }
+    }
+
+    /// Ends the growth: with `success` the header points to the new table, durably.
+    pub fn end_l1_growth(&self, growth: L1Growth, success: bool) {
+        let mut state = self.own();
+        let state: &mut State = &mut state;
+        let bits = self.geometry.cluster_bits();
+        if !success {
+            // The header may or may not point there: the space is left alone.
+            return;
+        }
+        let first = state.tables.l1_offset >> bits;
+        let old_clusters = (state.tables.l1_len as u64 * 8).div_ceil(self.geometry.cluster_size());
+        state.tables.l1_offset = growth.offset.0;
+        state.tables.l1_len = growth.entries as usize;
+        self.directory.grow(growth.entries as usize);
+        if first > 0 {
+            self.give_back(state, first..first + old_clusters);
+        }
+    }
+
+    /// Publishes a new virtual size to readers and writers, after the header has it (growing) or before anything is
+    /// unmapped (shrinking).
+    pub fn publish_size(&self, size: u64) {
+        self.set_size(size);
+    }
+
+    /// A tag for [`Engine::is_drained`]: requests planned up to now.
+    pub fn drain_tag(&self) -> u64 {
+        let _owner = self.own();
+        self.pins.advance()
+    }
+
+    /// True when no request planned before [`Engine::drain_tag`] runs any more.
+    pub fn is_drained(&self, tag: u64) -> bool {
+        let _owner = self.own();
+        self.pins.is_drained(tag)
+    }
+
+    /// Unmaps everything from `cursor` (aligned to clusters) on, in steps; returns true when all is done. `cursor` moves
+    /// along. The size is published and older requests are drained.
+    pub fn unmap_tail(&self, cursor: &mut GuestOffset) -> Planned<bool> {
+        let mut state = self.own();
+        let state = &mut *state;
+        let bits = self.geometry.cluster_bits();
+        if state.inflight.first_in(self.guest_cluster(*cursor)..u64::MAX).is_some() {
+            return Err(Stall::Wait);
+        }
+        let l1_index = self.geometry.l1_index(*cursor) as usize;
+        if l1_index >= state.tables.l1_len {
+            return Ok(true);
+        }
+        let next_table = GuestOffset((l1_index as u64 + 1) << self.geometry.l2_coverage_bits());
+        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 {
+            *cursor = next_table;
+            return Ok(false);
+        }
+        self.own_table(state, l1_index)?;
+        let (slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
+        let step = self.geometry.l2_entry_size() as usize / 8;
+        let mut lost = Vec::new();
+        let words = self.config.l2_slice_bytes as usize / 8;
+        for word in (word..words).step_by(step) {
+            let old = self.entry_of(&slice, word);
+            if old != (0, 0) {
+                self.references_of(L2Entry(old.0), &mut lost);
+                self.edit_entry(state, number, &slice, word, (0, 0));
+            }
+        }
+        let covered = ((words - word) / step) as u64;
+        let at_table_start = cursor.within(self.geometry.l2_coverage_bits()) == 0;
+        if at_table_start {
+            state.tables.moving.insert(l1_index);
+        }
+        *cursor = GuestOffset(((self.guest_cluster(*cursor)) + covered) << bits);
+        // The whole table was walked from its start: it goes too.
+        if *cursor == next_table && state.tables.moving.remove(&l1_index) {
+            let table = L1Entry(self.directory.l1(l1_index));
+            lost.push(table.offset().0 >> bits);
+            self.drop_table(state, l1_index);
+            self.directory.set_l1(l1_index, 0);
+            state.tables.l1_edited(l1_index, table.0);
+        }
+        self.retire(state, lost);
+        Ok(false)
+    }
+
+    /// Allocates `want` neighbouring clusters behind everything else, with the refcount blocks that they need.
+    fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
+        let bits = self.geometry.cluster_bits();
+        let block_bits = self.geometry.refcount_block_bits();
+        let table_len = self.refcount_table(state)?;
+        if state.refcounts.growing {
+            return Err(Stall::Wait);
+        }
+        let start = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
+        let mut missing: Vec<u64> = Vec::new();
+        loop {
+            let end = start + missing.len() as u64 + want;
+            if (end - 1) >> block_bits >= table_len {
+                return Err(Stall::GrowRefcounts);
+            }
+            let mut found = Vec::new();
+            for index in start >> block_bits..=(end - 1) >> block_bits {
+                if !self.refcount_block(state, index)? {
+                    found.push(index);
+                }
+            }
+            let is_settled = found.len() <= missing.len();
+            missing = found;
+            if is_settled {
+                break;
+            }
+        }
+        let end = start + missing.len() as u64 + want;
+        // Blocks that were there first: raising makes them dirty, so that the new ones don't push them out.
+        let is_missing = |cluster: &u64| missing.contains(&(cluster >> block_bits));
+        for cluster in (start..end).filter(|cluster| !is_missing(cluster)) {
+            self.raise(state, cluster);
+        }
+        for (number, index) in missing.iter().enumerate() {
+            self.put_refcount_block(state, *index, start + number as u64);
+        }
+        for cluster in (start..end).filter(is_missing) {
+            self.raise(state, cluster);
+        }
+        state.refcounts.high_water = end << bits;
+        Ok(start + missing.len() as u64)
+    }
+}

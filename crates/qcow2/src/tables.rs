@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The owner's side of the L1 table and the L2 slices: what is dirty, what is busy, what may leave the cache.
+
+use crate::config::Config;
+use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
+use crate::slice::Slice;
+use cowshed_block::{Error, HostOffset};
+use cowshed_layout::qcow2::L1Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// How a piece of metadata in memory relates to the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Dirt {
+    /// The same.
+    #[default]
+    Clean,
+    /// Changed in memory.
+    Dirty,
+    /// A copy is being written by the running cycle.
+    Writing,
+    /// A copy is being written, and it changed again meanwhile.
+    WritingDirty,
+}
+
+impl Dirt {
+    pub(crate) fn edited(self) -> Self {
+        match self {
+            Dirt::Clean | Dirt::Dirty => Dirt::Dirty,
+            Dirt::Writing | Dirt::WritingDirty => Dirt::WritingDirty,
+        }
+    }
+
+    pub(crate) fn cycle_ended(self, success: bool) -> Self {
+        match (self, success) {
+            (Dirt::Writing, true) => Dirt::Clean,
+            (Dirt::Writing | Dirt::WritingDirty, _) => Dirt::Dirty,
+            (other, _) => other,
+        }
+    }
+}
+
+#[derive(Default)]
+pub(crate) struct SliceMeta {
+    pub(crate) dirt: Dirt,
+    /// Requests that will edit the slice when their I/O is done.
+    busy: u32,
+}
+
+/// An L1 entry that is not, or not surely, on disk as it is in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct L1Dirt {
+    /// What the disk holds for sure or held last.
+    pub(crate) durable: u64,
+    /// What the running cycle writes.
+    pub(crate) written: Option<u64>,
+    /// Changed since that copy was taken.
+    pub(crate) dirty: bool,
+}
+
+/// See the module's text.
+pub(crate) struct Tables {
+    pub(crate) slices: HashMap<u64, SliceMeta>,
+    clock: VecDeque<u64>,
+    /// Slices whose [`Dirt`] asks for a write by the next cycle.
+    pub(crate) dirty: BTreeSet<u64>,
+    /// L2 tables that the disk's L1 doesn't point to yet, by L1 index, with their host offset: written whole by the
+    /// next cycle; slices that aren't cached are zero.
+    pub(crate) fresh: BTreeMap<usize, u64>,
+    pub(crate) l1_dirty: BTreeMap<usize, L1Dirt>,
+    pub(crate) l1_offset: u64,
+    pub(crate) l1_len: usize,
+    /// Tables being copied to a new place: their slices stay.
+    pub(crate) moving: BTreeSet<usize>,
+    cap: usize,
+    slices_per_table: u64,
+}
+
+impl Tables {
+    pub(crate) fn new(config: &Config, l1_len: usize) -> Self {
+        let slice_memory = Slice::memory_bytes(config.l2_slice_bytes as usize / 8) as u64;
+        Tables {
+            slices: HashMap::new(),
+            clock: VecDeque::new(),
+            dirty: BTreeSet::new(),
+            fresh: BTreeMap::new(),
+            l1_dirty: BTreeMap::new(),
+            l1_offset: config.l1_offset,
+            l1_len,
+            moving: BTreeSet::new(),
+            cap: (config.l2_cache_bytes / slice_memory).max(2) as usize,
+            slices_per_table: config.geometry().cluster_size() / config.l2_slice_bytes,
+        }
+    }
+
+    pub(crate) fn cached(&self) -> usize {
+        self.slices.len()
+    }
+
+    pub(crate) fn dirty_slices(&self) -> usize {
+        self.dirty.len()
+    }
+
+    pub(crate) fn set_busy(&mut self, number: u64, busy: bool) {
+        let meta = self.slices.entry(number).or_default();
+        meta.busy = if busy { meta.busy + 1 } else { meta.busy.saturating_sub(1) };
+    }
+
+    pub(crate) fn mark_dirty(&mut self, number: u64) {
+        let meta = self.slices.entry(number).or_default();
+        meta.dirt = meta.dirt.edited();
+        self.dirty.insert(number);
+    }
+
+    fn may_leave(&self, number: u64) -> bool {
+        let table = (number / self.slices_per_table) as usize;
+        self.slices.get(&number).is_some_and(|meta| meta.dirt == Dirt::Clean && meta.busy == 0)
+            && !self.moving.contains(&table)
+            && !self.fresh.contains_key(&table)
+    }
+
+    /// Records a change of an L1 entry whose durable value was `old`, if it wasn't dirty before.
+    pub(crate) fn l1_edited(&mut self, index: usize, old: u64) {
+        let dirt = self.l1_dirty.entry(index).or_insert(L1Dirt { durable: old, written: None, dirty: true });
+        dirt.dirty = true;
+    }
+}
+
+impl Engine {
+    pub(crate) fn slices_per_table(&self) -> u64 {
+        self.geometry.cluster_size() / self.config.l2_slice_bytes
+    }
+
+    /// Index of the slice in its table and of the entry's first word in the slice, for an index into an L2 table.
+    pub(crate) fn slice_position(&self, l2_index: u64) -> (usize, usize) {
+        let byte = l2_index * self.geometry.l2_entry_size();
+        ((byte / self.config.l2_slice_bytes) as usize, (byte % self.config.l2_slice_bytes / 8) as usize)
+    }
+
+    /// Number of a slice over the whole disk.
+    pub(crate) fn slice_number(&self, l1_index: usize, slice: usize) -> u64 {
+        l1_index as u64 * self.slices_per_table() + slice as u64
+    }
+
+    /// The L1 index and the slice's index in the table.
+    pub(crate) fn slice_of_number(&self, number: u64) -> (usize, usize) {
+        ((number / self.slices_per_table()) as usize, (number % self.slices_per_table()) as usize)
+    }
+
+    /// Puts a slice into the cache and lets others go.
+    pub(crate) fn insert_slice(&self, state: &mut State, number: u64, slice: Slice) -> Arc<Slice> {
+        self.evict(state);
+        let (l1_index, index) = self.slice_of_number(number);
+        let slice = Arc::new(slice);
+        self.directory.set_slice(l1_index, index, Some(slice.clone()));
+        if state.tables.slices.insert(number, SliceMeta::default()).is_none() {
+            state.tables.clock.push_back(number);
+        }
+        slice
+    }
+
+    fn evict(&self, state: &mut State) {
+        let tables = &mut state.tables;
+        // A bounded walk of the clock's hand: what can't leave now may leave at the next insertion.
+        for _ in 0..64 {
+            if tables.slices.len() < tables.cap {
+                return;
+            }
+            let Some(number) = tables.clock.pop_front() else { return };
+            if !tables.slices.contains_key(&number) {
+                continue;
+            }
+            let (l1_index, index) = self.slice_of_number(number);
+            let referenced = self
+                .directory
+                .slice(l1_index, index)
+                .is_some_and(|slice| slice.referenced.swap(false, Ordering::Relaxed));
+            if referenced || !tables.may_leave(number) {
+                tables.clock.push_back(number);
+            } else {
+                tables.slices.remove(&number);
+                self.directory.set_slice(l1_index, index, None);
+            }
+        }
+    }
+
+    /// Drops all slices of a table that is no longer part of the image, dirty or not.
+    pub(crate) fn drop_table(&self, state: &mut State, l1_index: usize) {
+        for slice in 0..self.slices_per_table() as usize {
+            let number = self.slice_number(l1_index, slice);
+            if state.tables.slices.remove(&number).is_some() {
+                state.tables.dirty.remove(&number);
+                self.directory.set_slice(l1_index, slice, None);
+            }
+        }
+        state.tables.fresh.remove(&l1_index);
+    }
+
+    /// The cached slice, which must belong to an allocated table; or a request to load it.
+    pub(crate) fn slice(&self, state: &mut State, l1_index: usize, slice: usize) -> Planned<Arc<Slice>> {
+        if let Some(found) = self.directory.slice(l1_index, slice) {
+            found.referenced.store(true, Ordering::Relaxed);
+            return Ok(found);
+        }
+        let number = self.slice_number(l1_index, slice);
+        if state.tables.fresh.contains_key(&l1_index) {
+            let zero = Slice::zeroed(self.config.l2_slice_bytes as usize / 8);
+            return Ok(self.insert_slice(state, number, zero));
+        }
+        let host = self.l2_table(state, l1_index)?.unwrap_or_default() + slice as u64 * self.config.l2_slice_bytes;
+        let load = Load { table: TableId::L2Slice(number), host, len: self.config.l2_slice_bytes as usize };
+        Err(Engine::stall_for(state, load))
+    }
+
+    /// Where the L2 table behind an L1 entry is, checked against the file.
+    pub(crate) fn l2_table(&self, state: &State, l1_index: usize) -> Result<Option<HostOffset>, Error> {
+        let table = L1Entry(self.directory.l1(l1_index)).table(self.geometry)?;
+        if let Some(host) = table
+            && host.0 >= state.refcounts.high_water
+        {
+            let message = format!("the L2 table of L1 entry {l1_index} lies past the end of the file");
+            return Err(Error::invalid_image("l1_entry", host, message));
+        }
+        Ok(table)
+    }
+
+    /// Makes sure that there is an L2 table for `l1_index` which only we refer to, so that its entries may be edited.
+    pub(crate) fn own_table(&self, state: &mut State, l1_index: usize) -> Planned<()> {
+        let old = L1Entry(self.directory.l1(l1_index));
+        let table = self.l2_table(state, l1_index)?;
+        if table.is_some() && old.is_copied() {
+            return Ok(());
+        }
+        if table.is_some() {
+            // Shared with a snapshot: copy it whole.
+            state.tables.moving.insert(l1_index);
+            for slice in 0..self.slices_per_table() as usize {
+                self.slice(state, l1_index, slice)?;
+            }
+        }
+        let run = self.allocate(state, 1, None)?;
+        state.tables.moving.remove(&l1_index);
+        let host = HostOffset(run.cluster << self.geometry.cluster_bits());
+        self.directory.set_l1(l1_index, L1Entry::new(host, true).0);
+        state.tables.l1_edited(l1_index, old.0);
+        state.tables.fresh.insert(l1_index, host.0);
+        if let Some(shared) = table {
+            for slice in 0..self.slices_per_table() as usize {
+                let number = self.slice_number(l1_index, slice);
+                state.tables.mark_dirty(number);
+            }
+            self.retire(state, [self.geometry.host_cluster(shared)]);
+        }
+        Ok(())
+    }
+
+    /// Reads the words of one L2 entry: the descriptor, and the bitmap with extended L2 entries.
+    pub(crate) fn entry_of(&self, slice: &Slice, word: usize) -> (u64, u64) {
+        (slice.word(word), if self.geometry.extended_l2() { slice.word(word + 1) } else { 0 })
+    }
+
+    /// Changes one entry and marks its slice dirty.
+    pub(crate) fn edit_entry(&self, state: &mut State, number: u64, slice: &Slice, word: usize, entry: (u64, u64)) {
+        if self.geometry.extended_l2() {
+            slice.edit([(word, entry.0), (word + 1, entry.1)]);
+        } else {
+            slice.edit([(word, entry.0)]);
+        }
+        state.tables.mark_dirty(number);
+    }
+
+    /// Loads the slice of a guest cluster for reading: `None` when its table isn't allocated.
+    pub(crate) fn slice_for_reading(&self, l1_index: usize, slice: usize) -> Planned<()> {
+        let mut state = self.own();
+        if self.l2_table(&state, l1_index)?.is_none() {
+            return Ok(());
+        }
+        match self.slice(&mut state, l1_index, slice) {
+            Ok(_) => Ok(()),
+            Err(stall @ Stall::Load(_)) => Err(stall),
+            Err(stall) => Err(stall),
+        }
+    }
+}

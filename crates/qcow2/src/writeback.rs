@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Write-back in epochs: edits of cached metadata to ordered stages of writes with barriers between them.
+//!
+//! A cycle takes copies of everything that is dirty; every edit in memory was made after its data I/O completed, so
+//! nothing in the copies points to data that isn't at least in the file. Stages: (1) contents of L2 tables that nothing
+//! on disk points to yet, refcount blocks (their rises; falls are in them only once their unmapping is durable);
+//! (2) refcount-table entries; (3) entries of L2 tables in place, and L1 entries. After stage 3's barrier a flush may
+//! be acknowledged and what was unmapped counts as durably unmapped.
+
+use crate::engine::{Engine, State};
+use crate::tables::{Dirt, L1Dirt};
+use cowshed_block::HostOffset;
+use std::collections::BTreeMap;
+
+/// One write of metadata: a copy, never a live table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MetaWrite {
+    /// Offset in the image file.
+    pub host: HostOffset,
+    /// The bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// The writes of one epoch. See [`Engine::begin_cycle`] for how to carry it out.
+#[derive(Debug)]
+pub struct Cycle {
+    number: u64,
+    /// The dirty bit (and nothing else) must be set in the header, in stage 1.
+    pub set_dirty_bit: bool,
+    /// Stages 1 to 3; a barrier after each that isn't empty, and after the last one in any case.
+    pub stages: [Vec<MetaWrite>; 3],
+    slices: Vec<u64>,
+    blocks: Vec<u64>,
+    table_entries: Vec<u64>,
+    fresh: BTreeMap<usize, u64>,
+}
+
+impl Cycle {
+    /// True when no metadata has to be written.
+    pub fn is_empty(&self) -> bool {
+        !self.set_dirty_bit && self.stages.iter().all(Vec::is_empty)
+    }
+}
+
+impl Engine {
+    /// Closes the epoch. Only one cycle may run at a time: the caller serialises them.
+    ///
+    /// To carry it out: issue all writes of stage 1 (with the header's dirty bit if asked), wait for them; barrier of
+    /// the data file, then of the image file; the same for stages 2 and 3, each barrier only if something was written
+    /// since the last one, but one at least. Then [`Engine::end_cycle`] with the outcome. After a failed write or
+    /// barrier no later stage is written.
+    ///
+    /// `with_refcounts` writes refcounts also under lazy refcounts (on close, or before the table moves).
+    pub fn begin_cycle(&self, with_refcounts: bool) -> Cycle {
+        let mut state = self.own();
+        let state = &mut *state;
+        assert!(!state.cycle_runs, "two write-back cycles at once");
+        state.cycle_runs = true;
+        let number = state.open_cycle;
+        state.open_cycle += 1;
+        let lots = state.refcounts.dirty_bytes() > self.config.refcount_cache_bytes.max(16 << 20);
+        let mut cycle = Cycle {
+            number,
+            set_dirty_bit: std::mem::take(&mut state.want_dirty_bit),
+            stages: Default::default(),
+            slices: Vec::new(),
+            blocks: Vec::new(),
+            table_entries: Vec::new(),
+            fresh: state.tables.fresh.clone(),
+        };
+        self.collect_slices(state, &mut cycle);
+        if with_refcounts || lots || !self.config.lazy_refcounts {
+            self.collect_blocks(state, &mut cycle);
+            self.collect_refcount_table(state, &mut cycle);
+        }
+        self.collect_l1(state, &mut cycle);
+        cycle
+    }
+
+    fn collect_slices(&self, state: &mut State, cycle: &mut Cycle) {
+        let slice_bytes = self.config.l2_slice_bytes;
+        // Tables that nothing points to yet are written whole: slices that aren't cached are zero.
+        for (l1_index, host) in &cycle.fresh {
+            let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
+            for slice in 0..self.slices_per_table() as usize {
+                match self.directory.slice(*l1_index, slice) {
+                    Some(slice) => slice.to_bytes(&mut bytes),
+                    None => bytes.resize(bytes.len() + slice_bytes as usize, 0),
+                }
+            }
+            cycle.stages[0].push(MetaWrite { host: HostOffset(*host), bytes });
+        }
+        for number in std::mem::take(&mut state.tables.dirty) {
+            let (l1_index, index) = self.slice_of_number(number);
+            let Some(meta) = state.tables.slices.get_mut(&number) else { continue };
+            meta.dirt = Dirt::Writing;
+            cycle.slices.push(number);
+            if cycle.fresh.contains_key(&l1_index) {
+                continue;
+            }
+            let table = cowshed_layout::qcow2::L1Entry(self.directory.l1(l1_index)).offset();
+            let Some(slice) = self.directory.slice(l1_index, index) else { continue };
+            let mut bytes = Vec::with_capacity(slice_bytes as usize);
+            slice.to_bytes(&mut bytes);
+            push_joined(&mut cycle.stages[2], table + index as u64 * slice_bytes, bytes);
+        }
+    }
+
+    fn collect_blocks(&self, state: &mut State, cycle: &mut Cycle) {
+        let sector = self.config.sector_bytes as usize;
+        for index in std::mem::take(&mut state.refcounts.dirty) {
+            let host = state.refcounts.table.as_ref().and_then(|table| table.get(index as usize)).copied();
+            let (Some(host), Some(block)) = (host, state.refcounts.blocks.get_mut(&index)) else { continue };
+            let changed = std::mem::take(&mut block.changed);
+            let range = changed.start / sector * sector..changed.end.next_multiple_of(sector).min(block.bytes.len());
+            block.writing = range.clone();
+            block.dirt = Dirt::Writing;
+            cycle.blocks.push(index);
+            let bytes = block.bytes[range.clone()].to_vec();
+            cycle.stages[0].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });
+        }
+    }
+
+    fn collect_refcount_table(&self, state: &mut State, cycle: &mut Cycle) {
+        let Some(table) = &state.refcounts.table else { return };
+        let mut entries = Vec::new();
+        for (index, dirt) in &mut state.refcounts.table_dirty {
+            *dirt = Dirt::Writing;
+            entries.push((*index, table.get(*index as usize).copied().unwrap_or(0)));
+        }
+        cycle.table_entries = entries.iter().map(|(index, _)| *index).collect();
+        cycle.stages[1] = self.entry_writes(state.refcounts.table_offset, &entries);
+    }
+
+    fn collect_l1(&self, state: &mut State, cycle: &mut Cycle) {
+        let mut entries = Vec::new();
+        for (index, dirt) in &mut state.tables.l1_dirty {
+            let value = self.directory.l1(*index);
+            dirt.written = Some(value);
+            dirt.dirty = false;
+            entries.push((*index as u64, value));
+        }
+        let writes = self.entry_writes(state.tables.l1_offset, &entries);
+        cycle.stages[2].extend(writes);
+    }
+
+    /// Writes of single 8-byte entries of a table, neighbours joined as long as they share a sector.
+    fn entry_writes(&self, table: u64, entries: &[(u64, u64)]) -> Vec<MetaWrite> {
+        let mut writes: Vec<MetaWrite> = Vec::new();
+        for (index, value) in entries {
+            let host = HostOffset(table + index * 8);
+            match writes.last_mut() {
+                Some(last)
+                    if last.host + last.bytes.len() as u64 == host
+                        && last.host.0 / self.config.sector_bytes == host.0 / self.config.sector_bytes =>
+                {
+                    last.bytes.extend(value.to_be_bytes());
+                }
+                _ => writes.push(MetaWrite { host, bytes: value.to_be_bytes().to_vec() }),
+            }
+        }
+        writes
+    }
+
+    /// Ends a cycle: with `success` everything in it is durable, else it is all dirty again.
+    pub fn end_cycle(&self, cycle: Cycle, success: bool) {
+        let mut state = self.own();
+        let state = &mut *state;
+        state.cycle_runs = false;
+        if success {
+            state.durable_cycle = cycle.number;
+        } else {
+            state.want_dirty_bit |= cycle.set_dirty_bit;
+        }
+        for number in cycle.slices {
+            if let Some(meta) = state.tables.slices.get_mut(&number) {
+                meta.dirt = meta.dirt.cycle_ended(success);
+                if meta.dirt == Dirt::Dirty {
+                    state.tables.dirty.insert(number);
+                }
+            }
+        }
+        if success {
+            // A table that was dropped and made anew meanwhile has another place.
+            state.tables.fresh.retain(|index, host| cycle.fresh.get(index) != Some(host));
+        }
+        end_blocks(state, &cycle.blocks, success);
+        for index in cycle.table_entries {
+            let dirt = state.refcounts.table_dirty.get(&index).copied().unwrap_or_default().cycle_ended(success);
+            if dirt == Dirt::Clean {
+                state.refcounts.table_dirty.remove(&index);
+            } else {
+                state.refcounts.table_dirty.insert(index, dirt);
+            }
+        }
+        end_l1(&mut state.tables.l1_dirty, success);
+    }
+
+    /// True when a cycle would write something.
+    pub fn is_dirty(&self) -> bool {
+        let state = self.own();
+        state.want_dirty_bit
+            || !state.tables.dirty.is_empty()
+            || !state.tables.fresh.is_empty()
+            || !state.tables.l1_dirty.is_empty()
+            || !state.refcounts.dirty.is_empty()
+            || !state.refcounts.table_dirty.is_empty()
+    }
+
+    /// With lazy refcounts: asks the next cycle to set the dirty bit, once.
+    pub fn want_dirty_bit(&self) {
+        self.own().want_dirty_bit = true;
+    }
+}
+
+fn end_blocks(state: &mut State, blocks: &[u64], success: bool) {
+    for index in blocks {
+        let Some(block) = state.refcounts.blocks.get_mut(index) else { continue };
+        block.dirt = block.dirt.cycle_ended(success);
+        let written = std::mem::take(&mut block.writing);
+        if block.dirt == Dirt::Dirty {
+            if !success {
+                block.changed = match block.changed.is_empty() {
+                    true => written,
+                    false => written.start.min(block.changed.start)..written.end.max(block.changed.end),
+                };
+            }
+            state.refcounts.dirty.insert(*index);
+        }
+    }
+}
+
+fn end_l1(dirty: &mut BTreeMap<usize, L1Dirt>, success: bool) {
+    dirty.retain(|_, dirt| {
+        match (dirt.written.take(), success) {
+            (Some(value), true) => dirt.durable = value,
+            (Some(_), false) => dirt.dirty = true,
+            (None, _) => {}
+        }
+        dirt.dirty
+    });
+}
+
+/// Appends a write, joined to the one before where they are neighbours (up to 1 MiB).
+fn push_joined(writes: &mut Vec<MetaWrite>, host: HostOffset, bytes: Vec<u8>) {
+    match writes.last_mut() {
+        Some(last) if last.host + last.bytes.len() as u64 == host && last.bytes.len() < 1 << 20 => {
+            last.bytes.extend(bytes);
+        }
+        _ => writes.push(MetaWrite { host, bytes }),
+    }
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Zero writes and discards of whole clusters and subclusters: edits without data I/O.
+
+use crate::engine::{Engine, Planned, Stall, State};
+use cowshed_block::{Error, GuestOffset};
+use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
+use std::ops::Range;
+
+/// Most clusters edited in one critical section.
+const MAX_CLUSTERS: u64 = 4096;
+
+/// What [`Engine::zero`] is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZeroMode {
+    /// The range reads as zeroes; its host clusters go back.
+    Unmap,
+    /// The range reads as zeroes; host clusters of ours stay allocated underneath.
+    Keep,
+    /// A hint: allocated data reads as zeroes and its host clusters go back (or stay with `discard-no-unref`); what is
+    /// unallocated stays so. What the format can't express is left alone.
+    Discard,
+}
+
+impl Engine {
+    /// Zeroes whole (sub)clusters: `guest` and `len` are multiples of [`Engine::zero_unit`], but for a `len` that ends
+    /// with the disk. Returns the bytes done, at least 1. `Unsupported` where zeroes have to be written as data
+    /// (version 2 with a backing file, a part of a compressed cluster).
+    pub fn zero(&self, guest: GuestOffset, len: u64, mode: ZeroMode) -> Planned<u64> {
+        let mut state = self.own();
+        let bits = self.geometry.cluster_bits();
+        let first = self.guest_cluster(guest);
+        let mut end = (self.guest_cluster(guest + (len - 1)) + 1).min(first + MAX_CLUSTERS);
+        match state.inflight.first_in(first..end) {
+            Some(locked) if locked == first => return Err(Stall::Wait),
+            Some(locked) => end = locked,
+            None => {}
+        }
+        let l1_index = self.geometry.l1_index(guest) as usize;
+        let range = guest.0..guest.0 + len;
+        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 && (mode == ZeroMode::Discard || !self.backed(guest.0))
+        {
+            let table_end = (l1_index as u64 + 1) << self.geometry.l2_coverage_bits();
+            return Ok(table_end.min(range.end) - guest.0);
+        }
+        self.own_table(&mut state, l1_index)?;
+        let table_end = ((first >> self.geometry.l2_bits()) + 1) << self.geometry.l2_bits();
+        end = end.min(table_end);
+        let mut lost = Vec::new();
+        let mut done = guest.0;
+        for cluster in first..end {
+            match self.zero_cluster(&mut state, cluster, &range, mode, &mut lost) {
+                Ok(()) => done = ((cluster + 1) << bits).min(range.end),
+                Err(stall) if done == guest.0 => {
+                    self.retire(&mut state, lost);
+                    return Err(stall);
+                }
+                Err(Stall::Load(load)) => {
+                    state.loading.remove(&load.table);
+                    break;
+                }
+                Err(_) => break,
+            }
+        }
+        self.retire(&mut state, lost);
+        Ok(done - guest.0)
+    }
+
+    /// The unit of [`Engine::zero`] in bytes: the subcluster size, which is the cluster size without extended L2.
+    pub fn zero_unit(&self) -> u64 {
+        self.geometry.subcluster_size()
+    }
+
+    fn backed(&self, guest: u64) -> bool {
+        self.config.backing_size.is_some_and(|size| guest < size)
+    }
+
+    fn zero_cluster(
+        &self,
+        state: &mut State,
+        cluster: u64,
+        range: &Range<u64>,
+        mode: ZeroMode,
+        lost: &mut Vec<u64>,
+    ) -> Planned<()> {
+        let (slice, number, word) = self.entry_slice(state, cluster)?;
+        let old = self.entry_of(&slice, word);
+        let guest = cluster << self.geometry.cluster_bits();
+        let new = match self.geometry.extended_l2() {
+            true => self.zeroed_extended(guest, old, range, mode)?,
+            false => (self.zeroed_standard(guest, L2Entry(old.0), mode)?.0, 0),
+        };
+        if new == old {
+            return Ok(());
+        }
+        if L2Entry(new.0).offset() != L2Entry(old.0).offset() || L2Entry(old.0).is_compressed() {
+            self.references_of(L2Entry(old.0), lost);
+        }
+        self.edit_entry(state, number, &slice, word, new);
+        Ok(())
+    }
+
+    fn zeroed_standard(&self, guest: u64, old: L2Entry, mode: ZeroMode) -> Result<L2Entry, Error> {
+        let has_zero_flag = self.config.format.version >= 3;
+        let cluster = old.cluster(self.config.format)?;
+        let is_discard = mode == ZeroMode::Discard;
+        let keeps = mode == ZeroMode::Keep || (is_discard && self.config.discard_no_unref);
+        Ok(match cluster {
+            Cluster::Unallocated if is_discard || !self.backed(guest) => old,
+            Cluster::Zero { host: None } => old,
+            Cluster::Zero { host: Some(_) } if keeps => old,
+            Cluster::Data { host } if keeps && has_zero_flag && self.is_ours(old) => {
+                L2Entry::zero_allocated(host, true)
+            }
+            _ if has_zero_flag => L2Entry::ZERO_PLAIN,
+            _ if is_discard && self.config.backing_size.is_some() => old,
+            _ if mode != ZeroMode::Keep && !self.backed(guest) => L2Entry::UNALLOCATED,
+            _ => return Err(Error::unsupported("version 2 of the format has no zero clusters")),
+        })
+    }
+
+    fn zeroed_extended(
+        &self,
+        guest: u64,
+        old: (u64, u64),
+        range: &Range<u64>,
+        mode: ZeroMode,
+    ) -> Result<(u64, u64), Error> {
+        let entry = L2Entry(old.0);
+        let cluster = entry.cluster(self.config.format)?;
+        let is_discard = mode == ZeroMode::Discard;
+        let size = self.geometry.subcluster_size();
+        let from = (range.start.max(guest) - guest) / size;
+        let to = (range.end.min(guest + self.geometry.cluster_size()) - guest).div_ceil(size);
+        let touched = from as u32..to as u32;
+        let is_whole = touched == (0..32);
+        let keeps = mode == ZeroMode::Keep || (is_discard && self.config.discard_no_unref);
+        if matches!(cluster, Cluster::Compressed(_)) {
+            return match (is_whole, is_discard) {
+                (true, _) => Ok((0, SubclusterBitmap::ALL_ZERO.0)),
+                (false, true) => Ok(old),
+                (false, false) => Err(Error::unsupported("part of a compressed cluster can't be marked as zero")),
+            };
+        }
+        let bitmap = SubclusterBitmap(old.1);
+        let mask = SubclusterBitmap::mask(touched);
+        // A discard leaves alone what has no data here; so does a zero write where nothing lies beneath.
+        let mask = match is_discard || !self.backed(guest) {
+            true => mask & (bitmap.data_mask() | bitmap.zero_mask()),
+            false => mask,
+        };
+        let bitmap = SubclusterBitmap::from_masks(bitmap.data_mask() & !mask, bitmap.zero_mask() | mask);
+        if is_whole && matches!(cluster, Cluster::Data { .. }) && !(keeps && self.is_ours(entry)) {
+            return Ok((0, bitmap.0));
+        }
+        Ok((old.0, bitmap.0))
+    }
+}
