@@ -52,3 +52,21 @@ pub fn seeds(default: u64) -> std::ops::Range<u64> {
         Err(_) => 0..default,
     }
 }
+
+/// Runs `test` with each of [`seeds`], goes on after a failure, and at the end panics with the seeds that failed.
+#[track_caller]
+pub fn for_each_seed(default: u64, test: impl Fn(u64)) {
+    let mut failed = Vec::new();
+    for seed in seeds(default) {
+        let run = std::panic::AssertUnwindSafe(|| test(seed));
+        if std::panic::catch_unwind(run).is_err() {
+            eprintln!("seed {seed} failed; run it alone with COWSHED_SEED={seed}");
+            failed.push(seed);
+            if failed.len() == 10 {
+                eprintln!("ten seeds failed: stopping");
+                break;
+            }
+        }
+    }
+    assert!(failed.is_empty(), "failed with seeds {failed:?}");
+}

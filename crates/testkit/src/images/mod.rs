@@ -7,10 +7,12 @@
 
 mod chain;
 mod content;
+mod library;
 mod ops;
 mod spec;
 
 pub use chain::{Built, Chain, Executor, Layer, QemuIo};
 pub use content::Content;
+pub use library::{Library, Reader};
 pub use ops::{Op, Texture, generate as generate_ops};
 pub use spec::{DataFile, Format, Qcow2Spec};

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Our library and the real QEMU on the same images, in both directions, over the matrix of options.
+//!
+//! Each seed draws a chain of layers, its options and its operations; see `cowshed_testkit::images`. More seeds:
+//! `COWSHED_SEEDS=1000 cargo test -p cowshed-testkit --test differential`.
+
+use cowshed_testkit::images::{Built, Chain, Executor, Library, Op, QemuIo, Reader};
+use cowshed_testkit::qemu::{MapEntry, Qemu, temp_dir};
+use cowshed_testkit::random::{Random, for_each_seed};
+use std::path::Path;
+
+/// QEMU and we take turns, session by session.
+struct Turns<'a> {
+    qemu: QemuIo<'a>,
+    library: Library,
+    random: Random,
+}
+
+impl Executor for Turns<'_> {
+    fn session(&mut self, image: &Path, ops: &[Op]) {
+        if self.random.chance(50) { self.qemu.session(image, ops) } else { self.library.session(image, ops) }
+    }
+}
+
+/// Builds the chain of `seed` with an executor and holds all views of the result against each other.
+fn build_and_compare(seed: u64, executor: &mut dyn Executor, qemu: &Qemu) {
+    let (folder, chain) = (temp_dir(), Chain::random(seed));
+    eprintln!("seed {seed}:\n{}", chain.describe());
+    let mut built = chain.build(qemu, folder.path(), executor);
+    for file in built.files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "qcow2")) {
+        qemu.expect_clean(file);
+    }
+    let expected = qemu.content(&built.path, built.format);
+    if let Err(difference) = built.content.settle(&expected) {
+        panic!("what qemu-img reads is not what was written: {difference}");
+    }
+    compare_reads(seed, &built, &expected);
+    compare_maps(&built, qemu);
+}
+
+fn compare_reads(seed: u64, built: &Built, expected: &[u8]) {
+    let reader = Reader::open(&built.path, built.format);
+    // Small reads first, while nothing is cached.
+    let mut random = Random::new(seed);
+    for _ in 0..20 {
+        let offset = random.below(expected.len() as u64);
+        let len = 1 + random.below((expected.len() as u64 - offset).min(70_000));
+        let bytes = reader.read(offset, len);
+        assert!(bytes[..] == expected[offset as usize..][..len as usize], "we read {len} bytes at {offset} wrongly");
+    }
+    let bytes = reader.read_all();
+    assert_eq!(bytes.len(), expected.len(), "size");
+    let wrong = (0..bytes.len()).find(|at| bytes[*at] != expected[*at]);
+    if let Some(at) = wrong {
+        panic!("we read byte {at:#x} as {:#04x} instead of {:#04x}", bytes[at], expected[at]);
+    }
+    reader.close();
+}
+
+fn compare_maps(built: &Built, qemu: &Qemu) {
+    let reader = Reader::open(&built.path, built.format);
+    let (mut ours, theirs) = (reader.map(), qemu.map(&built.path, built.format));
+    reader.close();
+    if theirs.iter().all(|entry| entry.compressed.is_none()) {
+        // QEMU before 8.2 doesn't say what is compressed.
+        ours = cowshed_testkit::qemu::coalesce(ours.into_iter().map(|e| MapEntry { compressed: None, ..e }));
+    }
+    let different = ours.iter().zip(&theirs).find(|(ours, theirs)| ours != theirs);
+    if let Some((ours, theirs)) = different {
+        panic!("we map\n{ours:?} where qemu-img maps\n{theirs:?}");
+    }
+    assert_eq!(ours.len(), theirs.len(), "the longer map goes on after the end of the other");
+}
+
+#[test]
+fn we_read_what_qemu_wrote() {
+    let qemu = Qemu::system();
+    for_each_seed(40, |seed| build_and_compare(seed, &mut QemuIo(&qemu), &qemu));
+}
+
+#[test]
+fn qemu_reads_what_we_wrote() {
+    let qemu = Qemu::system();
+    for_each_seed(40, |seed| build_and_compare(seed, &mut Library { concurrent: false }, &qemu));
+}
+
+#[test]
+fn qemu_reads_what_we_wrote_concurrently() {
+    let qemu = Qemu::system();
+    for_each_seed(40, |seed| build_and_compare(seed, &mut Library { concurrent: true }, &qemu));
+}
+
+#[test]
+fn qemu_and_we_take_turns_on_one_image() {
+    let qemu = Qemu::system();
+    for_each_seed(40, |seed| {
+        let random = Random::new(seed ^ 0x7475_726e);
+        let mut turns = Turns { qemu: QemuIo(&qemu), library: Library { concurrent: true }, random };
+        build_and_compare(seed, &mut turns, &qemu);
+    });
+}
