@@ -1,3 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The cowshed command.
-fn main() {}
+//! The command line tool. Called by the name `qemu-img` it has that tool's manners.
+
+mod commands;
+mod invocation;
+mod output;
+
+use invocation::Invocation;
+use output::Console;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let invocation = match Invocation::from_argv(std::env::args_os()) {
+        Ok(invocation) => invocation,
+        Err((persona, message)) => {
+            Console::new(persona).complain(message);
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut console = Console::new(invocation.persona);
+    let code = commands::dispatch(&invocation, &mut console);
+    let name = invocation.persona.name();
+    match console.finish() {
+        None => ExitCode::from(code),
+        Some(error) => {
+            Console::new(invocation.persona).error_text(&format!("{name}: could not write the output: {error}\n"));
+            ExitCode::from(if code == 0 { 1 } else { code })
+        }
+    }
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `compare`: whether two images read the same.
+
+use super::arguments::{NamingArgs, cache_mode};
+use super::{Verb, work};
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::compare::{self, CompareOptions};
+
+/// Exit code of an error while opening or reading: 1 says "different".
+const ERROR_EXIT_CODE: u8 = 2;
+
+pub const VERB: Verb = Verb {
+    name: "compare",
+    about: "Check whether two images have the same content",
+    operands: "FILE1 FILE2",
+    details: "Formats and layout don't matter, only what a guest would read. Where one image is longer, the rest of \
+              it must be zero.\n\nExit code: 0 identical, 1 different, 2 or more an error.",
+    examples: "  cowshed compare disk.raw disk.qcow2
+  cowshed compare -s -p a.qcow2 b.qcow2
+      Sizes and allocation must be the same too; with progress.",
+    in_qemu_img: true,
+    arguments: CompareArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct CompareArgs {
+    /// Format of FILE1 (default: probed)
+    #[arg(short = 'f', long = "a-format", value_name = "FMT")]
+    format: Option<String>,
+    /// Format of FILE2 (default: probed)
+    #[arg(short = 'F', long, value_name = "FMT")]
+    b_format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Different sizes or different allocation count as different
+    #[arg(short, long)]
+    strict: bool,
+    /// Cache mode: none, writeback, writethrough, directsync, unsafe
+    #[arg(short = 'T', long, value_name = "CACHE")]
+    cache: Option<String>,
+    /// Open the images even while another process writes to them: what is read may be torn
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The two images
+    #[arg(value_name = "FILE1 FILE2", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = CompareArgs::from_arg_matches(matches)?;
+    let [first, second] = args.files.as_slice() else {
+        return Err(Failure::usage("Expecting two image file names"));
+    };
+    run_checked(&args, first, second, console).map_err(|failure| Failure {
+        // An interrupted run keeps the code that tells of it.
+        code: if failure.code == 1 { ERROR_EXIT_CODE } else { failure.code },
+        ..failure
+    })
+}
+
+fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Console) -> Result<u8, Failure> {
+    let cache = cache_mode("source ", args.cache.as_ref())?;
+    let spec = |name: &str, format: Option<&String>| {
+        let (cache, force_share) = (cache.clone(), args.force_share);
+        args.naming.spec(name, format).map(|spec| ImageSpec { cache, force_share, ..spec })
+    };
+    let options = CompareOptions {
+        first: spec(first, args.format.as_ref())?,
+        second: spec(second, args.b_format.as_ref())?,
+        strict: args.strict,
+    };
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
+    let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[first, second], error);
+    let outcome = job.run(async |handle| compare::run(&options, &handle).await, failed)?;
+    if !args.quiet {
+        outcome.messages().into_iter().for_each(|message| console.line(message));
+    }
+    Ok(u8::try_from(outcome.exit_code()).unwrap_or(ERROR_EXIT_CODE))
+}

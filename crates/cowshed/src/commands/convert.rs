@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `convert`: copies images into a new one, in another format.
+
+use super::arguments::{NamingArgs, cache_mode};
+use super::{Verb, create_options, sizes, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure, size::human};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
+use std::time::Instant;
+
+/// Requests in flight with `-m`.
+const MOST_REQUESTS: u64 = 16;
+/// Zeroes scanned for at once: `-S` can't ask for a coarser grain.
+const MOST_SPARSE_BYTES: u64 = 16 << 20;
+/// `-S` counts whole sectors.
+const SECTOR_BYTES: u64 = 512;
+
+pub const VERB: Verb = Verb {
+    name: "convert",
+    about: "Copy images into a new one, in another format",
+    operands: "SRC_FILE... TGT_FILE",
+    details: "Reads SRC_FILE, or several one after the other as one disk, and writes TGT_FILE. Holes and zeroes of the \
+              source stay holes in the target. TGT_FILE is overwritten.",
+    examples: "  cowshed convert -p -O qcow2 disk.raw disk.qcow2
+  cowshed convert -c -O qcow2 -o compression_type=zstd disk.raw small.qcow2
+      Compressed.
+  cowshed convert -O raw vm1.qcow2 vm1.raw
+      The whole backing chain of vm1 in one file.
+  cowshed convert -O qcow2 -b golden.qcow2 -F qcow2 vm1.raw vm1.qcow2
+      Only what differs from golden.qcow2.
+  cowshed convert -n --target-is-zero -O raw disk.qcow2 /dev/vg/disk
+      Into a device that exists already.",
+    in_qemu_img: true,
+    arguments: ConvertArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct ConvertArgs {
+    /// Format of the sources (default: probed)
+    #[arg(short = 'f', long = "source-format", value_name = "SRC_FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Cache mode for the sources: none, writeback, writethrough, directsync, unsafe
+    #[arg(short = 'T', long = "source-cache", value_name = "SRC_CACHE")]
+    source_cache: Option<String>,
+    /// Copy an internal snapshot of the source (not yet supported)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
+    /// Copy persistent bitmaps too (not yet supported)
+    #[arg(long)]
+    bitmaps: bool,
+    /// Skip inconsistent bitmaps (not yet supported)
+    #[arg(long)]
+    skip_broken_bitmaps: bool,
+    /// Convert unreadable parts to zeroes instead of giving up
+    #[arg(long)]
+    salvage: bool,
+    /// Format of the target (default: raw)
+    #[arg(short = 'O', long, value_name = "TGT_FMT")]
+    target_format: Option<String>,
+    /// TGT_FILE is an option string (driver=…,file.filename=…), not a file name; needs -n
+    #[arg(long)]
+    target_image_opts: bool,
+    /// Options of the target's format: key=value,key=value ("help" lists them)
+    #[arg(short = 'o', long = "target-format-options", value_name = "TGT_FMT_OPTS")]
+    options: Vec<String>,
+    /// Cache mode for the target [default: unsafe]
+    #[arg(short = 't', long, value_name = "TGT_CACHE")]
+    target_cache: Option<String>,
+    /// Make the target an overlay on top of this image (QEMU up to 10.0 spells the short option -B)
+    #[arg(short, short_alias = 'B', long, value_name = "BACKING_FILE", value_hint = clap::ValueHint::FilePath)]
+    backing: Option<String>,
+    /// Format of BACKING_FILE
+    #[arg(short = 'F', long, value_name = "BACKING_FMT")]
+    backing_format: Option<String>,
+    /// Shorter runs of zeroes are written as data; 0: write everything
+    #[arg(short = 'S', long, value_name = "SPARSE_SIZE", default_value = "4k")]
+    sparse_size: String,
+    /// Write into a target that exists already
+    #[arg(short, long)]
+    no_create: bool,
+    /// The target that exists already reads as zeroes; needs -n
+    #[arg(long)]
+    target_is_zero: bool,
+    /// Compress (qcow2 only)
+    #[arg(short, long)]
+    compress: bool,
+    /// Open the sources even while another process writes to them: what is read may be torn
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Bytes a second at most
+    #[arg(short, long, value_name = "RATE")]
+    rate_limit: Option<String>,
+    /// Requests in flight, 1 to 16
+    #[arg(short = 'm', long, value_name = "NUM_PARALLEL", default_value = "8")]
+    parallel: String,
+    /// Copy inside the kernel where it can
+    #[arg(short = 'C', long)]
+    copy_range_offloading: bool,
+    /// Allow writes out of order
+    #[arg(short = 'W', long)]
+    oob_writes: bool,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// One or more sources, and the target
+    #[arg(value_name = "SRC_FILE... TGT_FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = ConvertArgs::from_arg_matches(matches)?;
+    if create_options::asks_for_help(&args.options) {
+        return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
+    }
+    refuse_not_yet(&args)?;
+    let Some((target, sources)) = args.files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
+        return Err(Failure::new("Must specify image file name"));
+    };
+    check_combination(&args, sources.len())?;
+    let options = options(&args, sources, target)?;
+    let started = Instant::now();
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
+    let failed = |error: &Error| failed(console.persona, &options, error);
+    let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
+    if !outcome.salvaged.is_empty() {
+        console.complain(format_args!(
+            "warning: {} unreadable parts became zeroes, the first at offset {}",
+            outcome.salvaged.len(),
+            outcome.salvaged.first().copied().unwrap_or(0)
+        ));
+    }
+    if console.persona == Persona::Cowshed && !args.quiet {
+        summary(&outcome, target, started, console);
+    }
+    Ok(0)
+}
+
+fn refuse_not_yet(args: &ConvertArgs) -> Result<(), Failure> {
+    for (given, option) in [
+        (args.snapshot.is_some(), "-l"),
+        (args.bitmaps, "--bitmaps"),
+        (args.skip_broken_bitmaps, "--skip-broken-bitmaps"),
+    ] {
+        if given {
+            return Err(Failure::not_yet(option));
+        }
+    }
+    Ok(())
+}
+
+/// What contradicts itself, in qemu-img's words.
+fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
+    let format = args.target_format.as_deref().unwrap_or("raw");
+    for (wrong, message) in [
+        (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
+        (args.target_image_opts && args.target_format.is_some(), "-O is not used with --target-image-opts"),
+        (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
+        (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
+        (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
+        (args.copy_range_offloading && args.sparse_size != "4k", "Cannot enable copy offloading when -S is used"),
+        (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
+        (
+            source_count > 1 && args.backing.is_some(),
+            "Having a backing file for the target makes no sense when concatenating multiple input images",
+        ),
+        (
+            args.target_is_zero && args.backing.is_some(),
+            "Cannot use --target-is-zero when the destination image has a backing file",
+        ),
+    ] {
+        if wrong {
+            return Err(Failure::new(message));
+        }
+    }
+    if args.target_image_opts || args.no_create || !["raw", "qcow2"].contains(&format) {
+        return Ok(());
+    }
+    if format == "raw" && args.backing.is_some() {
+        return Err(Failure::new("Backing file not supported for file format 'raw'"));
+    }
+    if format == "raw" && args.backing_format.is_some() {
+        return Err(Failure::new("Backing file format not supported for file format 'raw'"));
+    }
+    if format == "raw" && args.compress {
+        return Err(Failure::new("Compression not supported for this file format"));
+    }
+    if args.backing.is_some() && args.backing_format.is_none() {
+        return Err(Failure::new("Use of backing file requires explicit backing format"));
+    }
+    Ok(())
+}
+
+impl ConvertArgs {
+    fn image_opts_and_format(&self) -> bool {
+        self.naming.image_opts && self.format.is_some()
+    }
+}
+
+fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<ConvertOptions, Failure> {
+    let cache = cache_mode("source ", args.source_cache.as_ref())?;
+    let sources: Result<Vec<ImageSpec>, Failure> = sources
+        .iter()
+        .map(|source| {
+            let spec = args.naming.spec(source, args.format.as_ref())?;
+            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, ..spec })
+        })
+        .collect();
+    let target = ImageSpec {
+        name: target.to_owned(),
+        format: args.target_format.clone(),
+        image_opts: args.target_image_opts,
+        force_share: false,
+        cache: cache_mode("", args.target_cache.as_ref())?,
+    };
+    let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;
+    Ok(ConvertOptions {
+        create_options: args.options.clone(),
+        compressed: args.compress,
+        skip_create: args.no_create,
+        target_is_zero: args.target_is_zero,
+        backing_file: args.backing.clone(),
+        backing_format: args.backing_format.clone(),
+        sparse_bytes: sparse_bytes(&args.sparse_size)?,
+        out_of_order: args.oob_writes,
+        requests: requests(&args.parallel)?,
+        rate,
+        salvage: args.salvage,
+        copy_range: args.copy_range_offloading,
+        ..ConvertOptions::new(sources?, target)
+    })
+}
+
+fn sparse_bytes(text: &str) -> Result<u64, Failure> {
+    let bytes = sizes::size("buffer size for sparse output", text)?;
+    if !bytes.is_multiple_of(SECTOR_BYTES) || bytes > MOST_SPARSE_BYTES {
+        return Err(Failure::new(format!(
+            "Invalid buffer size for sparse output specified. Valid sizes are multiples of {SECTOR_BYTES} up to \
+             {MOST_SPARSE_BYTES}. Select 0 to disable sparse detection (fully allocates output)."
+        )));
+    }
+    Ok(bytes)
+}
+
+fn requests(text: &str) -> Result<usize, Failure> {
+    let requests = text.parse().ok().filter(|requests| (1..=MOST_REQUESTS).contains(requests));
+    requests.and_then(|requests| usize::try_from(requests).ok()).ok_or_else(|| {
+        Failure::new(format!("Invalid number of coroutines specified. Must be between 1 and {MOST_REQUESTS}."))
+    })
+}
+
+/// An error names its file; where that is the target, qemu-img words it differently.
+fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure {
+    let target = &options.target;
+    let about_target = error.file_name() == Some(target.name.as_str());
+    if persona == Persona::QemuImg && about_target && !options.skip_create {
+        let format = target.format.as_deref().unwrap_or("raw");
+        let reason = Failure::about(persona, &target.name, error).message;
+        let reason = reason.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&reason).to_owned();
+        return Failure::new(format!("{}: error while converting {format}: {reason}", target.name));
+    }
+    let mut names: Vec<&str> = options.sources.iter().map(|source| source.name.as_str()).collect();
+    names.push(&target.name);
+    Failure::open_either(persona, &names, error)
+}
+
+fn summary(outcome: &ConvertOutcome, target: &str, started: Instant, console: &mut Console) {
+    let seconds = started.elapsed().as_secs_f64();
+    let ConvertOutcome { size, data_bytes, zero_bytes, .. } = outcome;
+    let rate = if seconds > 0.0 { *data_bytes as f64 / seconds } else { 0.0 };
+    console.line(format_args!(
+        "{target}: {} disk, {} data, {} zero, in {seconds:.1} s ({}/s of data)",
+        human(*size),
+        human(*data_bytes),
+        human(*zero_bytes),
+        human(rate as u64)
+    ));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sparse_sizes() {
+        assert_eq!(sparse_bytes("4k").unwrap(), 4096);
+        assert_eq!(sparse_bytes("0").unwrap(), 0);
+        assert!(sparse_bytes("1").unwrap_err().message.contains("multiples of 512 up to 16777216"));
+        assert!(sparse_bytes("32M").is_err());
+    }
+
+    #[test]
+    fn requests_in_flight() {
+        assert_eq!(requests("16").unwrap(), 16);
+        for text in ["0", "17", "x", ""] {
+            assert!(requests(text).unwrap_err().message.ends_with("between 1 and 16."), "{text}");
+        }
+    }
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `create`: makes a new image.
+
+use super::arguments::refuse_objects;
+use super::{Verb, create_options, sizes, work};
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_jobs::create::{self, CreateRequest};
+
+pub const VERB: Verb = Verb {
+    name: "create",
+    about: "Create an image",
+    operands: "FILE [SIZE]",
+    details: "Writes an empty image of SIZE bytes to FILE, or with -b an overlay that starts out with the content of \
+              another image and takes its size. An existing FILE is overwritten.",
+    examples: "  cowshed create -f qcow2 disk.qcow2 20G
+      An empty disk of 20 GiB.
+  cowshed create -f qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2
+      An overlay: what vm1 changes goes to vm1.qcow2, the rest is read from golden.qcow2.
+  cowshed create -f qcow2 -o cluster_size=128k,extended_l2=on,preallocation=metadata disk.qcow2 1T
+      With options of the format.
+  cowshed create -f qcow2 -o help
+      The options that the format has.",
+    in_qemu_img: true,
+    arguments: CreateArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct CreateArgs {
+    /// Format of the new image
+    #[arg(short, long, value_name = "FMT", default_value = "raw")]
+    format: String,
+    /// Options of the format: key=value,key=value ("help" lists them)
+    #[arg(short = 'o', long, value_name = "FMT_OPTS")]
+    options: Vec<String>,
+    /// Make an overlay on top of this image
+    #[arg(short, long, value_name = "BACKING_FILE", value_hint = clap::ValueHint::FilePath)]
+    backing: Option<String>,
+    /// Format of BACKING_FILE (QEMU 11 spells the short option -B)
+    #[arg(short = 'F', short_alias = 'B', long, value_name = "BACKING_FMT")]
+    backing_format: Option<String>,
+    /// Don't open BACKING_FILE, which then need not exist; SIZE is needed
+    #[arg(short = 'u', long)]
+    backing_unsafe: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// QEMU user-creatable object, for example a secret (not yet supported)
+    #[arg(long = "object", value_name = "OBJDEF")]
+    objects: Vec<String>,
+    /// FILE, and SIZE in bytes or with a suffix k, M, G, T, P, E (powers of 1024); no SIZE: as large as BACKING_FILE
+    #[arg(value_name = "FILE [SIZE]", value_hint = clap::ValueHint::FilePath)]
+    operands: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = CreateArgs::from_arg_matches(matches)?;
+    refuse_objects(&args.objects)?;
+    if create_options::asks_for_help(&args.options) {
+        return create_options::print_help(&args.format, console);
+    }
+    let (file, size) = match args.operands.as_slice() {
+        [] => return Err(Failure::usage("Expecting image file name")),
+        [file] => (file, None),
+        [file, size] => (file, Some(sizes::size("image size", size)?)),
+        [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
+    };
+    let request = CreateRequest {
+        filename: file.clone(),
+        format: args.format,
+        size,
+        options: args.options,
+        backing_file: args.backing,
+        backing_format: args.backing_format,
+        backing_unchecked: args.backing_unsafe,
+    };
+    let persona = console.persona;
+    let failed = |error| Failure::about(persona, file, &error);
+    let plan = work::run_quietly(|_| create::prepare(&request)).map_err(failed)?;
+    if !args.quiet {
+        console.line(plan.summary());
+        console.flush();
+    }
+    work::run_quietly(|_| plan.run()).map_err(failed)?;
+    Ok(0)
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `dd`: copies blocks of one image into a new one.
+
+use super::arguments::NamingArgs;
+use super::{Verb, sizes, work};
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::dd::{self, DdOptions};
+
+/// The largest block.
+const MOST_BLOCK_BYTES: u64 = i32::MAX as u64;
+/// Without `bs=`.
+const DEFAULT_BLOCK_BYTES: u64 = 512;
+
+pub const VERB: Verb = Verb {
+    name: "dd",
+    about: "Copy blocks of an image into a new image",
+    operands: "if=INPUT of=OUTPUT [bs=BLOCK_SIZE] [count=BLOCKS] [skip=BLOCKS]",
+    details: "The operands are those of dd(1): if=INPUT, of=OUTPUT, bs=BLOCK_SIZE (default 512), count=BLOCKS, \
+              skip=BLOCKS. OUTPUT is created anew, as large as what is copied.",
+    examples: "  cowshed dd -O qcow2 bs=1M count=100 if=disk.raw of=start.qcow2
+      The first 100 MiB.
+  cowshed dd bs=512 skip=2048 if=disk.qcow2 of=partition.raw
+      From the first partition on.",
+    in_qemu_img: true,
+    arguments: DdArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct DdArgs {
+    /// Format of INPUT (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Format of OUTPUT
+    #[arg(short = 'O', long, value_name = "OUTPUT_FMT", default_value = "raw")]
+    output_format: String,
+    /// Open INPUT even while another process writes to it: what is read may be torn
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// if=INPUT of=OUTPUT [bs=BLOCK_SIZE] [count=BLOCKS] [skip=BLOCKS]
+    #[arg(value_name = "OPERAND")]
+    operands: Vec<String>,
+}
+
+#[derive(Debug, Default)]
+struct Operands {
+    input: Option<String>,
+    output: Option<String>,
+    block_bytes: Option<u64>,
+    count: Option<u64>,
+    skip: Option<u64>,
+}
+
+fn operands(words: &[String]) -> Result<Operands, Failure> {
+    let mut operands = Operands::default();
+    for word in words {
+        let Some((key, value)) = word.split_once('=') else {
+            return Err(Failure::new(format!("unrecognized operand {word}")));
+        };
+        match key {
+            "if" => operands.input = Some(value.to_owned()),
+            "of" => operands.output = Some(value.to_owned()),
+            "bs" => operands.block_bytes = Some(sizes::size_between("bs", value, 1, MOST_BLOCK_BYTES)?),
+            "count" => operands.count = Some(sizes::size("count", value)?),
+            "skip" => operands.skip = Some(sizes::size("skip", value)?),
+            other => return Err(Failure::new(format!("unrecognized operand {other}"))),
+        }
+    }
+    Ok(operands)
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = DdArgs::from_arg_matches(matches)?;
+    let operands = operands(&args.operands)?;
+    let (Some(input), Some(output)) = (operands.input, operands.output) else {
+        return Err(Failure::new("Must specify both input and output files"));
+    };
+    let options = DdOptions {
+        source: ImageSpec { force_share: args.force_share, ..args.naming.spec(&input, args.format.as_ref())? },
+        target: ImageSpec::file(&output).format(args.output_format),
+        block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
+        count: operands.count,
+        skip: operands.skip.unwrap_or(0),
+    };
+    let job = work::Foreground::new(console.persona, false, false, "copying")?;
+    let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[&input, &output], error);
+    job.run(async |handle| dd::run(&options, &handle).await, failed)?;
+    Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(words: &[&str]) -> Vec<String> {
+        words.iter().map(|&word| word.to_owned()).collect()
+    }
+
+    #[test]
+    fn the_last_operand_of_a_kind_counts() {
+        let operands = operands(&words(&["if=a", "if=b=c", "bs=64k", "count=2"])).unwrap();
+        assert_eq!(operands.input.as_deref(), Some("b=c"));
+        assert_eq!((operands.block_bytes, operands.count), (Some(65_536), Some(2)));
+    }
+
+    #[test]
+    fn wrong_operands_are_named() {
+        let message = |list: &[&str]| operands(&words(list)).unwrap_err().message;
+        assert_eq!(message(&["foo=1"]), "unrecognized operand foo");
+        assert_eq!(message(&["foo"]), "unrecognized operand foo");
+        assert_eq!(message(&["bs=0"]), "Invalid bs specified. Must be between 1 and 2147483647.");
+        assert_eq!(message(&["count=x"]), "Invalid count specified: 'x'");
+    }
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `man`: writes the manual pages.
+
+use super::{Verb, parser};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use std::path::{Path, PathBuf};
+
+pub const VERB: Verb = Verb {
+    name: "man",
+    about: "Write the manual pages",
+    operands: "",
+    details: "One page for the program and one for each command, made from the same table as --help.",
+    examples: "  cowshed man --dir /usr/share/man/man1
+  cowshed man | man -l -
+      The page of the program, on the screen.",
+    in_qemu_img: false,
+    arguments: ManArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct ManArgs {
+    /// Write all pages into this folder, which is made if need be
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    dir: Option<PathBuf>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = ManArgs::from_arg_matches(matches)?;
+    let mut root = parser::root(Persona::Cowshed);
+    root.build();
+    let Some(dir) = args.dir else {
+        console.print(String::from_utf8_lossy(&page(&root, "cowshed")?));
+        return Ok(0);
+    };
+    std::fs::create_dir_all(&dir).map_err(|error| failed(&dir, &error))?;
+    write_page(&dir, &root, "cowshed")?;
+    for command in root.get_subcommands() {
+        write_page(&dir, command, &format!("cowshed-{}", command.get_name()))?;
+    }
+    Ok(0)
+}
+
+fn write_page(dir: &Path, command: &clap::Command, title: &str) -> Result<(), Failure> {
+    let path = dir.join(format!("{title}.1"));
+    std::fs::write(&path, page(command, title)?).map_err(|error| failed(&path, &error))
+}
+
+fn page(command: &clap::Command, title: &str) -> Result<Vec<u8>, Failure> {
+    let mut page = Vec::new();
+    clap_mangen::Man::new(command.clone().name(title.to_owned()))
+        .render(&mut page)
+        .map_err(|error| Failure::new(format!("could not make the page {title}: {error}")))?;
+    Ok(page)
+}
+
+fn failed(path: &Path, error: &std::io::Error) -> Failure {
+    let error = cowshed_block::Error::io(error, "could not write");
+    Failure::new(format!("{}: {error}", path.display()))
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `measure`: how much space an image would take.
+
+use super::arguments::{NamingArgs, OutputFormat};
+use super::{Verb, create_options, sizes, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure, json, size::human};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
+
+pub const VERB: Verb = Verb {
+    name: "measure",
+    about: "Say how large a file a conversion or a new image needs",
+    operands: "(--size SIZE | FILE)",
+    details: "\"required size\" is what a converted image takes at once, \"fully allocated size\" what it can grow to.",
+    examples: "  cowshed measure -O qcow2 disk.raw
+      For converting disk.raw.
+  cowshed measure -O qcow2 -o cluster_size=2M --size 1T
+      For a new image.",
+    in_qemu_img: true,
+    arguments: MeasureArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct MeasureArgs {
+    /// Format of FILE (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Measure an internal snapshot of FILE (not yet supported)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
+    /// Format of the new image (default: raw)
+    #[arg(short = 'O', long, value_name = "TARGET_FMT")]
+    target_format: Option<String>,
+    /// Options of the new image's format
+    #[arg(short = 'o', long = "target-format-options", value_name = "TARGET_FMT_OPTS")]
+    options: Vec<String>,
+    /// Text or JSON
+    #[arg(long, value_enum, default_value_t, value_name = "human|json")]
+    output: OutputFormat,
+    /// Open the image even while another process writes to it: what is read may be torn
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Measure a new image of this size
+    #[arg(short, long, value_name = "SIZE")]
+    size: Option<String>,
+    /// Measure the conversion of this image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = MeasureArgs::from_arg_matches(matches)?;
+    if args.snapshot.is_some() {
+        return Err(Failure::not_yet("-l"));
+    }
+    if create_options::asks_for_help(&args.options) {
+        return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
+    }
+    let size = args.size.as_deref().map(|text| sizes::size("image size", text)).transpose()?;
+    let source = match (size, args.files.as_slice()) {
+        (Some(_), []) => {
+            args.naming.check(args.format.as_ref())?;
+            None
+        }
+        (Some(_), _) => return Err(Failure::new("--size N cannot be used together with a filename.")),
+        (None, [file]) => {
+            let spec = args.naming.spec(file, args.format.as_ref())?;
+            Some(ImageSpec { force_share: args.force_share, ..spec })
+        }
+        (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
+    };
+    let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
+    let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
+        let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();
+        Failure::open_either(console.persona, &names, &error)
+    })?;
+    match args.output {
+        OutputFormat::Json => {
+            let value = serde_json::to_value(measurement);
+            let value = value.map_err(|error| Failure::new(format!("could not make JSON: {error}")))?;
+            console.line(json::pretty(&json::in_qemu_order(value)));
+        }
+        OutputFormat::Human => print_human(&measurement, console),
+    }
+    Ok(0)
+}
+
+fn print_human(measurement: &Measurement, console: &mut Console) {
+    let Measurement { required, fully_allocated, bitmaps } = *measurement;
+    for (label, bytes) in
+        [("required size", Some(required)), ("fully allocated size", Some(fully_allocated)), ("bitmaps size", bitmaps)]
+    {
+        let Some(bytes) = bytes else { continue };
+        match console.persona {
+            Persona::QemuImg => console.line(format_args!("{label}: {bytes}")),
+            Persona::Cowshed => console.line(format_args!("{label}: {} ({bytes} bytes)", human(bytes))),
+        }
+    }
+}

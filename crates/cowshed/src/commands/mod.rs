@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The commands table. A verb is one file here and one line in [`COMMANDS`].
+
+pub mod arguments;
+pub mod check;
+pub mod compare;
+pub mod completions;
+pub mod convert;
+pub mod create;
+pub mod create_options;
+pub mod dd;
+pub mod help;
+pub mod info;
+pub mod man;
+pub mod map;
+pub mod measure;
+pub mod parser;
+pub mod resize;
+pub mod sizes;
+pub mod work;
+
+use crate::invocation::{Invocation, Persona};
+use crate::output::{Console, Failure};
+use clap::ArgMatches;
+
+/// A verb of the command line.
+pub struct Verb {
+    /// Its word.
+    pub name: &'static str,
+    /// One line for lists.
+    pub about: &'static str,
+    /// The operands, for the usage line.
+    pub operands: &'static str,
+    /// A paragraph or more for its own help.
+    pub details: &'static str,
+    /// Command lines with what they do, written with `cowshed` as program name.
+    pub examples: &'static str,
+    /// False for verbs that only our own name has.
+    pub in_qemu_img: bool,
+    /// Adds its arguments.
+    pub arguments: fn(clap::Command) -> clap::Command,
+    /// Does the work; the exit code.
+    pub run: fn(&ArgMatches, &mut Console) -> Result<u8, Failure>,
+}
+
+/// Every verb, in the order of the help.
+pub const COMMANDS: &[Verb] = &[
+    create::VERB,
+    info::VERB,
+    map::VERB,
+    check::VERB,
+    compare::VERB,
+    convert::VERB,
+    measure::VERB,
+    resize::VERB,
+    dd::VERB,
+    completions::VERB,
+    man::VERB,
+    help::VERB,
+];
+
+/// Verbs of qemu-img that we don't have yet.
+pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap", "commit", "rebase", "snapshot"];
+
+/// Runs the command line; the exit code.
+pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
+    let result = parse(invocation, console).and_then(|parsed| match parsed {
+        Some((verb, matches)) => (verb.run)(&matches, console),
+        None => Ok(0),
+    });
+    match result {
+        Ok(code) => code,
+        Err(failure) => report(&failure, invocation, console),
+    }
+}
+
+/// `None`: the parser has answered by itself (help, version).
+fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'static Verb, ArgMatches)>, Failure> {
+    if invocation.persona == Persona::QemuImg && help::answer_as_qemu_img(&invocation.arguments, console) {
+        return Ok(None);
+    }
+    if let Some(name) = verb_word(&invocation.arguments).filter(|word| NOT_YET.contains(word)) {
+        return Err(Failure::new(format!("the command '{name}' is not yet supported")));
+    }
+    let mut root = parser::root(invocation.persona);
+    let name = invocation.persona.name().to_owned();
+    let arguments = parser::shield_negative_size(&invocation.arguments);
+    match root.try_get_matches_from_mut(std::iter::once(name).chain(arguments)) {
+        Ok(matches) => match matches.subcommand() {
+            Some((word, matches)) => {
+                let verb = COMMANDS.iter().find(|verb| verb.name == word);
+                Ok(verb.map(|verb| (verb, matches.clone())))
+            }
+            None => Err(Failure::usage("Not enough arguments")),
+        },
+        Err(error) => parser::explain(&error, &root, console).map(|()| None),
+    }
+}
+
+/// The first argument that is neither an option of the program itself nor such an option's value.
+fn verb_word(arguments: &[String]) -> Option<&str> {
+    let mut arguments = arguments.iter().map(String::as_str);
+    while let Some(argument) = arguments.next() {
+        match argument {
+            "-T" | "--trace" => drop(arguments.next()),
+            option if option.starts_with('-') => {}
+            word => return Some(word),
+        }
+    }
+    None
+}
+
+fn report(failure: &Failure, invocation: &Invocation, console: &mut Console) -> u8 {
+    if !failure.message.is_empty() {
+        console.complain(&failure.message);
+    }
+    if failure.usage {
+        let verb = verb_word(&invocation.arguments).filter(|word| COMMANDS.iter().any(|verb| verb.name == *word));
+        let program = invocation.persona.name();
+        let verb = verb.map(|verb| format!(" {verb}")).unwrap_or_default();
+        console.error_text(&format!("Try '{program}{verb} --help' for more information\n"));
+    }
+    failure.code
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The parser, built from the commands table, and the words for what it refuses.
+
+use super::{COMMANDS, Verb};
+use crate::invocation::{Persona, QEMU_IMG_LEVEL};
+use crate::output::{Console, Failure};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, ArgAction, Command};
+
+/// The whole command line of a persona.
+pub fn root(persona: Persona) -> Command {
+    let verbs = COMMANDS.iter().filter(|verb| persona == Persona::Cowshed || verb.in_qemu_img);
+    Command::new(persona.name())
+        .bin_name(persona.name())
+        .about("Creates, inspects, checks and converts disk images: qcow2 and raw")
+        .version(version(persona))
+        .args_override_self(true)
+        .infer_long_args(true)
+        .subcommand_required(true)
+        .disable_help_subcommand(true)
+        .subcommand_value_name("COMMAND")
+        .subcommand_help_heading("Commands")
+        .after_help(format!("'{} COMMAND --help' explains a command and shows examples.", persona.name()))
+        .arg(
+            Arg::new("trace")
+                .short('T')
+                .long("trace")
+                .value_name("TRACE")
+                .action(ArgAction::Append)
+                .help("Accepted for the sake of scripts, without effect"),
+        )
+        .subcommands(verbs.map(|verb| command(verb, persona)))
+}
+
+/// The parser of one verb.
+pub fn command(verb: &Verb, persona: Persona) -> Command {
+    let ours = |text: &str| match persona {
+        Persona::Cowshed => text.to_owned(),
+        Persona::QemuImg => text.replace("cowshed ", "qemu-img "),
+    };
+    let usage = format!("{} {} [OPTIONS] {}", persona.name(), verb.name, verb.operands);
+    // The derived arguments bring the comments of their structs along as descriptions: ours come after them.
+    let command = (verb.arguments)(Command::new(verb.name))
+        .about(verb.about)
+        .long_about(format!("{}.\n\n{}", verb.about, ours(verb.details)))
+        .after_help(format!("Examples:\n{}", ours(verb.examples)))
+        .override_usage(usage.trim_end().to_owned())
+        .args_override_self(true)
+        .infer_long_args(true);
+    // As with getopt the argument after an option is its value, whatever it looks like.
+    command.mut_args(|arg| match arg.is_positional() || !arg.get_action().takes_values() {
+        true => arg,
+        false => arg.allow_hyphen_values(true),
+    })
+}
+
+/// What `--version` prints after the name.
+fn version(persona: Persona) -> String {
+    match persona {
+        Persona::Cowshed => env!("CARGO_PKG_VERSION").to_owned(),
+        Persona::QemuImg => format!("version {QEMU_IMG_LEVEL} (Cowshed {})", env!("CARGO_PKG_VERSION")),
+    }
+}
+
+/// `resize FILE -1G`: the last argument is a size even where it looks like an option.
+pub fn shield_negative_size(arguments: &[String]) -> Vec<String> {
+    let mut arguments = arguments.to_vec();
+    let is_resize = super::verb_word(&arguments) == Some("resize");
+    let last_is_size = arguments.last().is_some_and(|last| {
+        let mut characters = last.chars();
+        characters.next() == Some('-') && characters.next().is_some_and(|next| next.is_ascii_digit())
+    });
+    if is_resize && last_is_size && !arguments.iter().any(|argument| argument == "--") {
+        arguments.insert(arguments.len() - 1, "--".to_owned());
+    }
+    arguments
+}
+
+/// Prints help and version; turns a mistake into one line in getopt's words.
+pub fn explain(error: &clap::Error, root: &Command, console: &mut Console) -> Result<(), Failure> {
+    let argument = || match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(argument)) => argument.clone(),
+        Some(ContextValue::Strings(arguments)) => arguments.join(", "),
+        _ => String::new(),
+    };
+    let value = || context(error, ContextKind::InvalidValue);
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            let text = match console.colour() {
+                true => error.render().ansi().to_string(),
+                false => error.render().to_string(),
+            };
+            console.print(text);
+            Ok(())
+        }
+        ErrorKind::InvalidSubcommand => {
+            let word = context(error, ContextKind::InvalidSubcommand);
+            Err(Failure::usage(format!("Command not found: {word}{}", suggestion(error, console))))
+        }
+        ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            Err(Failure::usage("Not enough arguments"))
+        }
+        ErrorKind::UnknownArgument => {
+            Err(Failure::usage(format!("unrecognized option '{}'{}", argument(), suggestion(error, console))))
+        }
+        ErrorKind::InvalidValue if value().is_empty() => {
+            Err(Failure::usage(format!("the option '{}' requires an argument", argument())))
+        }
+        ErrorKind::InvalidValue => Err(Failure::usage(invalid_value(error, root, &argument(), &value()))),
+        ErrorKind::TooManyValues => Err(Failure::usage(format!("the option '{}' takes no argument", argument()))),
+        _ => {
+            let text = error.render().to_string();
+            let line = text.lines().next().unwrap_or_default();
+            Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(line).to_owned()))
+        }
+    }
+}
+
+fn context(error: &clap::Error, kind: ContextKind) -> String {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => text.clone(),
+        _ => String::new(),
+    }
+}
+
+fn suggestion(error: &clap::Error, console: &Console) -> String {
+    let suggested = [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand].into_iter().find_map(|kind| {
+        match error.get(kind) {
+            Some(ContextValue::String(text)) => Some(text.clone()),
+            Some(ContextValue::Strings(texts)) => texts.first().cloned(),
+            _ => None,
+        }
+    });
+    match suggested {
+        Some(text) if console.persona == Persona::Cowshed => format!(" (did you mean '{text}'?)"),
+        _ => String::new(),
+    }
+}
+
+/// `--output expects 'human' or 'json', not 'xml'`, as QEMU 11 says it.
+fn invalid_value(error: &clap::Error, root: &Command, argument: &str, value: &str) -> String {
+    let allowed = match error.get(ContextKind::ValidValue) {
+        Some(ContextValue::Strings(allowed)) => {
+            allowed.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" or ")
+        }
+        _ => "another value".to_owned(),
+    };
+    let long = argument.split([' ', '=']).next().unwrap_or(argument);
+    let short = root.get_subcommands().flat_map(Command::get_arguments).find_map(|known| {
+        let is_it = known.get_long().is_some_and(|name| long.strip_prefix("--") == Some(name));
+        known.get_short().filter(|_| is_it)
+    });
+    match short {
+        Some(short) => format!("{long} (-{short}) expects {allowed}, not '{value}'"),
+        None => format!("{long} expects {allowed}, not '{value}'"),
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `resize`: changes the size of the virtual disk.
+
+use super::arguments::NamingArgs;
+use super::{Verb, sizes, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure, size::human};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_image::node::Preallocation;
+use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
+
+pub const VERB: Verb = Verb {
+    name: "resize",
+    about: "Grow or shrink the virtual disk of an image",
+    operands: "FILE [+-]SIZE",
+    details: "SIZE is the new size, or with + or - in front the difference. Grow the disk first and its partitions \
+              and file systems afterwards; shrink in the other order, because shrinking deletes what is beyond the \
+              new end.",
+    examples: "  cowshed resize disk.qcow2 +10G
+  cowshed resize disk.qcow2 50G
+  cowshed resize --shrink disk.qcow2 -- -5G
+  cowshed resize -f raw --preallocation=falloc disk.img 20G",
+    in_qemu_img: true,
+    arguments: ResizeArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct ResizeArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Allow a smaller size: data beyond the new end is lost
+    #[arg(long)]
+    shrink: bool,
+    /// Preallocation of the new part: off, metadata, falloc, full
+    #[arg(long, value_name = "PREALLOC")]
+    preallocation: Option<String>,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// FILE and its new size, or the difference, in bytes or with a suffix k, M, G, T, P, E (powers of 1024)
+    #[arg(value_name = "FILE [+-]SIZE", value_hint = clap::ValueHint::FilePath)]
+    operands: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = ResizeArgs::from_arg_matches(matches)?;
+    let [file, size] = args.operands.as_slice() else {
+        return Err(Failure::usage("Expecting image file name and size"));
+    };
+    let options = ResizeOptions {
+        image: args.naming.spec(file, args.format.as_ref())?,
+        size: new_size(size)?,
+        shrink: args.shrink,
+        preallocation: preallocation(args.preallocation.as_deref())?,
+    };
+    let outcome = work::run_quietly(async |job| resize::run(&options, &job).await)
+        .map_err(|error| Failure::open_either(console.persona, &[file], &error))?;
+    match console.persona {
+        _ if args.quiet => {}
+        Persona::QemuImg => console.line("Image resized."),
+        Persona::Cowshed => {
+            console.line(format_args!("{file}: {} -> {}", human(outcome.old_size), human(outcome.new_size)));
+        }
+    }
+    Ok(0)
+}
+
+fn new_size(text: &str) -> Result<NewSize, Failure> {
+    let (sign, digits) = match text.strip_prefix(['+', '-']) {
+        Some(digits) => (text.as_bytes().first().copied(), digits),
+        None => (None, text),
+    };
+    let bytes = match sizes::number(digits) {
+        Ok(bytes) if bytes <= sizes::MOST => bytes,
+        Ok(_) | Err(sizes::Fault::TooLarge) => {
+            return Err(Failure::new(format!("Value '{digits}' is out of range for parameter 'size'")));
+        }
+        Err(sizes::Fault::NotASize) => {
+            return Err(Failure::new(
+                "Parameter 'size' expects a non-negative number below 2^64\n\
+                 Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
+                 and exabytes, respectively.",
+            ));
+        }
+    };
+    Ok(match sign {
+        Some(b'+') => NewSize::Grow(bytes),
+        Some(_) => NewSize::Shrink(bytes),
+        None => NewSize::Absolute(bytes),
+    })
+}
+
+fn preallocation(mode: Option<&str>) -> Result<Preallocation, Failure> {
+    match mode {
+        None | Some("off") => Ok(Preallocation::Off),
+        Some("metadata") => Ok(Preallocation::Metadata),
+        Some("falloc") => Ok(Preallocation::Falloc),
+        Some("full") => Ok(Preallocation::Full),
+        Some(other) => Err(Failure::new(format!("Invalid preallocation mode '{other}'"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signs_make_differences() {
+        assert_eq!(new_size("5M").unwrap(), NewSize::Absolute(5 << 20));
+        assert_eq!(new_size("+1G").unwrap(), NewSize::Grow(1 << 30));
+        assert_eq!(new_size("-1k").unwrap(), NewSize::Shrink(1024));
+        assert!(new_size("+x").unwrap_err().message.starts_with("Parameter 'size' expects"));
+        assert_eq!(new_size("100E").unwrap_err().message, "Value '100E' is out of range for parameter 'size'");
+        assert!(new_size("--1").is_err());
+    }
+}

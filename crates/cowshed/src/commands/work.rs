@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Runs a job to its end: with progress, and stopped by Ctrl-C or SIGTERM.
+
+use crate::invocation::Persona;
+use crate::output::Failure;
+use crate::output::progress::Progress;
+use cowshed_block::{Error, ErrorKind};
+use cowshed_jobs::JobHandle;
+use cowshed_storage::rt;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What the shell adds to the number of the signal that ended a process.
+const SIGNAL_EXIT_BASE: i32 = 128;
+
+/// A job in the foreground.
+pub struct Foreground {
+    handle: JobHandle,
+    progress: Arc<Mutex<Progress>>,
+    signal: Arc<AtomicI32>,
+}
+
+impl Foreground {
+    /// Progress as wanted by `-p` (`wanted`) and `-q`; `what` stands before the bar.
+    pub fn new(persona: Persona, wanted: bool, quiet: bool, what: &'static str) -> Result<Self, Failure> {
+        let progress = Arc::new(Mutex::new(Progress::new(persona, wanted, quiet, what)));
+        let shown = Arc::clone(&progress);
+        let handle = JobHandle::watched(move |state| lock(&shown).update(state.offset, state.len));
+        let signal = Arc::new(AtomicI32::new(0));
+        cancel_on_signals(handle.clone(), Arc::clone(&signal))?;
+        Ok(Self { handle, progress, signal })
+    }
+
+    /// Runs the job and takes the progress away; `work` makes its future, `failed` words its error.
+    pub fn run<T, F: Future<Output = Result<T, Error>>>(
+        &self,
+        work: impl FnOnce(JobHandle) -> F,
+        failed: impl FnOnce(&Error) -> Failure,
+    ) -> Result<T, Failure> {
+        lock(&self.progress).update(0, 1);
+        let result = rt::block_on(work(self.handle.clone()));
+        lock(&self.progress).finish(result.is_ok());
+        let signal = self.signal.load(Ordering::Acquire);
+        result.map_err(|error| match error.kind() {
+            ErrorKind::Cancelled if signal != 0 => {
+                Failure::new("interrupted; what was written so far is incomplete").code(signal_exit_code(signal))
+            }
+            _ => failed(&error),
+        })
+    }
+}
+
+/// Runs a job that nobody needs to watch or stop.
+pub fn run_quietly<T, F: Future<Output = Result<T, Error>>>(work: impl FnOnce(JobHandle) -> F) -> Result<T, Error> {
+    rt::block_on(work(JobHandle::new()))
+}
+
+fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
+    progress.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn signal_exit_code(signal: i32) -> u8 {
+    u8::try_from(SIGNAL_EXIT_BASE + signal).unwrap_or(1)
+}
+
+/// The first signal asks the job to stop, so that it can leave the target closed in order; the second one ends the
+/// process at once.
+fn cancel_on_signals(handle: JobHandle, noted: Arc<AtomicI32>) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let watch = move || {
+        for signal in &mut signals {
+            if noted.swap(signal, Ordering::AcqRel) != 0 {
+                std::process::exit(i32::from(signal_exit_code(signal)));
+            }
+            handle.cancel();
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;
+    Ok(())
+}

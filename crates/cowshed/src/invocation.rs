@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Under which name the program was called, and what follows from it.
+
+use std::path::Path;
+
+/// The version of qemu-img whose options and output we follow; `qemu-img --version` reports it, because scripts
+/// choose their options by that number.
+pub const QEMU_IMG_LEVEL: &str = "11.1.0";
+
+/// Whose manners to have: the words of the output, never what is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Persona {
+    /// Our own name: made for people.
+    Cowshed,
+    /// `qemu-img`: the text that scripts parse.
+    QemuImg,
+}
+
+impl Persona {
+    /// The name that starts each message.
+    pub fn name(self) -> &'static str {
+        match self {
+            Persona::Cowshed => "cowshed",
+            Persona::QemuImg => "qemu-img",
+        }
+    }
+}
+
+/// The command line, taken apart as far as the name decides.
+#[derive(Clone, Debug)]
+pub struct Invocation {
+    /// Whose manners to have.
+    pub persona: Persona,
+    /// The arguments after the program's name.
+    pub arguments: Vec<String>,
+}
+
+impl Invocation {
+    /// Takes the whole argument vector, program name first. `cowshed img ARGS` is `qemu-img ARGS`.
+    ///
+    /// An argument that is not UTF-8 is an error: image files keep names of other files as text, so a name that is
+    /// not text can't be kept in one.
+    pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Result<Self, (Persona, String)> {
+        let mut argv = argv.into_iter();
+        let program = argv.next().unwrap_or_default();
+        let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
+        let mut persona = match name.as_deref() {
+            Some("qemu-img") => Persona::QemuImg,
+            _ => Persona::Cowshed,
+        };
+        let mut arguments = Vec::new();
+        for argument in argv {
+            match argument.into_string() {
+                Ok(argument) => arguments.push(argument),
+                Err(raw) => return Err((persona, format!("the argument '{}' is not UTF-8", raw.to_string_lossy()))),
+            }
+        }
+        if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img") {
+            arguments.remove(0);
+            persona = Persona::QemuImg;
+        }
+        Ok(Self { persona, arguments })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn invocation(argv: &[&str]) -> Invocation {
+        Invocation::from_argv(argv.iter().map(Into::into)).unwrap()
+    }
+
+    #[test]
+    fn the_name_decides_the_manners() {
+        assert_eq!(invocation(&["/usr/bin/qemu-img", "info"]).persona, Persona::QemuImg);
+        assert_eq!(invocation(&["./cowshed", "info"]).persona, Persona::Cowshed);
+        assert_eq!(invocation(&[]).persona, Persona::Cowshed);
+        let nested = invocation(&["cowshed", "img", "info", "a"]);
+        assert_eq!(nested.persona, Persona::QemuImg);
+        assert_eq!(nested.arguments, ["info", "a"]);
+    }
+}

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Standard output and standard error, as one place that knows the manners and never panics.
+
+use crate::invocation::Persona;
+use std::fmt::Display;
+use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
+
+/// Where a verb prints.
+///
+/// A reader that went away (`cowshed map a.qcow2 | head`) changes neither what a verb does nor its exit code:
+/// what is printed afterwards is dropped. Any other failure to print is kept and reported by [`Console::finish`].
+pub struct Console {
+    /// Whose manners to have.
+    pub persona: Persona,
+    out: BufWriter<Stdout>,
+    failed: Option<io::Error>,
+}
+
+impl Console {
+    /// The process's own standard streams.
+    pub fn new(persona: Persona) -> Self {
+        Self { persona, out: BufWriter::new(io::stdout()), failed: None }
+    }
+
+    /// Prints text as it is.
+    pub fn print(&mut self, text: impl Display) {
+        if self.failed.is_none() {
+            self.failed = write!(self.out, "{text}").err();
+        }
+    }
+
+    /// Prints text and a line end.
+    pub fn line(&mut self, text: impl Display) {
+        self.print(format_args!("{text}\n"));
+    }
+
+    /// Prints a message with the program's name in front of each line, to standard error.
+    pub fn complain(&mut self, message: impl Display) {
+        let message = message.to_string();
+        let name = self.persona.name();
+        self.error_text(&format!("{name}: {message}\n"));
+    }
+
+    /// Prints to standard error, after what was printed before. There is nobody to tell when that fails.
+    pub fn error_text(&mut self, text: &str) {
+        self.flush();
+        let _ = io::stderr().lock().write_all(text.as_bytes());
+    }
+
+    /// Hands what was printed on to the reader.
+    pub fn flush(&mut self) {
+        if self.failed.is_none() {
+            self.failed = self.out.flush().err();
+        }
+    }
+
+    /// True when escape sequences for colour are welcome on standard output.
+    pub fn colour(&self) -> bool {
+        self.persona == Persona::Cowshed
+            && io::stdout().is_terminal()
+            && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+            && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+    }
+
+    /// Flushes; the error, if something could not be printed to a reader that still listens.
+    pub fn finish(mut self) -> Option<io::Error> {
+        self.flush();
+        let failed = self.failed.take();
+        // What is still buffered could not be written; dropping the writer would try once more.
+        let (_, _) = self.out.into_parts();
+        failed.filter(|error| error.kind() != io::ErrorKind::BrokenPipe)
+    }
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Why a verb failed: the message for standard error and the exit code.
+
+use crate::invocation::Persona;
+use cowshed_block::Error;
+
+/// What ends a verb early.
+#[derive(Debug)]
+pub struct Failure {
+    /// Without the program's name; may have several lines. Empty when everything has been said.
+    pub message: String,
+    /// The exit code.
+    pub code: u8,
+    /// Point to `--help`: the command line itself is wrong.
+    pub usage: bool,
+}
+
+impl Failure {
+    /// A failure with exit code 1.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), code: 1, usage: false }
+    }
+
+    /// The command line is wrong: the message is followed by a pointer to the help.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { usage: true, ..Self::new(message) }
+    }
+
+    /// An option that belongs to a later version.
+    pub fn not_yet(option: &str) -> Self {
+        Self::new(format!("the option '{option}' is not yet supported"))
+    }
+
+    /// Another exit code.
+    #[must_use]
+    pub fn code(mut self, code: u8) -> Self {
+        self.code = code;
+        self
+    }
+
+    /// An image could not be opened. qemu-img words it `Could not open 'NAME': REASON`, which scripts look for.
+    pub fn open(persona: Persona, name: &str, error: &Error) -> Self {
+        match persona {
+            Persona::Cowshed => Self::about(persona, name, error),
+            Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", reason(name, error))),
+        }
+    }
+
+    /// As [`Failure::open`], for the one of several images that the error names.
+    pub fn open_either(persona: Persona, names: &[&str], error: &Error) -> Self {
+        let named = error.file_name().and_then(|file| names.iter().find(|name| **name == file));
+        match (named.or(names.first()), named.is_some() || names.len() == 1) {
+            (Some(name), true) => Self::open(persona, name, error),
+            _ => Self::new(error.to_string()),
+        }
+    }
+
+    /// Something about the file `name` failed: `NAME: REASON`.
+    pub fn about(_persona: Persona, name: &str, error: &Error) -> Self {
+        Self::new(format!("{name}: {}", reason(name, error)))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::new(error.to_string())
+    }
+}
+
+impl From<clap::Error> for Failure {
+    fn from(error: clap::Error) -> Self {
+        Self::usage(error.to_string())
+    }
+}
+
+/// The error's text without `name` in front, which the caller has said already.
+fn reason(name: &str, error: &Error) -> String {
+    let text = error.to_string();
+    match text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")) {
+        Some(rest) => rest.to_owned(),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cowshed_block::Errno;
+
+    #[test]
+    fn the_name_is_said_once() {
+        let error = Error::os(Errno::ENOENT, "could not open").file("a.qcow2");
+        let failure = Failure::about(Persona::Cowshed, "a.qcow2", &error);
+        assert_eq!(failure.message, "a.qcow2: could not open: No such file or directory");
+        let other = Failure::about(Persona::Cowshed, "b.qcow2", &error);
+        assert_eq!(other.message, "b.qcow2: a.qcow2: could not open: No such file or directory");
+    }
+}

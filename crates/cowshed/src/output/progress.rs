@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Progress of long work: qemu-img's percentage under its name, a bar with rate and time left under ours.
+
+use crate::invocation::Persona;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::time::Duration;
+
+/// The bar is redrawn at most this often each second.
+const REDRAWS_PER_SECOND: u8 = 10;
+
+/// Shows how far something is.
+pub enum Progress {
+    /// Nothing is shown.
+    Hidden,
+    /// `    (12.34/100%)\r` on standard output.
+    Percent {
+        /// Hundredths of a percent printed last.
+        shown: Option<u64>,
+    },
+    /// A bar on standard error.
+    Bar(ProgressBar),
+}
+
+impl Progress {
+    /// `wanted`: the user asked with `-p`. Under our own name a terminal gets the bar without asking, unless
+    /// `quiet`.
+    pub fn new(persona: Persona, wanted: bool, quiet: bool, what: &'static str) -> Self {
+        match persona {
+            _ if quiet => Progress::Hidden,
+            Persona::QemuImg if wanted => Progress::Percent { shown: None },
+            Persona::QemuImg => Progress::Hidden,
+            Persona::Cowshed => {
+                let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND));
+                if bar.is_hidden() {
+                    return if wanted { Progress::Percent { shown: None } } else { Progress::Hidden };
+                }
+                bar.set_style(bar_style());
+                bar.set_message(what);
+                Progress::Bar(bar)
+            }
+        }
+    }
+
+    /// `done` of `total`, in bytes or any other unit. A `total` of 0 counts as everything done.
+    pub fn update(&mut self, done: u64, total: u64) {
+        match self {
+            Progress::Hidden => {}
+            Progress::Percent { shown } => {
+                let hundredths = hundredths(done, total);
+                if *shown != Some(hundredths) {
+                    *shown = Some(hundredths);
+                    print_percent(hundredths);
+                }
+            }
+            Progress::Bar(bar) => {
+                bar.set_length(total);
+                bar.set_position(done.min(total));
+            }
+        }
+    }
+
+    /// The work ended; with `complete` it ended well and stands at 100 %.
+    pub fn finish(&mut self, complete: bool) {
+        match self {
+            Progress::Hidden => {}
+            Progress::Percent { shown } => {
+                if complete {
+                    print_percent(10_000);
+                }
+                if shown.is_some() || complete {
+                    end_percent_line();
+                }
+            }
+            Progress::Bar(bar) => bar.finish_and_clear(),
+        }
+        *self = Progress::Hidden;
+    }
+}
+
+fn bar_style() -> ProgressStyle {
+    let template = "{msg} [{bar:32}] {percent:>3}% {bytes_of_total} {rate} {left}";
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("=> ")
+        .with_key("bytes_of_total", |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            let total = super::size::human(state.len().unwrap_or(0));
+            let _ = write!(out, "{} of {total}", super::size::human(state.pos()));
+        })
+        .with_key("rate", |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            let _ = write!(out, "{}/s", super::size::human(state.per_sec() as u64));
+        })
+        .with_key("left", |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            let _ = write!(out, "{} left", clock(state.eta()));
+        })
+}
+
+/// `1:02:03` or `2:03`.
+fn clock(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match hours {
+        0 => format!("{minutes}:{seconds:02}"),
+        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+    }
+}
+
+fn hundredths(done: u64, total: u64) -> u64 {
+    match total {
+        0 => 10_000,
+        total => u64::try_from(u128::from(done.min(total)) * 10_000 / u128::from(total)).unwrap_or(10_000),
+    }
+}
+
+/// Straight to standard output: the reader wants it now, and one that went away doesn't stop the work.
+fn print_percent(hundredths: u64) {
+    let mut text = String::new();
+    let _ = write!(text, "    ({}.{:02}/100%)\r", hundredths / 100, hundredths % 100);
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+fn end_percent_line() {
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(b"\n").and_then(|()| out.flush());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages() {
+        assert_eq!(hundredths(0, 0), 10_000);
+        assert_eq!(hundredths(1, 3), 3_333);
+        assert_eq!(hundredths(u64::MAX, u64::MAX), 10_000);
+        assert_eq!(hundredths(9, 3), 10_000);
+    }
+
+    #[test]
+    fn clocks() {
+        assert_eq!(clock(Duration::from_secs(65)), "1:05");
+        assert_eq!(clock(Duration::from_secs(3_725)), "1:02:05");
+    }
+}
