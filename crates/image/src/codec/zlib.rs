@@ -63,7 +63,12 @@ pub(super) fn compress(mode: ZlibMode, cluster: &[u8], out: &mut [u8]) -> Option
             deflate.reset();
             match deflate.compress(cluster, out, DeflateFlush::Finish) {
                 Ok(Status::StreamEnd) => usize::try_from(deflate.total_out()).ok(),
-                _ => None,
+                _ => {
+                    // zlib-rs 0.6.8 panics in the next stream when one was left unfinished: its reset forgets the
+                    // pending bytes but not where they began. A new encoder costs little beside a whole cluster.
+                    *slot = None;
+                    None
+                }
             }
         }),
         ZlibMode::Fast { level } => FAST.with_borrow_mut(|slot| {
@@ -75,9 +80,9 @@ pub(super) fn compress(mode: ZlibMode, cluster: &[u8], out: &mut [u8]) -> Option
 }
 
 fn narrow_config(level: u8) -> DeflateConfig {
-    // Negative: raw deflate, without the zlib header. The largest memory level gives the largest symbol buffer, that is
-    // fewer blocks and less space for their trees.
-    DeflateConfig { level: level.into(), window_bits: -WINDOW_BITS, mem_level: 9, ..DeflateConfig::default() }
+    // Negative: raw deflate, without the zlib header. Memory level 7 ends a block every 8192 symbols, so that its trees
+    // follow the data: measured on clusters of programs and libraries 0.6 % smaller than the 32768 of level 9.
+    DeflateConfig { level: level.into(), window_bits: -WINDOW_BITS, mem_level: 7, ..DeflateConfig::default() }
 }
 
 fn encoder<T>(slot: &mut Option<Leveled<T>>, level: u8, fresh: impl Fn() -> T) -> &mut T {

@@ -444,6 +444,10 @@ fn parse_backing_file(area: &[u8], cluster_size: usize, start: u64, header_lengt
         let message = format!("backing file name is longer than {} bytes", limits::NAME_BYTES);
         return Err(Error::invalid_image("backing_file_size", size, message).offset(offset::BACKING_FILE_SIZE));
     }
+    // A name of no bytes names no file.
+    if size == 0 {
+        return Ok(None);
+    }
     let error = |message| {
         Error::invalid_image("backing_file_offset", format!("{start:#x}"), message).offset(offset::BACKING_FILE_OFFSET)
     };
