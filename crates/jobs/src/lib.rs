@@ -10,11 +10,13 @@ pub mod create;
 pub mod dd;
 pub mod info;
 pub mod job;
+mod layer;
 pub mod map;
 pub mod measure;
 mod rate;
 pub mod resize;
 pub mod spec;
+pub mod zeroes;
 
 pub use job::{JobHandle, Progress};
 pub use spec::ImageSpec;

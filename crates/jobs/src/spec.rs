@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How the user names an image.
 
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, OpenRequest, open};
+use std::sync::Arc;
+
 /// An image as named on a command line or in a QMP command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageSpec {
@@ -27,5 +31,32 @@ impl ImageSpec {
     pub fn format(mut self, format: impl Into<String>) -> Self {
         self.format = Some(format.into());
         self
+    }
+
+    /// What to open, read-only and with its backing chain.
+    pub fn request(&self) -> Result<OpenRequest> {
+        let request = if self.image_opts {
+            if self.format.is_some() {
+                return Err(Error::invalid_argument("a format can't be given besides image options"));
+            }
+            OpenRequest::image_opts(&self.name)?
+        } else {
+            OpenRequest::file(&self.name).format(self.format.as_deref())
+        };
+        let request = request.force_share(self.force_share);
+        match &self.cache {
+            Some(mode) => request.cache(mode),
+            None => Ok(request),
+        }
+    }
+
+    /// Opens it for reading.
+    pub async fn open_for_reading(&self) -> Result<Arc<Node>> {
+        open(self.request()?).await
+    }
+
+    /// Opens it for writing.
+    pub async fn open_for_writing(&self) -> Result<Arc<Node>> {
+        open(self.request()?.force_share(false).writable(true)).await
     }
 }

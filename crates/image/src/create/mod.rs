@@ -1,12 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Creation of images.
+//! Creation of images: [`prepare`] checks a request, [`CreatePlan::run`] writes.
 
-use cowshed_block::Result;
+mod file;
+pub mod layout;
+pub mod qcow2;
+pub mod schema;
+
+use crate::node::Preallocation;
+use crate::open::{OpenRequest, open, resolve_name};
+use cowshed_block::{Error, Result};
+use qcow2::{Qcow2CreateOptions, parse_preallocation, round_size};
+use schema::{OptionValues, options_of};
+use std::path::{Path, PathBuf};
+
+pub use file::{write_fresh_qcow2, write_fresh_raw};
 
 /// What to create, as the user says it.
 #[derive(Clone, Debug, Default)]
 pub struct CreateRequest {
-    /// File name (or `file:…`).
+    /// File name (or `file:NAME`).
     pub filename: String,
     /// Format: "raw" or "qcow2".
     pub format: String,
@@ -22,27 +34,132 @@ pub struct CreateRequest {
     pub backing_unchecked: bool,
 }
 
-/// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes.
+/// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
+/// is checked by [`CreatePlan::run`], still before anything is touched.
 #[derive(Clone, Debug)]
-pub struct CreatePlan {}
+pub struct CreatePlan {
+    path: PathBuf,
+    filename: String,
+    format: String,
+    size: u64,
+    values: OptionValues,
+}
 
 /// Checks a request: parses its options, opens the backing file for its size.
 pub async fn prepare(request: &CreateRequest) -> Result<CreatePlan> {
-    let _ = request;
-    todo!()
+    check_request(request).await.map_err(|error| error.file(&request.filename))
+}
+
+async fn check_request(request: &CreateRequest) -> Result<CreatePlan> {
+    let schema = options_of(&request.format).ok_or_else(|| {
+        Error::unsupported("images of this format can't be created: qcow2 and raw can")
+            .field("format")
+            .value(format!("'{}'", request.format))
+    })?;
+    let mut values = OptionValues::parse(schema, &request.options)?;
+    let takes_backing = schema.iter().any(|option| option.name == "backing_file");
+    for (key, value) in [("backing_file", &request.backing_file), ("backing_fmt", &request.backing_format)] {
+        let Some(value) = value else { continue };
+        if !takes_backing {
+            return Err(Error::unsupported(format!("backing file not supported for file format '{}'", request.format)));
+        }
+        values.set(key, value.clone())?;
+    }
+    if let Some(size) = request.size {
+        if values.is_given("size") {
+            return Err(Error::invalid_argument("the image size must be specified only once").field("size"));
+        }
+        values.set("size", size.to_string())?;
+    }
+    let path = path_of(&request.filename)?;
+    if let Some(backing) = values.get("backing_file").map(str::to_owned) {
+        check_backing(request, &backing, &mut values).await?;
+    }
+    let size = values
+        .number("size")
+        .ok_or_else(|| Error::invalid_argument("image creation needs a size parameter").field("size"))?;
+    Ok(CreatePlan { path, filename: request.filename.clone(), format: request.format.clone(), size, values })
+}
+
+/// The rules for a backing file; without a size the new image takes its.
+async fn check_backing(request: &CreateRequest, backing: &str, values: &mut OptionValues) -> Result<()> {
+    if backing.is_empty() {
+        return Err(Error::invalid_argument("expected a backing file name, got an empty string").field("backing_file"));
+    }
+    if backing == request.filename {
+        return Err(Error::invalid_argument("an image can't be its own backing file").field("backing_file"));
+    }
+    let format = values.get("backing_fmt").map(str::to_owned);
+    if !request.backing_unchecked {
+        let name = resolve_name(backing, Some(&request.filename))?;
+        let opened = OpenRequest::file(&name).format(format.as_deref());
+        let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
+        let size = node.size();
+        let detected = node.driver_name();
+        node.close().await?;
+        if format.is_none() {
+            return Err(Error::invalid_argument(format!(
+                "backing file specified without backing format (detected format of {detected})"
+            ))
+            .field("backing_fmt"));
+        }
+        if !values.is_given("size") {
+            values.set("size", size.to_string())?;
+        }
+    }
+    if format.is_none() {
+        return Err(Error::invalid_argument("backing file specified without backing format").field("backing_fmt"));
+    }
+    Ok(())
+}
+
+/// The path that a name of a file to be created means.
+fn path_of(filename: &str) -> Result<PathBuf> {
+    if filename.is_empty() {
+        return Err(Error::invalid_argument("the file name is empty"));
+    }
+    if filename.starts_with("json:") {
+        return Err(Error::unsupported("an image can't be created under a json: name"));
+    }
+    Ok(Path::new(filename.strip_prefix("file:").unwrap_or(filename)).to_owned())
 }
 
 impl CreatePlan {
     /// `Formatting 'a.qcow2', fmt=qcow2 cluster_size=65536 …`, as qemu-img prints it.
-    pub fn summary(&self) -> &str {
-        todo!()
+    pub fn summary(&self) -> String {
+        format!("Formatting '{}', fmt={}{}", self.filename, self.format, self.values.summary())
     }
-    /// Virtual size in bytes.
+
+    /// Virtual size in bytes, as asked for (images hold whole sectors of 512).
     pub fn size(&self) -> u64 {
-        todo!()
+        self.size
     }
-    /// Creates the image.
+
+    /// True when space or metadata is to be allocated at once.
+    pub fn is_preallocated(&self) -> bool {
+        self.values.get("preallocation").is_some_and(|mode| mode != "off")
+    }
+
+    /// True when the image is to have an external data file.
+    pub fn has_data_file(&self) -> bool {
+        self.values.is_given("data_file")
+    }
+
+    /// Creates the image. Until its header is written, last and after a barrier, the file is no image.
     pub async fn run(&self) -> Result<()> {
-        todo!()
+        self.write().await.map_err(|error| error.file(&self.filename))
+    }
+
+    async fn write(&self) -> Result<()> {
+        if self.format == "qcow2" {
+            let options = Qcow2CreateOptions::from_values(self.size, &self.values)?;
+            file::create_qcow2(&self.path, &options).await
+        } else {
+            let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
+            if preallocation == Preallocation::Metadata {
+                return Err(Error::unsupported("a raw image has no metadata to preallocate").field("preallocation"));
+            }
+            file::create_raw(&self.path, round_size(self.size)?, preallocation).await
+        }
     }
 }

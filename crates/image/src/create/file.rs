@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Puts fresh images into files.
+
+use super::layout::FreshLayout;
+use super::qcow2::Qcow2CreateOptions;
+use crate::node::Preallocation;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{File, IoBuf, OpenOptions};
+use std::path::Path;
+
+/// Zeroes are written in pieces of so many bytes.
+const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+
+fn create_file(path: &Path) -> Result<File> {
+    File::open(path, &OpenOptions { write: true, create: true, ..OpenOptions::default() })
+}
+
+/// Creates a qcow2 image, with its data file if it has one.
+pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
+    // The layout first: what can't be laid out must not cost an existing file its contents.
+    FreshLayout::of(options)?.header(options)?;
+    if let Some(name) = &options.data_file {
+        create_data_file(path, Path::new(name), options).await.map_err(|error| error.file(name))?;
+    }
+    write_fresh_qcow2(&create_file(path)?, options).await
+}
+
+async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
+    if same_file(image, path) {
+        return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
+    }
+    if !options.keep_data_file {
+        return create_raw(path, options.size, options.preallocation).await;
+    }
+    let file = File::open(path, &OpenOptions { write: true, ..OpenOptions::default() })?;
+    if file.len() < options.size {
+        file.set_len(options.size).await?;
+    }
+    file.sync().await
+}
+
+fn same_file(one: &Path, other: &Path) -> bool {
+    match (one.canonicalize(), other.canonicalize()) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => one == other,
+    }
+}
+
+/// Creates a raw image of `size` bytes.
+pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
+    let file = create_file(path)?;
+    write_fresh_raw(&file, size, preallocation).await
+}
+
+/// Makes an empty `file` a raw image of `size` bytes.
+pub async fn write_fresh_raw(file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
+    if size > 0 {
+        file.set_len(size).await?;
+        reserve(file, 0, size, preallocation).await?;
+    }
+    file.sync().await
+}
+
+/// Makes `file`, whose contents count for nothing, a fresh qcow2 image. Its header is written last, after a barrier:
+/// whatever happens before, the file isn't taken for an image.
+pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Result<()> {
+    options.check()?;
+    let layout = FreshLayout::of(options)?;
+    let mut header = layout.header(options)?;
+    if !file.is_empty() {
+        // A device, or a file that wasn't truncated: what stood there must not show through, nor be taken for an
+        // image while its tables are replaced.
+        write_zeroes(file, 0, layout.file_bytes).await?;
+        file.sync().await?;
+        header.resize(usize::try_from(options.cluster_bytes()).unwrap_or(header.len()), 0);
+    }
+    // What isn't written below is zero: the file's new end covers it.
+    if file.len() < layout.file_bytes {
+        file.set_len(layout.file_bytes).await?;
+    }
+    write(file, layout.refcount_table_offset, &layout.refcount_table(options)).await?;
+    for (index, cluster) in &layout.refcount_blocks {
+        write(file, cluster << options.cluster_bits, &layout.refcount_block(options, *index)).await?;
+    }
+    if let Some(table) = layout.l1_table(options) {
+        write(file, layout.l1_offset, &table).await?;
+    }
+    if options.data_file.is_none() && layout.mapped_clusters > 0 {
+        let start = layout.mapped_start << options.cluster_bits;
+        reserve(file, start, layout.file_bytes - start, options.preallocation).await?;
+    }
+    for index in 0..layout.l2_tables() {
+        let (offset, table) = layout.l2_table(options, index);
+        write(file, offset, &table).await?;
+    }
+    file.sync().await?;
+    write(file, 0, &header).await?;
+    file.sync().await
+}
+
+/// Reserves the space of a range that reads as zeroes.
+async fn reserve(file: &File, offset: u64, len: u64, preallocation: Preallocation) -> Result<()> {
+    match preallocation {
+        Preallocation::Off | Preallocation::Metadata => Ok(()),
+        Preallocation::Falloc => file.allocate(offset, len).await,
+        Preallocation::Full => write_zeroes(file, offset, len).await,
+    }
+}
+
+async fn write(file: &File, offset: u64, bytes: &[u8]) -> Result<()> {
+    file.write_at(IoBuf::copy_from(bytes), offset).await.0
+}
+
+async fn write_zeroes(file: &File, offset: u64, len: u64) -> Result<()> {
+    let end = offset.checked_add(len).ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "range past 2^64"))?;
+    let mut buf = IoBuf::zeroed(usize::try_from(len.min(ZERO_CHUNK_BYTES)).unwrap_or(0));
+    let mut at = offset;
+    while at < end {
+        if end - at < buf.len() as u64 {
+            buf = IoBuf::zeroed(usize::try_from(end - at).unwrap_or(0));
+        }
+        let step = buf.len() as u64;
+        let (done, back) = file.write_at(buf, at).await;
+        done?;
+        buf = back;
+        at += step;
+    }
+    Ok(())
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The options of a fresh qcow2 image and their rules.
+
+use super::schema::OptionValues;
+use crate::node::Preallocation;
+use cowshed_block::{Compression, Error, Result};
+
+/// Largest L1 table, bytes: QEMU opens no image with a larger one.
+pub const MAX_L1_BYTES: u64 = 32 << 20;
+/// Largest backing file name in a header, bytes.
+pub const MAX_BACKING_NAME_BYTES: usize = 1023;
+
+/// The options of a new qcow2 image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Qcow2CreateOptions {
+    /// Virtual size in bytes, a multiple of 512.
+    pub size: u64,
+    /// 2 (`compat=0.10`) or 3 (`compat=1.1`).
+    pub version: u32,
+    /// log2 of the cluster size in bytes, 9 to 21.
+    pub cluster_bits: u32,
+    /// log2 of the refcount width in bits, 0 to 6.
+    pub refcount_order: u32,
+    /// Subclusters.
+    pub extended_l2: bool,
+    /// Refcounts may lag behind while the dirty bit is set.
+    pub lazy_refcounts: bool,
+    /// How compressed clusters are encoded.
+    pub compression: Compression,
+    /// What to allocate at once.
+    pub preallocation: Preallocation,
+    /// External data file, as the header names it.
+    pub data_file: Option<String>,
+    /// The data file is a raw image at any time.
+    pub data_file_raw: bool,
+    /// The data file exists and is kept as it is.
+    pub keep_data_file: bool,
+    /// Backing file, as the header names it.
+    pub backing_file: Option<String>,
+    /// Its format.
+    pub backing_format: Option<String>,
+}
+
+impl Default for Qcow2CreateOptions {
+    fn default() -> Self {
+        Qcow2CreateOptions {
+            size: 0,
+            version: 3,
+            cluster_bits: 16,
+            refcount_order: 4,
+            extended_l2: false,
+            lazy_refcounts: false,
+            compression: Compression::Zlib,
+            preallocation: Preallocation::Off,
+            data_file: None,
+            data_file_raw: false,
+            keep_data_file: false,
+            backing_file: None,
+            backing_format: None,
+        }
+    }
+}
+
+/// log2 of `value` when it is a power of two.
+fn exact_log2(value: u64) -> Option<u32> {
+    value.is_power_of_two().then(|| value.trailing_zeros())
+}
+
+/// `value` of option `preallocation`.
+pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
+    match value {
+        "off" => Ok(Preallocation::Off),
+        "metadata" => Ok(Preallocation::Metadata),
+        "falloc" => Ok(Preallocation::Falloc),
+        "full" => Ok(Preallocation::Full),
+        _ => Err(Error::invalid_argument("unknown preallocation mode: off, metadata, falloc and full are known")
+            .field("preallocation")
+            .value(format!("'{value}'"))),
+    }
+}
+
+impl Qcow2CreateOptions {
+    /// From `-o` values and a size in bytes; checks everything that doesn't need a file.
+    pub fn from_values(size: u64, values: &OptionValues) -> Result<Self> {
+        let cluster_size = values.number("cluster_size").unwrap_or(65536);
+        let cluster_bits = exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
+            Error::invalid_argument("cluster size must be a power of two between 512 and 2048k")
+                .field("cluster_size")
+                .value(cluster_size)
+        })?;
+        let refcount_bits = values.number("refcount_bits").unwrap_or(16);
+        let refcount_order = exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
+            Error::invalid_argument("refcount width must be a power of two and may not exceed 64 bits")
+                .field("refcount_bits")
+                .value(refcount_bits)
+        })?;
+        let version = match values.get("compat") {
+            None | Some("1.1" | "v3") => 3,
+            Some("0.10" | "v2") => 2,
+            Some(other) => {
+                return Err(Error::invalid_argument("unknown compatibility level: 0.10, v2, 1.1 and v3 are known")
+                    .field("compat")
+                    .value(format!("'{other}'")));
+            }
+        };
+        let compression = match values.get("compression_type") {
+            None | Some("zlib") => Compression::Zlib,
+            Some("zstd") => Compression::Zstd,
+            Some(other) => {
+                return Err(Error::invalid_argument("unknown compression type: zlib and zstd are known")
+                    .field("compression_type")
+                    .value(format!("'{other}'")));
+            }
+        };
+        let text = |key| values.get(key).map(str::to_owned);
+        let options = Qcow2CreateOptions {
+            size: round_size(size)?,
+            version,
+            cluster_bits,
+            refcount_order,
+            extended_l2: values.switch("extended_l2"),
+            lazy_refcounts: values.switch("lazy_refcounts"),
+            compression,
+            preallocation: values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?,
+            data_file: text("data_file"),
+            data_file_raw: values.switch("data_file_raw"),
+            keep_data_file: values.switch("keep_data_file"),
+            backing_file: text("backing_file"),
+            backing_format: text("backing_fmt"),
+        };
+        if values.switch("encryption") || values.is_given("encrypt.format") {
+            return Err(Error::unsupported("creating encrypted images is not supported yet").field("encrypt.format"));
+        }
+        options.check()?;
+        Ok(options)
+    }
+
+    /// Checks what the options say together.
+    pub fn check(&self) -> Result<()> {
+        let refuse = |field, message: &str| Err(Error::invalid_argument(message).field(field));
+        if self.version < 3 {
+            let v3 = |what| format!("{what} only supported with compatibility level 1.1 and above (compat=1.1)");
+            if self.refcount_order != 4 {
+                return refuse("refcount_bits", &v3("refcount widths other than 16 bits are"));
+            }
+            if self.lazy_refcounts {
+                return refuse("lazy_refcounts", &v3("lazy refcounts are"));
+            }
+            if self.extended_l2 {
+                return refuse("extended_l2", &v3("extended L2 entries are"));
+            }
+            if self.compression != Compression::Zlib {
+                return refuse("compression_type", &v3("compression types other than zlib are"));
+            }
+            if self.data_file.is_some() {
+                return refuse("data_file", &v3("external data files are"));
+            }
+        }
+        if self.extended_l2 && self.cluster_bits < 14 {
+            return refuse("extended_l2", "extended L2 entries need a cluster size of at least 16384 bytes");
+        }
+        if self.data_file_raw && self.data_file.is_none() {
+            return refuse("data_file_raw", "data_file_raw requires data_file");
+        }
+        if self.data_file_raw && self.backing_file.is_some() {
+            return refuse("data_file_raw", "a backing file and data_file_raw cannot be used at the same time");
+        }
+        if self.keep_data_file {
+            self.check_kept_data_file()?;
+        }
+        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            return refuse(
+                "preallocation",
+                "a backing file and preallocation can only be used at the same time if extended_l2 is on",
+            );
+        }
+        if self.backing_format.is_some() && self.backing_file.is_none() {
+            return refuse("backing_fmt", "a backing format cannot be used without a backing file");
+        }
+        self.check_names()?;
+        self.l1_entries().map(|_| ())
+    }
+
+    fn check_kept_data_file(&self) -> Result<()> {
+        if self.data_file.is_none() {
+            return Err(Error::invalid_argument("keep_data_file requires data_file").field("keep_data_file"));
+        }
+        if !self.data_file_raw && self.preallocation != Preallocation::Metadata {
+            return Err(Error::invalid_argument(
+                "keep_data_file=on requires preallocation=metadata or data_file_raw=on, or the contents of the data \
+                 file would not be visible",
+            )
+            .field("keep_data_file"));
+        }
+        Ok(())
+    }
+
+    fn check_names(&self) -> Result<()> {
+        for (field, name) in [("backing_file", &self.backing_file), ("data_file", &self.data_file)] {
+            let Some(name) = name else { continue };
+            if name.is_empty() {
+                return Err(Error::invalid_argument("the file name is empty").field(field));
+            }
+            if name.contains('\0') {
+                return Err(Error::invalid_argument("the file name contains a NUL").field(field));
+            }
+            if name.len() > MAX_BACKING_NAME_BYTES {
+                return Err(Error::invalid_argument(format!(
+                    "the file name is longer than the {MAX_BACKING_NAME_BYTES} bytes that a header may hold"
+                ))
+                .field(field)
+                .value(format!("{} bytes", name.len())));
+            }
+        }
+        Ok(())
+    }
+
+    /// Cluster size in bytes.
+    pub fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Entries of an L2 table, which is one cluster.
+    pub fn l2_entries(&self) -> u64 {
+        self.cluster_bytes() / if self.extended_l2 { 16 } else { 8 }
+    }
+
+    /// True when every guest cluster is mapped from the start. A raw data file always is: its bytes belong to the
+    /// guest whoever wrote them.
+    pub fn is_mapped(&self) -> bool {
+        self.preallocation != Preallocation::Off || self.data_file_raw
+    }
+
+    /// Guest bytes that one L2 table maps.
+    fn bytes_per_l2(&self) -> u64 {
+        self.l2_entries() * self.cluster_bytes()
+    }
+
+    /// Entries of the L1 table; an error when it would be larger than QEMU opens.
+    pub fn l1_entries(&self) -> Result<u64> {
+        let entries = self.size.div_ceil(self.bytes_per_l2());
+        if entries * 8 > MAX_L1_BYTES {
+            return Err(too_large("qcow2").value(self.size));
+        }
+        Ok(entries)
+    }
+}
+
+pub(super) fn too_large(format: &str) -> Error {
+    Error::invalid_argument(format!(
+        "the image size is too large for file format '{format}' (try using a larger cluster size)"
+    ))
+    .field("size")
+}
+
+/// Rounds a virtual size up to whole sectors of 512 bytes; an error from 2^63 on.
+pub fn round_size(size: u64) -> Result<u64> {
+    size.checked_next_multiple_of(512)
+        .filter(|size| i64::try_from(*size).is_ok())
+        .ok_or_else(|| too_large("qcow2").value(size))
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The `-o` options of `create`, per format, and the parser of their lists.
+
+use crate::options::{parse_on_off, parse_size};
+use cowshed_block::{Error, Result};
+
+/// The type of an option's value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptionKind {
+    /// Any text.
+    Text,
+    /// `on` or `off`.
+    Switch,
+    /// A number without a suffix.
+    Number,
+    /// A number of bytes with an optional suffix.
+    Size,
+}
+
+/// One option of `create`.
+#[derive(Clone, Copy, Debug)]
+pub struct CreateOption {
+    /// The key.
+    pub name: &'static str,
+    /// Type of the value.
+    pub kind: OptionKind,
+    /// One line of help.
+    pub help: &'static str,
+    /// What counts when it isn't given; `summary` lines show it.
+    pub default: Option<&'static str>,
+}
+
+const fn option(name: &'static str, kind: OptionKind, help: &'static str) -> CreateOption {
+    CreateOption { name, kind, help, default: None }
+}
+
+const fn preset(name: &'static str, kind: OptionKind, default: &'static str, help: &'static str) -> CreateOption {
+    CreateOption { name, kind, help, default: Some(default) }
+}
+
+use OptionKind::{Number, Size, Switch, Text};
+
+/// Options of a qcow2 image, in the order in which `summary` lines name them.
+pub const QCOW2: &[CreateOption] = &[
+    option("encryption", Switch, "Encrypt the image with format 'aes'. (Deprecated in favor of encrypt.format=aes)"),
+    option("encrypt.format", Text, "Encrypt the image, format choices: 'aes', 'luks'"),
+    option("encrypt.key-secret", Text, "ID of secret providing qcow AES key or LUKS passphrase"),
+    option("encrypt.cipher-alg", Text, "Name of encryption cipher algorithm"),
+    option("encrypt.cipher-mode", Text, "Name of encryption cipher mode"),
+    option("encrypt.ivgen-alg", Text, "Name of IV generator algorithm"),
+    option("encrypt.ivgen-hash-alg", Text, "Name of IV generator hash algorithm"),
+    option("encrypt.hash-alg", Text, "Name of encryption hash algorithm"),
+    option("encrypt.iter-time", Number, "Time to spend in PBKDF in milliseconds"),
+    preset("cluster_size", Size, "65536", "qcow2 cluster size"),
+    preset("extended_l2", Switch, "off", "Extended L2 tables"),
+    option("preallocation", Text, "Preallocation mode (allowed values: off, metadata, falloc, full)"),
+    preset("compression_type", Text, "zlib", "Compression method used for image cluster compression"),
+    option("keep_data_file", Switch, "Assume the external data file already exists and do not overwrite it"),
+    option("size", Size, "Virtual disk size"),
+    option("compat", Text, "Compatibility level (v2 [0.10] or v3 [1.1])"),
+    option("backing_file", Text, "File name of a base image"),
+    option("backing_fmt", Text, "Image format of the base image"),
+    option("data_file", Text, "File name of an external data file"),
+    option("data_file_raw", Switch, "The external data file must stay valid as a raw image"),
+    preset("lazy_refcounts", Switch, "off", "Postpone refcount updates"),
+    preset("refcount_bits", Number, "16", "Width of a reference count entry in bits"),
+    option("nocow", Switch, "Turn off copy-on-write (valid only on btrfs)"),
+    option("extent_size_hint", Size, "Extent size hint for the image file, 0 to disable"),
+];
+
+/// Options of a raw image.
+pub const RAW: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    option("preallocation", Text, "Preallocation mode (allowed values: off, falloc, full)"),
+    option("nocow", Switch, "Turn off copy-on-write (valid only on btrfs)"),
+    option("extent_size_hint", Size, "Extent size hint for the image file, 0 to disable"),
+];
+
+/// The options of a format, `None` when images of this format can't be created.
+pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
+    match format {
+        "qcow2" => Some(QCOW2),
+        "raw" | "file" => Some(RAW),
+        _ => None,
+    }
+}
+
+/// The lines that `-o help` prints, sorted by name.
+pub fn help_lines(options: &[CreateOption]) -> Vec<String> {
+    let mut lines: Vec<String> = options
+        .iter()
+        .map(|option| {
+            let kind = match option.kind {
+                Text => "str",
+                Switch => "bool (on/off)",
+                Number => "num",
+                Size => "size",
+            };
+            let left = format!("  {}=<{kind}>", option.name);
+            format!("{left:<24} - {}", option.help)
+        })
+        .collect();
+    lines.sort();
+    lines
+}
+
+/// The given options of one image: the last value of a key counts.
+#[derive(Clone, Debug)]
+pub struct OptionValues {
+    schema: &'static [CreateOption],
+    values: Vec<(&'static str, String)>,
+}
+
+impl OptionValues {
+    /// Parses `-o` lists after `schema`: unknown keys and values of the wrong type are refused by name.
+    pub fn parse(schema: &'static [CreateOption], lists: &[String]) -> Result<OptionValues> {
+        let mut parsed = OptionValues { schema, values: Vec::new() };
+        for list in lists {
+            // qemu-img refuses these too: an empty element is nearly always a slip of the shell's quoting.
+            if list.is_empty() || list.starts_with(',') || (list.ends_with(',') && !list.ends_with(",,")) {
+                return Err(Error::invalid_argument(format!("invalid option list: {list}")));
+            }
+            for item in split_list(list) {
+                parsed.set_item(&item)?;
+            }
+        }
+        Ok(parsed)
+    }
+
+    fn set_item(&mut self, item: &str) -> Result<()> {
+        let (key, value) = match item.split_once('=') {
+            Some((key, value)) => (key, value.to_owned()),
+            // A bare key switches on; with "no" before it, off.
+            None => match item.strip_prefix("no").filter(|rest| self.find(rest).is_ok()) {
+                Some(rest) if self.find(item).is_err() => (rest, "off".to_owned()),
+                _ => (item, "on".to_owned()),
+            },
+        };
+        self.set(key, value)
+    }
+
+    /// Sets a value after checking its type.
+    pub fn set(&mut self, key: &str, value: String) -> Result<()> {
+        let option = self.find(key)?;
+        let value = match option.kind {
+            Text => value,
+            Switch => {
+                parse_on_off(&value).ok_or_else(|| wrong(option, "'on' or 'off'", &value))?;
+                value
+            }
+            Number => parse_number(&value).ok_or_else(|| wrong(option, "a number", &value))?.to_string(),
+            Size => parse_size(&value).map_err(|error| error.field(option.name))?.to_string(),
+        };
+        self.values.retain(|(name, _)| *name != option.name);
+        self.values.push((option.name, value));
+        Ok(())
+    }
+
+    fn find(&self, key: &str) -> Result<&'static CreateOption> {
+        self.schema
+            .iter()
+            .find(|option| option.name == key)
+            .ok_or_else(|| Error::invalid_argument(format!("invalid parameter '{key}'")))
+    }
+
+    /// The value as given (sizes and numbers in decimal), or the default.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let given = self.values.iter().find(|(name, _)| *name == key).map(|(_, value)| value.as_str());
+        given.or_else(|| self.schema.iter().find(|option| option.name == key).and_then(|option| option.default))
+    }
+
+    /// True when the user gave it.
+    pub fn is_given(&self, key: &str) -> bool {
+        self.values.iter().any(|(name, _)| *name == key)
+    }
+
+    /// The value of a switch; false when neither given nor preset.
+    pub fn switch(&self, key: &str) -> bool {
+        self.get(key).and_then(parse_on_off).unwrap_or(false)
+    }
+
+    /// The value of a number or size.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        self.get(key).and_then(|value| value.parse().ok())
+    }
+
+    /// ` key=value key=value`, in the order of the schema; commas are doubled as qemu-img doubles them.
+    pub fn summary(&self) -> String {
+        let mut line = String::new();
+        for option in self.schema {
+            if let Some(value) = self.get(option.name) {
+                line.push_str(&format!(" {}={}", option.name, value.replace(',', ",,")));
+            }
+        }
+        line
+    }
+}
+
+fn wrong(option: &CreateOption, expected: &str, value: &str) -> Error {
+    Error::invalid_argument(format!("parameter '{}' expects {expected}", option.name)).value(format!("'{value}'"))
+}
+
+/// Splits at single commas; a doubled one stands for itself.
+fn split_list(list: &str) -> Vec<String> {
+    let mut items = vec![String::new()];
+    let mut chars = list.chars().peekable();
+    while let Some(char) = chars.next() {
+        if char == ',' && chars.next_if_eq(&',').is_none() {
+            items.push(String::new());
+        } else if let Some(item) = items.last_mut() {
+            item.push(char);
+        }
+    }
+    items
+}
+
+fn parse_number(value: &str) -> Option<u64> {
+    match value.strip_prefix("0x").or_else(|| value.strip_prefix("0X")) {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => value.parse().ok(),
+    }
+}

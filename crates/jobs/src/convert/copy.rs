@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The pipeline: several pieces at a time are read, searched for zeroes and written.
+
+use super::ConvertOutcome;
+use super::pieces::{Cut, Piece, Pieces};
+use super::source::{RunKind, Sources};
+use super::turn::Turn;
+use crate::JobHandle;
+use crate::zeroes::{is_zero, segments};
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::node::ZeroFlags;
+use cowshed_storage::IoBuf;
+use futures_util::future::{Either, join_all};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use std::cell::{Cell, RefCell};
+
+/// How the pipeline works.
+#[derive(Clone, Copy, Debug)]
+pub struct CopySettings {
+    /// How the disk is cut.
+    pub cut: Cut,
+    /// Zeroes are looked for in blocks of so many bytes.
+    pub zero_unit: usize,
+    /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
+    pub min_zero_bytes: usize,
+    /// What isn't written reads as zeroes.
+    pub target_is_zero: bool,
+    /// Compress, in clusters of `cut.unit` bytes.
+    pub compressed: bool,
+    /// Pieces in flight.
+    pub requests: usize,
+    /// Writes may start in any order.
+    pub out_of_order: bool,
+    /// Unreadable parts become zeroes.
+    pub salvage: bool,
+    /// Copy inside the kernel where both sides are plain files.
+    pub copy_range: bool,
+}
+
+/// Unreadable places are told apart down to so many bytes.
+const SALVAGE_BYTES: usize = 4096;
+
+/// One conversion in progress.
+pub struct Copy<'a> {
+    /// Where from.
+    pub sources: &'a Sources,
+    /// Where to.
+    pub target: &'a Node,
+    /// How.
+    pub settings: CopySettings,
+    /// Progress, cancelling, speed.
+    pub job: &'a JobHandle,
+    turn: Turn,
+    /// Buffers to be used again: fresh ones cost a page fault each 4 KiB.
+    pool: RefCell<Vec<IoBuf>>,
+    outcome: RefCell<ConvertOutcome>,
+    kernel_copies: Cell<bool>,
+}
+
+impl<'a> Copy<'a> {
+    /// A conversion that hasn't begun.
+    pub fn new(sources: &'a Sources, target: &'a Node, settings: CopySettings, job: &'a JobHandle) -> Self {
+        Copy {
+            sources,
+            target,
+            settings,
+            job,
+            turn: Turn::default(),
+            pool: RefCell::default(),
+            outcome: RefCell::default(),
+            kernel_copies: Cell::new(settings.copy_range),
+        }
+    }
+
+    /// Copies everything.
+    pub async fn run(&self) -> Result<ConvertOutcome> {
+        self.job.set_len(self.sources.size());
+        let mut pieces = Pieces::new(self.sources, self.settings.cut);
+        let mut running = FuturesUnordered::new();
+        let mut number = 0;
+        let mut more = true;
+        while more || !running.is_empty() {
+            if more && running.len() < self.settings.requests.max(1) {
+                self.job.pause_point().await?;
+                match pieces.next().await? {
+                    None => more = false,
+                    Some(piece) if piece.kind == RunKind::Backing => self.job.advance(piece.end - piece.start),
+                    Some(piece) if piece.kind == RunKind::Zero => {
+                        running.push(Either::Left(self.zero_piece(piece)));
+                    }
+                    Some(piece) => {
+                        self.job.throttle(piece.end - piece.start).await?;
+                        running.push(Either::Right(self.data_piece(piece, number)));
+                        number += 1;
+                    }
+                }
+            } else if let Some(done) = running.next().await {
+                done?;
+            }
+        }
+        drop(running);
+        Ok(self.outcome.take())
+    }
+
+    async fn zero_piece(&self, piece: Piece) -> Result<()> {
+        let mut at = piece.start;
+        while at < piece.end {
+            let len = (piece.end - at).min(ZERO_STEP_BYTES);
+            self.write_zeroes(at, len).await?;
+            self.job.advance(len);
+            at += len;
+        }
+        Ok(())
+    }
+
+    async fn write_zeroes(&self, offset: u64, len: u64) -> Result<()> {
+        self.outcome.borrow_mut().zero_bytes += len;
+        if self.settings.target_is_zero {
+            return Ok(());
+        }
+        self.job.pause_point().await?;
+        let flags = ZeroFlags { may_unmap: true, no_fallback: false };
+        self.target.write_zeroes(offset, len, flags).await.map_err(|error| write_error(error, offset))
+    }
+
+    async fn data_piece(&self, piece: Piece, number: u64) -> Result<()> {
+        let len = piece.end - piece.start;
+        if self.kernel_copies.get() && self.copy_in_kernel(piece).await? {
+            self.turn.start_in_order(number, std::future::ready(())).await;
+            self.outcome.borrow_mut().data_bytes += len;
+            self.job.advance(len);
+            return Ok(());
+        }
+        let buf = self.take_buf(usize::try_from(len).unwrap_or(usize::MAX));
+        let buf = self.read(piece.start, buf).await?;
+        if self.settings.compressed {
+            self.write_compressed(piece.start, buf, number).await?;
+        } else {
+            self.write(piece.start, buf, number).await?;
+        }
+        self.job.advance(len);
+        Ok(())
+    }
+
+    fn take_buf(&self, len: usize) -> IoBuf {
+        let mut pool = self.pool.borrow_mut();
+        match pool.iter().position(|buf| buf.len() == len) {
+            Some(at) => pool.swap_remove(at),
+            None => IoBuf::zeroed(len),
+        }
+    }
+
+    /// Only whole chunks are worth keeping: others have a length of their own.
+    fn give_buf(&self, buf: IoBuf) {
+        let mut pool = self.pool.borrow_mut();
+        if buf.len() as u64 == self.settings.cut.chunk && pool.len() < self.settings.requests {
+            pool.push(buf);
+        }
+    }
+
+    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let (result, buf) = self.sources.read(offset, buf).await;
+        match result {
+            Ok(()) => Ok(buf),
+            Err(_) if self.settings.salvage => self.salvage(offset, buf).await,
+            Err(error) => Err(error.context(format!("error while reading at byte {offset}"))),
+        }
+    }
+
+    /// Reads in small steps; what can't be read becomes zero.
+    async fn salvage(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        for (index, block) in buf.chunks_mut(SALVAGE_BYTES).enumerate() {
+            self.job.pause_point().await?;
+            let at = offset + (index * SALVAGE_BYTES) as u64;
+            let (result, piece) = self.sources.read(at, IoBuf::zeroed(block.len())).await;
+            match result {
+                Ok(()) => block.copy_from_slice(&piece),
+                Err(_) => {
+                    block.fill(0);
+                    self.outcome.borrow_mut().salvaged.push(at);
+                }
+            }
+        }
+        Ok(buf)
+    }
+
+    async fn write(&self, offset: u64, mut buf: IoBuf, number: u64) -> Result<()> {
+        let whole = buf.len();
+        let found = if self.settings.min_zero_bytes == 0 {
+            Vec::new()
+        } else {
+            segments(&buf, self.settings.zero_unit, self.settings.min_zero_bytes)
+        };
+        if found.is_empty() || (found.len() == 1 && found[0].data) {
+            let (result, buf) = self.start(number, self.target.write(offset, buf)).await;
+            result.map_err(|error| write_error(error, offset))?;
+            self.outcome.borrow_mut().data_bytes += whole as u64;
+            self.give_buf(buf);
+            return Ok(());
+        }
+        let mut writes = Vec::with_capacity(found.len());
+        for segment in found {
+            let at = offset + segment.range.start as u64;
+            writes.push(self.write_segment(at, buf.split_to(segment.range.len()), segment.data));
+        }
+        let mut joined: Option<IoBuf> = None;
+        for written in self.start(number, join_all(writes)).await {
+            let part = written?;
+            joined = match joined {
+                None => Some(part),
+                Some(mut head) => head.unsplit(part).is_ok().then_some(head),
+            };
+        }
+        if let Some(buf) = joined.filter(|buf| buf.len() == whole) {
+            self.give_buf(buf);
+        }
+        Ok(())
+    }
+
+    async fn write_segment(&self, offset: u64, buf: IoBuf, data: bool) -> Result<IoBuf> {
+        if !data {
+            self.write_zeroes(offset, buf.len() as u64).await?;
+            return Ok(buf);
+        }
+        let (result, buf) = self.target.write(offset, buf).await;
+        result.map_err(|error| write_error(error, offset))?;
+        self.outcome.borrow_mut().data_bytes += buf.len() as u64;
+        Ok(buf)
+    }
+
+    /// Compresses all clusters that aren't zero.
+    async fn write_compressed(&self, offset: u64, mut buf: IoBuf, number: u64) -> Result<()> {
+        let cluster = usize::try_from(self.settings.cut.unit).unwrap_or(usize::MAX);
+        let mut batch = Vec::with_capacity(buf.len() / cluster + 1);
+        let mut zeroes = Vec::new();
+        let mut at = offset;
+        while !buf.is_empty() {
+            let part = buf.split_to(cluster.min(buf.len()));
+            let len = part.len() as u64;
+            if self.settings.min_zero_bytes > 0 && is_zero(&part) {
+                zeroes.push((at, len));
+            } else {
+                self.outcome.borrow_mut().data_bytes += len;
+                batch.push((at, part));
+            }
+            at += len;
+        }
+        let write = async { if batch.is_empty() { Ok(()) } else { self.target.write_compressed(batch).await } };
+        self.start(number, write).await.map_err(|error| write_error(error, offset))?;
+        for (at, len) in zeroes {
+            self.write_zeroes(at, len).await?;
+        }
+        Ok(())
+    }
+
+    async fn start<F: Future>(&self, number: u64, future: F) -> F::Output {
+        if self.settings.out_of_order { future.await } else { self.turn.start_in_order(number, future).await }
+    }
+
+    /// Lets the kernel copy, which shares the blocks where the file system can. False: it can't, nothing was copied.
+    async fn copy_in_kernel(&self, piece: Piece) -> Result<bool> {
+        let files = (self.sources.single().and_then(|node| node.file()), self.target.file());
+        let (Some(from), Some(to)) = files else {
+            self.kernel_copies.set(false);
+            return Ok(false);
+        };
+        let mut at = piece.start;
+        while at < piece.end {
+            match to.copy_from(from, at, at, piece.end - at).await {
+                Ok(0) => break,
+                Ok(copied) => at += copied,
+                // Not between these two; and an error of the disk shows again, with its side, in a plain copy.
+                Err(_) => break,
+            }
+        }
+        if at < piece.end {
+            self.kernel_copies.set(false);
+        }
+        Ok(at >= piece.end)
+    }
+}
+
+/// Zeroes are written in steps, so that a long run can be paused.
+const ZERO_STEP_BYTES: u64 = 256 << 20;
+
+fn write_error(error: Error, offset: u64) -> Error {
+    error.context(format!("error while writing at byte {offset}"))
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Copies one or several images into a new one, in another format, compressed, sparse or on another backing file.
+
+mod copy;
+mod pieces;
+mod source;
+mod target;
+mod turn;
+
+use crate::{ImageSpec, JobHandle};
+use copy::{Copy, CopySettings};
+use cowshed_block::{Error, Result};
+use pieces::Cut;
+use source::Sources;
+use target::Target;
+
+/// `-S` where the user gives none: zeroes of at least so many bytes become holes.
+pub const DEFAULT_SPARSE_BYTES: u64 = 4096;
+const SECTOR_BYTES: u64 = 512;
+/// Blocks of a file system: holes in a raw target are no finer.
+const RAW_UNIT_BYTES: u64 = 4096;
+/// One read and its writes: large enough for the disk, small enough for the processor's cache.
+const CHUNK_BYTES: u64 = 1 << 20;
+const MAX_CHUNK_BYTES: u64 = 16 << 20;
+
+/// What `convert` is to do.
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// The images, concatenated in this order.
+    pub sources: Vec<ImageSpec>,
+    /// The target. Its `format` is that of the new image, "raw" if `None`; its `cache` is "unsafe" if `None`.
+    pub target: ImageSpec,
+    /// `-o`: options of the new image, each a `key=value,key=value` list.
+    pub create_options: Vec<String>,
+    /// `-c`: compress every cluster.
+    pub compressed: bool,
+    /// `-n`: write into an existing target.
+    pub skip_create: bool,
+    /// `--target-is-zero`: the existing target reads as zeroes.
+    pub target_is_zero: bool,
+    /// `-B`: the new image's backing file; only what differs from "unallocated" above it is copied.
+    pub backing_file: Option<String>,
+    /// `-F`: format of the backing file.
+    pub backing_format: Option<String>,
+    /// `-S`: zeroes shorter than this many bytes are written out; 0 leaves no holes at all.
+    pub sparse_bytes: u64,
+    /// `-W`: writes need not be in order.
+    pub out_of_order: bool,
+    /// `-m`: requests in flight, 1 to 16.
+    pub requests: usize,
+    /// `-r`: bytes a second.
+    pub rate: Option<u64>,
+    /// `--salvage`: unreadable parts become zeroes.
+    pub salvage: bool,
+    /// `-C`: copy inside the kernel where it can.
+    pub copy_range: bool,
+}
+
+impl ConvertOptions {
+    /// `qemu-img convert SOURCE… TARGET` with its defaults.
+    pub fn new(sources: Vec<ImageSpec>, target: ImageSpec) -> Self {
+        ConvertOptions {
+            sources,
+            target,
+            create_options: Vec::new(),
+            compressed: false,
+            skip_create: false,
+            target_is_zero: false,
+            backing_file: None,
+            backing_format: None,
+            sparse_bytes: DEFAULT_SPARSE_BYTES,
+            out_of_order: false,
+            requests: 8,
+            rate: None,
+            salvage: false,
+            copy_range: false,
+        }
+    }
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ConvertOutcome {
+    /// Virtual size of the target, bytes.
+    pub size: u64,
+    /// Bytes written as data.
+    pub data_bytes: u64,
+    /// Bytes left or made zero.
+    pub zero_bytes: u64,
+    /// Offsets of unreadable parts that became zeroes (`--salvage`).
+    pub salvaged: Vec<u64>,
+}
+
+/// Runs the conversion. After an error the target is incomplete: the message says so.
+pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOutcome> {
+    check(options)?;
+    if options.rate.is_some() {
+        job.set_speed(options.rate);
+    }
+    let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?;
+    let result = convert(options, &sources, job).await;
+    let closed = sources.close().await;
+    let outcome = result?;
+    closed?;
+    Ok(outcome)
+}
+
+/// What can be refused without opening anything.
+fn check(options: &ConvertOptions) -> Result<()> {
+    if options.sources.is_empty() {
+        return Err(Error::invalid_argument("no image to convert"));
+    }
+    if options.sources.len() > 1 && options.backing_file.is_some() {
+        return Err(Error::invalid_argument(
+            "a backing file for the target makes no sense when several images are concatenated",
+        ));
+    }
+    if !(1..=16).contains(&options.requests) {
+        return Err(Error::invalid_argument("the number of parallel requests must be from 1 to 16")
+            .field("-m")
+            .value(options.requests));
+    }
+    if options.target_is_zero && !options.skip_create {
+        return Err(Error::invalid_argument("--target-is-zero requires -n: a new target is known to be zero"));
+    }
+    if options.target_is_zero && options.backing_file.is_some() {
+        return Err(Error::invalid_argument("--target-is-zero and a backing file cannot be used at the same time"));
+    }
+    if options.skip_create && !options.create_options.is_empty() {
+        return Err(Error::invalid_argument("-o makes no sense with -n: the target exists"));
+    }
+    if options.copy_range && options.compressed {
+        return Err(Error::invalid_argument("copy offloading (-C) and compression cannot be used at the same time"));
+    }
+    if options.copy_range && options.sparse_bytes != DEFAULT_SPARSE_BYTES {
+        return Err(Error::invalid_argument("copy offloading (-C) and -S cannot be used at the same time"));
+    }
+    Ok(())
+}
+
+async fn convert(options: &ConvertOptions, sources: &Sources, job: &JobHandle) -> Result<ConvertOutcome> {
+    let target = Target::open(options, sources).await?;
+    let settings = match settings(options, &target) {
+        Ok(settings) => settings,
+        Err(error) => {
+            let _ = target.node.close().await;
+            return Err(error);
+        }
+    };
+    let copied = Copy::new(sources, &target.node, settings, job).run().await;
+    let flushed = match &copied {
+        Ok(_) => target.node.flush().await,
+        Err(_) => Ok(()),
+    };
+    let closed = target.node.close().await;
+    let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
+    let mut outcome = outcome.map_err(|error| error.context("the target is incomplete"))?;
+    outcome.size = sources.size();
+    Ok(outcome)
+}
+
+fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
+    let cluster = target.cluster_bytes;
+    if options.compressed && cluster.is_none() {
+        return Err(Error::unsupported("compression not supported for this file format").file(target.node.filename()));
+    }
+    let has_backing = target.has_backing;
+    // Above a backing file a border is where the layer's data ends: nothing else may be copied up.
+    let unit = match cluster {
+        Some(cluster) if options.compressed || !has_backing => cluster,
+        _ if has_backing => SECTOR_BYTES,
+        _ => RAW_UNIT_BYTES,
+    };
+    let min_zero_bytes = options.sparse_bytes / SECTOR_BYTES * SECTOR_BYTES;
+    let zero_unit = match target.allocation_unit_bytes {
+        Some(unit) => unit.max(SECTOR_BYTES),
+        None => min_zero_bytes.clamp(SECTOR_BYTES, RAW_UNIT_BYTES),
+    };
+    let chunk = CHUNK_BYTES.max(unit).max(min_zero_bytes.min(MAX_CHUNK_BYTES).next_power_of_two());
+    let narrow = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    Ok(CopySettings {
+        cut: Cut { unit, chunk, all_data: min_zero_bytes == 0 },
+        zero_unit: narrow(zero_unit),
+        min_zero_bytes: narrow(min_zero_bytes),
+        target_is_zero: target.is_zero,
+        compressed: options.compressed,
+        requests: options.requests,
+        out_of_order: options.out_of_order,
+        salvage: options.salvage,
+        copy_range: options.copy_range,
+    })
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The images to be copied, seen as one disk.
+
+use crate::ImageSpec;
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, StatusExtent};
+use cowshed_storage::IoBuf;
+use std::sync::Arc;
+
+/// What the bytes of a run are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunKind {
+    /// To be read.
+    Data,
+    /// Read as zeroes.
+    Zero,
+    /// Left to the backing file, which the target has too.
+    Backing,
+}
+
+/// A range of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First byte.
+    pub start: u64,
+    /// First byte behind.
+    pub end: u64,
+    /// What it is.
+    pub kind: RunKind,
+}
+
+struct Part {
+    node: Arc<Node>,
+    start: u64,
+    end: u64,
+}
+
+/// Open images, one behind the other.
+pub struct Sources {
+    parts: Vec<Part>,
+    /// Ask the top layer alone: what it leaves to its backing file is left out.
+    top_layer_only: bool,
+}
+
+/// Runs asked for at once: bounds the memory of the answer.
+const MAX_RUNS: usize = 4096;
+/// Bytes asked about at once.
+const STATUS_WINDOW_BYTES: u64 = 4 << 30;
+
+impl Sources {
+    /// Opens all images for reading.
+    pub async fn open(specs: &[ImageSpec], top_layer_only: bool) -> Result<Sources> {
+        let mut sources = Sources { parts: Vec::new(), top_layer_only };
+        for spec in specs {
+            match spec.open_for_reading().await.and_then(|node| sources.push(node)) {
+                Ok(()) => {}
+                Err(error) => {
+                    let _ = sources.close().await;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(sources)
+    }
+
+    fn push(&mut self, node: Arc<Node>) -> Result<()> {
+        let start = self.size();
+        let end = start
+            .checked_add(node.size())
+            .filter(|end| i64::try_from(*end).is_ok())
+            .ok_or_else(|| Error::invalid_argument("the images together are too large").value(node.size()))?;
+        self.parts.push(Part { node, start, end });
+        Ok(())
+    }
+
+    /// Size of all together, bytes.
+    pub fn size(&self) -> u64 {
+        self.parts.last().map_or(0, |part| part.end)
+    }
+
+    /// The only image, when there is one.
+    pub fn single(&self) -> Option<&Arc<Node>> {
+        match &self.parts[..] {
+            [part] => Some(&part.node),
+            _ => None,
+        }
+    }
+
+    /// Runs from `offset` on: at least one before the end of the disk, in order, without gaps.
+    pub async fn runs(&self, offset: u64) -> Result<Vec<Run>> {
+        let Some(part) = self.parts.iter().find(|part| offset >= part.start && offset < part.end) else {
+            return Ok(Vec::new());
+        };
+        let within = offset - part.start;
+        let len = (part.end - offset).min(STATUS_WINDOW_BYTES);
+        let extents = if self.top_layer_only {
+            part.node.block_status(within, len, MAX_RUNS).await?
+        } else {
+            part.node.block_status_chain(within, len, MAX_RUNS).await?
+        };
+        let has_backing = part.node.backing().is_some();
+        let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
+        for extent in extents {
+            let kind = self.kind(&extent, has_backing);
+            let start = part.start + extent.start;
+            let end = start + extent.len;
+            match runs.last_mut() {
+                Some(last) if last.kind == kind => last.end = end,
+                _ => runs.push(Run { start, end, kind }),
+            }
+        }
+        Ok(runs)
+    }
+
+    fn kind(&self, extent: &StatusExtent, has_backing: bool) -> RunKind {
+        if self.top_layer_only && !extent.present && has_backing {
+            RunKind::Backing
+        } else if extent.zero || (!extent.present && !extent.data && !has_backing) {
+            RunKind::Zero
+        } else {
+            RunKind::Data
+        }
+    }
+
+    /// Fills `buf` from `offset`, across the borders of images.
+    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        let end = offset.saturating_add(buf.len() as u64);
+        let Some(part) = self.parts.iter().find(|part| offset >= part.start && end <= part.end) else {
+            // Rare: the chunk crosses from one image into the next.
+            let result = self.read_across(offset, &mut buf).await;
+            return (result, buf);
+        };
+        part.node.read(offset - part.start, buf).await
+    }
+
+    async fn read_across(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let Some(part) = self.parts.iter().find(|part| at >= part.start && at < part.end) else {
+                return Err(Error::internal("read past the end of the images").offset(at));
+            };
+            let len = (buf.len() - done).min(usize::try_from(part.end - at).unwrap_or(usize::MAX));
+            let (result, piece) = part.node.read(at - part.start, IoBuf::zeroed(len)).await;
+            result?;
+            buf[done..done + len].copy_from_slice(&piece);
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// Closes all images; the first error counts.
+    pub async fn close(&self) -> Result<()> {
+        let mut result = Ok(());
+        for part in &self.parts {
+            let closed = part.node.close().await;
+            result = result.and(closed);
+        }
+        result
+    }
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The image that is written.
+
+use super::ConvertOptions;
+use super::source::Sources;
+use crate::ImageSpec;
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::create::{self, CreateRequest};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The open target and what is known of it.
+pub struct Target {
+    /// The image.
+    pub node: Arc<Node>,
+    /// Cluster size in bytes, of formats that have one.
+    pub cluster_bytes: Option<u64>,
+    /// The smallest space that such a format allocates (a subcluster, else a cluster), bytes.
+    pub allocation_unit_bytes: Option<u64>,
+    /// What isn't written reads as zeroes.
+    pub is_zero: bool,
+    /// What isn't written reads from a backing file.
+    pub has_backing: bool,
+}
+
+impl Target {
+    /// Creates the target, unless it exists, and opens it for writing.
+    pub async fn open(options: &ConvertOptions, sources: &Sources) -> Result<Target> {
+        if options.target.image_opts && !options.skip_create {
+            return Err(Error::invalid_argument("--target-image-opts requires -n: options name an existing image"));
+        }
+        if !options.skip_create {
+            create_target(options, sources).await?;
+        }
+        let node = writable(&options.target).open_for_writing().await?;
+        let result = check_size(&node, sources);
+        let geometry = crate::layer::geometry(&node).await;
+        match result.and(geometry) {
+            Ok(geometry) => {
+                let has_backing = node.backing().is_some();
+                let fresh = !options.skip_create && !has_backing && !is_device(&options.target.name);
+                Ok(Target {
+                    cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes),
+                    allocation_unit_bytes: geometry.map(|geometry| geometry.allocation_unit_bytes),
+                    is_zero: fresh || options.target_is_zero,
+                    has_backing,
+                    node,
+                })
+            }
+            Err(error) => {
+                let _ = node.close().await;
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A block device keeps its old contents under a new image.
+fn is_device(name: &str) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    std::fs::metadata(Path::new(name)).is_ok_and(|metadata| metadata.file_type().is_block_device())
+}
+
+fn writable(spec: &ImageSpec) -> ImageSpec {
+    let mut spec = spec.clone();
+    if !spec.image_opts && spec.format.is_none() {
+        spec.format = Some("raw".to_owned());
+    }
+    // A copy can be made again: nothing is synced on the way, as in qemu-img.
+    spec.cache = Some(spec.cache.unwrap_or_else(|| "unsafe".to_owned()));
+    spec
+}
+
+async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()> {
+    let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
+    if options.compressed && format != "qcow2" {
+        return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
+    }
+    let request = CreateRequest {
+        filename: options.target.name.clone(),
+        format,
+        size: Some(sources.size()),
+        options: options.create_options.clone(),
+        backing_file: options.backing_file.clone(),
+        backing_format: options.backing_format.clone(),
+        backing_unchecked: false,
+    };
+    let plan = create::prepare(&request).await?;
+    if options.compressed && plan.is_preallocated() {
+        return Err(Error::invalid_argument("compression and preallocation cannot be used at the same time"));
+    }
+    if options.compressed && plan.has_data_file() {
+        return Err(Error::invalid_argument("compression and an external data file cannot be used at the same time"));
+    }
+    plan.run().await
+}
+
+fn check_size(node: &Node, sources: &Sources) -> Result<()> {
+    if node.size() < sources.size() {
+        return Err(Error::invalid_argument(format!(
+            "the target is smaller than the input of {} bytes",
+            sources.size()
+        ))
+        .file(node.filename())
+        .value(node.size()));
+    }
+    Ok(())
+}

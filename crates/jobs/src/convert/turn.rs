@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Lets the tasks of one thread start something in the order of their numbers.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::pin::pin;
+use std::task::{Poll, Waker};
+
+/// Whose turn it is.
+#[derive(Default)]
+pub struct Turn {
+    next: Cell<u64>,
+    waiting: RefCell<Vec<Waker>>,
+}
+
+impl Turn {
+    /// Waits for turn `number`, polls `future` once, and passes the turn on: the futures *start* in order (which
+    /// decides where an image allocates) and then run side by side.
+    pub async fn start_in_order<F: Future>(&self, number: u64, future: F) -> F::Output {
+        std::future::poll_fn(|context| {
+            if self.next.get() >= number {
+                return Poll::Ready(());
+            }
+            self.waiting.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        let mut future = pin!(future);
+        let first = std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context))).await;
+        self.pass(number);
+        match first {
+            Poll::Ready(output) => output,
+            Poll::Pending => future.await,
+        }
+    }
+
+    fn pass(&self, number: u64) {
+        if self.next.get() <= number {
+            self.next.set(number + 1);
+            self.waiting.take().into_iter().for_each(Waker::wake);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Turn;
+    use futures_util::stream::{FuturesUnordered, StreamExt};
+    use std::cell::RefCell;
+    use std::future::ready;
+
+    #[test]
+    fn work_starts_in_the_order_of_its_numbers() {
+        let turn = Turn::default();
+        let started = RefCell::new(Vec::new());
+        let mut tasks: FuturesUnordered<_> = [3, 1, 0, 2]
+            .into_iter()
+            .map(|number| {
+                let work = async {
+                    started.borrow_mut().push(number);
+                    ready(()).await;
+                };
+                async { turn.start_in_order(number, work).await }
+            })
+            .collect();
+        let all = async { while tasks.next().await.is_some() {} };
+        futures_util::FutureExt::now_or_never(all).expect("nobody waits for anything else");
+        drop(tasks);
+        assert_eq!(started.into_inner(), [0, 1, 2, 3]);
+    }
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the header of a qcow2 image says beyond what every node has.
+
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::formats::read_header;
+use cowshed_image::node::ChildRole;
+use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
+use cowshed_layout::qcow2::snapshot::parse_table;
+use cowshed_layout::qcow2::{Header, Parsed, Snapshot};
+use cowshed_storage::{File, IoBuf};
+
+/// Largest snapshot table that is read, bytes; QEMU's own limit.
+const MAX_SNAPSHOT_TABLE_BYTES: usize = 64 << 20;
+
+/// A qcow2 image's header and the file it came from.
+pub struct Qcow2Layer {
+    /// The header.
+    pub header: Header,
+    /// The image file.
+    pub file: File,
+}
+
+/// The header of `node`, `None` when it isn't qcow2.
+pub async fn qcow2_layer(node: &Node) -> Result<Option<Qcow2Layer>> {
+    if node.qcow2().is_none() {
+        return Ok(None);
+    }
+    let file = node
+        .child(ChildRole::File)
+        .and_then(|child| child.file())
+        .cloned()
+        .ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))?;
+    let header = read_header(&file).await?;
+    Ok(Some(Qcow2Layer { header, file }))
+}
+
+/// Sizes of what a format allocates, bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Cluster size.
+    pub cluster_bytes: u64,
+    /// A subcluster's size where the image has them, else a cluster's.
+    pub allocation_unit_bytes: u64,
+}
+
+/// The geometry of `node`, `None` for formats without clusters.
+pub async fn geometry(node: &Node) -> Result<Option<Geometry>> {
+    let Some(layer) = qcow2_layer(node).await? else { return Ok(None) };
+    let cluster_bytes = layer.header.cluster_size();
+    let allocation_unit_bytes = if layer.header.has_extended_l2() { cluster_bytes / 32 } else { cluster_bytes };
+    Ok(Some(Geometry { cluster_bytes, allocation_unit_bytes }))
+}
+
+impl Qcow2Layer {
+    /// The internal snapshots.
+    pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
+        if self.header.nb_snapshots == 0 {
+            return Ok(Vec::new());
+        }
+        // Entries have no fixed length: read more until all are there.
+        let mut len = (self.header.nb_snapshots as usize).saturating_mul(128).clamp(4096, MAX_SNAPSHOT_TABLE_BYTES);
+        loop {
+            let bytes = self.read(self.header.snapshots_offset, len).await?;
+            match parse_table(&bytes, self.header.nb_snapshots).map_err(|error| error.file(self.file.name()))? {
+                Parsed::Complete { value, .. } => return Ok(value),
+                Parsed::Incomplete { need } if len < MAX_SNAPSHOT_TABLE_BYTES => {
+                    len = need.max(len.saturating_mul(2)).min(MAX_SNAPSHOT_TABLE_BYTES);
+                }
+                Parsed::Incomplete { .. } => {
+                    return Err(Error::invalid_image(
+                        "nb_snapshots",
+                        self.header.nb_snapshots,
+                        format!("the snapshot table is larger than {MAX_SNAPSHOT_TABLE_BYTES} bytes"),
+                    )
+                    .file(self.file.name()));
+                }
+            }
+        }
+    }
+
+    /// The persistent bitmaps; none when the extension doesn't count (its autoclear bit is not set).
+    pub async fn bitmaps(&self) -> Result<Vec<BitmapEntry>> {
+        let Some(extension) = self.header.bitmaps() else { return Ok(Vec::new()) };
+        if self.header.autoclear_features & cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS == 0 {
+            return Ok(Vec::new());
+        }
+        let len = usize::try_from(extension.directory_size)
+            .ok()
+            .filter(|len| *len <= MAX_SNAPSHOT_TABLE_BYTES)
+            .ok_or_else(|| {
+                Error::invalid_image("bitmap_directory_size", extension.directory_size, "bitmap directory is too large")
+                    .file(self.file.name())
+            })?;
+        let bytes = self.read(extension.directory_offset, len).await?;
+        parse_directory(&bytes, extension).map_err(|error| error.file(self.file.name()))
+    }
+
+    async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
+        let (result, buf) = self.file.read_at(IoBuf::zeroed(len), offset).await;
+        result.map(|()| buf)
+    }
+}

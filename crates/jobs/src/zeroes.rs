@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Finding zeroes in data.
+
+use std::ops::Range;
+
+/// Bytes looked at without a branch, so that the compiler uses vector instructions.
+const STRIDE_BYTES: usize = 256;
+
+/// True when all bytes are zero.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    let (strides, tail) = bytes.as_chunks::<STRIDE_BYTES>();
+    let zero_stride = |stride: &[u8; STRIDE_BYTES]| {
+        let (words, _) = stride.as_chunks::<8>();
+        words.iter().fold(0, |sum, word| sum | u64::from_ne_bytes(*word)) == 0
+    };
+    // Data rarely starts with a zero stride: both ends first, they decide most blocks at once.
+    match (strides.first(), strides.last()) {
+        (Some(first), Some(last)) if !zero_stride(first) || !zero_stride(last) => return false,
+        _ => {}
+    }
+    tail.iter().all(|byte| *byte == 0) && strides.iter().all(zero_stride)
+}
+
+/// A part of a buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Where in the buffer.
+    pub range: Range<usize>,
+    /// Holds something other than zero, or zeroes too short to count.
+    pub data: bool,
+}
+
+/// Splits `bytes` into data and zeroes, looking at blocks of `unit` bytes. Runs of zero blocks shorter than
+/// `min_zero_bytes` count as data. Segments follow each other without gaps and change kind each time.
+pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<Segment> {
+    let mut found: Vec<Segment> = Vec::new();
+    let mut at = 0;
+    for block in bytes.chunks(unit.max(1)) {
+        let range = at..at + block.len();
+        at = range.end;
+        let data = !is_zero(block);
+        match found.last_mut() {
+            Some(last) if last.data == data => last.range.end = range.end,
+            _ => found.push(Segment { range, data }),
+        }
+    }
+    if min_zero_bytes > unit {
+        for segment in &mut found {
+            segment.data |= segment.range.len() < min_zero_bytes;
+        }
+        found.dedup_by(|next, last| {
+            let same = next.data == last.data;
+            if same {
+                last.range.end = next.range.end;
+            }
+            same
+        });
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<(Range<usize>, bool)> {
+        segments(bytes, unit, min_zero_bytes).into_iter().map(|segment| (segment.range, segment.data)).collect()
+    }
+
+    #[test]
+    fn one_byte_anywhere_is_seen() {
+        for len in [1, 7, 8, 255, 256, 257, 1000, 4096] {
+            let mut bytes = vec![0; len];
+            assert!(is_zero(&bytes), "{len}");
+            for at in [0, len / 2, len - 1] {
+                bytes[at] = 0x80;
+                assert!(!is_zero(&bytes), "{at} of {len}");
+                bytes[at] = 0;
+            }
+        }
+        assert!(is_zero(&[]));
+    }
+
+    #[test]
+    fn segments_alternate_and_cover_all() {
+        let mut bytes = vec![0; 10 * 512];
+        bytes[512] = 1;
+        bytes[4 * 512 + 5] = 1;
+        assert_eq!(
+            shape(&bytes, 512, 512),
+            [(0..512, false), (512..1024, true), (1024..2048, false), (2048..2560, true), (2560..5120, false)]
+        );
+        assert_eq!(
+            shape(&bytes, 512, 1024),
+            [(0..1024, true), (1024..2048, false), (2048..2560, true), (2560..5120, false)]
+        );
+        assert_eq!(shape(&bytes, 512, 2048), [(0..2560, true), (2560..5120, false)]);
+        assert_eq!(shape(&bytes, 512, 4096), [(0..5120, true)]);
+        assert_eq!(shape(&[], 512, 512), []);
+    }
+
+    #[test]
+    fn a_short_tail_is_a_block() {
+        let mut bytes = vec![1; 1500];
+        bytes[1024..].fill(0);
+        assert_eq!(shape(&bytes, 512, 512), [(0..1024, true), (1024..1500, false)]);
+    }
+}
