@@ -7,6 +7,7 @@
 //! again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
 
 mod allocate;
+pub mod check;
 mod compressed;
 mod config;
 mod directory;

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Checking a qcow2 image: counting every reference and comparing with the stored refcounts. Pure: whoever calls
+//! reads the tables and hands their bytes over.
+//!
+//! The order of a check: [`Counts::note_stored`] for every refcount block, [`Counts::mark_metadata`] for every
+//! structure, [`scan_l2`] for every L2 table, [`compare_block`] for every refcount block again. All but the first
+//! may run on many threads at once.
+
+mod compare;
+mod counts;
+mod finding;
+mod rebuild;
+mod scan;
+mod tables;
+
+pub use compare::{Difference, compare_block, lower_block, raise_block};
+pub use counts::{Counts, Mark};
+pub use finding::{Counters, Finding, FindingKind, Ledger, Severity, Structure};
+pub use rebuild::{RefcountLayout, fill_block, plan_layout};
+pub use scan::{CopiedSuspect, ScanContext, ScanOutput, ScanStats, scan_l2};
+pub use tables::{INACTIVE, TableRef, TableRefs};
