@@ -37,6 +37,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         path: String::new(),
         writable: request.writable,
         force_share: request.force_share,
+        share_writes: request.no_io && !request.writable,
         cache: CacheMode { direct: request.cache.direct, no_flush: request.cache.no_flush },
         discard: request.discard,
         writethrough: request.cache.writethrough,
@@ -51,9 +52,9 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         opened: Vec::new(),
         warnings: Vec::new(),
     };
-    let (writable, force_share) = (place.writable, place.force_share);
+    let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
     let node = opener.node(options, place).await?;
-    node.attach(Edge::of(ROOT, writable && !node.is_read_only(), force_share))?;
+    node.attach(Edge::of(ROOT, writable && !node.is_read_only(), share_all))?;
     Ok(node)
 }
 
@@ -101,6 +102,8 @@ pub(super) struct Place {
     pub path: String,
     pub writable: bool,
     pub force_share: bool,
+    /// The user doesn't mind writers (as with `force_share`, but a format with metadata does).
+    pub share_writes: bool,
     pub cache: CacheMode,
     pub discard: bool,
     pub writethrough: bool,
@@ -245,7 +248,7 @@ impl Opener {
         spec: Value,
         place: Place,
     ) -> Result<Arc<Node>> {
-        let edge = Edge::of(&draft.name, place.writable, place.force_share);
+        let edge = Edge::of(&draft.name, place.writable, place.force_share || place.share_writes);
         let node = match spec {
             Value::String(name) => self.graph.find(&name).ok_or_else(|| {
                 let path = place.path.trim_end_matches('.');
@@ -339,6 +342,7 @@ impl Opener {
     }
 
     async fn qcow2_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
+        draft.place.share_writes = false;
         let child = self.file_child(draft).await?;
         let filename = child.filename();
         let in_file = |error: Error| error.file(filename.clone());

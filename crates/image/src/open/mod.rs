@@ -48,6 +48,7 @@ pub struct OpenRequest {
     discard: bool,
     backing: BackingPolicy,
     check: bool,
+    no_io: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
     files: Arc<dyn Files>,
@@ -64,6 +65,7 @@ impl OpenRequest {
             discard: true,
             backing: BackingPolicy::Open,
             check: false,
+            no_io: false,
             policy: Policy::default(),
             graph: None,
             files: Arc::new(HostFiles),
@@ -146,6 +148,14 @@ impl OpenRequest {
         self.no_backing()
     }
 
+    /// The caller reads no data, only what the format says of the image (`info`): a raw image may then be in use by a
+    /// writer. A qcow2 image may not, its metadata changes under a writer. Not with `writable`.
+    #[must_use]
+    pub fn no_io(mut self) -> Self {
+        self.no_io = true;
+        self
+    }
+
     /// What the image may make us open.
     #[must_use]
     pub fn policy(mut self, policy: Policy) -> Self {
@@ -173,6 +183,18 @@ impl OpenRequest {
             Source::Name(name) => name.clone(),
             Source::Options(options) => options.to_json_name(),
         }
+    }
+}
+
+impl From<&str> for OpenRequest {
+    fn from(name: &str) -> Self {
+        OpenRequest::file(name)
+    }
+}
+
+impl From<String> for OpenRequest {
+    fn from(name: String) -> Self {
+        OpenRequest::file(name)
     }
 }
 
