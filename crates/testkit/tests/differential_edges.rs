@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Single cases where engines differ or go wrong, each held against the real QEMU.
+
+use cowshed_image::node::{Node, Preallocation};
+use cowshed_image::open::{OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::images::{Executor, Library, Op, QemuIo, Reader, Texture};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const MIB: u64 = 1 << 20;
+
+struct Fixture {
+    qemu: Qemu,
+    folder: tempfile::TempDir,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        Fixture { qemu: Qemu::system(), folder: temp_dir() }
+    }
+
+    fn image(&self, options: &str, size: u64) -> PathBuf {
+        let path = self.folder.path().join("image.qcow2");
+        self.qemu.create(&path, "qcow2", options, size);
+        path
+    }
+}
+
+fn ours(path: &Path, ops: &[Op]) {
+    Library { concurrent: false }.session(path, ops);
+}
+
+fn write(offset: u64, len: u64, tag: u32) -> Op {
+    Op::Write { offset, len, texture: Texture::Counted(tag) }
+}
+
+fn open_writable(path: &Path) -> cowshed_block::Result<Arc<Node>> {
+    rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)))
+}
+
+#[test]
+fn what_a_shrink_cut_off_does_not_come_back() {
+    let fixture = Fixture::new();
+    for options in ["", "cluster_size=512", "extended_l2=on", "compat=0.10", "data_file=NAME"] {
+        let data_file = fixture.folder.path().join("image.data");
+        let path = fixture.image(&options.replace("NAME", &data_file.to_string_lossy()), MIB);
+        ours(&path, &[write(0, MIB, 1), Op::Resize { size: 300_032 }, Op::Resize { size: MIB }]);
+        let content = fixture.qemu.content(&path, "qcow2");
+        assert!(content[300_032..].iter().all(|byte| *byte == 0), "{options}: old bytes are back");
+        assert!(content[..300_032].iter().any(|byte| *byte != 0), "{options}: the rest is gone");
+        fixture.qemu.expect_clean(&path);
+    }
+}
+
+#[test]
+fn growth_over_a_longer_backing_file_reads_zero() {
+    let fixture = Fixture::new();
+    let base = fixture.folder.path().join("base.qcow2");
+    fixture.qemu.create(&base, "qcow2", "", 2 * MIB);
+    QemuIo(&fixture.qemu).session(&base, &[write(0, 2 * MIB, 7)]);
+    for extended in ["off", "on"] {
+        let options = format!("extended_l2={extended},backing_file={},backing_fmt=qcow2", base.display());
+        let path = fixture.image(&options, MIB - 1536);
+        ours(&path, &[write(MIB - 4096, 512, 2), Op::Resize { size: 2 * MIB }]);
+        let content = fixture.qemu.content(&path, "qcow2");
+        assert!(content[MIB as usize - 1536..].iter().all(|byte| *byte == 0), "the backing file shows through");
+        assert!(content[..4096].iter().any(|byte| *byte != 0), "the backing file doesn't show at all");
+        fixture.qemu.expect_clean(&path);
+    }
+}
+
+#[test]
+fn tables_grow_under_scattered_writes() {
+    let fixture = Fixture::new();
+    for options in ["cluster_size=512,refcount_bits=64", "cluster_size=512,refcount_bits=1", "cluster_size=4k"] {
+        let path = fixture.image(options, 1 << 30);
+        let mut raw = vec![];
+        let ops: Vec<Op> = (0..3000_u64)
+            .map(|index| {
+                let offset = (index * 0x9e37_79b9 * 512) % ((1 << 30) - 2048);
+                raw.push((offset, index as u32 + 1));
+                write(offset, 700, index as u32 + 1)
+            })
+            .collect();
+        ours(&path, &ops);
+        fixture.qemu.expect_clean(&path);
+        let reader = Reader::open(&path, "qcow2");
+        let last = raw.last().expect("there are writes");
+        let mut expected = vec![0; 700];
+        Texture::Counted(last.1).fill(&mut expected);
+        assert_eq!(&reader.read(last.0, 700)[..], &expected[..], "{options}");
+        reader.close();
+        // All of it, in qemu-io's eyes.
+        let control = fixture.folder.path().join("control.qcow2");
+        fixture.qemu.create(&control, "qcow2", "cluster_size=64k", 1 << 30);
+        QemuIo(&fixture.qemu).session(&control, &ops);
+        assert!(fixture.qemu.is_equal((&path, "qcow2"), (&control, "qcow2")), "{options}");
+    }
+}
+
+#[test]
+fn an_image_that_qemu_left_dirty_is_rebuilt() {
+    let fixture = Fixture::new();
+    let path = fixture.image("lazy_refcounts=on", 4 * MIB);
+    let commands = ["write -q -P 9 0 1M", "write -q -P 10 3M 64k", "flush", "abort"];
+    let mut arguments = vec!["-f", "qcow2"];
+    commands.iter().for_each(|command| arguments.extend(["-c", command]));
+    let name = path.to_string_lossy();
+    arguments.push(&name);
+    assert_ne!(fixture.qemu.io(arguments).code, 0, "abort must end qemu-io");
+    let before = std::fs::read(&path).expect("the image is readable");
+    assert_eq!(before[79] & 1, 1, "the dirty bit must be set for this test");
+    ours(&path, &[write(2 * MIB, 4096, 5)]);
+    fixture.qemu.expect_clean(&path);
+    let content = fixture.qemu.content(&path, "qcow2");
+    assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
+    assert!(content[3 * MIB as usize..][..65536].iter().all(|byte| *byte == 10), "flushed data is lost");
+}
+
+#[test]
+fn an_image_that_we_left_dirty_is_repaired_by_qemu() {
+    let fixture = Fixture::new();
+    let path = fixture.image("lazy_refcounts=on", 4 * MIB);
+    let node = open_writable(&path).expect("a fresh image opens");
+    rt::block_on(async {
+        let mut buffer = IoBuf::zeroed(MIB as usize);
+        buffer.fill(9);
+        node.write(0, buffer).await.0?;
+        node.flush().await
+    })
+    .expect("write and flush succeed");
+    // As after a crash: never closed. The copy is what the disk holds (and nobody locks it).
+    let copy = fixture.folder.path().join("copy.qcow2");
+    std::fs::copy(&path, &copy).expect("the image can be copied");
+    let header = std::fs::read(&copy).expect("the copy is readable");
+    assert_eq!(header[79] & 1, 1, "with lazy refcounts a written image is dirty until it is closed");
+    assert_eq!(fixture.qemu.check_with(&copy, "qcow2", &["-r", "all"]).code, 0, "repair by QEMU");
+    fixture.qemu.expect_clean(&copy);
+    let content = fixture.qemu.content(&copy, "qcow2");
+    assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
+    rt::block_on(node.close()).expect("it closes");
+    fixture.qemu.expect_clean(&path);
+    assert_eq!(std::fs::read(&path).expect("the image is readable")[79] & 1, 0, "closing clears the dirty bit");
+}
+
+/// Opening for writing must fail with a message that holds `word`, change nothing, and reading must work all the same.
+fn assert_read_only(fixture: &Fixture, path: &Path, word: &str) {
+    let before = std::fs::read(path).expect("the image is readable");
+    let error = open_writable(path).map(|_| ()).expect_err("opened for writing");
+    assert!(error.to_string().contains(word), "the message doesn't say why: {error}");
+    assert_eq!(before, std::fs::read(path).expect("the image is readable"), "the refused image was changed");
+    let reader = Reader::open(path, "qcow2");
+    assert!(reader.read_all() == fixture.qemu.content(path, "qcow2"), "content");
+    reader.close();
+}
+
+#[test]
+fn images_with_internal_snapshots_are_for_reading() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", MIB);
+    QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
+    let name = path.to_string_lossy();
+    fixture.qemu.img(["snapshot", "-c", "first", &name]).expect_ok();
+    QemuIo(&fixture.qemu).session(&path, &[write(100_000, 200_000, 2)]);
+    assert_read_only(&fixture, &path, "snapshot");
+}
+
+#[test]
+fn images_with_bitmaps_are_for_reading() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", MIB);
+    let name = path.to_string_lossy();
+    fixture.qemu.img(["bitmap", "--add", &name, "dirty"]).expect_ok();
+    QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
+    assert_read_only(&fixture, &path, "bitmap");
+}
+
+#[test]
+fn encrypted_images_are_refused_by_name() {
+    let fixture = Fixture::new();
+    let path = fixture.folder.path().join("secret.qcow2");
+    let name = path.to_string_lossy();
+    let options = "encrypt.format=luks,encrypt.key-secret=sec0,encrypt.iter-time=10";
+    let arguments = ["create", "-q", "--object", "secret,id=sec0,data=moo", "-f", "qcow2", "-o", options, &name, "1M"];
+    fixture.qemu.img(arguments).expect_ok();
+    let error = rt::block_on(open(OpenRequest::file(name.clone()).format("qcow2"))).map(|_| ());
+    let error = error.and_then(|()| open_writable(&path).map(|_| ())).expect_err("opened without its key");
+    assert!(error.to_string().contains("encr") && error.to_string().contains("secret.qcow2"), "{error}");
+}
+
+fn poke(path: &Path, offset: usize, bits: u8) {
+    let mut bytes = std::fs::read(path).expect("the image is readable");
+    bytes[offset] |= bits;
+    std::fs::write(path, bytes).expect("the image is writable");
+}
+
+#[test]
+fn an_unknown_incompatible_feature_is_refused_by_number_or_name() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", MIB);
+    // Bit 40 of the big-endian field at byte 72.
+    poke(&path, 74, 1);
+    let error = rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2"))).map(|_| ());
+    let error = error.expect_err("opened with an unknown feature").to_string();
+    assert!(error.contains("40") || error.contains("0x10000000000"), "{error}");
+}
+
+#[test]
+fn unknown_autoclear_bits_are_cleared_by_the_first_writable_open_only() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", MIB);
+    poke(&path, 90, 1);
+    Reader::open(&path, "qcow2").close();
+    assert_eq!(std::fs::read(&path).expect("readable")[90], 1, "reading must not change the image");
+    ours(&path, &[write(0, 512, 1)]);
+    assert_eq!(std::fs::read(&path).expect("readable")[88..96], [0; 8], "autoclear bits stay after writing");
+    fixture.qemu.expect_clean(&path);
+}
+
+#[test]
+fn an_unknown_header_extension_is_kept() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", MIB);
+    let mut bytes = std::fs::read(&path).expect("readable");
+    // Behind the header: the extensions, ended by eight zero bytes.
+    let mut at = u32::from_be_bytes(bytes[100..104].try_into().expect("four bytes")) as usize;
+    while bytes[at..at + 4] != [0; 4] {
+        let len = u32::from_be_bytes(bytes[at + 4..at + 8].try_into().expect("four bytes")) as usize;
+        at += 8 + len.next_multiple_of(8);
+    }
+    let extension = *b"\x12\x34\x56\x78\0\0\0\x05hello\0\0\0";
+    bytes[at..at + 16].copy_from_slice(&extension);
+    std::fs::write(&path, &bytes).expect("writable");
+    ours(&path, &[write(0, 200_000, 1), Op::Resize { size: 2 * MIB }]);
+    assert_eq!(std::fs::read(&path).expect("readable")[at..at + 16], extension, "the extension was lost");
+    fixture.qemu.expect_clean(&path);
+}
+
+#[test]
+fn a_discarded_tail_is_given_back_to_the_file_system() {
+    let fixture = Fixture::new();
+    let path = fixture.image("", 64 * MIB);
+    ours(&path, &[write(0, 64 * MIB, 3)]);
+    let full = std::fs::metadata(&path).expect("there").len();
+    ours(&path, &[Op::Discard { offset: MIB, len: 63 * MIB }]);
+    let rest = std::fs::metadata(&path).expect("there").len();
+    assert!(full > 64 * MIB && rest < 4 * MIB, "{full} bytes, then {rest}");
+    fixture.qemu.expect_clean(&path);
+}
+
+#[test]
+fn a_resize_keeps_what_preallocation_promises() {
+    let fixture = Fixture::new();
+    for mode in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+        let path = fixture.image("", MIB);
+        let node = open_writable(&path).expect("a fresh image opens");
+        rt::block_on(async {
+            node.resize(9 * MIB, mode).await?;
+            node.close().await
+        })
+        .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
+        fixture.qemu.expect_clean(&path);
+        let map = fixture.qemu.map(&path, "qcow2");
+        let allocated: u64 = map.iter().filter(|run| run.offset.is_some()).map(|run| run.length).sum();
+        assert!(allocated >= 8 * MIB, "{mode:?}: only {allocated} bytes are mapped\n{map:?}");
+        assert_eq!(fixture.qemu.content(&path, "qcow2"), vec![0; 9 << 20], "{mode:?}");
+    }
+}
