@@ -1,8 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compares what two images read as.
 
+use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, StatusExtent};
+use cowshed_storage::IoBuf;
+use futures_util::future::join;
+use futures_util::stream::{self, StreamExt};
+use std::collections::VecDeque;
+use std::pin::pin;
+
+/// Differences are told by the sector, as qemu-img does.
+const SECTOR_BYTES: u64 = 512;
 
 /// What to compare.
 #[derive(Clone, Debug)]
@@ -22,7 +32,7 @@ pub enum Verdict {
     Identical,
     /// The first difference.
     Mismatch {
-        /// Offset of the first differing byte.
+        /// Offset of the first sector (512 bytes) with a differing byte.
         offset: u64,
     },
     /// Strict mode: the sizes differ.
@@ -67,8 +77,180 @@ impl CompareOutcome {
     }
 }
 
-/// Compares.
+/// Compares: the first difference counts.
 pub async fn run(options: &CompareOptions, job: &JobHandle) -> Result<CompareOutcome> {
-    let _ = (options, job);
-    todo!()
+    let first = options.first.open_for_reading().await?;
+    let second = match options.second.open_for_reading().await {
+        Ok(second) => second,
+        Err(error) => {
+            let _ = first.close().await;
+            return Err(error);
+        }
+    };
+    let result = compare(&first, &second, options.strict, job).await;
+    let closed = first.close().await.and(second.close().await);
+    result.and_then(|outcome| closed.map(|()| outcome))
+}
+
+/// Requests in flight.
+const REQUESTS: usize = 4;
+const CHUNK_BYTES: u64 = 1 << 20;
+
+async fn compare(first: &Node, second: &Node, strict: bool, job: &JobHandle) -> Result<CompareOutcome> {
+    let (one, other) = (first.size(), second.size());
+    if strict && one != other {
+        return Ok(CompareOutcome { verdict: Verdict::SizeMismatch, size_warning: false });
+    }
+    job.set_len(one.max(other));
+    let walk = Walk { at: 0, size: one.max(other), strict, sides: [Side::new(first), Side::new(second)] };
+    let steps = stream::try_unfold(walk, |mut walk| async move {
+        let step = walk.next().await?;
+        Ok(step.map(|step| (step, walk)))
+    });
+    let mut verdicts = pin!(steps.map(|step| step_verdict(step, first, second, job)).buffered(REQUESTS));
+    while let Some(verdict) = verdicts.next().await {
+        if let Some(verdict) = verdict? {
+            return Ok(CompareOutcome { verdict, size_warning: one != other });
+        }
+    }
+    Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other })
+}
+
+async fn step_verdict(step: Result<Step>, first: &Node, second: &Node, job: &JobHandle) -> Result<Option<Verdict>> {
+    let step = step?;
+    job.pause_point().await?;
+    let verdict = match step {
+        Step::Allocation { offset } => return Ok(Some(Verdict::AllocationMismatch { offset })),
+        Step::Same { .. } => None,
+        Step::Compare { start, end, data } => {
+            let len = usize::try_from(end - start).unwrap_or(usize::MAX);
+            let (one, other) = match data {
+                [true, true] => {
+                    let (one, other) = join(read(first, start, len), read(second, start, len)).await;
+                    (Some(one?), Some(other?))
+                }
+                [true, false] => (Some(read(first, start, len).await?), None),
+                _ => (None, Some(read(second, start, len).await?)),
+            };
+            first_difference(one.as_deref(), other.as_deref())
+                .map(|at| Verdict::Mismatch { offset: (start + at as u64) / SECTOR_BYTES * SECTOR_BYTES })
+        }
+    };
+    job.advance(step.len());
+    Ok(verdict)
+}
+
+async fn read(node: &Node, offset: u64, len: usize) -> Result<IoBuf> {
+    let (result, buf) = node.read(offset, IoBuf::zeroed(len)).await;
+    result.map_err(|error| error.context(format!("error while reading at byte {offset}")))?;
+    Ok(buf)
+}
+
+/// Index of the first differing byte; a missing side is all zero.
+fn first_difference(one: Option<&[u8]>, other: Option<&[u8]>) -> Option<usize> {
+    match (one, other) {
+        (Some(one), Some(other)) if one == other => None,
+        (Some(one), Some(other)) => one.iter().zip(other).position(|(one, other)| one != other),
+        (Some(bytes), None) | (None, Some(bytes)) if is_zero(bytes) => None,
+        (Some(bytes), None) | (None, Some(bytes)) => bytes.iter().position(|byte| *byte != 0),
+        (None, None) => None,
+    }
+}
+
+/// What is to be done with a range.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// Both read as zeroes.
+    Same { start: u64, end: u64 },
+    /// `data` says which sides hold data; the others are zero.
+    Compare { start: u64, end: u64, data: [bool; 2] },
+    /// Allocated on one side only, in strict mode.
+    Allocation { offset: u64 },
+}
+
+impl Step {
+    fn len(self) -> u64 {
+        match self {
+            Step::Same { start, end } | Step::Compare { start, end, .. } => end - start,
+            Step::Allocation { .. } => 0,
+        }
+    }
+}
+
+/// One image and what is known of it from the current place on.
+struct Side<'a> {
+    node: &'a Node,
+    runs: VecDeque<StatusExtent>,
+}
+
+impl<'a> Side<'a> {
+    fn new(node: &'a Node) -> Self {
+        Side { node, runs: VecDeque::new() }
+    }
+
+    /// End of the run at `offset`, whether it holds data, whether it is allocated. Zero behind the image's end.
+    async fn at(&mut self, offset: u64, size: u64) -> Result<(u64, bool, bool)> {
+        const MAX_RUNS: usize = 1024;
+        const WINDOW_BYTES: u64 = 4 << 30;
+        if offset >= self.node.size() {
+            return Ok((size, false, false));
+        }
+        while self.runs.front().is_some_and(|run| run.start + run.len <= offset) {
+            self.runs.pop_front();
+        }
+        if self.runs.is_empty() {
+            let len = (self.node.size() - offset).min(WINDOW_BYTES);
+            self.runs = self.node.block_status_chain(offset, len, MAX_RUNS).await?.into();
+        }
+        let run = self.runs.front().ok_or_else(|| {
+            Error::internal("an image says nothing of a range").offset(offset).file(self.node.filename())
+        })?;
+        Ok((run.start + run.len, !run.zero, run.present))
+    }
+}
+
+/// Goes through both images side by side.
+struct Walk<'a> {
+    at: u64,
+    size: u64,
+    strict: bool,
+    sides: [Side<'a>; 2],
+}
+
+impl Walk<'_> {
+    async fn next(&mut self) -> Result<Option<Step>> {
+        if self.at >= self.size {
+            return Ok(None);
+        }
+        let start = self.at;
+        let [first, second] = &mut self.sides;
+        let (first_end, first_data, first_present) = first.at(start, self.size).await?;
+        let (second_end, second_data, second_present) = second.at(start, self.size).await?;
+        if self.strict && first_present != second_present {
+            self.at = self.size;
+            return Ok(Some(Step::Allocation { offset: start }));
+        }
+        let end = first_end.min(second_end);
+        if !first_data && !second_data {
+            self.at = end;
+            return Ok(Some(Step::Same { start, end }));
+        }
+        let end = end.min((start / CHUNK_BYTES + 1) * CHUNK_BYTES);
+        self.at = end;
+        Ok(Some(Step::Compare { start, end, data: [first_data, second_data] }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::first_difference;
+
+    #[test]
+    fn a_missing_side_is_zero() {
+        assert_eq!(first_difference(Some(&[0, 0, 3]), None), Some(2));
+        assert_eq!(first_difference(None, Some(&[0, 0])), None);
+        assert_eq!(first_difference(Some(&[1, 2]), Some(&[1, 3])), Some(1));
+        assert_eq!(first_difference(Some(&[1, 2]), Some(&[1, 2])), None);
+        assert_eq!(first_difference(None, None), None);
+    }
 }

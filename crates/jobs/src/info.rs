@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What is known of an image without reading its data.
 
+use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::Result;
-use serde_json::Value;
+use cowshed_block::{Compression, Error, Result};
+use cowshed_image::node::ChildRole;
+use cowshed_image::open::resolve_name;
+use cowshed_image::{Node, open};
+use cowshed_layout::qcow2::Snapshot;
+use cowshed_layout::qcow2::bitmap::BitmapEntry;
+use serde_json::{Map, Value, json};
 
 /// What to look at.
 #[derive(Clone, Debug)]
@@ -14,7 +20,7 @@ pub struct InfoOptions {
     pub backing_chain: bool,
 }
 
-/// One layer; `Serialize` gives qemu-img's JSON keys.
+/// One layer; `Serialize` gives qemu-img's JSON keys in its order.
 #[derive(Clone, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
@@ -23,12 +29,6 @@ pub struct ImageInfo {
     /// Internal snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
-    /// Backing file as the header names it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub backing_filename: Option<String>,
-    /// Backing file as it is found from here.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub full_backing_filename: Option<String>,
     /// Format of the backing file as the header names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename_format: Option<String>,
@@ -44,15 +44,18 @@ pub struct ImageInfo {
     /// Space taken on the disk, bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub actual_size: Option<u64>,
-    /// Encrypted.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub encrypted: Option<bool>,
-    /// Stored compressed as a whole.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub compressed: Option<bool>,
     /// What only this format has: `{"type": "qcow2", "data": {…}}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<Value>,
+    /// Encrypted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
+    /// Backing file as it is found from here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub full_backing_filename: Option<String>,
+    /// Backing file as the header names it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename: Option<String>,
     /// Not closed properly.
     pub dirty_flag: bool,
 }
@@ -89,8 +92,144 @@ pub struct SnapshotInfo {
     pub vm_state_size: u64,
 }
 
+/// Most layers of a chain that are looked at.
+const MAX_CHAIN_DEPTH: usize = 200;
+
 /// Looks: one layer, or with `backing_chain` all, the top first.
 pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo>> {
-    let _ = (options, job);
-    todo!()
+    let mut layers: Vec<ImageInfo> = Vec::new();
+    let mut next = Some(options.image.clone());
+    while let Some(spec) = next.take() {
+        job.pause_point().await?;
+        // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
+        let node = open(spec.request()?.no_backing()).await?;
+        let info = image_info(&node).await;
+        let closed = node.close().await;
+        let info = info?;
+        closed?;
+        if options.backing_chain
+            && let Some(name) = &info.full_backing_filename
+        {
+            if layers.len() + 1 >= MAX_CHAIN_DEPTH || layers.iter().any(|layer| layer.filename == *name) {
+                return Err(Error::invalid_argument("the backing chain loops or is too long").file(name.clone()));
+            }
+            next = Some(ImageSpec {
+                name: name.clone(),
+                format: info.backing_filename_format.clone(),
+                image_opts: false,
+                force_share: spec.force_share,
+                cache: spec.cache.clone(),
+            });
+        }
+        layers.push(info);
+    }
+    Ok(layers)
+}
+
+/// What is known of an open image.
+pub async fn image_info(node: &Node) -> Result<ImageInfo> {
+    let mut info = node_info(node)?;
+    let Some(layer) = qcow2_layer(node).await? else { return Ok(info) };
+    let header = &layer.header;
+    info.cluster_size = Some(header.cluster_size());
+    info.encrypted = (header.crypt_method != 0).then_some(true);
+    info.dirty_flag = header.is_dirty();
+    if let Some(name) = header.backing_file_name() {
+        info.backing_filename_format = header.backing_format().map(|format| format.into_owned());
+        info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
+        info.backing_filename = Some(name.into_owned());
+    }
+    info.snapshots = layer.snapshots().await?.iter().map(SnapshotInfo::from).collect();
+    info.format_specific = Some(json!({ "type": "qcow2", "data": qcow2_specific(&layer).await? }));
+    Ok(info)
+}
+
+/// What every node has.
+fn node_info(node: &Node) -> Result<ImageInfo> {
+    let mut children = Vec::new();
+    for child in node.children() {
+        // The layers of a chain are listed one by one; the data file is part of the format's own information.
+        if child.role == ChildRole::File {
+            let info = Box::new(node_info(&child.node)?);
+            children.push(ChildInfo { name: child.role.as_str().to_owned(), info });
+        }
+    }
+    let file = node.file().or_else(|| node.child(ChildRole::File).and_then(|child| child.file()));
+    let format = node.driver_name();
+    Ok(ImageInfo {
+        children,
+        snapshots: Vec::new(),
+        backing_filename_format: None,
+        virtual_size: node.size(),
+        filename: node.filename(),
+        cluster_size: None,
+        format: format.to_owned(),
+        actual_size: file.map(|file| file.allocated_bytes()).transpose()?,
+        format_specific: (format == "file").then(|| json!({ "type": "file", "data": {} })),
+        encrypted: None,
+        full_backing_filename: None,
+        backing_filename: None,
+        dirty_flag: false,
+    })
+}
+
+async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
+    let header = &layer.header;
+    let compression = match header.compression() {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    };
+    let mut data = Map::new();
+    let mut put = |key: &str, value: Value| data.insert(key.to_owned(), value);
+    let v3 = header.version >= 3;
+    put("compat", json!(if v3 { "1.1" } else { "0.10" }));
+    put("compression-type", json!(compression));
+    if v3 {
+        put("lazy-refcounts", json!(header.has_lazy_refcounts()));
+        let bitmaps: Vec<Value> = layer.bitmaps().await?.iter().map(bitmap_info).collect();
+        if !bitmaps.is_empty() {
+            put("bitmaps", json!(bitmaps));
+        }
+    }
+    put("refcount-bits", json!(1u32 << header.refcount_order));
+    match header.crypt_method {
+        0 => {}
+        1 => drop(put("encrypt", json!({ "format": "aes" }))),
+        _ => drop(put("encrypt", json!({ "format": "luks" }))),
+    }
+    if let Some(name) = header.data_file_name() {
+        put("data-file", json!(name));
+        put("data-file-raw", json!(header.is_data_file_raw()));
+    }
+    if v3 {
+        put("corrupt", json!(header.is_corrupt()));
+        put("extended-l2", json!(header.has_extended_l2()));
+    }
+    Ok(Value::Object(data))
+}
+
+fn bitmap_info(bitmap: &BitmapEntry) -> Value {
+    let flag = |bit: u32, name| (bitmap.flags & bit != 0).then_some(name);
+    let flags: Vec<&str> = [flag(1, "in-use"), flag(2, "auto")].into_iter().flatten().collect();
+    json!({
+        "flags": flags,
+        "name": String::from_utf8_lossy(&bitmap.name),
+        "granularity": 1u64.checked_shl(u32::from(bitmap.granularity_bits)).unwrap_or(0),
+    })
+}
+
+impl From<&Snapshot> for SnapshotInfo {
+    fn from(snapshot: &Snapshot) -> Self {
+        const SECOND_NS: u64 = 1_000_000_000;
+        SnapshotInfo {
+            icount: snapshot.icount(),
+            vm_clock_nsec: snapshot.vm_clock_ns % SECOND_NS,
+            name: String::from_utf8_lossy(&snapshot.name).into_owned(),
+            date_sec: u64::from(snapshot.date_s),
+            date_nsec: u64::from(snapshot.date_ns),
+            vm_clock_sec: snapshot.vm_clock_ns / SECOND_NS,
+            id: String::from_utf8_lossy(&snapshot.id).into_owned(),
+            vm_state_size: snapshot.vm_state_bytes(),
+        }
+    }
 }

@@ -2,7 +2,8 @@
 //! Where the bytes of an image are: runs as `qemu-img map` lists them.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, StatusExtent};
 
 /// What to map.
 #[derive(Clone, Debug)]
@@ -40,8 +41,128 @@ pub struct MapEntry {
     pub file: Option<String>,
 }
 
-/// Maps.
+/// Maps: all runs at once, which takes memory in proportion to the fragmentation; see [`each`].
 pub async fn run(options: &MapOptions, job: &JobHandle) -> Result<Vec<MapEntry>> {
-    let _ = (options, job);
-    todo!()
+    let mut entries = Vec::new();
+    each(options, job, |entry| {
+        entries.push(entry);
+        Ok(())
+    })
+    .await?;
+    Ok(entries)
+}
+
+/// Maps: hands the runs to `take` one by one, in order.
+pub async fn each(options: &MapOptions, job: &JobHandle, mut take: impl FnMut(MapEntry) -> Result<()>) -> Result<()> {
+    let node = options.image.open_for_reading().await?;
+    let result = walk(&node, options, job, &mut take).await;
+    let closed = node.close().await;
+    result.and(closed)
+}
+
+async fn walk(
+    node: &Node,
+    options: &MapOptions,
+    job: &JobHandle,
+    take: &mut impl FnMut(MapEntry) -> Result<()>,
+) -> Result<()> {
+    const MAX_RUNS: usize = 4096;
+    const WINDOW_BYTES: u64 = 16 << 30;
+    let size = node.size();
+    let end = options.len.map_or(size, |len| options.start.saturating_add(len).min(size));
+    let mut at = options.start;
+    job.set_len(end.saturating_sub(at));
+    let mut pending: Option<MapEntry> = None;
+    while at < end {
+        job.pause_point().await?;
+        let from = at;
+        for run in node.block_status_chain(at, (end - at).min(WINDOW_BYTES), MAX_RUNS).await? {
+            at = run.start + run.len;
+            let entry = MapEntry::from(run);
+            pending = match pending.take() {
+                None => Some(entry),
+                Some(mut last) if last.continues_in(&entry) => {
+                    last.length += entry.length;
+                    Some(last)
+                }
+                Some(last) => {
+                    take(last)?;
+                    Some(entry)
+                }
+            };
+        }
+        if at == from {
+            return Err(Error::internal("an image says nothing of a range").offset(at).file(node.filename()));
+        }
+        job.advance(at - from);
+    }
+    pending.map_or(Ok(()), take)
+}
+
+impl From<StatusExtent> for MapEntry {
+    fn from(run: StatusExtent) -> Self {
+        MapEntry {
+            start: run.start,
+            length: run.len,
+            depth: run.depth,
+            present: run.present,
+            zero: run.zero,
+            data: run.data,
+            compressed: run.compressed,
+            offset: run.offset,
+            file: run.file,
+        }
+    }
+}
+
+impl MapEntry {
+    /// True when `next` only goes on with this run.
+    fn continues_in(&self, next: &MapEntry) -> bool {
+        let offsets_follow = match (self.offset, next.offset) {
+            (None, None) => true,
+            (Some(offset), Some(next)) => offset.checked_add(self.length) == Some(next),
+            _ => false,
+        };
+        offsets_follow
+            && self.depth == next.depth
+            && (self.present, self.zero, self.data) == (next.present, next.zero, next.data)
+            && self.compressed == next.compressed
+            && self.file == next.file
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::MapEntry;
+
+    fn entry(start: u64, offset: Option<u64>) -> MapEntry {
+        MapEntry {
+            start,
+            length: 512,
+            depth: 0,
+            present: true,
+            zero: false,
+            data: true,
+            compressed: false,
+            offset,
+            file: None,
+        }
+    }
+
+    #[test]
+    fn runs_join_when_their_offsets_follow() {
+        assert!(entry(0, Some(4096)).continues_in(&entry(512, Some(4608))));
+        assert!(!entry(0, Some(4096)).continues_in(&entry(512, Some(8192))));
+        assert!(!entry(0, None).continues_in(&entry(512, Some(0))));
+        assert!(!entry(0, None).continues_in(&MapEntry { depth: 1, ..entry(512, None) }));
+    }
+
+    #[test]
+    fn json_keys_are_those_of_qemu_img() {
+        let json = serde_json::to_string(&entry(0, Some(4096))).expect("json");
+        assert_eq!(
+            json,
+            r#"{"start":0,"length":512,"depth":0,"present":true,"zero":false,"data":true,"compressed":false,"offset":4096}"#
+        );
+    }
 }

@@ -2,8 +2,8 @@
 //! Changes the virtual size of an image.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::Result;
-use cowshed_image::node::Preallocation;
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, Preallocation};
 
 /// The new size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +38,63 @@ pub struct ResizeOutcome {
     pub new_size: u64,
 }
 
+impl NewSize {
+    /// The size in bytes that an image of `old` bytes gets.
+    pub fn apply(self, old: u64) -> Result<u64> {
+        let size = match self {
+            NewSize::Absolute(size) => Some(size),
+            NewSize::Grow(more) => old.checked_add(more),
+            NewSize::Shrink(less) => {
+                return old
+                    .checked_sub(less)
+                    .filter(|size| *size > 0)
+                    .ok_or_else(|| Error::invalid_argument("the new image size must be positive").field("size"));
+            }
+        };
+        size.filter(|size| i64::try_from(*size).is_ok())
+            .ok_or_else(|| Error::invalid_argument("the new image size must be below 2^63 bytes").field("size"))
+    }
+}
+
 /// Resizes.
 pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutcome> {
-    let _ = (options, job);
-    todo!()
+    job.pause_point().await?;
+    let node = options.image.open_for_writing().await?;
+    let result = resize(&node, options).await.map_err(|error| error.file(node.filename()));
+    let closed = node.close().await;
+    result.and_then(|outcome| closed.map(|()| outcome))
+}
+
+async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
+    let old_size = node.size();
+    let new_size = options.size.apply(old_size)?;
+    if node.qcow2().is_some() && !new_size.is_multiple_of(512) {
+        return Err(Error::invalid_argument("the new size must be a multiple of 512").field("size").value(new_size));
+    }
+    if new_size <= old_size && options.preallocation != Preallocation::Off {
+        return Err(Error::invalid_argument("preallocation can only be used for growing images"));
+    }
+    if new_size < old_size && !options.shrink {
+        return Err(Error::invalid_argument(
+            "shrinking an image deletes all data beyond its new end: use --shrink to do it all the same",
+        ));
+    }
+    node.resize(new_size, options.preallocation).await?;
+    node.flush().await?;
+    Ok(ResizeOutcome { old_size, new_size: node.size() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::NewSize;
+
+    #[test]
+    fn sizes_are_relative_or_absolute() {
+        assert_eq!(NewSize::Absolute(7).apply(5).expect("size"), 7);
+        assert_eq!(NewSize::Grow(7).apply(5).expect("size"), 12);
+        assert_eq!(NewSize::Shrink(3).apply(5).expect("size"), 2);
+        for wrong in [NewSize::Shrink(5), NewSize::Shrink(6), NewSize::Grow(u64::MAX), NewSize::Absolute(1 << 63)] {
+            assert!(wrong.apply(5).is_err(), "{wrong:?}");
+        }
+    }
 }

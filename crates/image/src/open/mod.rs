@@ -9,7 +9,7 @@ mod permissions;
 mod policy;
 
 pub use cache::{CACHE_MODES, Cache};
-pub(crate) use names::resolve as resolve_name;
+pub use names::resolve as resolve_name;
 pub(crate) use permissions::Edge;
 pub use permissions::Permissions;
 pub use policy::{FileIdentity, FileKind, Files, HostFiles, Policy};

@@ -45,7 +45,7 @@ fn file_options(driver: &str, path: &str) -> BlockdevOptions {
 /// The name that an image in file `image` means by `name`. Absolute names and names with a protocol (also `file:`, as
 /// in QEMU) stay as they are; others are relative to the image's folder. `image` is the path of the image file, `None`
 /// where it has none: a relative name means nothing then.
-pub(crate) fn resolve(name: &str, image: Option<&str>) -> Result<String> {
+pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
     if protocol(name).is_some() || name.starts_with('/') {
         return Ok(name.to_owned());
     }

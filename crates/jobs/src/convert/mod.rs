@@ -11,7 +11,7 @@ use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};
 use cowshed_block::{Error, Result};
 use pieces::Cut;
-use source::Sources;
+pub(crate) use source::Sources;
 use target::Target;
 
 /// `-S` where the user gives none: zeroes of at least so many bytes become holes.
@@ -98,7 +98,7 @@ pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOut
         job.set_speed(options.rate);
     }
     let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?;
-    let result = convert(options, &sources, job).await;
+    let result = convert_sources(options, &sources, job).await;
     let closed = sources.close().await;
     let outcome = result?;
     closed?;
@@ -138,7 +138,12 @@ fn check(options: &ConvertOptions) -> Result<()> {
     Ok(())
 }
 
-async fn convert(options: &ConvertOptions, sources: &Sources, job: &JobHandle) -> Result<ConvertOutcome> {
+/// Copies open images into a target that it creates, opens and closes.
+pub(crate) async fn convert_sources(
+    options: &ConvertOptions,
+    sources: &Sources,
+    job: &JobHandle,
+) -> Result<ConvertOutcome> {
     let target = Target::open(options, sources).await?;
     let settings = match settings(options, &target) {
         Ok(settings) => settings,

@@ -33,6 +33,15 @@ struct Part {
     node: Arc<Node>,
     start: u64,
     end: u64,
+    /// Where in the image `start` is.
+    skip: u64,
+}
+
+impl Part {
+    /// The offset in the image of byte `offset` of the disk.
+    fn within(&self, offset: u64) -> u64 {
+        offset - self.start + self.skip
+    }
 }
 
 /// Open images, one behind the other.
@@ -69,8 +78,13 @@ impl Sources {
             .checked_add(node.size())
             .filter(|end| i64::try_from(*end).is_ok())
             .ok_or_else(|| Error::invalid_argument("the images together are too large").value(node.size()))?;
-        self.parts.push(Part { node, start, end });
+        self.parts.push(Part { node, start, end, skip: 0 });
         Ok(())
+    }
+
+    /// `len` bytes of one open image from `skip` on, which must lie within it.
+    pub fn window(node: Arc<Node>, skip: u64, len: u64) -> Sources {
+        Sources { parts: vec![Part { node, start: 0, end: len, skip }], top_layer_only: false }
     }
 
     /// Size of all together, bytes.
@@ -78,10 +92,10 @@ impl Sources {
         self.parts.last().map_or(0, |part| part.end)
     }
 
-    /// The only image, when there is one.
+    /// The only image, when there is one and all of it counts.
     pub fn single(&self) -> Option<&Arc<Node>> {
         match &self.parts[..] {
-            [part] => Some(&part.node),
+            [part] if part.skip == 0 => Some(&part.node),
             _ => None,
         }
     }
@@ -91,7 +105,7 @@ impl Sources {
         let Some(part) = self.parts.iter().find(|part| offset >= part.start && offset < part.end) else {
             return Ok(Vec::new());
         };
-        let within = offset - part.start;
+        let within = part.within(offset);
         let len = (part.end - offset).min(STATUS_WINDOW_BYTES);
         let extents = if self.top_layer_only {
             part.node.block_status(within, len, MAX_RUNS).await?
@@ -102,7 +116,7 @@ impl Sources {
         let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
         for extent in extents {
             let kind = self.kind(&extent, has_backing);
-            let start = part.start + extent.start;
+            let start = part.start + extent.start.saturating_sub(part.skip);
             let end = start + extent.len;
             match runs.last_mut() {
                 Some(last) if last.kind == kind => last.end = end,
@@ -130,7 +144,7 @@ impl Sources {
             let result = self.read_across(offset, &mut buf).await;
             return (result, buf);
         };
-        part.node.read(offset - part.start, buf).await
+        part.node.read(part.within(offset), buf).await
     }
 
     async fn read_across(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -141,7 +155,7 @@ impl Sources {
                 return Err(Error::internal("read past the end of the images").offset(at));
             };
             let len = (buf.len() - done).min(usize::try_from(part.end - at).unwrap_or(usize::MAX));
-            let (result, piece) = part.node.read(at - part.start, IoBuf::zeroed(len)).await;
+            let (result, piece) = part.node.read(part.within(at), IoBuf::zeroed(len)).await;
             result?;
             buf[done..done + len].copy_from_slice(&piece);
             done += len;
