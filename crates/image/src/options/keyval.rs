@@ -6,9 +6,9 @@ use cowshed_block::{Error, Result};
 /// What a key without `=` means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BareKey {
-    /// `key=on` (lists of `-o`).
+    /// `key=on` (`-o`, `--image-opts`).
     On,
-    /// An error (`--image-opts`).
+    /// An error (`--blockdev`).
     Refused,
 }
 

@@ -7,8 +7,9 @@ use cowshed_block::{Error, Result};
 const MAX_TEXT_BYTES: usize = 64;
 
 /// A size in bytes: digits with an optional suffix `b` (bytes), `k`, `M`, `G`, `T`, `P`, `E` (powers of 1024, upper or
-/// lower case), also with a fraction when the suffix is larger than a byte ("1.5G", rounded down), or `0x` and
-/// hexadecimal digits. A number alone counts bytes. The largest result is 2^64 - 1.
+/// lower case). The digits may have a fraction ("1.5G"; what is less than a byte is cut off, without a suffix it must
+/// be zero) or be hexadecimal behind `0x`. A number alone counts bytes. As in QEMU, leading space and one `+` are
+/// skipped. The largest result is 2^64 - 1.
 pub fn parse_size(text: &str) -> Result<u64> {
     parse(text).ok_or_else(|| {
         Error::invalid_argument(format!(
@@ -22,32 +23,40 @@ fn parse(text: &str) -> Option<u64> {
     if text.len() > MAX_TEXT_BYTES {
         return None;
     }
-    if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        let all_digits = !hex.is_empty() && hex.bytes().all(|byte| byte.is_ascii_hexdigit());
-        return if all_digits { u64::from_str_radix(hex, 16).ok() } else { None };
+    let text = text.trim_start_matches([' ', '\t']);
+    let text = text.strip_prefix('+').unwrap_or(text);
+    let hex = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
+    let (number, shift) = match hex {
+        // In a hexadecimal number b and e are digits.
+        Some(hex) => suffix(hex, b"kKmMgGtTpP"),
+        None => suffix(text, b"bBkKmMgGtTpPeE"),
+    };
+    if let Some(_hex) = hex {
+        let all_digits = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_hexdigit());
+        return if all_digits { u64::from_str_radix(number, 16).ok()?.checked_mul(1 << shift) } else { None };
     }
-    let (number, shift) = match text.as_bytes().last()? {
-        b'b' | b'B' => (&text[..text.len() - 1], 0),
-        b'k' | b'K' => (&text[..text.len() - 1], 10),
-        b'm' | b'M' => (&text[..text.len() - 1], 20),
-        b'g' | b'G' => (&text[..text.len() - 1], 30),
-        b't' | b'T' => (&text[..text.len() - 1], 40),
-        b'p' | b'P' => (&text[..text.len() - 1], 50),
-        b'e' | b'E' => (&text[..text.len() - 1], 60),
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let bytes = digits(whole)?.checked_mul(1 << shift)?;
+    bytes.checked_add(fraction_bytes(fraction, shift)?)
+}
+
+/// Splits one of the letters `allowed` off the end: the rest, and the power of two that the letter stands for.
+fn suffix<'a>(text: &'a str, allowed: &[u8]) -> (&'a str, u32) {
+    match text.as_bytes().last() {
+        Some(last) if allowed.contains(last) => {
+            let shift = match last.to_ascii_lowercase() {
+                b'k' => 10,
+                b'm' => 20,
+                b'g' => 30,
+                b't' => 40,
+                b'p' => 50,
+                b'e' => 60,
+                _ => 0,
+            };
+            (&text[..text.len() - 1], shift)
+        }
         _ => (text, 0),
-    };
-    let (whole, fraction) = match number.split_once('.') {
-        Some((whole, fraction)) => (whole, Some(fraction)),
-        None => (number, None),
-    };
-    let whole = digits(whole)?;
-    let bytes = whole.checked_mul(1 << shift)?;
-    let part = match fraction {
-        None => 0,
-        Some(_) if shift == 0 => return None,
-        Some(fraction) => fraction_bytes(fraction, shift)?,
-    };
-    bytes.checked_add(part)
+    }
 }
 
 fn digits(text: &str) -> Option<u64> {
@@ -59,7 +68,10 @@ fn digits(text: &str) -> Option<u64> {
 
 /// `0.fraction << shift`, rounded down. Digits past the 18th can't move a 60-bit result by more than one byte.
 fn fraction_bytes(text: &str, shift: u32) -> Option<u64> {
-    if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_digit()) {
+    if text.is_empty() {
+        return Some(0);
+    }
+    if !text.bytes().all(|byte| byte.is_ascii_digit()) || (shift == 0 && text.bytes().any(|byte| byte != b'0')) {
         return None;
     }
     let text = &text[..text.len().min(18)];
@@ -90,6 +102,16 @@ mod tests {
             ("1P", 1 << 50),
             ("15E", 15 << 60),
             ("0x10000", 65536),
+            ("0x1k", 1024),
+            ("0x1b", 27),
+            (" 1M", 1 << 20),
+            ("+1M", 1 << 20),
+            ("1.1k", 1126),
+            ("1.", 1),
+            ("1.M", 1 << 20),
+            ("1.0b", 1),
+            ("010", 10),
+            ("0.3333333333333333333333M", 349525),
             ("18446744073709551615", u64::MAX),
         ] {
             assert_eq!(parse_size(text).ok(), Some(bytes), "{text}");
@@ -98,27 +120,8 @@ mod tests {
 
     #[test]
     fn what_is_not_a_size_is_refused() {
-        for text in [
-            "",
-            "k",
-            "-1",
-            "+1",
-            " 1",
-            "1 ",
-            "1kk",
-            "1Q",
-            "1.5",
-            "1.",
-            ".5G",
-            "1.5.5G",
-            "0x",
-            "0xg",
-            "16E",
-            "1,5G",
-            "1e3",
-            "18446744073709551616",
-            "٣",
-        ] {
+        let texts = "|k|-1|++1|1 |1kk|1kB|1Q|1.5|1.5b|.5G|1.5.5G|0x|0xg|0x1.5k|16E|1,5G|1e3|18446744073709551616|٣";
+        for text in texts.split('|') {
             assert!(parse_size(text).is_err(), "{text}");
         }
     }

@@ -39,10 +39,11 @@ impl BlockdevOptions {
         name.strip_prefix("json:").map(Self::from_json)
     }
 
-    /// From `driver=qcow2,file.filename=disk.qcow2,…`. Of a repeated key the last one counts.
+    /// From `driver=qcow2,file.filename=disk.qcow2,…`. Of a repeated key the last one counts; a key
+    /// without a value is `on`.
     pub fn from_keyval(text: &str) -> Result<Self> {
         let mut map = Map::new();
-        for (key, value) in parse_list(text, BareKey::Refused)? {
+        for (key, value) in parse_list(text, BareKey::On)? {
             map.insert(key, Value::String(value));
         }
         Self::from_map(map)
