@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Backing chains and data files: found, overridden, read through, mapped.
+
+use cowshed_image::graph::Graph;
+use cowshed_image::node::ChildRole;
+use cowshed_image::{Node, OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+fn run(program: &str, folder: &Path, args: &[&str]) -> String {
+    let output = Command::new(program).current_dir(folder).args(args).output();
+    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
+    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// `sub/top.qcow2` (3 MiB) over `mid.qcow2` (2 MiB, other cluster size) over `base.raw` (1 MiB): bytes 1, 2 and 3
+/// where each was written.
+fn chain() -> tempfile::TempDir {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = folder.path();
+    std::fs::create_dir(at.join("sub")).unwrap();
+    std::fs::write(at.join("base.raw"), vec![1; 1 << 20]).unwrap();
+    let create = |args: &[&str]| run("qemu-img", at, &[&["create", "-q", "-f", "qcow2"], args].concat());
+    create(&["-o", "cluster_size=4k", "-F", "raw", "-b", "base.raw", "mid.qcow2", "2M"]);
+    create(&["-F", "qcow2", "-b", "../mid.qcow2", "sub/top.qcow2", "3M"]);
+    run("qemu-io", at, &["-c", "write -P 2 100k 200k", "-c", "write -P 2 1900k 148k", "mid.qcow2"]);
+    run("qemu-io", at, &["-c", "write -P 3 200k 64k", "-c", "write -z 512k 64k", "sub/top.qcow2"]);
+    folder
+}
+
+fn open_now(request: OpenRequest) -> Arc<Node> {
+    rt::block_on(open(request)).unwrap()
+}
+
+fn top(folder: &tempfile::TempDir) -> String {
+    folder.path().join("sub/top.qcow2").to_str().unwrap().to_owned()
+}
+
+fn read_all(node: &Node) -> Vec<u8> {
+    let (result, buf) = rt::block_on(node.read(0, IoBuf::zeroed(node.size() as usize)));
+    result.unwrap();
+    buf.to_vec()
+}
+
+#[test]
+fn a_chain_is_found_and_read() {
+    let folder = chain();
+    run("qemu-img", folder.path(), &["convert", "-O", "raw", "sub/top.qcow2", "flat.raw"]);
+    let expected = std::fs::read(folder.path().join("flat.raw")).unwrap();
+    let node = open_now(OpenRequest::file(top(&folder)));
+    assert_eq!((node.driver_name(), node.size()), ("qcow2", 3 << 20));
+    let mid = node.backing().unwrap();
+    let base = mid.backing().unwrap();
+    assert_eq!((mid.driver_name(), base.driver_name()), ("qcow2", "raw"));
+    assert!(mid.filename().ends_with("sub/../mid.qcow2") && base.filename().ends_with("sub/../base.raw"));
+    assert_eq!(node.child(ChildRole::File).unwrap().driver_name(), "file");
+    assert!(mid.is_read_only() && base.is_read_only());
+    assert!(read_all(&node) == expected, "content differs from what qemu-img reads");
+    rt::block_on(node.close()).unwrap();
+}
+
+#[test]
+fn the_map_of_a_chain_is_the_one_of_qemu_img() {
+    let folder = chain();
+    let text = run("qemu-img", folder.path(), &["map", "--output=json", "sub/top.qcow2"]);
+    let expected: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+    let node = open_now(OpenRequest::file(top(&folder)));
+    for max_runs in [1, 3, 1000] {
+        let mut runs: Vec<(u64, u64, u64, bool, bool, bool, Option<u64>)> = Vec::new();
+        let mut at = 0;
+        while at < node.size() {
+            let more = rt::block_on(node.block_status_chain(at, node.size() - at, max_runs)).unwrap();
+            assert!(!more.is_empty() && more.len() <= max_runs);
+            for run in more {
+                assert_eq!(run.start, at, "a gap");
+                at += run.len;
+                let item = (run.start, run.len, run.depth.into(), run.present, run.zero, run.data, run.offset);
+                match runs.last_mut() {
+                    // qemu-img joins what continues.
+                    Some(last)
+                        if (last.2, last.3, last.4, last.5) == (item.2, item.3, item.4, item.5)
+                            && last.6.map(|offset| offset + last.1) == item.6 =>
+                    {
+                        last.1 += item.1;
+                    }
+                    _ => runs.push(item),
+                }
+            }
+        }
+        let expected: Vec<_> = expected
+            .iter()
+            .map(|run| {
+                let number = |key: &str| run[key].as_u64();
+                let flag = |key: &str| run[key].as_bool().unwrap();
+                let (start, len) = (number("start").unwrap(), number("length").unwrap());
+                (start, len, number("depth").unwrap(), flag("present"), flag("zero"), flag("data"), number("offset"))
+            })
+            .collect();
+        assert_eq!(runs, expected);
+    }
+}
+
+#[test]
+fn the_backing_file_can_be_overridden_or_left_out() {
+    let folder = chain();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(at("other.raw"), vec![9; 3 << 20]).unwrap();
+    let opts =
+        |rest: &str| OpenRequest::image_opts(&format!("driver=qcow2,file.filename={},{rest}", top(&folder))).unwrap();
+    let first = |node: &Node| read_all(node)[0];
+    let none = open_now(opts("backing="));
+    assert!(none.backing().is_none());
+    assert_eq!(first(&none), 0);
+    let other = open_now(opts(&format!("backing.driver=raw,backing.file.filename={}", at("other.raw"))));
+    assert_eq!(first(&other), 9);
+    // Options without a place are about the file that the header names.
+    let named = open_now(opts("backing.node-name=mid,backing.file.locking=off"));
+    assert_eq!((first(&named), named.backing().unwrap().name()), (1, "mid"));
+    let graph = Graph::new();
+    let node = OpenRequest::image_opts(&format!("driver=raw,node-name=base,file.filename={}", at("other.raw")));
+    let base = open_now(node.unwrap().graph(Arc::clone(&graph)));
+    let by_name = open_now(opts("backing=base").graph(graph));
+    assert_eq!(first(&by_name), 9);
+    rt::block_on(by_name.close()).unwrap();
+    assert_eq!(read_all(&base)[0], 9, "closing an overlay must not close a backing file that has another user");
+    let left_out = open_now(OpenRequest::file(top(&folder)).no_backing());
+    assert!(left_out.backing().is_none());
+}
+
+#[test]
+fn a_missing_backing_format_is_guessed_with_a_warning() {
+    let folder = chain();
+    run("qemu-img", folder.path(), &["rebase", "-u", "-F", "qcow2", "-b", "", "sub/top.qcow2"]);
+    // qemu-img no longer writes an image without a backing format, so the extension's type is overwritten.
+    let name = top(&folder);
+    run("qemu-img", folder.path(), &["rebase", "-u", "-F", "qcow2", "-b", "../mid.qcow2", "sub/top.qcow2"]);
+    let mut bytes = std::fs::read(&name).unwrap();
+    let at = bytes.windows(4).position(|window| window == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[at..at + 4].copy_from_slice(b"Xtra");
+    std::fs::write(&name, bytes).unwrap();
+    let node = open_now(OpenRequest::file(&name));
+    assert_eq!(node.backing().unwrap().driver_name(), "qcow2");
+    assert!(node.warnings().iter().any(|text| text.contains("mid.qcow2") && text.contains("guessed qcow2")));
+    let policy = cowshed_image::open::Policy { allow_backing_probe: false, ..Default::default() };
+    let error = rt::block_on(open(OpenRequest::file(&name).policy(policy))).unwrap_err().to_string();
+    assert!(error.contains("mid.qcow2") && error.contains("policy"), "{error}");
+}
+
+#[test]
+fn a_data_file_is_found_or_given() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = folder.path();
+    std::fs::create_dir(at.join("sub")).unwrap();
+    run("qemu-img", &at.join("sub"), &["create", "-q", "-f", "qcow2", "-o", "data_file=data.raw", "disk.qcow2", "1M"]);
+    run("qemu-io", at, &["-c", "write -P 5 64k 64k", "sub/disk.qcow2"]);
+    let name = at.join("sub/disk.qcow2").to_str().unwrap().to_owned();
+    let node = open_now(OpenRequest::file(&name));
+    assert!(node.child(ChildRole::DataFile).unwrap().filename().ends_with("sub/data.raw"));
+    assert_eq!(read_all(&node)[65535..65537], [0, 5]);
+    rt::block_on(node.close()).unwrap();
+    let moved = at.join("moved.raw");
+    std::fs::rename(at.join("sub/data.raw"), &moved).unwrap();
+    let error = rt::block_on(open(OpenRequest::file(&name))).unwrap_err().to_string();
+    assert!(error.contains("data.raw") && error.contains("disk.qcow2") && error.contains("No such file"), "{error}");
+    let opts = format!("driver=qcow2,file.filename={name},data-file.filename={}", moved.to_str().unwrap());
+    let node = open_now(OpenRequest::image_opts(&opts).unwrap());
+    assert_eq!(read_all(&node)[65536], 5);
+}
+
+#[test]
+fn an_overlay_and_its_backing_file_are_locked() {
+    let folder = chain();
+    let node = open_now(OpenRequest::file(top(&folder)).writable(true));
+    let writes = |name: &str| {
+        let args = ["-c", "write 0 512", name];
+        let output = Command::new("qemu-io").current_dir(folder.path()).args(args).output().unwrap();
+        output.status.success() && String::from_utf8_lossy(&output.stdout).contains("wrote")
+    };
+    for name in ["sub/top.qcow2", "mid.qcow2", "base.raw"] {
+        assert!(!writes(name), "qemu wrote to {name} while we have it open");
+    }
+    // Another overlay on the same backing file is fine.
+    let args = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "mid.qcow2", "second.qcow2"];
+    run("qemu-img", folder.path(), &args);
+    assert!(writes("second.qcow2"));
+    rt::block_on(node.close()).unwrap();
+    assert!(writes("sub/top.qcow2") && writes("mid.qcow2"));
+}
