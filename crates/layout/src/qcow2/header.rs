@@ -43,6 +43,9 @@ pub mod offset {
     pub const COMPRESSION_TYPE: u64 = 104;
 }
 
+/// Fresh images with smaller clusters go without a feature name table.
+const FEATURE_NAMES_CLUSTER_BITS_MIN: u32 = 13;
+
 /// First byte after the fields that this crate knows.
 const KNOWN_END: usize = 105;
 
@@ -120,6 +123,8 @@ impl Header {
     pub fn new(version: u32, cluster_bits: u32) -> Self {
         let v3 = version >= 3;
         let header_length = if v3 { V3_HEADER_LENGTH } else { V2_HEADER_LENGTH };
+        // As qemu-img: names are a courtesy, so small clusters keep their space for the backing file's name.
+        let feature_names = v3 && cluster_bits >= FEATURE_NAMES_CLUSTER_BITS_MIN;
         Header {
             version,
             backing_file_offset: 0,
@@ -139,7 +144,11 @@ impl Header {
             header_length,
             compression_type: 0,
             extra: vec![0; (header_length as usize).saturating_sub(KNOWN_END)],
-            extensions: if v3 { vec![Extension::FeatureNames(FeatureNames::standard())] } else { Vec::new() },
+            extensions: if feature_names {
+                vec![Extension::FeatureNames(FeatureNames::standard())]
+            } else {
+                Vec::new()
+            },
             backing_file: None,
         }
     }
