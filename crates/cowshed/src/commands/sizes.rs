@@ -2,6 +2,7 @@
 //! Sizes on the command line, and what is said of wrong ones.
 
 use crate::output::Failure;
+use cowshed_image::options::parse_size;
 
 /// The largest size of anything: QEMU counts in signed 64-bit numbers.
 pub const MOST: u64 = i64::MAX as u64;
@@ -33,32 +34,13 @@ pub enum Fault {
     TooLarge,
 }
 
-/// A number of bytes: decimal with an optional fraction and suffix, or hexadecimal.
+/// A number of bytes, see [`parse_size`]; digits with a good suffix that it refuses are too many.
 pub fn number(text: &str) -> Result<u64, Fault> {
-    if let Some(hexadecimal) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        return u64::from_str_radix(hexadecimal, 16).map_err(|_| Fault::NotASize);
-    }
-    let suffix = text.chars().last().filter(char::is_ascii_alphabetic);
-    let shift = match suffix.map(|suffix| suffix.to_ascii_lowercase()) {
-        None | Some('b') => 0,
-        Some('k') => 10,
-        Some('m') => 20,
-        Some('g') => 30,
-        Some('t') => 40,
-        Some('p') => 50,
-        Some('e') => 60,
-        Some(_) => return Err(Fault::NotASize),
-    };
-    let digits = &text[..text.len() - suffix.map_or(0, char::len_utf8)];
-    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
-    let all_digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-    if whole.is_empty() || !all_digits(whole) || !all_digits(fraction) {
-        return Err(Fault::NotASize);
-    }
-    let whole: u64 = whole.parse().map_err(|_| Fault::TooLarge)?;
-    let fraction: f64 = format!("0.{fraction}0").parse().map_err(|_| Fault::NotASize)?;
-    let unit = 1_u64 << shift;
-    whole.checked_mul(unit).and_then(|bytes| bytes.checked_add((fraction * unit as f64) as u64)).ok_or(Fault::TooLarge)
+    parse_size(text).map_err(|_| {
+        let digits = text.strip_suffix(|suffix: char| "bkmgtpeBKMGTPE".contains(suffix)).unwrap_or(text);
+        let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+        if is_number { Fault::TooLarge } else { Fault::NotASize }
+    })
 }
 
 #[cfg(test)]

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Completions, manual pages, help, and COMPAT.md, which must name every option.
+
+use std::process::Command;
+
+fn cowshed(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).args(arguments).output().expect("our own binary runs");
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+const VERBS: [&str; 9] = ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "dd"];
+
+/// The options that a help text lists, short and long.
+fn options(help: &str) -> Vec<String> {
+    let lines = help.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
+    lines
+        .flat_map(|line| line.split("  ").next().unwrap_or_default().split(", "))
+        .map(|option| option.split([' ', '=']).next().unwrap_or_default().to_owned())
+        .filter(|option| option.starts_with('-'))
+        .collect()
+}
+
+#[test]
+fn compat_names_every_option() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../COMPAT.md");
+    let page = std::fs::read_to_string(path).expect("COMPAT.md");
+    for verb in VERBS {
+        let section = page.split(&format!("\n## {verb}\n")).nth(1).unwrap_or_else(|| panic!("no section {verb}"));
+        let section = section.split("\n## ").next().unwrap_or_default();
+        let options = options(&cowshed(&["help", verb]));
+        assert!(options.len() > 3, "{verb}: {options:?}");
+        for option in options.iter().filter(|option| !["-h", "--help"].contains(&option.as_str())) {
+            assert!(section.contains(&format!("`{option}`")), "COMPAT.md, {verb}: no row for {option}");
+        }
+    }
+}
+
+#[test]
+fn completions_know_the_verbs() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = cowshed(&["completions", shell]);
+        for verb in VERBS {
+            assert!(script.contains(verb), "{shell}: {verb}");
+        }
+    }
+}
+
+#[test]
+fn manual_pages_are_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = folder.path().join("man1");
+    cowshed(&["man", "--dir", dir.to_str().expect("text")]);
+    for verb in VERBS {
+        let page = std::fs::read_to_string(dir.join(format!("cowshed-{verb}.1"))).expect("a page");
+        assert!(page.contains(".TH") && page.contains("EXAMPLES") | page.contains("Examples"), "{verb}: {page}");
+    }
+    assert!(dir.join("cowshed.1").is_file());
+}
+
+#[test]
+fn help_by_either_name() {
+    assert!(cowshed(&["--help"]).contains("Usage: cowshed"));
+    assert!(cowshed(&["convert", "--help"]).contains("cowshed convert -p -O qcow2"));
+    assert!(cowshed(&["img", "convert", "--help"]).contains("qemu-img convert -p -O qcow2"));
+    let version = cowshed(&["img", "--version"]);
+    assert!(version.starts_with("qemu-img version 11."), "{version}");
+}

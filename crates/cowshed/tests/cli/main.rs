@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The command line tool from outside: as qemu-img, as a stranger meets it, and its documents.
+
+mod as_qemu_img;
+mod documents;
+mod oracle;
+mod stranger;

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Runs the real qemu-img and ours, called by the same name, on the same files, and compares what they say.
+//!
+//! Ours speaks as QEMU 11 does. Where the installed qemu-img is older, our text is brought back to what that version
+//! prints, by the rules of [`as_older`], one a known change of QEMU.
+
+use cowshed_testkit::qemu::Qemu;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// What a run gave.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// Exit code; `None` after a signal.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub out: String,
+    /// Standard error.
+    pub err: String,
+}
+
+/// A folder with images, the real tool and ours.
+pub struct Oracle {
+    folder: TempDir,
+    /// The real tools.
+    pub qemu: Qemu,
+    ours: PathBuf,
+    version: (u32, u32),
+    differences: std::cell::RefCell<String>,
+}
+
+impl Oracle {
+    /// An empty folder.
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        let bin = folder.path().join("bin");
+        std::fs::create_dir(&bin).expect("a folder for the link");
+        let ours = bin.join("qemu-img");
+        std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &ours).expect("a link named qemu-img");
+        let qemu = Qemu::system();
+        let version = qemu.version();
+        let work = folder.path().join("work");
+        std::fs::create_dir(&work).expect("a folder for the images");
+        Self { folder, qemu, ours, version, differences: Default::default() }
+    }
+
+    /// Where the images are: the working folder of every run.
+    pub fn work(&self) -> PathBuf {
+        self.folder.path().join("work")
+    }
+
+    /// (major, minor) of the real tool.
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// Runs the real qemu-img in the working folder, to make images; it must succeed.
+    #[track_caller]
+    pub fn make(&self, line: &str) {
+        let said = self.real(&self.work(), &words(line));
+        assert_eq!(said.code, Some(0), "qemu-img {line}: {}", said.err);
+    }
+
+    /// Runs qemu-io commands on an image, to fill it.
+    #[track_caller]
+    pub fn io(&self, commands: &[&str], image: &str) {
+        let mut command = Command::new(self.qemu.io_path());
+        command.current_dir(self.work());
+        for text in commands {
+            command.args(["-c", text]);
+        }
+        let said = finish(command.arg(image));
+        assert_eq!(said.code, Some(0), "qemu-io {commands:?} {image}: {}{}", said.out, said.err);
+    }
+
+    /// The real tool's answer, in a folder.
+    pub fn real(&self, folder: &Path, arguments: &[String]) -> Said {
+        finish(Command::new(self.qemu.img_path()).args(arguments).current_dir(folder))
+    }
+
+    /// Our answer by the name qemu-img, in a folder.
+    pub fn ours(&self, folder: &Path, arguments: &[String]) -> Said {
+        finish(Command::new(&self.ours).args(arguments).current_dir(folder))
+    }
+
+    /// Both read the same images; every difference is noted for [`Oracle::verdict`].
+    pub fn compare(&self, line: &str) {
+        let arguments = words(line);
+        let real = tidy(self.real(&self.work(), &arguments));
+        let ours = tidy(self.as_installed(self.ours(&self.work(), &arguments)));
+        self.note(line, &real, &ours);
+    }
+
+    /// As [`Oracle::compare`] for runs that write: each tool works on its own copy of the folder. `check` sees both.
+    pub fn compare_writing(&self, line: &str, check: impl FnOnce(&Path, &Path)) {
+        let arguments = words(line);
+        let (theirs, own) = (self.folder.path().join("theirs"), self.folder.path().join("own"));
+        for copy in [&theirs, &own] {
+            let _ = std::fs::remove_dir_all(copy);
+            let copied = Command::new("cp").arg("-a").arg("--sparse=always").arg(self.work()).arg(copy).status();
+            assert!(copied.is_ok_and(|status| status.success()), "cp -a");
+        }
+        let real = tidy(self.real(&theirs, &arguments));
+        let ours = tidy(self.as_installed(self.ours(&own, &arguments)));
+        self.note(line, &real, &ours);
+        if real.code == Some(0) && ours.code == Some(0) {
+            check(&theirs, &own);
+        }
+    }
+
+    fn note(&self, line: &str, real: &Said, ours: &Said) {
+        if real != ours {
+            let mut differences = self.differences.borrow_mut();
+            let _ = writeln!(differences, "== qemu-img {line}");
+            for (what, real, ours) in [
+                ("exit code", &format!("{:?}\n", real.code), &format!("{:?}\n", ours.code)),
+                ("output", &real.out, &ours.out),
+                ("errors", &real.err, &ours.err),
+            ] {
+                if real != ours {
+                    let _ = write!(differences, "-- {what}, real:\n{real}-- {what}, ours:\n{ours}");
+                }
+            }
+        }
+    }
+
+    /// Fails the test when something differed.
+    #[track_caller]
+    pub fn verdict(&self) {
+        let differences = self.differences.borrow();
+        assert!(differences.is_empty(), "our qemu-img differs from {:?}\n{differences}", self.version);
+    }
+
+    fn as_installed(&self, said: Said) -> Said {
+        Said { out: as_older(&said.out, self.version), ..said }
+    }
+}
+
+/// Splits at spaces; `'…'` keeps them.
+pub fn words(line: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let (mut quoted, mut kept) = (false, false);
+    for character in line.chars() {
+        match character {
+            '\'' => {
+                quoted = !quoted;
+                kept = true;
+            }
+            ' ' if !quoted => {
+                if kept || words.last().is_some_and(|word| !word.is_empty()) {
+                    words.push(String::new());
+                }
+                kept = false;
+            }
+            other => words.last_mut().expect("never empty").push(other),
+        }
+    }
+    words
+}
+
+fn finish(command: &mut Command) -> Said {
+    let output = command
+        .stdin(Stdio::null())
+        .env("TZ", "UTC")
+        .env("LC_ALL", "C.UTF-8")
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    Said {
+        code: output.status.code(),
+        out: String::from_utf8(output.stdout).expect("the output is text"),
+        err: String::from_utf8(output.stderr).expect("the errors are text"),
+    }
+}
+
+/// Which program to ask for help depends on the path it was called by.
+fn tidy(said: Said) -> Said {
+    let err =
+        said.err.lines().filter(|line| !line.starts_with("Try '")).fold(String::new(), |text, line| text + line + "\n");
+    Said { err, ..said }
+}
+
+/// Our text as an older qemu-img prints it.
+fn as_older(text: &str, version: (u32, u32)) -> String {
+    let mut text = text.to_owned();
+    if version < (8, 0) {
+        text = without_block(&text, |line| line.starts_with("Child node '"), |line| !line.starts_with(' '), false);
+        text = without_json_children(&text);
+    }
+    if version < (8, 2) {
+        text = text.replace(", \"compressed\": false", "").replace(", \"compressed\": true", "");
+    }
+    if version < (10, 0) {
+        text = text.lines().fold(String::new(), |all, line| all + &older_snapshot_line(line) + "\n");
+    }
+    text
+}
+
+/// Leaves out the lines from one that `begins` to the next that `ends`, that one included when `whole`.
+fn without_block(text: &str, begins: impl Fn(&str) -> bool, ends: impl Fn(&str) -> bool, whole: bool) -> String {
+    let (mut kept, mut inside) = (String::new(), false);
+    for line in text.lines() {
+        let ended = inside && ends(line);
+        if ended {
+            inside = false;
+        }
+        inside = inside || (!ended || !whole) && begins(line);
+        if !inside && !(ended && whole) {
+            kept += line;
+            kept.push('\n');
+        }
+    }
+    kept
+}
+
+/// QEMU 8 added `children` to each image's JSON.
+fn without_json_children(text: &str) -> String {
+    let mut text = text.to_owned();
+    for depth in [1, 2] {
+        let indent = "    ".repeat(depth);
+        let (opening, closing) = (format!("{indent}\"children\": ["), format!("{indent}],"));
+        text = without_block(&text, |line| line == opening, |line| line == closing, true);
+    }
+    text
+}
+
+/// QEMU 10 changed the columns of the snapshot list.
+fn older_snapshot_line(line: &str) -> String {
+    if line.starts_with("ID      TAG ") {
+        return "ID        TAG               VM SIZE                DATE     VM CLOCK     ICOUNT".to_owned();
+    }
+    let is_row = line.starts_with(|first: char| first.is_ascii_digit()) && line.contains(" 0000:");
+    match line.split_at_checked(8) {
+        Some((id, rest)) if is_row => {
+            format!("{id}  {}", rest.replace("  0000:", " 00:").replacen(" 00:00:", " 00:", 1))
+        }
+        _ => line.to_owned(),
+    }
+}

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What someone meets who gets it wrong: one clear line, the right exit code, never a panic.
+
+use crate::oracle::{self, Oracle, Said};
+use std::process::{Command, Stdio};
+
+fn cowshed(oracle: &Oracle, line: &str) -> Said {
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(oracle::words(line))
+        .current_dir(oracle.work())
+        .stdin(Stdio::null())
+        .env("RUST_BACKTRACE", "1")
+        .output()
+        .expect("our own binary runs");
+    Said {
+        code: output.status.code(),
+        out: String::from_utf8(output.stdout).expect("text"),
+        err: String::from_utf8(output.stderr).expect("text"),
+    }
+}
+
+/// One line, two where the second points to the help.
+#[track_caller]
+fn expect_refusal(oracle: &Oracle, line: &str, code: i32, words: &[&str]) {
+    let said = cowshed(oracle, line);
+    assert_eq!(said.code, Some(code), "{line}: {said:?}");
+    assert!(said.err.starts_with("cowshed: "), "{line}: {said:?}");
+    let lines: Vec<&str> = said.err.lines().filter(|line| !line.starts_with("Try 'cowshed")).collect();
+    assert_eq!(lines.len(), 1, "{line}: {said:?}");
+    for word in words {
+        assert!(lines.iter().any(|line| line.contains(word)), "{line}: no {word:?} in {said:?}");
+    }
+    assert!(!said.err.contains("panicked") && !said.err.contains("stack backtrace"), "{said:?}");
+}
+
+#[test]
+fn wrong_command_lines() {
+    let oracle = Oracle::new();
+    for (line, words) in [
+        ("'' ", &["Command not found"][..]),
+        ("infoo x", &["infoo", "did you mean 'info'"]),
+        ("info", &["one image file name"]),
+        ("info --outptu=json x", &["--outptu", "did you mean '--output'"]),
+        ("info --output=xml x", &["'human' or 'json'", "xml"]),
+        ("info -f", &["-f", "requires an argument"]),
+        ("info --backing-chain=yes x", &["--backing-chain"]),
+        ("check --repair=some x", &["'leaks' or 'all'", "some"]),
+        ("create x 10Q", &["image size", "10Q"]),
+        ("create x 99999999999999999999", &["image size"]),
+        ("resize x +-5", &["size"]),
+        ("convert -m 0 x y", &["1 and 16"]),
+        ("convert -l snap x y", &["'-l'", "not yet supported"]),
+        ("convert --bitmaps x y", &["'--bitmaps'", "not yet supported"]),
+        ("info --object secret,id=a x", &["'--object'", "not yet supported"]),
+        ("snapshot -l x", &["snapshot", "not yet supported"]),
+        ("rebase --help", &["rebase", "not yet supported"]),
+        ("completions tcsh", &["tcsh"]),
+        ("help nothing", &["nothing"]),
+    ] {
+        expect_refusal(&oracle, line, 1, words);
+    }
+}
+
+#[test]
+fn files_that_are_no_images() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 good.qcow2 1M");
+    let work = oracle.work();
+    std::fs::create_dir(work.join("folder")).expect("a folder");
+    let good = std::fs::read(work.join("good.qcow2")).expect("the image");
+    std::fs::write(work.join("cut.qcow2"), &good[..70]).expect("a cut image");
+    std::fs::write(work.join("text.txt"), "hello").expect("a text");
+    let mut unknown = good.clone();
+    unknown[79] |= 0x80;
+    std::fs::write(work.join("unknown.qcow2"), &unknown).expect("an image");
+    for (line, words) in [
+        ("info nofile", &["nofile", "No such file"][..]),
+        ("info folder", &["folder"]),
+        ("info cut.qcow2", &["cut.qcow2"]),
+        ("info -f qcow2 text.txt", &["text.txt"]),
+        ("info unknown.qcow2", &["unknown.qcow2"]),
+        ("map nofile", &["nofile", "No such file"]),
+        ("check nofile", &["nofile", "No such file"]),
+        ("convert nofile out", &["nofile", "No such file"]),
+        ("convert -O qcow2 good.qcow2 folder", &["folder"]),
+        ("convert -O qcow2 good.qcow2 no/such/out", &["no/such/out", "No such file"]),
+        ("convert good.qcow2 good.qcow2", &["good.qcow2"]),
+        ("create -f qcow2 folder 1M", &["folder"]),
+        ("create -f qcow2 -b nofile -F raw new.qcow2", &["nofile", "No such file"]),
+        ("create -f qcow2 -b good.qcow2 new.qcow2", &["format"]),
+        ("resize nofile 1M", &["nofile", "No such file"]),
+        ("resize good.qcow2 512k", &["--shrink"]),
+        ("measure -O qcow2 nofile", &["nofile", "No such file"]),
+        ("dd if=nofile of=out", &["nofile", "No such file"]),
+        ("info --image-opts driver=qcow2,file.filename=good.qcow2,colour=blue", &["colour"]),
+        ("info 'json:{\"driver\":'", &["json"]),
+    ] {
+        expect_refusal(&oracle, line, 1, words);
+    }
+    expect_refusal(&oracle, "compare good.qcow2 nofile", 2, &["nofile", "No such file"]);
+    expect_refusal(&oracle, "check text.txt", 63, &["text.txt"]);
+    assert_eq!(std::fs::read(work.join("good.qcow2")).expect("the image"), good, "nothing has touched the image");
+}
+
+/// A reader that goes away, and a standard output that takes nothing.
+#[test]
+fn closed_and_full_outputs() {
+    let oracle = Oracle::new();
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("--help").stdout(writer).output().expect("runs");
+    assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0), "{output:?}");
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("/dev/full");
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("--help").stdout(full).output().expect("runs");
+    assert_eq!(output.status.code(), Some(1));
+    let message = String::from_utf8(output.stderr).expect("text");
+    assert!(message.contains("No space left on device"), "{message}");
+    drop(oracle);
+}
