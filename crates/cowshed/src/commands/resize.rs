@@ -53,7 +53,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let options = ResizeOptions {
         image: args.naming.spec(file, args.format.as_ref())?,
-        size: new_size(size)?,
+        size: new_size(console.persona, size)?,
         shrink: args.shrink,
         preallocation: preallocation(args.preallocation.as_deref())?,
     };
@@ -69,7 +69,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-fn new_size(text: &str) -> Result<NewSize, Failure> {
+fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {
     let (sign, digits) = match text.strip_prefix(['+', '-']) {
         Some(digits) => (text.as_bytes().first().copied(), digits),
         None => (None, text),
@@ -80,11 +80,15 @@ fn new_size(text: &str) -> Result<NewSize, Failure> {
             return Err(Failure::new(format!("Value '{digits}' is out of range for parameter 'size'")));
         }
         Err(sizes::Fault::NotASize) => {
-            return Err(Failure::new(
-                "Parameter 'size' expects a non-negative number below 2^64\n\
-                 Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
-                 and exabytes, respectively.",
-            ));
+            return Err(Failure::new(match persona {
+                Persona::Cowshed => {
+                    format!("Invalid size '{text}': expected a number with an optional suffix k, M, G, T, P or E")
+                }
+                Persona::QemuImg => "Parameter 'size' expects a non-negative number below 2^64\n\
+                     Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
+                     and exabytes, respectively."
+                    .to_owned(),
+            }));
         }
     };
     Ok(match sign {
@@ -110,11 +114,14 @@ mod tests {
 
     #[test]
     fn signs_make_differences() {
-        assert_eq!(new_size("5M").unwrap(), NewSize::Absolute(5 << 20));
-        assert_eq!(new_size("+1G").unwrap(), NewSize::Grow(1 << 30));
-        assert_eq!(new_size("-1k").unwrap(), NewSize::Shrink(1024));
-        assert!(new_size("+x").unwrap_err().message.starts_with("Parameter 'size' expects"));
-        assert_eq!(new_size("100E").unwrap_err().message, "Value '100E' is out of range for parameter 'size'");
-        assert!(new_size("--1").is_err());
+        assert_eq!(new_size(Persona::QemuImg, "5M").unwrap(), NewSize::Absolute(5 << 20));
+        assert_eq!(new_size(Persona::QemuImg, "+1G").unwrap(), NewSize::Grow(1 << 30));
+        assert_eq!(new_size(Persona::QemuImg, "-1k").unwrap(), NewSize::Shrink(1024));
+        assert!(new_size(Persona::QemuImg, "+x").unwrap_err().message.starts_with("Parameter 'size' expects"));
+        assert_eq!(
+            new_size(Persona::QemuImg, "100E").unwrap_err().message,
+            "Value '100E' is out of range for parameter 'size'"
+        );
+        assert!(new_size(Persona::QemuImg, "--1").is_err());
     }
 }

@@ -110,6 +110,19 @@ impl Oracle {
         }
     }
 
+    /// Both refuse: same exit code, and the same words up to the reason, which is ours to word.
+    pub fn compare_refusal(&self, line: &str) {
+        let arguments = words(line);
+        let real = self.real(&self.work(), &arguments);
+        let ours = self.ours(&self.work(), &arguments);
+        let frame = frame(&real.err);
+        let differs = real.code != ours.code || !ours.err.starts_with(frame) || ours.err.contains("panicked");
+        assert_ne!(real.code, Some(0), "qemu-img {line} was to fail");
+        if differs {
+            self.note(line, &Said { out: String::new(), ..real }, &Said { out: String::new(), ..ours });
+        }
+    }
+
     fn note(&self, line: &str, real: &Said, ours: &Said) {
         if real != ours {
             let mut differences = self.differences.borrow_mut();
@@ -136,6 +149,19 @@ impl Oracle {
     fn as_installed(&self, said: Said) -> Said {
         Said { out: as_older(&said.out, self.version), ..said }
     }
+}
+
+/// The start of qemu-img's message that scripts look for: `qemu-img: Could not open 'FILE': `, `qemu-img: FILE: `.
+fn frame(message: &str) -> &str {
+    let rest = message.strip_prefix("qemu-img: ").unwrap_or(message);
+    let length = match rest.strip_prefix("Could not open '").and_then(|rest| rest.split_once("': ")) {
+        Some((name, _)) => "Could not open '".len() + name.len() + "': ".len(),
+        None => match rest.split_once(": ") {
+            Some((name, _)) if !name.contains(' ') => name.len() + ": ".len(),
+            _ => 0,
+        },
+    };
+    &message[..message.len() - rest.len() + length]
 }
 
 /// Splits at spaces; `'…'` keeps them.
