@@ -3,5 +3,6 @@
 
 mod as_qemu_img;
 mod documents;
+mod golden;
 mod oracle;
 mod stranger;
