@@ -88,7 +88,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let job = work::Foreground::new(console.persona, false, false, "copying")?;
     let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[&input, &output], error);
-    job.run(async |handle| dd::run(&options, &handle).await, failed)?;
+    let outcome = job.run(async |handle| dd::run(&options, &handle).await, failed)?;
+    if outcome.skipped_past_end {
+        console.complain(format_args!("{input}: cannot skip to specified offset"));
+    }
     Ok(0)
 }
 

@@ -52,57 +52,96 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let file = one_file(&args.files)?;
     let image = ImageSpec { force_share: args.force_share, ..args.naming.spec(file, args.format.as_ref())? };
     let options = MapOptions { image, start: start.unwrap_or(0), len };
-    let entries = work::run_quietly(async |job| map::run(&options, &job).await)
-        .map_err(|error| Failure::open(console.persona, file, &error))?;
-    match args.output {
-        OutputFormat::Json => {
-            print_json(&entries, options.start, console);
-            Ok(0)
+    let mut writer = match args.output {
+        OutputFormat::Json => Writer::Json { opening: "[" },
+        OutputFormat::Human => Writer::Table { headed: false, placeless: false },
+    };
+    let show = |entry: MapEntry| {
+        writer.entry(&entry, console);
+        Ok(())
+    };
+    let result = work::run_quietly(async |job| map::each(&options, &job, show).await);
+    if let Err(error) = result {
+        return Err(Failure::open(console.persona, file, &error));
+    }
+    writer.end(options.start, console)
+}
+
+/// Prints runs as they come: an image can have millions.
+enum Writer {
+    Json {
+        /// What stands before the next run.
+        opening: &'static str,
+    },
+    Table {
+        /// The heading stands: it comes once the image is open.
+        headed: bool,
+        /// There was data without a plain place to show.
+        placeless: bool,
+    },
+}
+
+impl Writer {
+    fn head(&mut self, console: &mut Console) {
+        if let Writer::Table { headed: headed @ false, .. } = self {
+            *headed = true;
+            console.line(format_args!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to"));
         }
-        OutputFormat::Human => print_table(&entries, console),
+    }
+
+    fn entry(&mut self, entry: &MapEntry, console: &mut Console) {
+        self.head(console);
+        match self {
+            Writer::Json { opening } => {
+                console.print(format_args!("{opening}{}", JsonEntry(entry)));
+                *opening = ",\n";
+            }
+            Writer::Table { placeless, .. } if entry.data && !entry.zero => match (entry.offset, &entry.file) {
+                (Some(offset), Some(file)) => console.line(format_args!(
+                    "{:<16}{:<16}{:<16}{file}",
+                    alternate_hex(entry.start),
+                    alternate_hex(entry.length),
+                    alternate_hex(offset),
+                )),
+                _ => *placeless = true,
+            },
+            Writer::Table { .. } => {}
+        }
+    }
+
+    fn end(mut self, start: u64, console: &mut Console) -> Result<u8, Failure> {
+        self.head(console);
+        match self {
+            // qemu-img shows an empty range as one run of length 0.
+            Writer::Json { opening: "[" } => {
+                let flags = "\"depth\": 0, \"present\": false, \"zero\": false, \"data\": false, \"compressed\": false";
+                console.line(format_args!("[{{ \"start\": {start}, \"length\": 0, {flags}}}]"));
+                Ok(0)
+            }
+            Writer::Json { .. } => {
+                console.line("]");
+                Ok(0)
+            }
+            Writer::Table { placeless: false, .. } => Ok(0),
+            Writer::Table { placeless: true, .. } => {
+                Err(Failure::new("File contains external, encrypted or compressed clusters."))
+            }
+        }
     }
 }
 
-/// One run a line, as qemu-img has it; an empty range is one run of length 0.
-fn print_json(entries: &[MapEntry], start: u64, console: &mut Console) {
-    if entries.is_empty() {
-        let flags = "\"depth\": 0, \"present\": false, \"zero\": false, \"data\": false, \"compressed\": false";
-        console.line(format_args!("[{{ \"start\": {start}, \"length\": 0, {flags}}}]"));
-        return;
-    }
-    let mut opening = "[";
-    for MapEntry { start, length, depth, present, zero, data, compressed, offset, .. } in entries {
-        console.print(format_args!(
-            "{opening}{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \
-             \"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}"
-        ));
+/// A run on one line, in qemu-img's layout.
+struct JsonEntry<'a>(&'a MapEntry);
+
+impl std::fmt::Display for JsonEntry<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let MapEntry { start, length, depth, present, zero, data, compressed, offset, .. } = self.0;
+        write!(f, "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, ")?;
+        write!(f, "\"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}")?;
         if let Some(offset) = offset {
-            console.print(format_args!(", \"offset\": {offset}"));
+            write!(f, ", \"offset\": {offset}")?;
         }
-        console.print("}");
-        opening = ",\n";
-    }
-    console.line("]");
-}
-
-/// The runs with data. Fails where there is no plain place to show, after showing the others.
-fn print_table(entries: &[MapEntry], console: &mut Console) -> Result<u8, Failure> {
-    console.line(format_args!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to"));
-    let mut placeless = false;
-    for entry in entries.iter().filter(|entry| entry.data && !entry.zero) {
-        match (entry.offset, &entry.file) {
-            (Some(offset), Some(file)) => console.line(format_args!(
-                "{:<16}{:<16}{:<16}{file}",
-                alternate_hex(entry.start),
-                alternate_hex(entry.length),
-                alternate_hex(offset),
-            )),
-            _ => placeless = true,
-        }
-    }
-    match placeless {
-        true => Err(Failure::new("File contains external, encrypted or compressed clusters.")),
-        false => Ok(0),
+        f.write_str("}")
     }
 }
 

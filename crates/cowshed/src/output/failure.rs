@@ -2,7 +2,7 @@
 //! Why a verb failed: the message for standard error and the exit code.
 
 use crate::invocation::Persona;
-use cowshed_block::Error;
+use cowshed_block::{Error, ErrorKind};
 
 /// What ends a verb early.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Failure {
     pub fn open(persona: Persona, name: &str, error: &Error) -> Self {
         match persona {
             Persona::Cowshed => Self::about(persona, name, error),
-            Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", reason(name, error))),
+            Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error))),
         }
     }
 
@@ -73,6 +73,18 @@ impl From<clap::Error> for Failure {
     }
 }
 
+/// As [`reason`], with qemu-img's words where scripts look for them.
+fn qemu_reason(name: &str, error: &Error) -> String {
+    let lock = error.message().strip_prefix("failed to get ").and_then(|lock| lock.split_once(':'));
+    match lock {
+        Some((lock, _)) if error.kind() == ErrorKind::Busy => {
+            let file = error.file_name().unwrap_or(name);
+            format!("Failed to get {lock}\nIs another process using the image [{file}]?")
+        }
+        _ => reason(name, error),
+    }
+}
+
 /// The error's text without `name` in front, which the caller has said already.
 fn reason(name: &str, error: &Error) -> String {
     let text = error.to_string();
@@ -86,6 +98,16 @@ fn reason(name: &str, error: &Error) -> String {
 mod tests {
     use super::*;
     use cowshed_block::Errno;
+
+    #[test]
+    fn locks_are_worded_as_scripts_know_them() {
+        let text = "failed to get \"write\" lock: another process uses the image and does not share it";
+        let error = Error::new(ErrorKind::Busy, text).file("a.qcow2");
+        let failure = Failure::open(Persona::QemuImg, "a.qcow2", &error);
+        let expected =
+            "Could not open 'a.qcow2': Failed to get \"write\" lock\nIs another process using the image [a.qcow2]?";
+        assert_eq!(failure.message, expected);
+    }
 
     #[test]
     fn the_name_is_said_once() {
