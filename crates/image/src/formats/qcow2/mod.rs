@@ -1,55 +1,190 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The qcow2 driver: carries out the plans of the engine.
-#![allow(missing_docs)]
+//!
+//! All I/O of an image is here, all decisions are in `cowshed-qcow2`. A request plans, does its I/O, and plans again
+//! whenever it had to wait for something. The futures of a driver must run to their end: a write that is dropped
+//! half-way may still reach the disk later (the library's queues see to that by running requests as tasks).
+
+mod allocate;
+mod cipher;
+mod compressed;
+mod events;
+mod flush;
+mod header;
+mod open;
+mod preallocate;
+mod read;
+mod resize;
+mod status;
+mod write;
+mod zero;
+
+pub use cipher::Cipher;
 
 use super::OpenContext;
-use crate::node::{Preallocation, StatusExtent, ZeroFlags};
-use cowshed_block::Result;
-use cowshed_storage::IoBuf;
+use crate::codec::Codec;
+use crate::node::Node;
+use cowshed_block::{Error, ErrorKind, Result, StoredIn};
+use cowshed_layout::qcow2::Header;
+use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics};
+use cowshed_storage::{File, IoBuf};
+use events::Events;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// An open qcow2 image.
-pub struct Qcow2Driver {}
+pub struct Qcow2Driver {
+    engine: Engine,
+    file: File,
+    file_name: String,
+    data_file: Option<File>,
+    backing: Option<Arc<Node>>,
+    no_backing: bool,
+    cipher: Option<Arc<dyn Cipher>>,
+    codec: Mutex<Codec>,
+    /// The header as it is on disk.
+    header: Mutex<Header>,
+    writable: bool,
+    /// Freed clusters get holes punched.
+    punch: bool,
+    /// Something about the mapping has changed: those who wait plan again.
+    events: Events,
+    /// Held by the one write-back cycle, refcount or L1 growth that may run.
+    cycle_lock: futures_util::lock::Mutex<()>,
+    /// Flushes asked for so far, and how many of them the last good cycle covered.
+    flushes_asked: AtomicU64,
+    flushes_covered: AtomicU64,
+    /// Something was written to the metadata since the image was opened.
+    wrote_metadata: AtomicBool,
+    /// A cycle was dropped before its end: nobody knows what reached the disk.
+    abandoned: AtomicBool,
+    closed: AtomicBool,
+}
 
 impl Qcow2Driver {
-    pub async fn open(context: OpenContext) -> Result<Qcow2Driver> {
-        let _ = context;
-        todo!()
-    }
+    /// Virtual size in bytes.
     pub fn size(&self) -> u64 {
-        todo!()
+        self.engine.size()
     }
-    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let _ = (offset, buf);
-        todo!()
+
+    /// A copy of the header as it is on disk.
+    pub fn header(&self) -> Header {
+        self.header.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
-    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let _ = (offset, buf);
-        todo!()
+
+    /// Cluster size in bytes.
+    pub fn cluster_size(&self) -> u64 {
+        self.engine.geometry().cluster_size()
     }
-    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let _ = (offset, len, flags);
-        todo!()
+
+    /// The image file.
+    pub fn image_file(&self) -> &File {
+        &self.file
     }
-    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let _ = (offset, len);
-        todo!()
+
+    /// The external data file.
+    pub fn data_file(&self) -> Option<&File> {
+        self.data_file.as_ref()
     }
-    pub async fn flush(&self) -> Result<()> {
-        todo!()
+
+    /// Counters of the metadata cache.
+    pub fn statistics(&self) -> Statistics {
+        self.engine.statistics()
     }
-    pub async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        let _ = clusters;
-        todo!()
+
+    /// Chooses how clusters are compressed from now on. The method must be the image's.
+    pub fn set_codec(&self, codec: Codec) -> Result<()> {
+        if codec.compression() != self.header().compression() {
+            return Err(self.error(Error::invalid_argument("the image uses another compression method")));
+        }
+        *self.codec.lock().unwrap_or_else(PoisonError::into_inner) = codec;
+        Ok(())
     }
-    pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let _ = (offset, len, max_runs);
-        todo!()
+
+    fn codec(&self) -> Codec {
+        *self.codec.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let _ = (size, preallocation);
-        todo!()
+
+    /// Names the image in an error.
+    fn error(&self, error: Error) -> Error {
+        error.file(self.file_name.clone())
     }
-    pub async fn close(&self) -> Result<()> {
-        todo!()
+
+    fn stored_in(&self, file: StoredIn) -> &File {
+        match (file, &self.data_file) {
+            (StoredIn::DataFile, Some(data_file)) => data_file,
+            _ => &self.file,
+        }
+    }
+
+    fn is_data_file_raw(&self) -> bool {
+        self.data_file.is_some() && self.header.lock().unwrap_or_else(PoisonError::into_inner).is_data_file_raw()
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if !self.writable {
+            return Err(self.error(Error::new(ErrorKind::ReadOnly, "the image is open for reading only")));
+        }
+        if self.abandoned.load(Ordering::Relaxed) {
+            let message = "a write of metadata was abandoned half-way: open the image again";
+            return Err(self.error(Error::new(ErrorKind::Poisoned, message)));
+        }
+        match self.file.poison().or_else(|| self.data_file.as_ref().and_then(File::poison)) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Plans until there is a plan, doing meanwhile what it waits for. `Retry` comes out as `None`.
+    async fn try_plan<T>(&self, mut attempt: impl FnMut(&Engine) -> Planned<T>) -> Result<Option<T>> {
+        loop {
+            let seen = self.events.now();
+            match attempt(&self.engine) {
+                Ok(plan) => return Ok(Some(plan)),
+                Err(Stall::Retry) => return Ok(None),
+                Err(stall) => self.settle(stall, seen).await?,
+            }
+        }
+    }
+
+    /// As [`Self::try_plan`], for plans that just try again.
+    async fn plan<T>(&self, mut attempt: impl FnMut(&Engine) -> Planned<T>) -> Result<T> {
+        loop {
+            if let Some(plan) = self.try_plan(&mut attempt).await? {
+                return Ok(plan);
+            }
+        }
+    }
+
+    /// Does what a plan waits for. `seen` is the event count from before the plan was tried.
+    async fn settle(&self, stall: Stall, seen: u64) -> Result<()> {
+        match stall {
+            Stall::Load(load) => self.load(load).await,
+            Stall::Wait => {
+                self.events.wait(seen).await;
+                Ok(())
+            }
+            Stall::Retry => Ok(()),
+            Stall::GrowRefcounts => self.grow_refcounts().await,
+            Stall::Error(error) => Err(self.error(error)),
+        }
+    }
+
+    /// Reads a table for the engine.
+    async fn load(&self, load: Load) -> Result<()> {
+        struct Guard<'a>(&'a Qcow2Driver, Option<Load>);
+        impl Drop for Guard<'_> {
+            fn drop(&mut self) {
+                if let Some(load) = self.1.take() {
+                    self.0.engine.load_failed(&load);
+                }
+                self.0.events.notify();
+            }
+        }
+        let mut guard = Guard(self, Some(load));
+        let (result, buf) = self.file.read_at(IoBuf::zeroed(load.len), load.host.0).await;
+        result?;
+        guard.1 = None;
+        self.engine.loaded(&load, &buf).map_err(|error| self.error(error))
     }
 }

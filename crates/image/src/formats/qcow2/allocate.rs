@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes that need clusters: at most one read and one write for the data, copy-on-write included.
+
+use super::Qcow2Driver;
+use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
+use cowshed_qcow2::{Allocation, Fill};
+use cowshed_storage::IoBuf;
+use std::sync::atomic::Ordering;
+
+/// Up to this much is read in one piece around the caller's data, rather than before and behind it.
+const ONE_READ_BYTES: u64 = 256 << 10;
+/// Zero filling from this size on is asked of the file system first.
+const ZERO_RANGE_BYTES: u64 = 128 << 10;
+
+/// An allocation that is aborted when its request is dropped half-way.
+struct Pending<'a> {
+    driver: &'a Qcow2Driver,
+    allocation: Option<Allocation>,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(allocation) = self.allocation.take() {
+            self.driver.engine.abort(allocation, false);
+            self.driver.events.notify();
+        }
+    }
+}
+
+impl Qcow2Driver {
+    /// Writes the front of `buf` into new or not yet valid (sub)clusters. Returns the bytes written (0: plan again),
+    /// that part of the buffer, and the rest.
+    pub(super) async fn write_allocating(&self, at: u64, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
+        let len = buf.len() as u64;
+        let planned = match self.make_room().await {
+            Ok(()) => self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len)).await,
+            Err(error) => Err(error),
+        };
+        let allocation = match planned {
+            Ok(Some(allocation)) => allocation,
+            other => {
+                let none = buf.split_to(0);
+                return (other.map(|_| 0), none, buf);
+            }
+        };
+        let bytes = allocation.data_end - allocation.data_start;
+        let data = buf.split_to(bytes as usize);
+        let mut pending = Pending { driver: self, allocation: Some(allocation) };
+        let (result, data) = match &pending.allocation {
+            Some(allocation) => self.write_filled(allocation, data).await,
+            None => (Err(Error::internal("an allocation went away")), data),
+        };
+        let result = match (result, pending.allocation.take()) {
+            (Ok(()), Some(allocation)) => self.engine.commit(allocation).map(|()| bytes),
+            (Err(error), Some(allocation)) => {
+                self.engine.abort(allocation, true);
+                Err(error)
+            }
+            (result, None) => result.map(|()| bytes),
+        };
+        self.wrote_metadata.store(true, Ordering::Relaxed);
+        self.events.notify();
+        (result, data, buf)
+    }
+
+    /// Lets a write-back cycle run first when too much metadata is dirty.
+    pub(super) async fn make_room(&self) -> Result<()> {
+        if self.engine.wants_writeback() { self.write_back(false).await } else { Ok(()) }
+    }
+
+    /// Writes data and filling of an allocation.
+    async fn write_filled(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
+        if allocation.encrypted {
+            return self.write_filled_encrypted(allocation, data).await;
+        }
+        let head_len = allocation.data_start - allocation.start;
+        let tail_len = allocation.end - allocation.data_end;
+        let total = allocation.end - allocation.start;
+        if allocation.head == Fill::Copy && allocation.tail == Fill::Copy && total <= ONE_READ_BYTES {
+            return self.write_merged(allocation, data).await;
+        }
+        let mut host = allocation.host;
+        let mut bufs = Vec::with_capacity(3);
+        match self.filling(allocation, allocation.head, allocation.start, head_len, host).await {
+            Ok(Some(head)) => bufs.push(head),
+            Ok(None) => host = host + head_len,
+            Err(error) => return (Err(error), data),
+        }
+        let tail_host = allocation.host + (allocation.data_end - allocation.start);
+        let tail = match self.filling(allocation, allocation.tail, allocation.data_end, tail_len, tail_host).await {
+            Ok(tail) => tail,
+            Err(error) => return (Err(error), data),
+        };
+        let file = self.stored_in(allocation.file);
+        if bufs.is_empty() && tail.is_none() {
+            return file.write_at(data, host.0).await;
+        }
+        let data_index = bufs.len();
+        bufs.push(data);
+        bufs.extend(tail);
+        let (result, mut bufs) = file.write_vectored_at(bufs, host.0).await;
+        (result, bufs.swap_remove(data_index))
+    }
+
+    /// What goes before or behind the data: `None` when nothing has to be written there.
+    async fn filling(
+        &self,
+        allocation: &Allocation,
+        fill: Fill,
+        start: GuestOffset,
+        len: u64,
+        host: HostOffset,
+    ) -> Result<Option<IoBuf>> {
+        match fill {
+            _ if len == 0 => Ok(None),
+            Fill::None => Ok(None),
+            Fill::Zero if allocation.host_is_zero => Ok(None),
+            Fill::Zero => {
+                if len >= ZERO_RANGE_BYTES {
+                    match self.stored_in(allocation.file).zero_range(host.0, len).await {
+                        Ok(()) => return Ok(None),
+                        Err(error) if error.kind() == ErrorKind::Unsupported => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                Ok(Some(IoBuf::zeroed(len as usize)))
+            }
+            Fill::Copy => {
+                // In a box: reading may end in a deeper layer.
+                let (result, buf) = Box::pin(self.read_range(start.0, IoBuf::zeroed(len as usize))).await;
+                result.map(|()| Some(buf))
+            }
+        }
+    }
+
+    /// Copy-on-write on both sides of the data: one read of it all, the data laid over, one write.
+    async fn write_merged(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
+        let buf = match self.merged(allocation, &data).await {
+            Ok(buf) => buf,
+            Err(error) => return (Err(error), data),
+        };
+        let (result, _) = self.stored_in(allocation.file).write_at(buf, allocation.host.0).await;
+        (result, data)
+    }
+
+    async fn merged(&self, allocation: &Allocation, data: &[u8]) -> Result<IoBuf> {
+        let total = (allocation.end - allocation.start) as usize;
+        let mut buf = IoBuf::zeroed(total);
+        if allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+            let (result, read) = Box::pin(self.read_range(allocation.start.0, buf)).await;
+            result?;
+            buf = read;
+        }
+        let head = (allocation.data_start - allocation.start) as usize;
+        buf[head..head + data.len()].copy_from_slice(data);
+        Ok(buf)
+    }
+
+    /// As [`Self::write_filled`], through the cipher: what is copied was decrypted on reading and is encrypted for its
+    /// new place. Zeroes are encrypted too.
+    async fn write_filled_encrypted(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
+        let bytes = match self.merged(allocation, &data).await {
+            Ok(merged) => self.encrypted(allocation.start, allocation.host, &merged),
+            Err(error) => Err(error),
+        };
+        match bytes {
+            Ok(bytes) => {
+                let (result, _) = self.stored_in(allocation.file).write_at(bytes, allocation.host.0).await;
+                (result, data)
+            }
+            Err(error) => (Err(error), data),
+        }
+    }
+}

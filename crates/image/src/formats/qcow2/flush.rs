@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Flush, write-back cycles, growth of the refcount table, reclaiming freed clusters, closing.
+
+use super::Qcow2Driver;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
+use cowshed_qcow2::{Cycle, MetaWrite};
+use cowshed_storage::IoBuf;
+use futures_util::stream::{self, StreamExt};
+use std::sync::atomic::Ordering;
+
+/// Metadata writes in flight at once.
+const WRITES_AT_ONCE: usize = 32;
+
+/// A cycle that counts as failed when its task is dropped half-way.
+struct Running<'a> {
+    driver: &'a Qcow2Driver,
+    cycle: Option<Cycle>,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if let Some(cycle) = self.cycle.take() {
+            // Its writes may still be on their way: nothing may be written to the same places any more.
+            self.driver.abandoned.store(true, Ordering::Relaxed);
+            self.driver.engine.end_cycle(cycle, false);
+            self.driver.events.notify();
+        }
+    }
+}
+
+impl Qcow2Driver {
+    /// Makes everything written so far durable, metadata included.
+    pub async fn flush(&self) -> Result<()> {
+        if !self.writable {
+            return Ok(());
+        }
+        self.write_back(false).await
+    }
+
+    /// Runs a cycle, or rides on one that starts after this call.
+    pub(super) async fn write_back(&self, with_refcounts: bool) -> Result<()> {
+        let ticket = self.flushes_asked.fetch_add(1, Ordering::SeqCst) + 1;
+        {
+            let _guard = self.cycle_lock.lock().await;
+            if !with_refcounts && self.flushes_covered.load(Ordering::SeqCst) >= ticket {
+                return Ok(());
+            }
+            self.cycle(with_refcounts).await?;
+        }
+        self.reclaim().await
+    }
+
+    /// One write-back cycle. The caller holds the cycle lock.
+    pub(super) async fn cycle(&self, with_refcounts: bool) -> Result<()> {
+        self.check_writable()?;
+        let covers = self.flushes_asked.load(Ordering::SeqCst);
+        if self.engine.config().lazy_refcounts && self.engine.is_dirty() && !self.header().is_dirty() {
+            self.engine.want_dirty_bit();
+        }
+        let mut running = Running { driver: self, cycle: Some(self.engine.begin_cycle(with_refcounts)) };
+        let result = match &running.cycle {
+            Some(cycle) => self.run_cycle(cycle).await,
+            None => Ok(()),
+        };
+        if let Some(cycle) = running.cycle.take() {
+            if !cycle.is_empty() {
+                self.wrote_metadata.store(true, Ordering::Relaxed);
+            }
+            self.engine.end_cycle(cycle, result.is_ok());
+        }
+        self.events.notify();
+        result?;
+        self.flushes_covered.fetch_max(covers, Ordering::SeqCst);
+        Ok(())
+    }
+
+    async fn run_cycle(&self, cycle: &Cycle) -> Result<()> {
+        if cycle.set_dirty_bit {
+            self.edit_header(|header| header.incompatible_features |= INCOMPAT_DIRTY).await?;
+        }
+        // The first barrier covers the data as well: it comes before any entry that points to it.
+        let mut unsettled = true;
+        for (index, stage) in cycle.stages.iter().enumerate() {
+            if stage.is_empty() {
+                continue;
+            }
+            if index > 0 && unsettled {
+                self.barrier().await?;
+            }
+            self.write_all(stage).await?;
+            unsettled = true;
+        }
+        self.barrier().await
+    }
+
+    /// The data file's barrier before the image's.
+    pub(super) async fn barrier(&self) -> Result<()> {
+        if let Some(data_file) = &self.data_file {
+            data_file.sync().await?;
+        }
+        self.file.sync().await
+    }
+
+    /// Writes metadata side by side and waits for all of it, also after an error: a write that is still on its way
+    /// must not meet the next one to its place.
+    pub(super) async fn write_all(&self, writes: &[MetaWrite]) -> Result<()> {
+        let mut running = stream::iter(writes)
+            .map(|write| self.file.write_at(IoBuf::copy_from(&write.bytes), write.host.0))
+            .buffer_unordered(WRITES_AT_ONCE);
+        let mut result = Ok(());
+        while let Some((outcome, _)) = running.next().await {
+            if result.is_ok() {
+                result = outcome;
+            }
+        }
+        result
+    }
+
+    /// Returns freed clusters to the allocator, as far as their time has come.
+    pub(super) async fn reclaim(&self) -> Result<()> {
+        loop {
+            let mut reclaim = self.plan(|engine| engine.take_reclaimable()).await?;
+            if reclaim.is_empty() {
+                return Ok(());
+            }
+            if self.punch {
+                for (host, len) in &reclaim.holes {
+                    // Only space is lost where a hole can't be punched.
+                    if let Err(error) = self.file.punch_hole(host.0, *len).await
+                        && error.kind() != ErrorKind::Unsupported
+                    {
+                        tracing::warn!("{error}");
+                    }
+                }
+            }
+            self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;
+            self.events.notify();
+        }
+    }
+
+    /// Moves the refcount table to a larger place.
+    pub(super) async fn grow_refcounts(&self) -> Result<()> {
+        let before = self.engine.refcount_table_clusters();
+        let guard = self.cycle_lock.lock().await;
+        if self.engine.refcount_table_clusters() != before {
+            return Ok(());
+        }
+        self.engine.prepare_refcount_growth();
+        let mut growth = None;
+        let result = self.move_refcount_table(&mut growth).await;
+        self.engine.end_refcount_growth(growth, result.is_ok());
+        drop(guard);
+        self.events.notify();
+        result
+    }
+
+    async fn move_refcount_table(&self, growth: &mut Option<cowshed_qcow2::RefcountGrowth>) -> Result<()> {
+        self.cycle(true).await?;
+        let growth = growth.insert(self.engine.begin_refcount_growth().map_err(|error| self.error(error))?);
+        self.write_all(&growth.writes).await?;
+        self.barrier().await?;
+        let (offset, clusters) = (growth.table_offset.0, growth.table_clusters);
+        self.edit_header(|header| {
+            header.refcount_table_offset = offset;
+            header.refcount_table_clusters = clusters;
+        })
+        .await?;
+        self.barrier().await
+    }
+
+    /// Flushes, clears the dirty bit, gives the tail of the file back.
+    pub async fn close(&self) -> Result<()> {
+        if !self.writable || self.closed.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        self.engine.stop_packing();
+        // Each round may free clusters whose lowered counts the next one writes; no requests run any more.
+        for _ in 0..8 {
+            self.write_back(true).await?;
+            if !self.engine.is_dirty() && !self.engine.has_quarantined() {
+                break;
+            }
+        }
+        if self.wrote_metadata.load(Ordering::Relaxed) {
+            let needed = self.plan(|engine| engine.needed_file_len()).await?;
+            if needed < self.file.len() {
+                self.file.set_len(needed).await?;
+                self.engine.truncated(needed);
+            }
+        }
+        if self.engine.config().lazy_refcounts && self.header().is_dirty() {
+            if self.engine.is_dirty() {
+                return Err(self.error(Error::internal("refcounts are still dirty at close")));
+            }
+            self.edit_header(|header| header.incompatible_features &= !INCOMPAT_DIRTY).await?;
+            self.file.sync().await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening: header, L1 table, and nothing else that grows with the image.
+
+use super::{Cipher, Events, OpenContext, Qcow2Driver};
+use crate::codec::Codec;
+use crate::formats::{Qcow2RuntimeOptions, read_header};
+use crate::node::Node;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
+use cowshed_layout::qcow2::{Header, L2Format};
+use cowshed_qcow2::{Config, Engine};
+use cowshed_storage::{File, IoBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
+
+/// Default of `l2-cache-size` in bytes.
+const L2_CACHE_BYTES: u64 = 32 << 20;
+/// Default of `l2-cache-entry-size` in bytes, where the cluster isn't smaller.
+const L2_SLICE_BYTES: u64 = 4096;
+/// Refcount blocks in the cache by default.
+const REFCOUNT_BLOCKS: u64 = 4;
+
+impl Qcow2Driver {
+    /// Opens an image whose children are open. An encrypted one can't be read without a cipher.
+    pub async fn open(context: OpenContext) -> Result<Qcow2Driver> {
+        Self::open_with_cipher(context, None).await
+    }
+
+    /// As [`Qcow2Driver::open`], with the cipher of an encrypted image.
+    pub async fn open_with_cipher(context: OpenContext, cipher: Option<Arc<dyn Cipher>>) -> Result<Qcow2Driver> {
+        let header = read_header(&context.file).await?;
+        let name = context.file_name.clone();
+        let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
+        if driver.writable {
+            driver.clear_unknown_autoclear().await?;
+        }
+        Ok(driver)
+    }
+
+    async fn open_named(context: OpenContext, mut header: Header, cipher: Option<Arc<dyn Cipher>>) -> Result<Self> {
+        if context.writable && !context.check {
+            if header.is_dirty() {
+                crate::check::recover_dirty(&context.file).await?;
+                header = read_header(&context.file).await?;
+            }
+            check_may_write(&header, cipher.is_some())?;
+        }
+        header.check_tables_within(context.file.len())?;
+        if header.has_data_file() && context.data_file.is_none() {
+            return Err(Error::invalid_argument("'data-file' is required for this image"));
+        }
+        let l1 = read_l1(&context.file, &header).await?;
+        let config = config_of(&header, &context)?;
+        let punch = context.options.pass_discard_request;
+        Ok(Qcow2Driver {
+            engine: Engine::new(config, &l1),
+            codec: Mutex::new(Codec::new(header.compression())),
+            file: context.file,
+            file_name: context.file_name,
+            data_file: context.data_file,
+            backing: context.backing,
+            no_backing: context.no_backing && header.backing_file.is_some(),
+            cipher,
+            header: Mutex::new(header),
+            writable: context.writable,
+            punch,
+            events: Events::default(),
+            cycle_lock: futures_util::lock::Mutex::new(()),
+            flushes_asked: AtomicU64::new(0),
+            flushes_covered: AtomicU64::new(0),
+            wrote_metadata: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+        })
+    }
+}
+
+/// Refuses to write what can't be kept right yet.
+fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
+    if header.is_corrupt() {
+        let message = "the image is marked as corrupt: it can only be opened for reading, or repaired";
+        return Err(Error::new(ErrorKind::InvalidImage, message)
+            .field("incompatible_features")
+            .value(format!("{:#x}", header.incompatible_features)));
+    }
+    header.require_refcount_table()?;
+    let refuse = |what: &str| Err(Error::unsupported(format!("images with {what} can only be opened for reading yet")));
+    if header.nb_snapshots > 0 {
+        return refuse("internal snapshots");
+    }
+    if header.bitmaps().is_some() || header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
+        return refuse("bitmaps");
+    }
+    if header.crypt_method != 0 && !has_cipher {
+        return refuse("encryption");
+    }
+    Ok(())
+}
+
+async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
+    let bytes = header.l1_size as usize * 8;
+    if bytes == 0 {
+        return Ok(Vec::new());
+    }
+    let (result, buf) = file.read_at(IoBuf::zeroed(bytes), header.l1_table_offset).await;
+    result?;
+    Ok(buf.chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap_or_default())).collect())
+}
+
+fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
+    let options = &context.options;
+    let format = L2Format::of(header)?;
+    let cluster_size = format.geometry.cluster_size();
+    let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, cluster_size);
+    let l2_slice_bytes = options.l2_cache_entry_bytes.unwrap_or(L2_SLICE_BYTES.min(cluster_size));
+    if !l2_slice_bytes.is_power_of_two() || !(512..=cluster_size).contains(&l2_slice_bytes) {
+        let message = "L2 cache entry size must be a power of two between 512 and the cluster size";
+        return Err(Error::invalid_argument(message).field("l2-cache-entry-size").value(l2_slice_bytes));
+    }
+    Ok(Config {
+        format,
+        size: header.size,
+        encrypted: header.crypt_method != 0,
+        lazy_refcounts: header.version >= 3
+            && context.writable
+            && options.lazy_refcounts.unwrap_or_else(|| header.has_lazy_refcounts()),
+        l1_offset: header.l1_table_offset,
+        refcount_table_offset: header.refcount_table_offset,
+        refcount_table_clusters: u64::from(header.refcount_table_clusters),
+        file_len: context.file.len(),
+        data_file_len: context.data_file.as_ref().map_or(0, File::len),
+        new_space_is_zero: true,
+        sector_bytes: context.file.alignment().offset.max(512),
+        l2_cache_bytes,
+        l2_slice_bytes,
+        refcount_cache_bytes,
+        discard_no_unref: options.discard_no_unref,
+        backing_size: context.backing.as_deref().map(Node::size),
+    })
+}
+
+/// L2 and refcount cache in bytes. Of `l2-cache-size`, `refcount-cache-size` and `cache-size` any two decide the third;
+/// of one alone, L2 gets what is left after the least that the refcount cache needs.
+fn cache_sizes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> (u64, u64) {
+    let least = REFCOUNT_BLOCKS * cluster_size;
+    match (options.cache_bytes, options.l2_cache_bytes, options.refcount_cache_bytes) {
+        (Some(both), Some(l2), _) => (l2, both.saturating_sub(l2).max(least)),
+        (Some(both), None, Some(refcounts)) => (both.saturating_sub(refcounts), refcounts.max(least)),
+        (Some(both), None, None) => (both.saturating_sub(least).max(both / 5 * 4), least),
+        (None, l2, refcounts) => (l2.unwrap_or(L2_CACHE_BYTES), refcounts.unwrap_or(least).max(least)),
+    }
+}
+
+impl Qcow2Driver {
+    /// Clears autoclear bits that we don't know, as the specification asks of the first writer.
+    async fn clear_unknown_autoclear(&self) -> Result<()> {
+        let unknown = self.header().autoclear_features & !AUTOCLEAR_KNOWN;
+        if unknown == 0 {
+            return Ok(());
+        }
+        self.edit_header(|header| header.autoclear_features &= AUTOCLEAR_KNOWN).await?;
+        self.file.sync().await
+    }
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Reads: one extent goes straight to the file; several are read side by side.
+
+use super::Qcow2Driver;
+use cowshed_block::{Error, Extent, GuestOffset, Mapping, Result};
+use cowshed_qcow2::ExtentList;
+use cowshed_storage::{IoBuf, rt};
+use futures_util::future::join_all;
+
+/// Decompression of clusters above this size is given to the pool.
+const OFFLOAD_BYTES: u64 = 16 << 10;
+
+impl Qcow2Driver {
+    /// Fills `buf` from `offset`. The node has checked the range.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        {
+            let pin = self.engine.pin();
+            let mut extents = ExtentList::default();
+            let len = buf.len() as u64;
+            if let Ok(mapped) = self.engine.map(GuestOffset(offset), len, &mut extents)
+                && mapped == len
+                && let [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] = *extents
+            {
+                let done = self.stored_in(file).read_at(buf, host.0).await;
+                drop(pin);
+                return done;
+            }
+        }
+        self.read_range(offset, buf).await
+    }
+
+    /// As [`Self::read`], for any mapping; what lies past the end of the disk reads as zeroes.
+    pub(super) async fn read_range(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        let inside = self.size().saturating_sub(offset).min(buf.len() as u64) as usize;
+        buf[inside..].fill(0);
+        let mut rest = buf;
+        let mut done: Option<IoBuf> = None;
+        let mut at = offset;
+        let end = offset + inside as u64;
+        while at < end {
+            match self.read_some(at, (end - at) as usize, rest).await {
+                (Ok(bytes), part, left) => {
+                    at += bytes;
+                    done = Some(join(done, part));
+                    rest = left;
+                }
+                (Err(error), part, left) => {
+                    return (Err(error), join(Some(join(done, part)), left));
+                }
+            }
+        }
+        (Ok(()), join(done, rest))
+    }
+
+    /// Reads as far as one plan reaches. Returns the bytes done, the part of the buffer that they are in, and the rest.
+    async fn read_some(&self, at: u64, len: usize, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
+        let mut extents = ExtentList::default();
+        let (pin, mapped) = loop {
+            let seen = self.events.now();
+            let pin = self.engine.pin();
+            match self.engine.map(GuestOffset(at), len as u64, &mut extents) {
+                Ok(mapped) => break (pin, mapped),
+                Err(stall) => {
+                    drop(pin);
+                    if let Err(error) = self.settle(stall, seen).await {
+                        let none = buf.split_to(0);
+                        return (Err(error), none, buf);
+                    }
+                }
+            }
+        };
+        let mut rest = buf;
+        let mut reads = Vec::with_capacity(extents.len());
+        for extent in extents.iter() {
+            let part = rest.split_to(extent.len as usize);
+            reads.push(self.read_extent(*extent, part));
+        }
+        let parts = match reads.len() {
+            1 => vec![reads.remove(0).await],
+            _ => join_all(reads).await,
+        };
+        drop(pin);
+        let mut result = Ok(mapped);
+        let mut whole: Option<IoBuf> = None;
+        for (outcome, part) in parts {
+            if let (Err(error), Ok(_)) = (outcome, &result) {
+                result = Err(error);
+            }
+            whole = Some(join(whole, part));
+        }
+        match whole {
+            Some(whole) => (result, whole, rest),
+            None => {
+                let none = rest.split_to(0);
+                (Err(Error::internal("a mapping without extents")), none, rest)
+            }
+        }
+    }
+
+    async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        match extent.mapping {
+            Mapping::Data { host, file, encrypted } => {
+                if encrypted && self.cipher.is_none() {
+                    return (Err(self.error(Error::unsupported("encrypted images can't be read yet"))), buf);
+                }
+                let (result, mut buf) = match encrypted {
+                    true => return self.read_encrypted(extent, host, buf).await,
+                    false => self.stored_in(file).read_at(buf, host.0).await,
+                };
+                if result.is_err() {
+                    buf.fill(0);
+                }
+                (result, buf)
+            }
+            Mapping::Zero { .. } => {
+                buf.fill(0);
+                (Ok(()), buf)
+            }
+            Mapping::Unallocated => match &self.backing {
+                Some(backing) => backing.read_padded(extent.guest.0, buf).await,
+                None if self.no_backing => {
+                    let message = "this range is in the backing file, which was left out";
+                    (Err(self.error(Error::invalid_argument(message)).offset(extent.guest.0)), buf)
+                }
+                None => {
+                    buf.fill(0);
+                    (Ok(()), buf)
+                }
+            },
+            Mapping::Compressed { host, len, skip } => {
+                let result = self.read_compressed(host.0, len, skip, &mut buf).await;
+                let result = result.map_err(|error| {
+                    self.error(error.context(format!("compressed cluster of guest offset {}", extent.guest)))
+                });
+                (result, buf)
+            }
+        }
+    }
+
+    /// Encrypted data is read in whole sectors.
+    async fn read_encrypted(
+        &self,
+        extent: Extent,
+        host: cowshed_block::HostOffset,
+        mut buf: IoBuf,
+    ) -> (Result<()>, IoBuf) {
+        let Some(cipher) = &self.cipher else { return (Err(Error::internal("no cipher")), buf) };
+        let head = extent.guest.within(9);
+        let sectors = (head + extent.len).next_multiple_of(512) as usize;
+        let (result, mut bytes) = self.stored_in(self.data_place()).read_at(IoBuf::zeroed(sectors), host.0 - head).await;
+        if let Err(error) = result {
+            return (Err(error), buf);
+        }
+        cipher.decrypt(GuestOffset(extent.guest.0 - head), cowshed_block::HostOffset(host.0 - head), &mut bytes);
+        buf.copy_from_slice(&bytes[head as usize..(head + extent.len) as usize]);
+        (Ok(()), buf)
+    }
+
+    pub(super) fn data_place(&self) -> cowshed_block::StoredIn {
+        match self.data_file {
+            Some(_) => cowshed_block::StoredIn::DataFile,
+            None => cowshed_block::StoredIn::Image,
+        }
+    }
+
+    async fn read_compressed(&self, host: u64, len: u64, skip: u64, out: &mut [u8]) -> Result<()> {
+        // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
+        if host >= self.file.len() {
+            return Err(Error::invalid_image("l2_entry", format!("{host:#x}"), "data lies past the end of the file"));
+        }
+        let (result, bytes) = self.file.read_at(IoBuf::zeroed(len as usize), host).await;
+        result?;
+        let cluster_size = self.cluster_size();
+        let codec = self.codec();
+        let inflate = move || {
+            let mut cluster = vec![0; cluster_size as usize];
+            codec.decompress(&bytes, &mut cluster).map(|()| cluster)
+        };
+        let cluster = if cluster_size > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() }?;
+        out.copy_from_slice(&cluster[skip as usize..skip as usize + out.len()]);
+        Ok(())
+    }
+}
+
+/// Joins two neighbouring parts of one buffer.
+pub(super) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
+    match first {
+        None => next,
+        Some(mut first) => match first.unsplit(next) {
+            Ok(()) => first,
+            Err(_) => panic!("parts of one buffer are joined in the order they were split"),
+        },
+    }
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changing the virtual size.
+
+use super::Qcow2Driver;
+use crate::node::{Preallocation, ZeroFlags};
+use cowshed_block::{Error, GuestOffset, Result};
+use cowshed_qcow2::{L1Growth, ZeroMode};
+use cowshed_storage::rt;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+impl Qcow2Driver {
+    /// Changes the virtual size. The node has checked that it may.
+    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        self.check_writable()?;
+        if !size.is_multiple_of(512) {
+            return Err(self.error(Error::invalid_argument("the size must be a multiple of 512").value(size)));
+        }
+        match size.cmp(&self.size()) {
+            std::cmp::Ordering::Equal => Ok(()),
+            std::cmp::Ordering::Greater => self.grow(size, preallocation).await,
+            std::cmp::Ordering::Less if preallocation != Preallocation::Off => {
+                Err(self.error(Error::invalid_argument("preallocation can't be used for shrinking an image")))
+            }
+            std::cmp::Ordering::Less => self.shrink(size).await,
+        }
+    }
+
+    async fn grow(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        if size > i64::MAX as u64 {
+            return Err(self.error(Error::invalid_argument("the size is too large").value(size)));
+        }
+        if let Some(growth) = self.plan(|engine| engine.begin_l1_growth(size)).await? {
+            let guard = self.cycle_lock.lock().await;
+            let result = self.move_l1(&growth).await;
+            self.engine.end_l1_growth(growth, result.is_ok());
+            drop(guard);
+            self.events.notify();
+            result?;
+        }
+        let old = self.size();
+        self.zero_new_range(old, size).await?;
+        if preallocation != Preallocation::Off {
+            self.preallocate(old, size - old, preallocation, |_| {}).await?;
+        }
+        if self.is_data_file_raw()
+            && let Some(data_file) = &self.data_file
+            && data_file.len() < size
+        {
+            data_file.set_len(size).await?;
+        }
+        self.write_back(false).await?;
+        self.set_header_size(size).await?;
+        self.engine.publish_size(size);
+        Ok(())
+    }
+
+    async fn move_l1(&self, growth: &L1Growth) -> Result<()> {
+        self.cycle(true).await?;
+        self.write_all(&[self.engine.l1_image(growth)]).await?;
+        self.barrier().await?;
+        let (offset, entries) = (growth.offset.0, growth.entries);
+        self.edit_header(|header| {
+            header.l1_size = entries;
+            header.l1_table_offset = offset;
+        })
+        .await?;
+        self.barrier().await
+    }
+
+    async fn set_header_size(&self, size: u64) -> Result<()> {
+        let _guard = self.cycle_lock.lock().await;
+        self.edit_header(|header| header.size = size).await?;
+        self.barrier().await?;
+        self.wrote_metadata.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// What a grown disk shows behind its old end is zero, whatever the last cluster or a longer backing file holds.
+    async fn zero_new_range(&self, old: u64, new: u64) -> Result<()> {
+        let cluster_end = old.next_multiple_of(self.cluster_size()).min(new);
+        if old < cluster_end && !self.reads_zero(old, cluster_end - old).await? {
+            self.write_zero_data(old, cluster_end - old).await?;
+        }
+        let backing_end = self.engine.config().backing_size.unwrap_or(0).min(new);
+        if cluster_end < backing_end {
+            // Up to a whole cluster: behind `new` there is no disk.
+            let stop = backing_end.next_multiple_of(self.cluster_size());
+            let flags = ZeroFlags { may_unmap: true, no_fallback: false };
+            let mut at = cluster_end;
+            while at < stop {
+                let planned = self.plan(|engine| engine.zero(GuestOffset(at), stop - at, ZeroMode::Unmap)).await;
+                match planned {
+                    Ok(done) => at += done,
+                    Err(error) if error.kind() == cowshed_block::ErrorKind::Unsupported && !flags.no_fallback => {
+                        self.write_zero_data(at, self.cluster_size()).await?;
+                        at += self.cluster_size();
+                    }
+                    Err(error) => return Err(error),
+                }
+                self.events.notify();
+            }
+        }
+        Ok(())
+    }
+
+    async fn shrink(&self, size: u64) -> Result<()> {
+        let old = self.size();
+        self.engine.publish_size(size);
+        let result = self.unmap_behind(size).await;
+        if result.is_err() {
+            self.engine.publish_size(old);
+            return result;
+        }
+        self.write_back(false).await?;
+        self.set_header_size(size).await?;
+        self.reclaim().await?;
+        match &self.data_file {
+            Some(data_file) if data_file.len() > size => data_file.set_len(size).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn unmap_behind(&self, size: u64) -> Result<()> {
+        let tag = self.engine.drain_tag();
+        while !self.engine.is_drained(tag) {
+            rt::sleep(Duration::from_millis(1)).await;
+        }
+        let mut cursor = GuestOffset(size.next_multiple_of(self.cluster_size()));
+        loop {
+            self.make_room().await?;
+            if self.plan(|engine| engine.unmap_tail(&mut cursor)).await? {
+                return Ok(());
+            }
+            self.wrote_metadata.store(true, Ordering::Relaxed);
+            self.events.notify();
+        }
+    }
+}

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Block status: what this layer says of a range.
+
+use super::Qcow2Driver;
+use crate::node::StatusExtent;
+use cowshed_block::{Extent, GuestOffset, Mapping, Result, StoredIn};
+use cowshed_qcow2::ExtentList;
+
+impl Qcow2Driver {
+    /// Runs in order without gaps, at least one, at most `max_runs`. The node has checked the range.
+    pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let mut runs: Vec<StatusExtent> = Vec::new();
+        let mut at = offset;
+        while at < offset + len {
+            let mut extents = ExtentList::default();
+            let mapped = self.plan(|engine| engine.map(GuestOffset(at), offset + len - at, &mut extents)).await?;
+            for extent in extents.iter() {
+                let run = self.status_of(extent);
+                match runs.last_mut() {
+                    Some(last) if continues(last, &run) => last.len += run.len,
+                    _ if runs.len() >= max_runs => return Ok(runs),
+                    _ => runs.push(run),
+                }
+            }
+            at += mapped;
+        }
+        Ok(runs)
+    }
+
+    fn status_of(&self, extent: &Extent) -> StatusExtent {
+        let file_of = |stored_in: StoredIn| Some(self.stored_in(stored_in).name().to_owned());
+        let nothing = StatusExtent {
+            start: extent.guest.0,
+            len: extent.len,
+            data: false,
+            zero: false,
+            present: false,
+            compressed: false,
+            offset: None,
+            file: None,
+            depth: 0,
+        };
+        match extent.mapping {
+            Mapping::Data { host, file, encrypted } => StatusExtent {
+                data: true,
+                present: true,
+                offset: (!encrypted).then_some(host.0),
+                file: if encrypted { None } else { file_of(file) },
+                ..nothing
+            },
+            Mapping::Zero { host } => StatusExtent {
+                zero: true,
+                present: true,
+                offset: host.map(|host| host.0),
+                file: host.and_then(|_| file_of(self.data_place())),
+                ..nothing
+            },
+            Mapping::Unallocated => {
+                StatusExtent { zero: self.backing.is_none() && !self.no_backing, ..nothing }
+            }
+            Mapping::Compressed { .. } => StatusExtent { data: true, present: true, compressed: true, ..nothing },
+        }
+    }
+}
+
+fn continues(last: &StatusExtent, next: &StatusExtent) -> bool {
+    let kind = |run: &StatusExtent| (run.data, run.zero, run.present, run.compressed, run.file.is_some());
+    kind(last) == kind(next) && last.offset.map(|offset| offset + last.len) == next.offset
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Zero writes and discards: whole (sub)clusters by an edit, the edges as data.
+
+use super::Qcow2Driver;
+use crate::node::ZeroFlags;
+use cowshed_block::{Error, ErrorKind, GuestOffset, Mapping, Result};
+use cowshed_qcow2::{ExtentList, ZeroMode};
+use cowshed_storage::IoBuf;
+use std::sync::atomic::Ordering;
+
+/// Zeroes that must be written are written in pieces of this size.
+const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+
+impl Qcow2Driver {
+    /// Makes a range read as zeroes. The node has checked the range.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.check_writable()?;
+        if len == 0 {
+            return Ok(());
+        }
+        if self.is_data_file_raw() {
+            return self.zero_raw_data(offset, len, flags).await;
+        }
+        let unit = self.engine.zero_unit();
+        let end = offset + len;
+        let start = offset.next_multiple_of(unit);
+        // The last unit of the disk may be shorter: nothing lies behind it.
+        let stop = if end == self.size() { end } else { end / unit * unit };
+        if start >= stop {
+            return self.zero_edge(offset, end, flags).await;
+        }
+        self.zero_edge(offset, start, flags).await?;
+        let mode = if flags.may_unmap { ZeroMode::Unmap } else { ZeroMode::Keep };
+        self.zero_units(start, stop, mode, flags).await?;
+        self.zero_edge(stop, end, flags).await
+    }
+
+    async fn zero_units(&self, start: u64, stop: u64, mode: ZeroMode, flags: ZeroFlags) -> Result<()> {
+        let mut at = start;
+        while at < stop {
+            self.make_room().await?;
+            match self.plan(|engine| engine.zero(GuestOffset(at), stop - at, mode)).await {
+                Ok(done) => at += done,
+                Err(error) if error.kind() == ErrorKind::Unsupported && !flags.no_fallback => {
+                    let end = (at / self.cluster_size() + 1) * self.cluster_size();
+                    let end = end.min(stop);
+                    self.write_zero_data(at, end - at).await?;
+                    at = end;
+                }
+                Err(error) => return Err(error),
+            }
+            self.wrote_metadata.store(true, Ordering::Relaxed);
+            self.events.notify();
+        }
+        Ok(())
+    }
+
+    /// Zeroes a part of a unit: nothing where it reads as zeroes already, else data.
+    async fn zero_edge(&self, start: u64, end: u64, flags: ZeroFlags) -> Result<()> {
+        if start >= end || self.reads_zero(start, end - start).await? {
+            return Ok(());
+        }
+        if flags.no_fallback {
+            return Err(self.error(Error::unsupported("only whole clusters can be zeroed without writing data")));
+        }
+        self.write_zero_data(start, end - start).await
+    }
+
+    pub(super) async fn write_zero_data(&self, start: u64, len: u64) -> Result<()> {
+        let mut at = start;
+        while at < start + len {
+            let bytes = ZERO_CHUNK_BYTES.min(start + len - at);
+            self.write_range(at, IoBuf::zeroed(bytes as usize)).await.0?;
+            at += bytes;
+        }
+        Ok(())
+    }
+
+    /// True when the mapping alone says that a range reads as zeroes.
+    pub(super) async fn reads_zero(&self, start: u64, len: u64) -> Result<bool> {
+        let mut at = start;
+        let backing_size = self.engine.config().backing_size.unwrap_or(0);
+        while at < start + len {
+            let mut extents = ExtentList::default();
+            let mapped =
+                self.plan(|engine| engine.map(GuestOffset(at), start + len - at, &mut extents)).await?;
+            let is_zero = extents.iter().all(|extent| match extent.mapping {
+                Mapping::Zero { .. } => true,
+                Mapping::Unallocated => !self.no_backing && extent.guest.0 >= backing_size,
+                _ => false,
+            });
+            if !is_zero {
+                return Ok(false);
+            }
+            at += mapped;
+        }
+        Ok(true)
+    }
+
+    /// With a raw data file the zeroes must be in the file itself.
+    async fn zero_raw_data(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        let mut at = offset;
+        let end = offset + len;
+        while at < end {
+            match self.zero_in_place(at, end - at, flags.may_unmap).await? {
+                0 => {
+                    let bytes = (self.cluster_size() - at % self.cluster_size()).min(end - at);
+                    self.write_zero_data(at, bytes).await?;
+                    at += bytes;
+                }
+                bytes => at += bytes,
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeroes data that is mapped in place in the data file, by the file system's means. Returns the bytes done; 0
+    /// where the range must be written instead.
+    async fn zero_in_place(&self, at: u64, len: u64, may_unmap: bool) -> Result<u64> {
+        let mut extents = ExtentList::default();
+        loop {
+            let seen = self.events.now();
+            let pin = self.engine.pin();
+            match self.engine.map_overwrite(GuestOffset(at), len, &mut extents) {
+                Ok(_) => {
+                    let Some(extent) = extents.first() else { return Ok(0) };
+                    let Mapping::Data { host, file, .. } = extent.mapping else { return Ok(0) };
+                    let file = self.stored_in(file);
+                    let result = match may_unmap {
+                        true => file.punch_hole(host.0, extent.len).await,
+                        false => file.zero_range(host.0, extent.len).await,
+                    };
+                    drop(pin);
+                    return match result {
+                        Ok(()) => Ok(extent.len),
+                        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(0),
+                        Err(error) => Err(error),
+                    };
+                }
+                Err(stall) => {
+                    drop(pin);
+                    self.settle(stall, seen).await?;
+                }
+            }
+        }
+    }
+
+    /// Gives a range back: whole (sub)clusters only, a hint. The node has checked the range.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.check_writable()?;
+        let unit = self.engine.zero_unit();
+        let end = offset + len;
+        let start = offset.next_multiple_of(unit);
+        let stop = if end == self.size() { end } else { end / unit * unit };
+        let mut at = start;
+        if self.data_file.is_some() {
+            // The data file's space is given back in place; that is a write of zeroes to allocated data.
+            while at < stop {
+                let done = self.zero_in_place(at, stop - at, true).await?;
+                at += if done > 0 { done } else { (self.cluster_size() - at % self.cluster_size()).min(stop - at) };
+            }
+            if self.is_data_file_raw() {
+                return Ok(());
+            }
+            at = start;
+        }
+        let flags = ZeroFlags { may_unmap: true, no_fallback: true };
+        if at < stop {
+            self.zero_units(at, stop, ZeroMode::Discard, flags).await?;
+        }
+        Ok(())
+    }
+}
