@@ -74,9 +74,7 @@ impl Qcow2Driver {
             let allocation = self.plan(|engine| engine.begin_compressed(&wanted)).await?;
             let mut pending = Pending { driver: self, allocation: Some(allocation) };
             let (result, count) = match &pending.allocation {
-                Some(allocation) => {
-                    (self.write_places(&allocation.places, batch).await, allocation.places.len())
-                }
+                Some(allocation) => (self.write_places(&allocation.places, batch).await, allocation.places.len()),
                 None => (Err(Error::internal("an allocation went away")), 0),
             };
             let result = match (result, pending.allocation.take()) {

@@ -147,7 +147,8 @@ impl Qcow2Driver {
         let Some(cipher) = &self.cipher else { return (Err(Error::internal("no cipher")), buf) };
         let head = extent.guest.within(9);
         let sectors = (head + extent.len).next_multiple_of(512) as usize;
-        let (result, mut bytes) = self.stored_in(self.data_place()).read_at(IoBuf::zeroed(sectors), host.0 - head).await;
+        let (result, mut bytes) =
+            self.stored_in(self.data_place()).read_at(IoBuf::zeroed(sectors), host.0 - head).await;
         if let Err(error) = result {
             return (Err(error), buf);
         }

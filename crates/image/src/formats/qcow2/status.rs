@@ -16,9 +16,10 @@ impl Qcow2Driver {
             let mapped = self.plan(|engine| engine.map(GuestOffset(at), offset + len - at, &mut extents)).await?;
             for extent in extents.iter() {
                 let run = self.status_of(extent);
+                let count = runs.len();
                 match runs.last_mut() {
                     Some(last) if continues(last, &run) => last.len += run.len,
-                    _ if runs.len() >= max_runs => return Ok(runs),
+                    _ if count >= max_runs => return Ok(runs),
                     _ => runs.push(run),
                 }
             }
@@ -55,9 +56,7 @@ impl Qcow2Driver {
                 file: host.and_then(|_| file_of(self.data_place())),
                 ..nothing
             },
-            Mapping::Unallocated => {
-                StatusExtent { zero: self.backing.is_none() && !self.no_backing, ..nothing }
-            }
+            Mapping::Unallocated => StatusExtent { zero: self.backing.is_none() && !self.no_backing, ..nothing },
             Mapping::Compressed { .. } => StatusExtent { data: true, present: true, compressed: true, ..nothing },
         }
     }

@@ -82,8 +82,7 @@ impl Qcow2Driver {
         let backing_size = self.engine.config().backing_size.unwrap_or(0);
         while at < start + len {
             let mut extents = ExtentList::default();
-            let mapped =
-                self.plan(|engine| engine.map(GuestOffset(at), start + len - at, &mut extents)).await?;
+            let mapped = self.plan(|engine| engine.map(GuestOffset(at), start + len - at, &mut extents)).await?;
             let is_zero = extents.iter().all(|extent| match extent.mapping {
                 Mapping::Zero { .. } => true,
                 Mapping::Unallocated => !self.no_backing && extent.guest.0 >= backing_size,
