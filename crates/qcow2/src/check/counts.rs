@@ -154,6 +154,11 @@ impl Counts {
         Ok(Some(old))
     }
 
+    /// True when the stored refcount of a cluster of the window is exactly one.
+    pub fn stored_one(&self, cluster: u64) -> bool {
+        self.index(cluster).is_some_and(|index| self.peek(index).is_stored_one())
+    }
+
     /// References to a cluster of the window; 0 outside of it.
     pub fn references(&self, cluster: u64) -> u64 {
         self.index(cluster).map_or(0, |index| self.references_at(index))

@@ -141,6 +141,21 @@ impl Finding {
         }
     }
 
+    /// Sorts findings as qemu-img prints them: entries and structures, refcounts, bit 63; each by place.
+    pub const fn order(&self) -> (u8, u64) {
+        let at = match self.entry_offset {
+            Some(offset) => offset,
+            None => 0,
+        };
+        match self.kind {
+            FindingKind::RefcountLow { cluster, .. } | FindingKind::Leak { cluster, .. } => (1, cluster),
+            FindingKind::Overlap { cluster, .. } => (2, cluster),
+            FindingKind::CopiedL1 { .. } => (3, at),
+            FindingKind::CopiedL2 { .. } => (4, at),
+            _ => (0, at),
+        }
+    }
+
     /// True when clusters that nobody can name may hang below the damage: freeing anything would be a guess.
     pub const fn hides_references(&self) -> bool {
         match self.kind {
@@ -249,6 +264,9 @@ pub struct Counters {
     pub leaks_fixed: u64,
 }
 
+/// Clashes that are kept.
+const CLASHES_MAX: usize = 1 << 20;
+
 /// Collects findings: the first ones in full, all of them counted.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
@@ -260,6 +278,10 @@ pub struct Ledger {
     pub omitted: u64,
     /// See [`Finding::hides_references`].
     pub hidden_references: bool,
+    /// Clusters that two structures of metadata claim.
+    pub clashes: Vec<u64>,
+    /// There are more of them than were kept.
+    pub clashes_omitted: bool,
     /// How many findings are kept.
     pub limit: usize,
 }
@@ -285,6 +307,14 @@ impl Ledger {
             Severity::Leak => self.counters.leaks += times,
         }
         self.hidden_references |= finding.hides_references();
+        if let FindingKind::Overlap { structure, cluster } = finding.kind
+            && structure != Structure::Data
+        {
+            self.clashes_omitted |= self.clashes.len() >= CLASHES_MAX;
+            if !self.clashes_omitted {
+                self.clashes.push(cluster);
+            }
+        }
         if self.findings.len() < self.limit {
             self.findings.push(finding);
         } else {

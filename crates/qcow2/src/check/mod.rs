@@ -8,6 +8,7 @@
 
 mod compare;
 mod counts;
+mod edit;
 mod finding;
 mod rebuild;
 mod scan;
@@ -15,6 +16,7 @@ mod tables;
 
 pub use compare::{Difference, compare_block, lower_block, raise_block};
 pub use counts::{Counts, Mark};
+pub use edit::{EditStep, edit_l1, edit_l2};
 pub use finding::{Counters, Finding, FindingKind, Ledger, Severity, Structure};
 pub use rebuild::{RefcountLayout, fill_block, plan_layout};
 pub use scan::{CopiedSuspect, ScanContext, ScanOutput, ScanStats, scan_l2};

@@ -70,30 +70,27 @@ fn too_large(value: u64) -> Error {
 }
 
 /// Fills the block with index `block_index` with the references of the window and one for each cluster of `fresh`. A
-/// count that doesn't fit the width is an error.
+/// count that doesn't fit the width becomes the largest that does; the next check reports it. `old` is the block
+/// before: its counts are the least, for images with references that nobody can see.
 pub fn fill_block(
     counts: &Counts,
     geometry: Geometry,
     block: &mut [u8],
     block_index: u64,
     fresh: &Range<u64>,
-) -> Result<()> {
-    let entries = geometry.refcount_block_entries();
+    old: Option<&[u8]>,
+) {
+    let (entries, order) = (geometry.refcount_block_entries(), geometry.refcount_order());
     let first = block_index * entries;
     for cluster in first..first + entries {
+        let index = (cluster - first) as usize;
+        let stored = old.map_or(0, |old| refcount::get(old, order, index));
         let references = counts.references(cluster) + u64::from(fresh.contains(&cluster));
-        if references == 0 {
-            continue;
+        let wanted = references.max(stored).min(geometry.max_refcount());
+        if wanted != 0 {
+            refcount::set(block, order, index, wanted);
         }
-        if references > geometry.max_refcount() {
-            let message = "more references to a cluster than its refcount can hold";
-            return Err(
-                Error::invalid_image("refcount", references, message).offset(cluster << geometry.cluster_bits())
-            );
-        }
-        refcount::set(block, geometry.refcount_order(), (cluster - first) as usize, references);
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The same work on several threads.
+
+use cowshed_block::{Error, Result};
+use cowshed_storage::rt;
+
+/// Runs `work` once on each of `threads` threads and waits for all; the workers share their tasks among themselves.
+/// With one thread it runs on the caller's, which the simulator needs.
+pub(super) async fn fan_out<F, W>(threads: usize, work: F) -> Result<()>
+where
+    F: Fn() -> W + Sync,
+    W: Future<Output = Result<()>>,
+{
+    if threads <= 1 {
+        return work().await;
+    }
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| rt::block_on(work()))).collect();
+        let results = workers.into_iter().map(|worker| match worker.join() {
+            Ok(result) => result,
+            Err(_) => Err(Error::internal("a thread of the check panicked")),
+        });
+        // All are joined before the first error is looked at.
+        results.collect::<Vec<_>>().into_iter().collect()
+    })
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Checks and repairs qcow2 images: the reading and writing around `cowshed_qcow2::check`.
+//!
+//! It works on the bare file, while nobody has the image open; the caller holds the locks. Nothing of the engine is
+//! used, so a bug there can't hide itself here.
+
+mod crew;
+mod metadata;
+mod rebuild;
+mod repair;
+mod session;
+mod sweep;
+
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_qcow2::check::{Counters, Finding, Ledger};
+use cowshed_storage::File;
+use session::Session;
+
+/// What to repair.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Repair {
+    /// Nothing.
+    #[default]
+    None,
+    /// Leaked clusters, and bit 63 of entries.
+    Leaks,
+    /// All that can be.
+    All,
+}
+
+/// How to check.
+#[derive(Clone, Debug)]
+pub struct CheckOptions {
+    /// What to repair; the file must be writable then.
+    pub repair: Repair,
+    /// Threads that read and count. 1: everything on the caller's thread.
+    pub threads: usize,
+    /// Memory for the reference counts, in bytes: two for each host cluster. Larger images take several passes.
+    pub memory_bytes: u64,
+    /// Findings that are kept; more are only counted.
+    pub findings_max: usize,
+}
+
+impl Default for CheckOptions {
+    fn default() -> Self {
+        CheckOptions { repair: Repair::None, threads: 1, memory_bytes: 192 << 20, findings_max: 100_000 }
+    }
+}
+
+/// Told how much is done of how much; false asks the check to stop.
+pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> bool + Sync);
+
+/// What came out.
+#[derive(Clone, Debug, Default)]
+pub struct CheckReport {
+    /// qemu-img's counters, as they are after the repair.
+    pub counters: Counters,
+    /// What is wrong now.
+    pub findings: Vec<Finding>,
+    /// What was repaired.
+    pub repaired: Vec<Finding>,
+    /// Findings that were counted but not kept.
+    pub omitted: u64,
+    /// Why something wasn't repaired, in words.
+    pub notes: Vec<String>,
+    /// True when the repair wrote anything.
+    pub changed: bool,
+}
+
+impl CheckReport {
+    /// True without corruptions, leaks and check errors.
+    pub fn is_clean(&self) -> bool {
+        let Counters { corruptions, leaks, check_errors, .. } = self.counters;
+        corruptions == 0 && leaks == 0 && check_errors == 0
+    }
+}
+
+/// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; what
+/// a repair has written until then leaves the image no worse than it was.
+pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Result<CheckReport> {
+    let named = |error: Error| error.file(file.name());
+    if options.repair != Repair::None && !file.is_writable() {
+        return Err(named(Error::new(ErrorKind::ReadOnly, "a repair needs a writable file")));
+    }
+    let mut ledger = Ledger::new(options.findings_max);
+    let mut session = Session::load(file, options, watch, &mut ledger).await.map_err(named)?;
+    session.survey(&mut ledger).await.map_err(named)?;
+    if options.repair == Repair::None {
+        return Ok(report_of(ledger));
+    }
+    repair::run(session, ledger).await.map_err(named)
+}
+
+fn report_of(ledger: Ledger) -> CheckReport {
+    let Ledger { counters, mut findings, omitted, .. } = ledger;
+    findings.sort_by_key(Finding::order);
+    CheckReport { counters, findings, omitted, ..CheckReport::default() }
+}
+
+/// Restores an image whose dirty bit is set, before anything else reads its refcounts, and clears the bit. Fails when
+/// a corruption remains: the image then stays dirty and must not be written to.
+pub async fn recover_dirty(file: &File) -> Result<()> {
+    let options = CheckOptions { repair: Repair::All, findings_max: 16, ..CheckOptions::default() };
+    let report = check(file, &options, &|_, _| true).await?;
+    if report.counters.corruptions == 0 && report.counters.check_errors == 0 {
+        return Ok(());
+    }
+    let why = report.notes.first().cloned().or_else(|| report.findings.first().map(Finding::to_string));
+    let message = format!("image was not closed cleanly and can't be recovered: {}", why.unwrap_or_default());
+    Err(Error::invalid_image("incompatible_features", "dirty", message).file(file.name()))
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A new refcount structure in fresh clusters, published by one write of twelve bytes of the header.
+
+use super::metadata::Scope;
+use super::session::Session;
+use cowshed_block::{Error, Result};
+use cowshed_layout::qcow2::offset;
+use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layout};
+use std::collections::BTreeSet;
+
+impl Session<'_> {
+    /// Replaces refcount table and blocks. With `keep` no count becomes smaller than it was.
+    pub(super) async fn rebuild(&mut self, keep: bool) -> Result<()> {
+        let entries = self.geometry.refcount_block_entries();
+        let windows = self.windows();
+        let mut needed = BTreeSet::new();
+        let mut last = None;
+        for window in windows.clone() {
+            let counts = self.count_for_rebuild(window).await?;
+            for index in self.blocks_of(&counts) {
+                let first = index * entries;
+                let mut clusters = first..(first + entries).min(counts.end());
+                let kept = keep && self.refcount_block(index).is_some();
+                if kept || clusters.any(|cluster| counts.references(cluster) != 0) {
+                    needed.insert(index);
+                }
+            }
+            last = Some(counts);
+        }
+        // Behind everything in use, and behind the cluster that compressed data may reach into.
+        let layout = plan_layout(self.geometry, needed, self.file_clusters + 1)?;
+        for window in windows {
+            let counts = match last.take().filter(|counts| counts.first() == window.start) {
+                Some(counts) => counts,
+                None => self.count_for_rebuild(window).await?,
+            };
+            self.write_blocks(&layout, &counts, keep).await?;
+        }
+        self.publish(&layout).await
+    }
+
+    async fn count_for_rebuild(&self, window: std::ops::Range<u64>) -> Result<Counts> {
+        let mut silent = Ledger::new(0);
+        Ok(self.count_window(window, Scope::WithoutRefcounts, &mut silent).await?.0)
+    }
+
+    /// Writes the new blocks that count clusters of the window, and with the last window those behind it.
+    async fn write_blocks(&self, layout: &RefcountLayout, counts: &Counts, keep: bool) -> Result<()> {
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let mut mine = self.blocks_of(counts);
+        if counts.end() > self.file_clusters {
+            mine.end = u64::MAX;
+        }
+        for (nth, index) in layout.blocks.iter().enumerate().filter(|(_, index)| mine.contains(index)) {
+            let mut block = vec![0; cluster_size];
+            let old = match self.refcount_block(*index).filter(|_| keep) {
+                Some(place) => Some(self.read(place, cluster_size).await?),
+                None => None,
+            };
+            fill_block(counts, self.geometry, &mut block, *index, &layout.clusters, old.as_deref());
+            self.write(layout.block_cluster(nth) << self.geometry.cluster_bits(), &block).await?;
+        }
+        Ok(())
+    }
+
+    async fn publish(&mut self, layout: &RefcountLayout) -> Result<()> {
+        let table = layout.table(self.geometry);
+        let start = layout.clusters.start << self.geometry.cluster_bits();
+        self.write(start, &table).await?;
+        self.file.sync().await?;
+        let clusters = u32::try_from(layout.table_clusters).map_err(|_| Error::internal("refcount table too large"))?;
+        // Bytes 48 to 59: offset and clusters of the table, in one sector and one write.
+        let mut fields = [0; 12];
+        fields[..8].copy_from_slice(&start.to_be_bytes());
+        fields[8..].copy_from_slice(&clusters.to_be_bytes());
+        self.write(offset::REFCOUNT_TABLE_OFFSET, &fields).await?;
+        self.file.sync().await?;
+        self.header.refcount_table_offset = start;
+        self.header.refcount_table_clusters = clusters;
+        self.refcount_table = table.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
+        self.needs_rebuild = false;
+        self.context.file_len = self.file.len();
+        self.file_clusters = self.geometry.clusters(self.context.file_len);
+        Ok(())
+    }
+}

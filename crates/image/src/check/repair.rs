@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Repairs, in the only order that is safe at every moment: rights to write in place are revoked, counts raised,
+//! entries changed, counts lowered, rights granted, and last the header's bits cleared; a barrier after each.
+
+use super::metadata::Scope;
+use super::session::Session;
+use super::{CheckReport, Repair, report_of};
+use cowshed_block::{Error, Result};
+use cowshed_layout::qcow2::{features, offset};
+use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
+use cowshed_storage::IoBuf;
+use std::collections::HashSet;
+
+/// Repairs an image that was surveyed into `before`.
+pub(super) async fn run(mut session: Session<'_>, before: Ledger) -> Result<CheckReport> {
+    let all = session.options.repair == Repair::All;
+    if !session.obstacles.is_empty() {
+        let mut report = report_of(before);
+        report.notes = session.obstacles.iter().map(|why| format!("not repaired: {why}")).collect();
+        return Ok(report);
+    }
+    let mut notes = Vec::new();
+    let mut changed = false;
+    let damaged = before.counters.corruptions + before.counters.leaks != 0;
+    if damaged {
+        if all {
+            changed |= session.edit_entries(EditStep::Revoke).await?;
+            changed |= session.raise_counts(before.hidden_references, &mut notes).await?;
+            changed |= session.edit_entries(EditStep::Normalise).await?;
+        }
+        if before.hidden_references {
+            notes.push("nothing was freed: tables that can't be read may use what looks leaked".to_owned());
+        } else {
+            changed |= session.lower_counts().await?;
+        }
+        changed |= session.edit_entries(EditStep::Grant).await?;
+    }
+    let mut after = Ledger::new(session.options.findings_max);
+    let file = session.file;
+    let mut session = if changed {
+        let mut reread = Session::load(file, session.options, session.watch, &mut after).await?;
+        reread.survey(&mut after).await?;
+        reread
+    } else {
+        after = before.clone();
+        session
+    };
+    let clean = after.counters.corruptions == 0;
+    changed |= session.clear_bits(clean, all).await?;
+    let repaired = repaired_findings(&before, &after);
+    let mut report = report_of(after);
+    report.counters.corruptions_fixed = before.counters.corruptions.saturating_sub(report.counters.corruptions);
+    report.counters.leaks_fixed = before.counters.leaks.saturating_sub(report.counters.leaks);
+    report.repaired = repaired;
+    report.notes = notes;
+    report.changed = changed;
+    Ok(report)
+}
+
+/// What was found before and is gone.
+fn repaired_findings(before: &Ledger, after: &Ledger) -> Vec<Finding> {
+    let key = |finding: &Finding| (finding.order(), std::mem::discriminant(&finding.kind));
+    let left: HashSet<_> = after.findings.iter().map(key).collect();
+    let mut gone: Vec<Finding> =
+        before.findings.iter().filter(|finding| !left.contains(&key(finding))).cloned().collect();
+    gone.iter_mut().for_each(|finding| finding.repaired = true);
+    gone.sort_by_key(Finding::order);
+    gone
+}
+
+impl Session<'_> {
+    /// One step over all entries of L2 tables and the active L1 table, and a barrier when it wrote anything.
+    async fn edit_entries(&mut self, step: EditStep) -> Result<bool> {
+        let mut changed = false;
+        for window in self.windows() {
+            let mut silent = Ledger::new(0);
+            let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+            changed |= self.edit_tables(&counts, step).await?;
+            changed |= self.edit_active_l1(&counts, step).await?;
+        }
+        if changed {
+            self.file.sync().await?;
+        }
+        Ok(changed)
+    }
+
+    async fn edit_tables(&self, counts: &Counts, step: EditStep) -> Result<bool> {
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let mut changed = false;
+        for table in self.tables.iter().filter(|table| table.weight != 0) {
+            let bytes = self.read(table.offset, cluster_size).await?;
+            let edits = edit_l2(&self.context, counts, step, table.l1_index != INACTIVE, &bytes);
+            if edits.is_empty() || self.is_claimed_twice(table.offset) {
+                continue;
+            }
+            let edits = edits.iter().map(|(word, new)| (*word as u64, *new));
+            self.write_words(table.offset, &bytes, edits).await?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    /// A table that shares its cluster with another structure must not be written: the bytes may be the other's.
+    fn is_claimed_twice(&self, offset: u64) -> bool {
+        self.clashes.binary_search(&(offset >> self.geometry.cluster_bits())).is_ok()
+    }
+
+    async fn edit_active_l1(&mut self, counts: &Counts, step: EditStep) -> Result<bool> {
+        let edits = edit_l1(&self.context, counts, step, &self.l1);
+        let start = self.header.l1_table_offset;
+        if edits.is_empty() || self.is_claimed_twice(start) {
+            return Ok(false);
+        }
+        let bytes: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        self.write_words(start, &bytes, edits.iter().map(|(index, new)| (*index as u64, *new))).await?;
+        for (index, new) in edits {
+            self.l1[index] = new;
+        }
+        Ok(true)
+    }
+
+    /// Writes the sectors of a table that hold changed words, never more than that.
+    async fn write_words(&self, start: u64, old: &[u8], edits: impl Iterator<Item = (u64, u64)>) -> Result<()> {
+        const SECTOR: usize = 512;
+        let mut table = old.to_vec();
+        let mut sectors: Vec<usize> = Vec::new();
+        for (word, new) in edits {
+            let at = word as usize * 8;
+            let target = table.get_mut(at..at + 8).ok_or_else(|| Error::internal("edit behind the end of a table"))?;
+            target.copy_from_slice(&new.to_be_bytes());
+            if sectors.last() != Some(&(at / SECTOR)) {
+                sectors.push(at / SECTOR);
+            }
+        }
+        for run in sectors.chunk_by(|a, b| a + 1 == *b) {
+            let from = run[0] * SECTOR;
+            let to = ((run[run.len() - 1] + 1) * SECTOR).min(table.len());
+            self.write(start + from as u64, &table[from..to]).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes every stored count at least the number of references: in place, or where that can't be, in a structure
+    /// made anew.
+    async fn raise_counts(&mut self, hidden_references: bool, notes: &mut Vec<String>) -> Result<bool> {
+        let mut changed = false;
+        if !self.needs_rebuild {
+            for window in self.windows() {
+                let mut silent = Ledger::new(0);
+                let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+                changed |= self.raise_window(&counts).await?;
+            }
+            if changed {
+                self.file.sync().await?;
+            }
+        }
+        if self.needs_rebuild {
+            notes.push("the refcount structure was made anew".to_owned());
+            self.rebuild(hidden_references).await?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    /// Raises what can be raised in place; what has no block asks for a rebuild.
+    async fn raise_window(&mut self, counts: &Counts) -> Result<bool> {
+        let entries = self.geometry.refcount_block_entries();
+        let order = self.geometry.refcount_order();
+        let mut changed = false;
+        for index in self.blocks_of(counts) {
+            let first = index * entries;
+            let Some(place) = self.refcount_block(index) else {
+                let used = (first.max(counts.first())..(first + entries).min(counts.end()))
+                    .any(|cluster| counts.references(cluster) != 0);
+                self.needs_rebuild |= used;
+                continue;
+            };
+            let mut block = self.read(place, self.geometry.cluster_size() as usize).await?;
+            if !raise_block(counts, order, &mut block, first) {
+                continue;
+            }
+            if self.is_claimed_twice(place) {
+                self.needs_rebuild = true;
+                continue;
+            }
+            self.write_buf(place, block).await?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    async fn lower_counts(&mut self) -> Result<bool> {
+        let entries = self.geometry.refcount_block_entries();
+        let order = self.geometry.refcount_order();
+        let mut changed = false;
+        for window in self.windows() {
+            let mut silent = Ledger::new(0);
+            let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+            for index in self.blocks_of(&counts) {
+                let Some(place) = self.refcount_block(index) else { continue };
+                let mut block = self.read(place, self.geometry.cluster_size() as usize).await?;
+                let lowered = lower_block(&counts, order, &mut block, index * entries, self.file_clusters);
+                if lowered && !self.is_claimed_twice(place) {
+                    self.write_buf(place, block).await?;
+                    changed = true;
+                }
+            }
+        }
+        if changed {
+            self.file.sync().await?;
+        }
+        Ok(changed)
+    }
+
+    async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
+        let (result, _) = self.file.write_at(buf, offset).await;
+        result.map_err(|error| error.offset(offset))
+    }
+
+    /// Clears the dirty bit once no refcount is wrong, and after a full repair the corrupt bit.
+    async fn clear_bits(&mut self, clean: bool, all: bool) -> Result<bool> {
+        if !clean || self.header.version < 3 {
+            return Ok(false);
+        }
+        let gone = features::INCOMPAT_DIRTY | if all { features::INCOMPAT_CORRUPT } else { 0 };
+        let left = self.header.incompatible_features & !gone;
+        if left == self.header.incompatible_features {
+            return Ok(false);
+        }
+        // Whatever was written before must be durable before the bit goes.
+        self.file.sync().await?;
+        self.write(offset::INCOMPATIBLE_FEATURES, &left.to_be_bytes()).await?;
+        self.file.sync().await?;
+        self.header.incompatible_features = left;
+        Ok(true)
+    }
+}

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a check knows of an image before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
+
+use super::{CheckOptions, Watch};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::{
+    BitmapEntry, Extension, Geometry, Header, L1Entry, Parsed, RefcountTableEntry, Snapshot, bitmap, features, limits,
+    snapshot,
+};
+use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
+use cowshed_storage::{File, IoBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// L1 entries and refcount table entries read at a time, in bytes.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// An image under check.
+pub(super) struct Session<'a> {
+    pub file: &'a File,
+    pub options: &'a CheckOptions,
+    pub header: Header,
+    pub geometry: Geometry,
+    pub context: ScanContext,
+    /// Clusters of the file, the last one perhaps incomplete.
+    pub file_clusters: u64,
+    /// The active L1 table as on disk, as far as it lies in the file.
+    pub l1: Vec<u64>,
+    /// The refcount table as on disk, as far as it lies in the file.
+    pub refcount_table: Vec<u64>,
+    pub snapshots: Vec<Snapshot>,
+    /// Bytes of the snapshot table.
+    pub snapshot_table_len: u64,
+    pub bitmaps: Vec<BitmapEntry>,
+    /// The bitmaps extension is there, but a program that doesn't know bitmaps wrote to the image since.
+    pub stale_bitmaps: bool,
+    /// The L2 tables to read.
+    pub tables: Vec<TableRef>,
+    /// The refcount structure itself can't be used as it is.
+    pub needs_rebuild: bool,
+    /// Why nothing may be repaired.
+    pub obstacles: Vec<String>,
+    pub watch: Watch<'a>,
+    /// Clusters that two structures of metadata claim, sorted.
+    pub clashes: Vec<u64>,
+    done: AtomicU64,
+    total: AtomicU64,
+}
+
+impl<'a> Session<'a> {
+    /// Reads everything but L2 tables and refcount blocks, and notes what is wrong with it.
+    pub async fn load(
+        file: &'a File,
+        options: &'a CheckOptions,
+        watch: Watch<'a>,
+        ledger: &mut Ledger,
+    ) -> Result<Self> {
+        let header = read_header(file).await?;
+        let geometry = header.geometry()?;
+        let file_len = file.len();
+        let context = ScanContext {
+            geometry,
+            version: header.version,
+            data_file: header.has_data_file(),
+            data_file_raw: header.is_data_file_raw(),
+            file_len,
+            first_pass: true,
+        };
+        let mut session = Session {
+            file,
+            options,
+            geometry,
+            context,
+            file_clusters: geometry.clusters(file_len),
+            l1: Vec::new(),
+            refcount_table: Vec::new(),
+            snapshots: Vec::new(),
+            snapshot_table_len: 0,
+            bitmaps: Vec::new(),
+            stale_bitmaps: false,
+            tables: Vec::new(),
+            needs_rebuild: header.refcount_table_clusters == 0,
+            obstacles: Vec::new(),
+            watch,
+            clashes: Vec::new(),
+            done: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+            header,
+        };
+        session.note_unknown_features();
+        ledger.counters.total_clusters = geometry.clusters(session.header.size);
+        session.load_refcount_table(ledger).await?;
+        let mut refs = TableRefs::default();
+        session.load_active_l1(&mut refs, ledger).await?;
+        session.load_snapshots(&mut refs, ledger).await?;
+        session.tables = refs.finish();
+        session.load_bitmaps(ledger).await?;
+        Ok(session)
+    }
+
+    /// Features that may own clusters which nobody here can count.
+    fn note_unknown_features(&mut self) {
+        let unknown = self.header.autoclear_features & !features::AUTOCLEAR_KNOWN;
+        if unknown != 0 {
+            self.obstacles.push(format!("unknown autoclear features {unknown:#x} may own clusters"));
+        }
+        for extension in &self.header.extensions {
+            if let Extension::Unknown { .. } = extension {
+                let kind = extension.kind();
+                self.obstacles.push(format!("the unknown header extension {kind:#010x} may own clusters"));
+            }
+        }
+    }
+
+    /// Starts to count work anew.
+    pub fn start_work(&self, total: u64) {
+        self.done.store(0, Relaxed);
+        self.total.store(total.max(1), Relaxed);
+    }
+
+    /// Counts work as done; an error when the user wants to stop.
+    pub fn advance(&self, work: u64) -> Result<()> {
+        let done = self.done.fetch_add(work, Relaxed).saturating_add(work);
+        let total = self.total.load(Relaxed);
+        if (self.watch)(done.min(total), total) { Ok(()) } else { Err(Error::new(ErrorKind::Cancelled, "cancelled")) }
+    }
+
+    /// Reads `len` bytes; zeroes behind the end of the file.
+    pub async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
+        let (result, buf) = self.file.read_at(IoBuf::zeroed(len), offset).await;
+        result.map_err(|error| error.offset(offset))?;
+        Ok(buf)
+    }
+
+    /// Writes `bytes`.
+    pub async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (result, _) = self.file.write_at(IoBuf::copy_from(bytes), offset).await;
+        result.map_err(|error| error.offset(offset))
+    }
+
+    /// Part of a region that lies in the file, in bytes; a finding when it ends too far out.
+    fn within(&self, structure: Structure, offset: u64, len: u64, ledger: &mut Ledger) -> u64 {
+        if len == 0 {
+            return 0;
+        }
+        if self.context.is_past_end(offset, len) {
+            ledger.add(Finding::new(FindingKind::PastEnd { structure, offset, len }));
+            return 0;
+        }
+        len
+    }
+
+    /// Reads a table of 8-byte numbers piece by piece.
+    pub async fn read_numbers(
+        &self,
+        offset: u64,
+        count: u64,
+        mut each: impl FnMut(u64, &[u64]) -> Result<()>,
+    ) -> Result<()> {
+        let mut numbers = Vec::new();
+        let mut at = 0;
+        while at < count {
+            let piece = (count - at).min(PIECE_BYTES as u64 / 8);
+            let buf = self.read(offset + at * 8, piece as usize * 8).await?;
+            numbers.clear();
+            numbers.extend(buf.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)));
+            each(at, &numbers)?;
+            at += piece;
+        }
+        Ok(())
+    }
+
+    async fn load_refcount_table(&mut self, ledger: &mut Ledger) -> Result<()> {
+        let offset = self.header.refcount_table_offset;
+        let len = u64::from(self.header.refcount_table_clusters) << self.geometry.cluster_bits();
+        let len = self.within(Structure::RefcountTable, offset, len, ledger);
+        self.needs_rebuild |= len == 0;
+        let mut table = Vec::new();
+        let count = len / 8;
+        self.read_numbers(offset, count, |_, piece| {
+            table.extend_from_slice(piece);
+            Ok(())
+        })
+        .await?;
+        for (index, raw) in table.iter().enumerate().filter(|(_, raw)| **raw != 0) {
+            self.check_refcount_entry(index as u64, *raw, offset + index as u64 * 8, ledger);
+        }
+        while table.last() == Some(&0) {
+            table.pop();
+        }
+        self.refcount_table = table;
+        self.find_shared_blocks(ledger);
+        Ok(())
+    }
+
+    fn check_refcount_entry(&mut self, index: u64, raw: u64, at: u64, ledger: &mut Ledger) {
+        let entry = RefcountTableEntry(raw);
+        let cluster_size = self.geometry.cluster_size();
+        let kind = if self.geometry.in_cluster(entry.offset().0) != 0 {
+            FindingKind::RefcountBlockUnaligned { index, entry: raw }
+        } else if entry.reserved_bits() != 0 {
+            FindingKind::RefcountTableReserved { index, entry: raw }
+        } else if self.context.is_past_end(entry.offset().0, cluster_size) {
+            FindingKind::RefcountBlockPastEnd { index, entry: raw }
+        } else {
+            return;
+        };
+        self.needs_rebuild = true;
+        ledger.add(Finding::at(kind, at, None));
+    }
+
+    fn find_shared_blocks(&mut self, ledger: &mut Ledger) {
+        let mut blocks: Vec<(u64, u64)> = (0..self.refcount_table.len() as u64)
+            .filter_map(|index| self.refcount_block(index).map(|offset| (offset, index)))
+            .collect();
+        blocks.sort_unstable();
+        let mut users = 1;
+        for pair in blocks.windows(2) {
+            users = if pair[0].0 == pair[1].0 { users + 1 } else { 1 };
+            if users > 1 {
+                self.needs_rebuild = true;
+                let kind = FindingKind::RefcountBlockShared { index: pair[1].1, references: users };
+                ledger.add(Finding::at(kind, self.header.refcount_table_offset + pair[1].1 * 8, None));
+            }
+        }
+    }
+
+    /// Host offset of a refcount block that can be read.
+    pub fn refcount_block(&self, index: u64) -> Option<u64> {
+        let raw = *self.refcount_table.get(usize::try_from(index).ok()?)?;
+        let offset = RefcountTableEntry(raw).block(self.geometry).ok().flatten()?.0;
+        (!self.context.is_past_end(offset, self.geometry.cluster_size())).then_some(offset)
+    }
+
+    async fn load_active_l1(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
+        let offset = self.header.l1_table_offset;
+        let len = self.within(Structure::ActiveL1, offset, u64::from(self.header.l1_size) * 8, ledger);
+        let mut l1 = Vec::new();
+        let context = self.context;
+        self.read_numbers(offset, len / 8, |first, entries| {
+            l1.extend_from_slice(entries);
+            add_l1_entries(&context, entries, first, Some(offset), refs, ledger)
+        })
+        .await?;
+        self.l1 = l1;
+        Ok(())
+    }
+
+    async fn load_snapshots(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
+        let count = self.header.nb_snapshots;
+        if count == 0 {
+            return Ok(());
+        }
+        let start = self.header.snapshots_offset;
+        let (snapshots, len) = match self.read_snapshot_table(start, count).await {
+            Ok(read) => read,
+            Err(error) if error.kind() == ErrorKind::InvalidImage => {
+                self.unreadable(Structure::SnapshotTable, start, &error, ledger);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        self.snapshot_table_len = len as u64;
+        let context = self.context;
+        for snapshot in &snapshots {
+            let offset = snapshot.l1_table_offset;
+            if let Err(error) = snapshot.validate(self.header.version, self.header.cluster_bits) {
+                self.unreadable(Structure::SnapshotL1, offset, &error, ledger);
+                continue;
+            }
+            let len = self.within(Structure::SnapshotL1, offset, u64::from(snapshot.l1_size) * 8, ledger);
+            self.read_numbers(offset, len / 8, |first, entries| {
+                add_l1_entries(&context, entries, first, None, refs, ledger)
+            })
+            .await?;
+        }
+        self.snapshots = snapshots;
+        Ok(())
+    }
+
+    async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Vec<Snapshot>, usize)> {
+        let mut len = 64 << 10;
+        loop {
+            let available = self.file.len().saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
+            let have = (len as u64).min(available) as usize;
+            let bytes = self.read(start, have).await?;
+            match snapshot::parse_table(&bytes, count)? {
+                Parsed::Complete { value, len } => return Ok((value, len)),
+                Parsed::Incomplete { need } if have as u64 == available => {
+                    let message = format!("the table needs {need} bytes, the file has {available} from there on");
+                    return Err(Error::invalid_image("snapshots_offset", format!("{start:#x}"), message));
+                }
+                Parsed::Incomplete { need } => len = need.max(have.saturating_mul(2)),
+            }
+        }
+    }
+
+    async fn load_bitmaps(&mut self, ledger: &mut Ledger) -> Result<()> {
+        let Some(extension) = self.header.bitmaps().cloned() else { return Ok(()) };
+        self.stale_bitmaps = self.header.autoclear_features & features::AUTOCLEAR_BITMAPS == 0;
+        let start = extension.directory_offset;
+        let result = self.read_bitmap_directory(&extension).await;
+        let entries = match result {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == ErrorKind::InvalidImage => {
+                self.unreadable(Structure::BitmapDirectory, start, &error, ledger);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            match entry.validate(self.header.size, self.header.cluster_bits) {
+                Ok(()) => self.bitmaps.push(entry),
+                Err(error) => self.unreadable(Structure::BitmapTable, entry.table_offset, &error, ledger),
+            }
+        }
+        Ok(())
+    }
+
+    async fn read_bitmap_directory(
+        &self,
+        extension: &cowshed_layout::qcow2::BitmapsExtension,
+    ) -> Result<Vec<BitmapEntry>> {
+        let (start, len) = (extension.directory_offset, extension.directory_size);
+        if len > limits::BITMAP_DIRECTORY_BYTES || self.context.is_past_end(start, len) {
+            let message = format!("{len} bytes at {start:#x} are too many or behind the end of the file");
+            return Err(Error::invalid_image("bitmap_directory_size", len, message));
+        }
+        let bytes = self.read(start, len as usize).await?;
+        bitmap::parse_directory(&bytes, extension)
+    }
+
+    /// A structure that can't be counted: reported, and nothing is repaired.
+    fn unreadable(&mut self, structure: Structure, offset: u64, error: &Error, ledger: &mut Ledger) {
+        let reason = error.message().to_owned();
+        self.obstacles.push(format!("the {} at {offset:#x} can't be read: {reason}", structure.name()));
+        ledger.add(Finding::at(FindingKind::Unreadable { structure, offset, reason }, offset, None));
+    }
+}
+
+/// The header, read with as few bytes as it takes.
+async fn read_header(file: &File) -> Result<Header> {
+    let mut len = 4096;
+    for _ in 0..3 {
+        let have = file.len().min(len as u64) as usize;
+        let (result, bytes) = file.read_at(IoBuf::zeroed(have), 0).await;
+        result?;
+        let need = Header::bytes_needed(&bytes)?;
+        if need <= have || have < len {
+            return Header::parse(&bytes);
+        }
+        len = need;
+    }
+    Err(Error::invalid_image("header_length", len, "the header does not end"))
+}
+
+/// Adds the entries of an L1 table, from the one with index `first` on. `active`: where the active table starts.
+fn add_l1_entries(
+    context: &ScanContext,
+    entries: &[u64],
+    first: u64,
+    active: Option<u64>,
+    refs: &mut TableRefs,
+    ledger: &mut Ledger,
+) -> Result<()> {
+    let cluster_size = context.geometry.cluster_size();
+    for (index, raw) in entries.iter().enumerate().filter(|(_, raw)| **raw != 0) {
+        let l1_index = first + index as u64;
+        let at = |kind| Finding { entry_offset: active.map(|start| start + l1_index * 8), ..Finding::new(kind) };
+        let entry = L1Entry(*raw);
+        if entry.reserved_bits() != 0 {
+            ledger.add(at(FindingKind::ReservedL1 { entry: *raw }));
+        }
+        let offset = entry.offset().0;
+        if offset == 0 {
+            continue;
+        }
+        if context.geometry.in_cluster(offset) != 0 {
+            ledger.add(at(FindingKind::UnalignedL2 { offset }));
+        } else if context.is_past_end(offset, cluster_size) {
+            let kind = FindingKind::PastEnd { structure: Structure::L2Table, offset, len: cluster_size };
+            ledger.add(at(kind));
+        } else {
+            let l1_index = if active.is_some() { l1_index as u32 } else { INACTIVE };
+            refs.add(offset, l1_index)?;
+        }
+    }
+    Ok(())
+}
