@@ -53,19 +53,20 @@ mod tests {
     fn work_starts_in_the_order_of_its_numbers() {
         let turn = Turn::default();
         let started = RefCell::new(Vec::new());
+        let (turn, started) = (&turn, &started);
         let mut tasks: FuturesUnordered<_> = [3, 1, 0, 2]
             .into_iter()
             .map(|number| {
-                let work = async {
+                let work = async move {
                     started.borrow_mut().push(number);
                     ready(()).await;
                 };
-                async { turn.start_in_order(number, work).await }
+                async move { turn.start_in_order(number, work).await }
             })
             .collect();
         let all = async { while tasks.next().await.is_some() {} };
         futures_util::FutureExt::now_or_never(all).expect("nobody waits for anything else");
         drop(tasks);
-        assert_eq!(started.into_inner(), [0, 1, 2, 3]);
+        assert_eq!(*started.borrow(), [0, 1, 2, 3]);
     }
 }

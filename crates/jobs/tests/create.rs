@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Creation, against the real qemu-img.
+
+mod oracle;
+
+use cowshed_jobs::JobHandle;
+use cowshed_jobs::create::{self, CreateRequest};
+use oracle::{Bench, run};
+
+fn request(bench: &Bench, name: &str, options: &str, size: Option<u64>) -> CreateRequest {
+    CreateRequest {
+        filename: bench.path(name),
+        format: "qcow2".to_owned(),
+        size,
+        options: if options.is_empty() { Vec::new() } else { vec![options.to_owned()] },
+        ..CreateRequest::default()
+    }
+}
+
+#[test]
+fn a_created_file_is_that_of_qemu_img() {
+    let bench = Bench::new();
+    for (options, size) in [
+        ("", 1 << 30),
+        ("cluster_size=512", 64 << 20),
+        ("cluster_size=4k,refcount_bits=64", 1 << 30),
+        ("compat=0.10", 1 << 30),
+        ("extended_l2=on,lazy_refcounts=on,compression_type=zstd", 3 << 30),
+    ] {
+        // Over an old file: nothing of it may show through.
+        std::fs::write(bench.path("ours.qcow2"), vec![0xaa; 1 << 20]).expect("an old file");
+        let request = request(&bench, "ours.qcow2", options, Some(size));
+        let plan = run(create::run(&request, &JobHandle::new())).expect(options);
+        let mut args = vec!["create", "-f", "qcow2"];
+        if !options.is_empty() {
+            args.extend(["-o", options]);
+        }
+        let size = size.to_string();
+        args.extend(["theirs.qcow2", &size]);
+        let text = bench.qemu_img(&args);
+        assert_eq!(plan.summary().replace(&bench.path("ours.qcow2"), "theirs.qcow2"), text.trim_end());
+        let read = |name| std::fs::read(bench.path(name)).expect("an image");
+        assert!(read("ours.qcow2") == read("theirs.qcow2"), "{options}");
+    }
+}
+
+#[test]
+fn preallocated_images_are_clean_and_mapped_as_by_qemu_img() {
+    let bench = Bench::new();
+    bench.qemu_img(&["create", "-q", "-f", "raw", "base.raw", "3M"]);
+    for mode in ["metadata", "falloc", "full"] {
+        for options in
+            ["", ",cluster_size=512", ",extended_l2=on", ",data_file=data.raw", ",refcount_bits=64,cluster_size=1k"]
+        {
+            for size in [0, 512, 5 << 20, (7 << 20) + 512] {
+                let options = format!("preallocation={mode}{options}");
+                let ours = options.replace("data.raw", &bench.path("data.raw"));
+                run(create::run(&request(&bench, "ours.qcow2", &ours, Some(size)), &JobHandle::new())).expect(&options);
+                bench.assert_clean("ours.qcow2", &options);
+                let map = |image| bench.qemu_img(&["map", "--output=json", image]);
+                let our_map = map("ours.qcow2");
+                let text = size.to_string();
+                bench.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, "theirs.qcow2", &text]);
+                let bare = |map: &str| map.split(", \"offset\"").next().map(str::to_owned);
+                assert_eq!(bare(&our_map), bare(&map("theirs.qcow2")), "{options} at {size}");
+                let blocks = |name: &str| {
+                    use std::os::unix::fs::MetadataExt;
+                    std::fs::metadata(bench.path(name)).expect("an image").blocks() * 512
+                };
+                if mode != "metadata" && !options.contains("data_file") {
+                    assert!(blocks("ours.qcow2") >= size, "{options} at {size}");
+                }
+            }
+        }
+    }
+    let options = "preallocation=metadata,extended_l2=on";
+    let over = CreateRequest {
+        backing_file: Some("base.raw".to_owned()),
+        backing_format: Some("raw".to_owned()),
+        ..request(&bench, "over.qcow2", options, None)
+    };
+    assert_eq!(run(create::run(&over, &JobHandle::new())).expect("an overlay").size(), 3 << 20);
+    bench.assert_clean("over.qcow2", options);
+    bench.assert_same("over.qcow2", "base.raw", options);
+}
+
+#[test]
+fn what_qemu_img_refuses_is_refused_and_the_file_kept() {
+    let bench = Bench::new();
+    bench.qemu_img(&["create", "-q", "-f", "raw", "base.raw", "1M"]);
+    std::fs::write(bench.path("ours.qcow2"), b"precious").expect("a file");
+    for (options, part) in [
+        ("cluster_size=1000", "power of two between 512 and 2048k"),
+        ("cluster_size=256", "power of two"),
+        ("cluster_size=4M", "power of two"),
+        ("cluster_size=x", "cluster_size"),
+        ("extended_l2=on,cluster_size=8k", "16384"),
+        ("extended_l2=on,compat=0.10", "1.1"),
+        ("extended_l2=maybe", "'on' or 'off'"),
+        ("refcount_bits=3", "power of two"),
+        ("refcount_bits=128", "64 bits"),
+        ("refcount_bits=8,compat=v2", "1.1"),
+        ("lazy_refcounts=on,compat=v2", "1.1"),
+        ("compression_type=zstd,compat=v2", "1.1"),
+        ("compression_type=lz4", "compression type"),
+        ("compat=1.2", "compatibility level"),
+        ("data_file_raw=on", "data_file"),
+        ("data_file=d.raw,compat=v2", "1.1"),
+        ("data_file=d.raw,data_file_raw=on,backing_file=base.raw,backing_fmt=raw", "cannot be used at the same time"),
+        ("preallocation=metadata,backing_file=base.raw,backing_fmt=raw", "extended_l2"),
+        ("preallocation=some", "preallocation"),
+        ("backing_fmt=raw", "backing"),
+        ("backing_file=base.raw", "without backing format"),
+        ("backing_file=nowhere.raw,backing_fmt=raw", "nowhere.raw"),
+        ("backing_file=base.raw,backing_fmt=qcow2", "base.raw"),
+        ("bogus=1", "'bogus'"),
+        ("size=2M", "only once"),
+        ("cluster_size=64k,", "option list"),
+        ("encrypt.format=luks", "not supported yet"),
+    ] {
+        let theirs = bench.tool("qemu-img", &["create", "-f", "qcow2", "-o", options, "theirs.qcow2", "1M"]);
+        assert_eq!(theirs.status.code(), Some(1), "qemu-img with {options}");
+        let error = run(create::run(&request(&bench, "ours.qcow2", options, Some(1 << 20)), &JobHandle::new()))
+            .expect_err(options)
+            .to_string();
+        assert!(error.contains(part), "{options}: {error}");
+        assert_eq!(std::fs::read(bench.path("ours.qcow2")).expect("the file"), b"precious", "{options}");
+    }
+    for size in [None, Some(u64::MAX), Some(1 << 62)] {
+        run(create::run(&request(&bench, "ours.qcow2", "", size), &JobHandle::new())).expect_err("a bad size");
+    }
+    assert_eq!(std::fs::read(bench.path("ours.qcow2")).expect("the file"), b"precious");
+}
+
+#[test]
+fn an_overlay_takes_size_and_name_of_its_backing_file() {
+    let bench = Bench::new();
+    std::fs::create_dir(bench.path("sub")).expect("a folder");
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "sub/base.qcow2", "5M"]);
+    let overlay = CreateRequest {
+        backing_file: Some("base.qcow2".to_owned()),
+        backing_format: Some("qcow2".to_owned()),
+        ..request(&bench, "sub/top.qcow2", "", None)
+    };
+    assert_eq!(run(create::run(&overlay, &JobHandle::new())).expect("an overlay").size(), 5 << 20);
+    let info = bench.qemu_img(&["info", "sub/top.qcow2"]);
+    assert!(info.contains("backing file: base.qcow2 (actual path: sub/base.qcow2)"), "{info}");
+    // Unchecked, nothing needs to exist, but somebody must say the size.
+    let unchecked = CreateRequest {
+        backing_file: Some("nowhere.raw".to_owned()),
+        backing_format: Some("raw".to_owned()),
+        backing_unchecked: true,
+        ..request(&bench, "loose.qcow2", "", Some(1 << 20))
+    };
+    run(create::run(&unchecked, &JobHandle::new())).expect("an overlay on nothing");
+    run(create::run(&CreateRequest { size: None, ..unchecked }, &JobHandle::new())).expect_err("no size");
+}
+
+#[test]
+fn raw_images_have_the_size_and_space_asked_for() {
+    use std::os::unix::fs::MetadataExt;
+    let bench = Bench::new();
+    for (mode, reserved) in [("off", false), ("falloc", true), ("full", true)] {
+        let request = CreateRequest {
+            format: "raw".to_owned(),
+            ..request(&bench, "a.raw", &format!("preallocation={mode}"), Some((2 << 20) + 1))
+        };
+        run(create::run(&request, &JobHandle::new())).expect(mode);
+        let metadata = std::fs::metadata(bench.path("a.raw")).expect("the file");
+        assert_eq!(metadata.len(), (2 << 20) + 512);
+        assert_eq!(metadata.blocks() * 512 >= 2 << 20, reserved, "{mode}");
+    }
+    let request =
+        CreateRequest { format: "raw".to_owned(), ..request(&bench, "a.raw", "preallocation=metadata", Some(1)) };
+    run(create::run(&request, &JobHandle::new())).expect_err("raw has no metadata");
+}
