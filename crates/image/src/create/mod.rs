@@ -47,10 +47,15 @@ pub struct CreatePlan {
 
 /// Checks a request: parses its options, opens the backing file for its size.
 pub async fn prepare(request: &CreateRequest) -> Result<CreatePlan> {
-    check_request(request).await.map_err(|error| error.file(&request.filename))
+    check_request(request, None).await.map_err(|error| error.file(&request.filename))
 }
 
-async fn check_request(request: &CreateRequest) -> Result<CreatePlan> {
+/// As [`prepare`], for an image of `size` bytes whatever the request and its options say: the target of a copy.
+pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreatePlan> {
+    check_request(request, Some(size)).await.map_err(|error| error.file(&request.filename))
+}
+
+async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
         Error::unsupported("images of this format can't be created: qcow2 and raw can")
             .field("format")
@@ -65,7 +70,9 @@ async fn check_request(request: &CreateRequest) -> Result<CreatePlan> {
         }
         values.set(key, value.clone())?;
     }
-    if let Some(size) = request.size {
+    if let Some(size) = fixed_size {
+        values.set("size", size.to_string())?;
+    } else if let Some(size) = request.size {
         if values.is_given("size") {
             return Err(Error::invalid_argument("the image size must be specified only once").field("size"));
         }

@@ -123,8 +123,15 @@ fn check(options: &ConvertOptions) -> Result<()> {
     if options.target_is_zero && !options.skip_create {
         return Err(Error::invalid_argument("--target-is-zero requires -n: a new target is known to be zero"));
     }
-    if options.target_is_zero && options.backing_file.is_some() {
-        return Err(Error::invalid_argument("--target-is-zero and a backing file cannot be used at the same time"));
+    if options.backing_file.is_some() && options.backing_format.is_none() && !options.skip_create {
+        return Err(Error::invalid_argument("use of a backing file requires an explicit backing format").field("-F"));
+    }
+    if !options.sparse_bytes.is_multiple_of(SECTOR_BYTES) || options.sparse_bytes > MAX_CHUNK_BYTES {
+        return Err(Error::invalid_argument(format!(
+            "the sparse size must be a multiple of 512 up to {MAX_CHUNK_BYTES}; 0 leaves no holes"
+        ))
+        .field("-S")
+        .value(options.sparse_bytes));
     }
     if options.skip_create && !options.create_options.is_empty() {
         return Err(Error::invalid_argument("-o makes no sense with -n: the target exists"));
@@ -176,12 +183,12 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         _ if has_backing => SECTOR_BYTES,
         _ => RAW_UNIT_BYTES,
     };
-    let min_zero_bytes = options.sparse_bytes / SECTOR_BYTES * SECTOR_BYTES;
+    let min_zero_bytes = options.sparse_bytes;
     let zero_unit = match target.allocation_unit_bytes {
         Some(unit) => unit.max(SECTOR_BYTES),
         None => min_zero_bytes.clamp(SECTOR_BYTES, RAW_UNIT_BYTES),
     };
-    let chunk = CHUNK_BYTES.max(unit).max(min_zero_bytes.min(MAX_CHUNK_BYTES).next_power_of_two());
+    let chunk = CHUNK_BYTES.max(unit).max(min_zero_bytes.next_power_of_two());
     let narrow = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     Ok(CopySettings {
         cut: Cut { unit, chunk, all_data: min_zero_bytes == 0 },

@@ -34,7 +34,7 @@ impl Target {
             create_target(options, sources).await?;
         }
         let node = writable(&options.target).open_for_writing().await?;
-        let result = check_size(&node, sources);
+        let result = check_target(&node, sources, options);
         let geometry = crate::layer::geometry(&node).await;
         match result.and(geometry) {
             Ok(geometry) => {
@@ -80,13 +80,13 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()
     let request = CreateRequest {
         filename: options.target.name.clone(),
         format,
-        size: Some(sources.size()),
+        size: None,
         options: options.create_options.clone(),
         backing_file: options.backing_file.clone(),
         backing_format: options.backing_format.clone(),
         backing_unchecked: false,
     };
-    let plan = create::prepare(&request).await?;
+    let plan = create::prepare_sized(&request, sources.size()).await?;
     if options.compressed && plan.is_preallocated() {
         return Err(Error::invalid_argument("compression and preallocation cannot be used at the same time"));
     }
@@ -96,7 +96,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()
     plan.run().await
 }
 
-fn check_size(node: &Node, sources: &Sources) -> Result<()> {
+fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {
     if node.size() < sources.size() {
         return Err(Error::invalid_argument(format!(
             "the target is smaller than the input of {} bytes",
@@ -104,6 +104,13 @@ fn check_size(node: &Node, sources: &Sources) -> Result<()> {
         ))
         .file(node.filename())
         .value(node.size()));
+    }
+    if options.backing_file.is_some() && node.backing().is_none() {
+        return Err(Error::invalid_argument("the existing target has no backing file").file(node.filename()));
+    }
+    if options.target_is_zero && node.backing().is_some() {
+        return Err(Error::invalid_argument("--target-is-zero can't be used on a target with a backing file")
+            .file(node.filename()));
     }
     Ok(())
 }
