@@ -129,7 +129,7 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
 /// What is known of an open image.
 pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     let mut info = node_info(node)?;
-    let Some(layer) = qcow2_layer(node).await? else { return Ok(info) };
+    let Some(layer) = qcow2_layer(node) else { return Ok(info) };
     let header = &layer.header;
     info.cluster_size = Some(header.cluster_size());
     info.encrypted = (header.crypt_method != 0).then_some(true);

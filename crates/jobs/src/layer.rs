@@ -3,8 +3,6 @@
 
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
-use cowshed_image::formats::read_header;
-use cowshed_image::node::ChildRole;
 use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
 use cowshed_layout::qcow2::snapshot::parse_table;
 use cowshed_layout::qcow2::{Header, Parsed, Snapshot};
@@ -22,17 +20,8 @@ pub struct Qcow2Layer {
 }
 
 /// The header of `node`, `None` when it isn't qcow2.
-pub async fn qcow2_layer(node: &Node) -> Result<Option<Qcow2Layer>> {
-    if node.qcow2().is_none() {
-        return Ok(None);
-    }
-    let file = node
-        .child(ChildRole::File)
-        .and_then(|child| child.file())
-        .cloned()
-        .ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))?;
-    let header = read_header(&file).await?;
-    Ok(Some(Qcow2Layer { header, file }))
+pub fn qcow2_layer(node: &Node) -> Option<Qcow2Layer> {
+    node.qcow2().map(|driver| Qcow2Layer { header: driver.header(), file: driver.image_file().clone() })
 }
 
 /// Sizes of what a format allocates, bytes.
@@ -45,11 +34,11 @@ pub struct Geometry {
 }
 
 /// The geometry of `node`, `None` for formats without clusters.
-pub async fn geometry(node: &Node) -> Result<Option<Geometry>> {
-    let Some(layer) = qcow2_layer(node).await? else { return Ok(None) };
-    let cluster_bytes = layer.header.cluster_size();
-    let allocation_unit_bytes = if layer.header.has_extended_l2() { cluster_bytes / 32 } else { cluster_bytes };
-    Ok(Some(Geometry { cluster_bytes, allocation_unit_bytes }))
+pub fn geometry(node: &Node) -> Option<Geometry> {
+    let header = qcow2_layer(node)?.header;
+    let cluster_bytes = header.cluster_size();
+    let allocation_unit_bytes = if header.has_extended_l2() { cluster_bytes / 32 } else { cluster_bytes };
+    Some(Geometry { cluster_bytes, allocation_unit_bytes })
 }
 
 impl Qcow2Layer {

@@ -136,7 +136,7 @@ async fn data_clusters(node: &Node, cluster: u64, job: &JobHandle) -> Result<u64
 
 /// Space for the source's persistent bitmaps in the new image: `None` where the source can't have any.
 async fn bitmap_bytes(node: &Node, cluster: u64) -> Result<Option<u64>> {
-    let Some(layer) = qcow2_layer(node).await? else { return Ok(None) };
+    let Some(layer) = qcow2_layer(node) else { return Ok(None) };
     if layer.header.version < 3 {
         return Ok(None);
     }

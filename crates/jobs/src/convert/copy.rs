@@ -11,7 +11,7 @@ use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::node::ZeroFlags;
 use cowshed_storage::IoBuf;
-use futures_util::future::{Either, join_all};
+use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::cell::{Cell, RefCell};
 
@@ -80,27 +80,54 @@ impl<'a> Copy<'a> {
         let mut running = FuturesUnordered::new();
         let mut number = 0;
         let mut more = true;
+        let mut result = Ok(());
         while more || !running.is_empty() {
-            if more && running.len() < self.settings.requests.max(1) {
-                self.job.pause_point().await?;
-                match pieces.next().await? {
-                    None => more = false,
-                    Some(piece) if piece.kind == RunKind::Backing => self.job.advance(piece.end - piece.start),
-                    Some(piece) if piece.kind == RunKind::Zero => {
-                        running.push(Either::Left(self.zero_piece(piece)));
+            let step = if more && running.len() < self.settings.requests.max(1) {
+                match self.next_piece(&mut pieces).await {
+                    Ok(None) => {
+                        more = false;
+                        Ok(())
                     }
-                    Some(piece) => {
-                        self.job.throttle(piece.end - piece.start).await?;
-                        running.push(Either::Right(self.data_piece(piece, number)));
-                        number += 1;
+                    Ok(Some(piece)) => {
+                        running.push(self.piece(piece, number));
+                        number += u64::from(piece.kind == RunKind::Data);
+                        Ok(())
                     }
+                    Err(error) => Err(error),
                 }
-            } else if let Some(done) = running.next().await {
-                done?;
+            } else {
+                running.next().await.unwrap_or(Ok(()))
+            };
+            if step.is_err() {
+                // What has begun runs to its end: a write that is dropped could reach the disk later.
+                more = false;
+                self.turn.open();
+                result = result.and(step);
             }
         }
         drop(running);
-        Ok(self.outcome.take())
+        result.map(|()| self.outcome.take())
+    }
+
+    /// The next piece, when the job may go on.
+    async fn next_piece(&self, pieces: &mut Pieces<'_>) -> Result<Option<Piece>> {
+        self.job.pause_point().await?;
+        let piece = pieces.next().await?;
+        if let Some(piece) = piece.filter(|piece| piece.kind == RunKind::Data) {
+            self.job.throttle(piece.end - piece.start).await?;
+        }
+        Ok(piece)
+    }
+
+    async fn piece(&self, piece: Piece, number: u64) -> Result<()> {
+        match piece.kind {
+            RunKind::Data => self.data_piece(piece, number).await,
+            RunKind::Zero => self.zero_piece(piece).await,
+            RunKind::Backing => {
+                self.job.advance(piece.end - piece.start);
+                Ok(())
+            }
+        }
     }
 
     async fn zero_piece(&self, piece: Piece) -> Result<()> {

@@ -35,9 +35,9 @@ impl Target {
         }
         let node = writable(&options.target).open_for_writing().await?;
         let result = check_target(&node, sources, options);
-        let geometry = crate::layer::geometry(&node).await;
-        match result.and(geometry) {
-            Ok(geometry) => {
+        match result {
+            Ok(()) => {
+                let geometry = crate::layer::geometry(&node);
                 let has_backing = node.backing().is_some();
                 let fresh = !options.skip_create && !has_backing && !is_device(&options.target.name);
                 Ok(Target {
