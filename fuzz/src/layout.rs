@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Entry points of the parsers in `cowshed-layout`: they take any bytes and panic only on a bug. The fuzz targets call
+//! them, and so do the tests that replay the corpus on a stable compiler.
+
+use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
+use cowshed_layout::probe::{FormatName, probe};
+use cowshed_layout::qcow2::{
+    BitmapTableEntry, BitmapsExtension, Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format, Parsed,
+    RefcountTableEntry, SubclusterBitmap, bitmap, peek_cluster_bits, refcount, snapshot,
+};
+
+/// Name (also of the folder under `corpus/` and `regressions/`) and function.
+pub const ENTRIES: &[(&str, fn(&[u8]))] = &[
+    ("header", header),
+    ("image_walk", image_walk),
+    ("snapshot_table", snapshot_table),
+    ("bitmap_directory", bitmap_directory),
+    ("table_entries", table_entries),
+    ("probe", probe_format),
+];
+
+/// The first bytes of a file as a header: what is accepted can be written again and then says the same.
+pub fn header(data: &[u8]) {
+    if let Ok(need) = Header::bytes_needed(data) {
+        assert!(need <= 2 << 20);
+    }
+    let Ok(header) = Header::parse(data) else { return };
+    assert_eq!(peek_cluster_bits(data).unwrap(), header.cluster_bits);
+    header.validate().unwrap();
+    let _ = header.check_tables_within(data.len() as u64);
+    // Writing may need a few bytes more than the file had (the end mark), so it may not fit.
+    let Ok(encoded) = header.encode() else { return };
+    let again = Header::parse(&encoded).unwrap();
+    assert_eq!(again, Header { backing_file_offset: again.backing_file_offset, ..header });
+    assert_eq!(Header::bytes_needed(&encoded).unwrap(), encoded.len());
+}
+
+/// A whole image: every table that the header leads to, as a check or an open would read them.
+pub fn image_walk(data: &[u8]) {
+    let Ok(header) = Header::parse(data) else { return };
+    let Ok(format) = L2Format::of(&header) else { return };
+    if header.check_tables_within(data.len() as u64).is_err() {
+        return;
+    }
+    let cluster_size = header.cluster_size() as usize;
+    let region = |start: u64, len: usize| {
+        let rest = data.get(usize::try_from(start).ok()?..)?;
+        Some(&rest[..rest.len().min(len)])
+    };
+    for raw in be64_entries(region(header.l1_table_offset, header.l1_size as usize * 8).unwrap_or_default()) {
+        let Ok(Some(table)) = L1Entry(raw).table(format.geometry) else { continue };
+        l2_table(region(table.0, cluster_size).unwrap_or_default(), format);
+    }
+    let table_len = header.refcount_table_clusters as usize * cluster_size;
+    let mut sum = 0u64;
+    for raw in be64_entries(region(header.refcount_table_offset, table_len).unwrap_or_default()) {
+        let Ok(Some(block)) = RefcountTableEntry(raw).block(format.geometry) else { continue };
+        let block = region(block.0, cluster_size).unwrap_or_default();
+        for index in 0..refcount::entries(block.len(), header.refcount_order) {
+            sum = sum.wrapping_add(refcount::get(block, header.refcount_order, index));
+        }
+    }
+    std::hint::black_box(sum);
+    let snapshots = region(header.snapshots_offset, data.len()).unwrap_or_default();
+    if let Ok(Parsed::Complete { value, .. }) = snapshot::parse_table(snapshots, header.nb_snapshots) {
+        for snapshot in value {
+            let _ = snapshot.validate(header.version, header.cluster_bits);
+        }
+    }
+    if let Some(extension) = header.bitmaps() {
+        let directory = region(extension.directory_offset, data.len()).unwrap_or_default();
+        for entry in bitmap::parse_directory(directory, extension).unwrap_or_default() {
+            let _ = entry.validate(header.size, header.cluster_bits);
+        }
+    }
+}
+
+fn l2_table(table: &[u8], format: L2Format) {
+    let words: Vec<u64> = be64_entries(table).collect();
+    for entry in words.chunks_exact(format.geometry.l2_entry_size() as usize / 8) {
+        match L2Entry(entry[0]).cluster(format) {
+            Ok(Cluster::Compressed(descriptor)) => {
+                assert!(descriptor.len_max() >= 1 && descriptor.len_max() <= 2 * format.geometry.cluster_size());
+                assert!(descriptor.end().is_some());
+            }
+            Ok(Cluster::Data { host }) => assert!(host.is_aligned(format.geometry.cluster_bits())),
+            Ok(_) | Err(_) => {}
+        }
+        if let [_, bitmap] = entry {
+            let mut index = 0;
+            while index < 32 {
+                index += SubclusterBitmap(*bitmap).run(index).1;
+            }
+            assert_eq!(index, 32);
+        }
+    }
+}
+
+/// 4 bytes of count, then a snapshot table.
+pub fn snapshot_table(data: &[u8]) {
+    let Some(count) = be32_at(data, 0) else { return };
+    let table = &data[4..];
+    match snapshot::parse_table(table, count) {
+        Ok(Parsed::Complete { value, len }) => {
+            assert_eq!(value.len(), count as usize);
+            let encoded: Vec<u8> = value.iter().flat_map(|snapshot| snapshot.encode().unwrap()).collect();
+            assert_eq!(encoded.len(), len);
+            assert_eq!(snapshot::parse_table(&encoded, count).unwrap(), Parsed::Complete { value, len });
+        }
+        Ok(Parsed::Incomplete { need }) => assert!(need > table.len()),
+        Err(_) => {}
+    }
+}
+
+/// 4 bytes of count, 8 of size, then a bitmap directory.
+pub fn bitmap_directory(data: &[u8]) {
+    let (Some(nb_bitmaps), Some(directory_size)) = (be32_at(data, 0), be64_at(data, 4)) else { return };
+    let extension = BitmapsExtension { nb_bitmaps, reserved: 0, directory_size, directory_offset: 0x10000 };
+    let Ok(entries) = bitmap::parse_directory(&data[12..], &extension) else { return };
+    let mut encoded = Vec::new();
+    for entry in &entries {
+        let _ = (entry.validate(1 << 30, 16), entry.validate(u64::MAX, 9));
+        encoded.extend(entry.encode().unwrap());
+    }
+    assert_eq!(encoded.len() as u64, directory_size);
+    assert_eq!(bitmap::parse_directory(&encoded, &extension).unwrap(), entries);
+}
+
+/// 2 bytes of settings, then entries of any table.
+pub fn table_entries(data: &[u8]) {
+    let [bits, flags, table @ ..] = data else { return };
+    let cluster_bits = 9 + u32::from(bits % 13);
+    for raw in be64_entries(table) {
+        let _ = BitmapTableEntry(raw).cluster(cluster_bits);
+        if let Some(descriptor) = L2Entry(raw).compressed_descriptor(cluster_bits) {
+            assert!(descriptor.sectors <= CompressedDescriptor::max_sectors(cluster_bits));
+            if let Some(entry) = L2Entry::compressed(descriptor, cluster_bits) {
+                assert_eq!(entry, L2Entry(raw).with_copied(false));
+            }
+        }
+        for (extended, data_file) in [(false, false), (true, false), (false, true), (true, true)] {
+            let Ok(geometry) = cowshed_layout::qcow2::Geometry::new(cluster_bits, 4, extended) else { continue };
+            let format = L2Format { geometry, version: 2 + u32::from(flags & 1), data_file };
+            let _ = (L2Entry(raw).cluster(format), L1Entry(raw).table(geometry));
+            let _ = RefcountTableEntry(raw).block(geometry);
+        }
+    }
+}
+
+/// The first bytes of any file: nothing that opens as qcow2 is taken for something else.
+pub fn probe_format(data: &[u8]) {
+    let format = probe(data);
+    if Header::parse(data).is_ok() {
+        assert_eq!(format, FormatName::Qcow2);
+    }
+}

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is fuzzed. See README.md.
+
+pub mod image;
+pub mod layout;
