@@ -100,6 +100,13 @@ impl JobHandle {
         self.0.len.fetch_add(more, Ordering::Relaxed);
     }
 
+    /// Sets how far the job is, for jobs that count anew in each of their phases.
+    pub fn set_progress(&self, offset: u64, len: u64) {
+        self.0.offset.store(offset, Ordering::Relaxed);
+        self.0.len.store(len, Ordering::Relaxed);
+        self.tell();
+    }
+
     /// Counts work as done.
     pub fn advance(&self, done: u64) {
         self.0.offset.fetch_add(done, Ordering::Relaxed);

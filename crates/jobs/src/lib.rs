@@ -4,6 +4,7 @@
 //! Each job is an options struct and an `async fn run(&options, &JobHandle)`; the command line and QMP call the
 //! same. See the README of this crate.
 
+pub mod check;
 pub mod compare;
 pub mod convert;
 pub mod create;

@@ -12,7 +12,8 @@ mod session;
 mod sweep;
 
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_qcow2::check::{Counters, Finding, Ledger};
+use cowshed_qcow2::check::Ledger;
+pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Severity, Structure};
 use cowshed_storage::File;
 use session::Session;
 

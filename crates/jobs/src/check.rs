@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Checks an image and repairs it.
+
+pub mod report;
+
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, ErrorKind, Result};
+pub use cowshed_image::check::{CheckReport, Repair};
+use cowshed_image::node::ChildRole;
+use cowshed_image::{OpenRequest, check as image_check, open};
+use cowshed_storage::File;
+
+/// What to check and how.
+#[derive(Clone, Debug, Default)]
+pub struct CheckOptions {
+    /// The image.
+    pub image: ImageSpec,
+    /// What to repair.
+    pub repair: Repair,
+    /// Threads; `None`: one for each core, 8 at most.
+    pub threads: Option<usize>,
+    /// Memory for reference counts in bytes; `None`: 192 MiB.
+    pub memory_bytes: Option<u64>,
+}
+
+/// A check that was made.
+#[derive(Clone, Debug)]
+pub struct CheckOutcome {
+    /// Name of the image file.
+    pub filename: String,
+    /// Format of the image.
+    pub format: String,
+    /// What was found.
+    pub report: CheckReport,
+}
+
+impl CheckOutcome {
+    /// qemu-img's exit code: 0 clean, 1 parts couldn't be checked, 2 corruptions, 3 leaks only.
+    pub fn exit_code(&self) -> u8 {
+        match self.report.counters {
+            counters if counters.check_errors != 0 => 1,
+            counters if counters.corruptions != 0 => 2,
+            counters if counters.leaks != 0 => 3,
+            _ => 0,
+        }
+    }
+}
+
+/// Checks an image; `None`: its format has nothing to check. Progress counts tables of metadata. The image is opened
+/// and locked for the time, for writing when something is to be repaired.
+pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
+    let node = open(request(options)?.for_check()).await?;
+    if node.qcow2().is_none() {
+        return Ok(None);
+    }
+    let file = node.child(ChildRole::File).and_then(|child| child.file()).cloned();
+    let file =
+        file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))?;
+    let report = check_file(&file, options, job).await?;
+    // The node is dropped, not closed: its idea of the file is from before the repair.
+    Ok(Some(CheckOutcome { filename: node.filename(), format: node.driver_name().to_owned(), report }))
+}
+
+fn request(options: &CheckOptions) -> Result<OpenRequest> {
+    let request = options.image.request()?;
+    if options.repair == Repair::None {
+        return Ok(request);
+    }
+    if options.image.force_share {
+        return Err(Error::invalid_argument("a repair can't share the image with writers"));
+    }
+    Ok(request.writable(true))
+}
+
+/// Checks the qcow2 image in a file that the caller has locked.
+pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) -> Result<CheckReport> {
+    let defaults = image_check::CheckOptions::default();
+    let options = image_check::CheckOptions {
+        repair: options.repair,
+        threads: options.threads.unwrap_or_else(default_threads),
+        memory_bytes: options.memory_bytes.unwrap_or(defaults.memory_bytes),
+        ..defaults
+    };
+    let watch = |done: u64, total: u64| {
+        job.set_progress(done, total);
+        !job.is_cancelled()
+    };
+    job.pause_point().await?;
+    let report = image_check::check(file, &options, &watch).await?;
+    if job.is_cancelled() {
+        return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
+    }
+    Ok(report)
+}
+
+/// More threads than this wait for memory, not for each other.
+fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(8)
+}

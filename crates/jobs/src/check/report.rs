@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A check's result as text and JSON, word for word as scripts know it from qemu-img.
+
+use super::CheckOutcome;
+use cowshed_image::check::Counters;
+use serde_json::{Map, Value};
+
+/// The lines about single findings, for the error output: what was repaired, then what is wrong now.
+pub fn finding_lines(outcome: &CheckOutcome) -> Vec<String> {
+    let report = &outcome.report;
+    let mut lines: Vec<String> = report.repaired.iter().chain(&report.findings).map(ToString::to_string).collect();
+    if report.omitted != 0 {
+        lines.push(format!("{} more findings are not listed", report.omitted));
+    }
+    lines.extend(report.notes.iter().cloned());
+    lines
+}
+
+/// The text for the standard output, with its line ends.
+pub fn human(outcome: &CheckOutcome) -> String {
+    let counters = &outcome.report.counters;
+    let mut text = String::new();
+    if counters.corruptions_fixed + counters.leaks_fixed != 0 {
+        text += &format!(
+            "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    {} corruptions\n\n\
+             Double checking the fixed image now...\n",
+            counters.leaks_fixed, counters.corruptions_fixed
+        );
+    }
+    text += &verdict(counters);
+    text + &statistics(counters)
+}
+
+fn verdict(counters: &Counters) -> String {
+    if counters.corruptions + counters.leaks + counters.check_errors == 0 {
+        return "No errors were found on the image.\n".to_owned();
+    }
+    let mut text = String::new();
+    if counters.corruptions != 0 {
+        text += &format!(
+            "\n{} errors were found on the image.\nData may be corrupted, or further writes to the image may corrupt \
+             it.\n",
+            counters.corruptions
+        );
+    }
+    if counters.leaks != 0 {
+        text += &format!(
+            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data.\n",
+            counters.leaks
+        );
+    }
+    if counters.check_errors != 0 {
+        text += &format!("\n{} internal errors have occurred during the check.\n", counters.check_errors);
+    }
+    text
+}
+
+fn statistics(counters: &Counters) -> String {
+    let mut text = String::new();
+    let (total, allocated) = (counters.total_clusters, counters.allocated_clusters);
+    if total != 0 && allocated != 0 {
+        let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+        text += &format!(
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
+            percent(allocated, total),
+            percent(counters.fragmented_clusters, allocated),
+            percent(counters.compressed_clusters, allocated)
+        );
+    }
+    if counters.image_end_offset != 0 {
+        text += &format!("Image end offset: {}\n", counters.image_end_offset);
+    }
+    text
+}
+
+/// The JSON object, with the keys that qemu-img prints in its order; counters that are 0 are left out as there.
+pub fn json(outcome: &CheckOutcome) -> Value {
+    let counters = &outcome.report.counters;
+    let mut map = Map::new();
+    let mut number = |map: &mut Map<String, Value>, key: &str, value: u64| {
+        if value != 0 || matches!(key, "total-clusters" | "check-errors") {
+            map.insert(key.to_owned(), value.into());
+        }
+    };
+    number(&mut map, "image-end-offset", counters.image_end_offset);
+    number(&mut map, "compressed-clusters", counters.compressed_clusters);
+    if counters.total_clusters != 0 {
+        number(&mut map, "total-clusters", counters.total_clusters);
+    }
+    number(&mut map, "corruptions", counters.corruptions);
+    number(&mut map, "corruptions-fixed", counters.corruptions_fixed);
+    number(&mut map, "check-errors", counters.check_errors);
+    number(&mut map, "leaks-fixed", counters.leaks_fixed);
+    number(&mut map, "leaks", counters.leaks);
+    number(&mut map, "allocated-clusters", counters.allocated_clusters);
+    map.insert("filename".to_owned(), outcome.filename.clone().into());
+    map.insert("format".to_owned(), outcome.format.clone().into());
+    number(&mut map, "fragmented-clusters", counters.fragmented_clusters);
+    Value::Object(map)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cowshed_image::check::CheckReport;
+
+    fn outcome(counters: Counters) -> CheckOutcome {
+        let report = CheckReport { counters, ..CheckReport::default() };
+        CheckOutcome { filename: "a.qcow2".into(), format: "qcow2".into(), report }
+    }
+
+    #[test]
+    fn a_clean_image() {
+        let outcome = outcome(Counters {
+            image_end_offset: 2621440,
+            total_clusters: 1024,
+            allocated_clusters: 35,
+            fragmented_clusters: 2,
+            ..Counters::default()
+        });
+        assert_eq!(
+            human(&outcome),
+            "No errors were found on the image.\n35/1024 = 3.42% allocated, 5.71% fragmented, 0.00% compressed \
+             clusters\nImage end offset: 2621440\n"
+        );
+        let keys: Vec<String> = json(&outcome).as_object().unwrap().keys().cloned().collect();
+        let expected = [
+            "image-end-offset",
+            "total-clusters",
+            "check-errors",
+            "allocated-clusters",
+            "filename",
+            "format",
+            "fragmented-clusters",
+        ];
+        assert_eq!(keys, expected);
+        assert_eq!(outcome.exit_code(), 0);
+    }
+
+    #[test]
+    fn damage_and_repair() {
+        let counters = Counters { corruptions: 1, leaks: 2, leaks_fixed: 3, total_clusters: 4, ..Counters::default() };
+        let outcome = outcome(counters);
+        assert_eq!(
+            human(&outcome),
+            "The following inconsistencies were found and repaired:\n\n    3 leaked clusters\n    0 corruptions\n\n\
+             Double checking the fixed image now...\n\n1 errors were found on the image.\nData may be corrupted, or \
+             further writes to the image may corrupt it.\n\n2 leaked clusters were found on the image.\nThis means \
+             waste of disk space, but no harm to data.\n"
+        );
+        assert_eq!(outcome.exit_code(), 2);
+    }
+}
