@@ -1,150 +1,365 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
-use crate::IoBuf;
-use cowshed_block::Result;
-
-/// How the host's page cache is used, as QEMU's `cache.direct` and `cache.no-flush`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CacheMode {
-    /// Bypass the page cache (`O_DIRECT`).
-    pub direct: bool,
-    /// [`File::sync`] does nothing: fast, and a power cut may lose everything.
-    pub no_flush: bool,
-}
-
-/// Who carries out the operations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Engine {
-    /// io_uring where the kernel allows it, else threads.
-    #[default]
-    Auto,
-    /// io_uring or an error.
-    IoUring,
-    /// A pool of threads on `preadv2`/`pwritev2`.
-    Threads,
-}
-
-/// How to open a [`File`].
-#[derive(Clone, Debug, Default)]
-pub struct OpenOptions {
-    /// Open for writing too.
-    pub write: bool,
-    /// Create the file; an existing one is truncated to 0 bytes (after its lock is taken).
-    pub create: bool,
-    /// Page cache use.
-    pub cache: CacheMode,
-    /// Who does the I/O.
-    pub engine: Engine,
-}
-
-/// What O_DIRECT asks of memory, offsets and lengths, in bytes; all 1 without it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Alignment {
-    /// Of memory addresses.
-    pub memory: usize,
-    /// Of offsets and lengths in the file.
-    pub offset: u64,
-}
-
-/// A run of data or a hole, from [`File::next_data`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DataRange {
-    /// First byte of data.
-    pub start: u64,
-    /// First byte behind it.
-    pub end: u64,
-}
+use crate::blocklock::{Access, BlockGuard, BlockLocks};
+use crate::flush::{FlushGate, Turn};
+use crate::host::HostFile;
+use crate::lock::{LockState, Locking, Permissions};
+use crate::medium::{Medium, Space};
+use crate::null::NullFile;
+use crate::payload::{Bufs, Payload};
+use crate::sim::SimFile;
+use crate::{Alignment, DataRange, IoBuf, NullOptions, OpenOptions, rt};
+use cowshed_block::{Errno, Error, Result};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A file, device or simulated file. Cheap to clone; any thread that runs [`crate::rt::block_on`] may use it.
+///
+/// Operations on one range that run at the same time have no order, as in POSIX. A future that is dropped leaves its
+/// operation running: memory and block locks stay with it until it ends.
 #[derive(Clone, Debug)]
-pub struct File {}
+pub struct File(Arc<Inner>);
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) name: String,
+    pub(crate) is_writable: bool,
+    pub(crate) no_flush: bool,
+    pub(crate) alignment: Alignment,
+    pub(crate) len: AtomicU64,
+    pub(crate) medium: Medium,
+    pub(crate) flush: FlushGate,
+    pub(crate) block_locks: Arc<BlockLocks>,
+    pub(crate) image_locks: Mutex<LockState>,
+}
 
 impl File {
-    /// Opens a regular file or block device. A folder, socket or pipe is refused by name.
-    pub fn open(path: &std::path::Path, options: &OpenOptions) -> Result<File> {
-        let _ = (path, options);
-        todo!()
+    /// Opens a regular file or block device. A folder, socket or pipe is refused by name. In a simulation it opens that
+    /// world's files.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<File> {
+        let name = path.display().to_string();
+        if let Some(simulation) = rt::current_simulation()
+            && let Some(opened) = simulation.open(&name, options)
+        {
+            let mut file = Self::from_sim(opened?);
+            if let Some(inner) = Arc::get_mut(&mut file.0) {
+                inner.no_flush = options.cache.no_flush;
+            }
+            return Ok(file);
+        }
+        Self::open_host(path, options).map_err(|error| error.file(name))
     }
+
+    fn open_host(path: &Path, options: &OpenOptions) -> Result<File> {
+        let is_writable = options.write || options.create;
+        let host = HostFile::open(path, options)?;
+        let mut locks = LockState::new(options.locking);
+        if options.create {
+            locks.change(&host, options.permissions.unwrap_or(Permissions::CREATE))?;
+            if !host.is_device() {
+                host.truncate_now().map_err(|errno| Error::os(errno, "could not truncate"))?;
+            }
+        }
+        locks.change(&host, options.permissions.unwrap_or(Permissions::NONE))?;
+        let len = host.measure().map_err(|errno| Error::os(errno, "could not get the size"))?;
+        let file = Inner {
+            name: path.display().to_string(),
+            is_writable,
+            no_flush: options.cache.no_flush,
+            alignment: host.alignment(),
+            len: AtomicU64::new(len),
+            medium: Medium::Host(host),
+            flush: FlushGate::default(),
+            block_locks: Arc::default(),
+            image_locks: Mutex::new(locks),
+        };
+        Ok(File(Arc::new(file)))
+    }
+
+    /// A file of a simulated machine.
+    pub fn from_sim(sim: SimFile) -> File {
+        let (name, is_writable, len) = (sim.name().to_owned(), sim.is_writable(), sim.len());
+        Self::without_locks(name, is_writable, len, Medium::Sim(sim))
+    }
+
+    /// A file of `len` bytes that reads as zeroes and forgets what is written.
+    pub fn null(len: u64) -> File {
+        Self::null_with(NullOptions { len, read_zeroes: true, ..NullOptions::default() })
+    }
+
+    /// As [`File::null`], with options.
+    pub fn null_with(options: NullOptions) -> File {
+        Self::without_locks("null-co://".to_owned(), true, options.len, Medium::Null(NullFile(options)))
+    }
+
+    fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {
+        File(Arc::new(Inner {
+            name,
+            is_writable,
+            no_flush: false,
+            alignment: medium.alignment(),
+            len: AtomicU64::new(len),
+            medium,
+            flush: FlushGate::default(),
+            block_locks: Arc::default(),
+            image_locks: Mutex::new(LockState::new(Locking::Off)),
+        }))
+    }
+
     /// The name for messages.
     pub fn name(&self) -> &str {
-        todo!()
+        &self.0.name
     }
+
     /// True when it was opened for writing.
     pub fn is_writable(&self) -> bool {
-        todo!()
+        self.0.is_writable
     }
+
+    /// True for a block device, whose length can't change.
+    pub fn is_device(&self) -> bool {
+        matches!(&self.0.medium, Medium::Host(host) if host.is_device())
+    }
+
+    /// Device and inode number: the same for two names of one file. `None` for what has no inode.
+    pub fn identity(&self) -> Option<(u64, u64)> {
+        match &self.0.medium {
+            Medium::Host(host) => host.identity(),
+            Medium::Null(_) | Medium::Sim(_) => None,
+        }
+    }
+
     /// The alignment that the *medium* wants; `File` itself accepts any offset and length and bounces where needed.
     pub fn alignment(&self) -> Alignment {
-        todo!()
+        self.0.alignment
     }
+
     /// Current length in bytes (cached; kept up to date by our own writes and `set_len`).
     pub fn len(&self) -> u64 {
-        todo!()
+        self.0.len.load(Ordering::Acquire)
     }
+
     /// True for length 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
     /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
-        let _ = (buf, offset);
-        todo!()
+        let (result, payload) = self.0.read(Payload::one(buf), offset).await;
+        (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_one())
     }
+
+    /// Fills the buffers one after the other from `offset` on, in one operation where the alignment allows. What lies
+    /// past the end of the file reads as zeroes.
+    pub async fn read_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
+        let payload = Payload { bufs: Bufs::Many(bufs), guard: None };
+        let (result, payload) = self.0.read(payload, offset).await;
+        (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_many())
+    }
+
     /// Writes all of `buf` at `offset`, growing the file as needed.
     pub async fn write_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
-        let _ = (buf, offset);
-        todo!()
+        let (result, payload) = self.write(Payload::one(buf), offset).await;
+        (result, payload.into_one())
     }
+
     /// Writes the buffers one after the other from `offset` on, in one operation where the alignment allows.
     pub async fn write_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
-        let _ = (bufs, offset);
-        todo!()
+        let (result, payload) = self.write(Payload { bufs: Bufs::Many(bufs), guard: None }, offset).await;
+        (result, payload.into_many())
     }
+
+    async fn write(&self, payload: Payload, offset: u64) -> (Result<()>, Payload) {
+        if let Err(error) = self.check_change(offset, payload.len() as u64, true) {
+            return (Err(error), payload);
+        }
+        let (result, payload) = self.0.write(payload, offset).await;
+        (result.map_err(|errno| self.error(errno, "could not write", offset)), payload)
+    }
+
     /// A barrier: everything written before and completed is durable when it returns (`fdatasync`; with growth also
     /// the length). The first failure poisons the file: every later `sync` and every write that grows the file fails
     /// with that error until the file is closed and opened again.
     pub async fn sync(&self) -> Result<()> {
-        todo!()
+        if self.0.no_flush {
+            return Ok(());
+        }
+        let ticket = self.0.flush.request();
+        loop {
+            match std::future::poll_fn(|context| self.0.flush.poll(ticket, context)).await {
+                Turn::Done(result) => return result,
+                Turn::Lead => {
+                    // Its own task: the result must be noted even when nobody waits for it any more.
+                    let flush = FlushInFlight { file: self.clone(), ended: false }.run();
+                    if let Err(flush) = rt::spawn_obligation(flush) {
+                        flush.await;
+                    }
+                }
+            }
+        }
     }
+
     /// The error of the first failed [`File::sync`], if there was one.
-    pub fn poison(&self) -> Option<cowshed_block::Error> {
-        todo!()
+    pub fn poison(&self) -> Option<Error> {
+        self.0.flush.poison().cloned()
     }
+
     /// Gives the space of a range back; it reads as zeroes then. `Unsupported` where the file system can't.
     pub async fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
-        let _ = (offset, len);
-        todo!()
+        self.change_space(Space::Punch, offset, len, "could not punch a hole").await
     }
-    /// Makes a range read as zeroes and keeps its space allocated. `Unsupported` where the file system can't.
+
+    /// Makes a range read as zeroes and keeps its space allocated; the file grows to hold it. `Unsupported` where the
+    /// file system can't.
     pub async fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
-        let _ = (offset, len);
-        todo!()
+        self.change_space(Space::Zero, offset, len, "could not zero a range").await
     }
+
     /// Allocates space for a range (grows the file). `Unsupported` where the file system can't.
     pub async fn allocate(&self, offset: u64, len: u64) -> Result<()> {
-        let _ = (offset, len);
-        todo!()
+        self.change_space(Space::Allocate, offset, len, "could not allocate space").await
     }
+
+    async fn change_space(&self, space: Space, offset: u64, len: u64, doing: &str) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let grows = space != Space::Punch;
+        self.check_change(offset, len, grows)?;
+        let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
+        // The lock is kept until the new length is noted: see `direct`.
+        let shared = guard.as_ref().map(BlockGuard::share);
+        let result = self.0.medium.fallocate(space, offset, len, shared).await;
+        result.map_err(|errno| self.error(errno, doing, offset))?;
+        if grows {
+            self.0.note_end(offset + len);
+        }
+        drop(guard);
+        Ok(())
+    }
+
     /// Sets the length. What is added reads as zeroes. On a block device only shrinking "succeeds" (does nothing).
     pub async fn set_len(&self, len: u64) -> Result<()> {
-        let _ = len;
-        todo!()
+        self.check_change(len, 0, true)?;
+        if self.is_device() {
+            return match len <= self.len() {
+                true => Ok(()),
+                false => Err(Error::unsupported("a block device can't grow").file(self.name())),
+            };
+        }
+        let guard = self.0.lock_blocks(0, u64::MAX, Access::Exclusive).await;
+        let shared = guard.as_ref().map(BlockGuard::share);
+        let result = self.0.medium.set_len(len, shared).await;
+        result.map_err(|errno| self.error(errno, "could not change the size", len))?;
+        self.0.len.store(len, Ordering::Release);
+        drop(guard);
+        Ok(())
     }
+
     /// The first run of data at or behind `offset` (`SEEK_DATA`/`SEEK_HOLE`), `None` when only holes follow. Where
     /// the file system can't tell, all is data.
     pub async fn next_data(&self, offset: u64) -> Result<Option<DataRange>> {
-        let _ = offset;
-        todo!()
+        let result = self.0.medium.next_data(offset, self.len()).await;
+        result.map_err(|errno| self.error(errno, "could not look for data", offset))
     }
+
     /// Copies inside the kernel (`copy_file_range`, which reflinks where it can). Returns the bytes copied, 0 or
     /// more; `Unsupported` where the kernel can't, before anything was copied.
     pub async fn copy_from(&self, source: &File, source_offset: u64, offset: u64, len: u64) -> Result<u64> {
-        let _ = (source, source_offset, offset, len);
-        todo!()
+        source.check_range(source_offset, len)?;
+        self.check_change(offset, len, true)?;
+        if len == 0 {
+            return Ok(0);
+        }
+        let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
+        let shared = guard.as_ref().map(BlockGuard::share);
+        let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;
+        let copied = result.map_err(|errno| self.error(errno, "could not copy", offset))?;
+        self.0.note_end(offset + copied);
+        drop(guard);
+        Ok(copied)
     }
+
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).
     pub fn allocated_bytes(&self) -> Result<u64> {
-        todo!()
+        self.0
+            .medium
+            .allocated_bytes()
+            .map_err(|errno| Error::os(errno, "could not read the file's attributes").file(self.name()))
+    }
+
+    /// Takes the image locks for `permissions` and gives those back that are not needed any more. On an error
+    /// (`Busy`: it says which permission somebody else's contradict) everything is as before.
+    pub fn lock(&self, permissions: Permissions) -> Result<()> {
+        let Medium::Host(host) = &self.0.medium else { return Ok(()) };
+        let mut locks = self.0.image_locks.lock().unwrap_or_else(PoisonError::into_inner);
+        locks.change(host, permissions).map_err(|error| error.file(self.name()))
+    }
+
+    /// Gives all image locks back. Closing the file does so too.
+    pub fn unlock(&self) -> Result<()> {
+        self.lock(Permissions::NONE)
+    }
+
+    /// The permissions that the image locks stand for now.
+    pub fn permissions(&self) -> Permissions {
+        self.0.image_locks.lock().unwrap_or_else(PoisonError::into_inner).held()
+    }
+
+    fn check_range(&self, offset: u64, len: u64) -> Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if i64::try_from(end).is_ok() => Ok(()),
+            _ => Err(Error::os(Errno::EFBIG, "range past the largest possible file")
+                .offset(offset)
+                .value(format_args!("{len} bytes long"))
+                .file(self.name())),
+        }
+    }
+
+    /// Refuses what can't or mustn't be written.
+    fn check_change(&self, offset: u64, len: u64, grows: bool) -> Result<()> {
+        if !self.0.is_writable {
+            return Err(Error::new(cowshed_block::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));
+        }
+        self.check_range(offset, len)?;
+        if grows
+            && offset + len > self.len()
+            && let Some(error) = self.0.flush.poison()
+        {
+            return Err(error.clone());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn error(&self, errno: Errno, doing: &str, offset: u64) -> Error {
+        Error::os(errno, doing).offset(offset).file(self.name())
+    }
+}
+
+/// A flush that runs. Dropped before its end (its executor was dropped), nobody knows what it did.
+struct FlushInFlight {
+    file: File,
+    ended: bool,
+}
+
+impl FlushInFlight {
+    async fn run(mut self) {
+        let result = self.file.0.medium.sync().await;
+        self.ended = true;
+        let result = result.map_err(|errno| Error::os(errno, "could not flush").file(self.file.name()));
+        self.file.0.flush.finish(result);
+    }
+}
+
+impl Drop for FlushInFlight {
+    fn drop(&mut self) {
+        if !self.ended {
+            let error = Error::os(Errno::ECANCELED, "a flush was abandoned").file(self.file.name());
+            self.file.0.flush.finish(Err(error));
+        }
     }
 }

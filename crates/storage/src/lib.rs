@@ -3,10 +3,24 @@
 //!
 //! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
+mod blocklock;
 pub mod buf;
+mod direct;
 pub mod file;
+mod flush;
+mod host;
+pub mod lock;
+mod medium;
+mod null;
+pub mod options;
+mod payload;
+mod ring;
 pub mod rt;
 pub mod sim;
+mod sys;
+mod transfer;
 
 pub use buf::IoBuf;
-pub use file::{Alignment, CacheMode, DataRange, Engine, File, OpenOptions};
+pub use file::File;
+pub use lock::{Locking, PermissionSet, Permissions};
+pub use options::{Alignment, CacheMode, DataRange, Engine, NullOptions, OpenOptions};

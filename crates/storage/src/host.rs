@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Files and block devices of the host.
+
+use crate::blocklock::BlockGuard;
+use crate::medium::Space;
+use crate::payload::Payload;
+use crate::ring::{Direction, Ring};
+use crate::rt::{self, Pool};
+use crate::sys::{self, SysResult};
+use crate::{Alignment, DataRange, Engine, IoBuf, OpenOptions};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, StatxFlags};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::{Arc, LazyLock};
+
+/// An open file or block device.
+#[derive(Debug)]
+pub(crate) struct HostFile {
+    fd: Arc<OwnedFd>,
+    engine: Engine,
+    is_device: bool,
+    alignment: Alignment,
+}
+
+/// Who carries out the next operation.
+enum Worker {
+    Ring(Rc<Ring>),
+    Pool,
+    /// This thread, at once: under the simulator, so that runs stay deterministic.
+    Inline,
+}
+
+impl HostFile {
+    /// Opens and looks at the file; creates it if asked, but doesn't truncate it.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
+        let fd = open_descriptor(path, options)?;
+        let stat = rustix::fs::fstat(&fd).map_err(|error| os_error(error, "could not read the file's attributes"))?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        let is_device = match kind {
+            FileType::RegularFile => false,
+            FileType::BlockDevice => true,
+            other => return Err(wrong_kind(other)),
+        };
+        // Only `open` itself must not block; for the operations the flag would mean EAGAIN.
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(|error| os_error(error, "could not read the file's flags"))?;
+        rustix::fs::fcntl_setfl(&fd, flags - OFlags::NONBLOCK)
+            .map_err(|error| os_error(error, "could not set the file's flags"))?;
+        let engine = forced_engine().unwrap_or(options.engine);
+        if engine == Engine::IoUring {
+            check_ring()?;
+        }
+        let alignment = match options.cache.direct {
+            true => direct_alignment(&fd, is_device)?,
+            false => Alignment { memory: 1, offset: 1 },
+        };
+        Ok(HostFile { fd: Arc::new(fd), engine, is_device, alignment })
+    }
+
+    pub(crate) fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    pub(crate) fn is_device(&self) -> bool {
+        self.is_device
+    }
+
+    /// Length in bytes, asked from the system.
+    pub(crate) fn measure(&self) -> SysResult<u64> {
+        rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(sys::errno)
+    }
+
+    /// Device and inode number.
+    pub(crate) fn identity(&self) -> Option<(u64, u64)> {
+        rustix::fs::fstat(&self.fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
+    }
+
+    pub(crate) fn truncate_now(&self) -> SysResult<()> {
+        sys::retry(|| rustix::fs::ftruncate(&self.fd, 0).map_err(sys::errno))
+    }
+
+    fn worker(&self) -> Worker {
+        if self.engine != Engine::Threads
+            && let Some(ring) = rt::current_ring()
+        {
+            return Worker::Ring(ring);
+        }
+        match rt::is_simulated() {
+            true => Worker::Inline,
+            false => Worker::Pool,
+        }
+    }
+
+    /// Runs a system call that may block, away from this thread where there is somewhere else.
+    async fn call<T: Send + 'static>(&self, work: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static) -> T {
+        if rt::is_simulated() {
+            return work(self.fd.as_fd());
+        }
+        let fd = Arc::clone(&self.fd);
+        Pool::io().run(move || work(fd.as_fd())).await
+    }
+
+    async fn transfer(
+        &self,
+        direction: Direction,
+        payload: Payload,
+        skip: usize,
+        offset: u64,
+    ) -> (SysResult<usize>, Payload) {
+        let mut payload = payload;
+        loop {
+            let (result, back) = match self.worker() {
+                Worker::Ring(ring) => {
+                    let (result, back) = ring.transfer(&self.fd, direction, payload, skip, offset).await;
+                    (ring_result(result), back)
+                }
+                Worker::Pool => {
+                    let work = move |fd: BorrowedFd<'_>| {
+                        let result = sys::transfer(fd, direction, &payload, skip, offset);
+                        (result, payload)
+                    };
+                    self.call(work).await
+                }
+                Worker::Inline => (sys::transfer(&self.fd, direction, &payload, skip, offset), payload),
+            };
+            match result {
+                Err(Errno(libc::EINTR | libc::EAGAIN)) => {
+                    payload = back;
+                    rt::yield_now().await;
+                }
+                result => return (result, back),
+            }
+        }
+    }
+
+    pub(crate) async fn read(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        self.transfer(Direction::Read, payload, skip, offset).await
+    }
+
+    pub(crate) async fn write(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        self.transfer(Direction::Write, payload, skip, offset).await
+    }
+
+    pub(crate) async fn sync(&self) -> SysResult<()> {
+        loop {
+            let result = match self.worker() {
+                Worker::Ring(ring) => ring_result(ring.sync(&self.fd).await.0).map(drop),
+                Worker::Pool | Worker::Inline => self.call(|fd| rustix::fs::fdatasync(fd).map_err(sys::errno)).await,
+            };
+            // An interrupted flush has neither flushed nor reported an error yet.
+            if result != Err(Errno(libc::EINTR)) {
+                return result;
+            }
+        }
+    }
+
+    /// `guard` is given back when the kernel is done.
+    pub(crate) async fn fallocate(
+        &self,
+        space: Space,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<()> {
+        let mode = match space {
+            // On a device too both make zeroes (Linux 4.9), the first with the space given back where it can.
+            Space::Punch => libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+            Space::Zero if self.is_device => libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
+            Space::Zero => libc::FALLOC_FL_ZERO_RANGE,
+            Space::Allocate if self.is_device => return Err(Errno::ENOTSUP),
+            Space::Allocate => 0,
+        };
+        let mut payload = Payload::empty(guard);
+        loop {
+            let (result, back) = match self.worker() {
+                Worker::Ring(ring) => {
+                    let (result, back) = ring.fallocate(&self.fd, payload, mode, offset, len).await;
+                    (ring_result(result).map(drop), back)
+                }
+                Worker::Pool | Worker::Inline => {
+                    self.call(move |fd| (sys::fallocate(fd, mode, offset, len), payload)).await
+                }
+            };
+            payload = back;
+            match result {
+                Err(Errno(libc::EINTR | libc::EAGAIN)) => rt::yield_now().await,
+                // Not known to the kernel or the file system: all mean "can't".
+                Err(Errno(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENODEV)) => break,
+                result => return result,
+            }
+        }
+        if space == Space::Zero && self.is_device {
+            return self.call(move |fd| (sys::zero_device(fd, offset, len), payload)).await.0;
+        }
+        Err(Errno::ENOTSUP)
+    }
+
+    pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
+        self.call(move |fd| {
+            let _guard = guard;
+            sys::retry(|| rustix::fs::ftruncate(fd, len).map_err(sys::errno))
+        })
+        .await
+    }
+
+    /// `len` is the length of the file as far as we know.
+    pub(crate) async fn next_data(&self, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
+        let is_device = self.is_device;
+        self.call(move |fd| {
+            let all = (offset < len).then_some(DataRange { start: offset, end: len });
+            if is_device {
+                return Ok(all);
+            }
+            let start = match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
+                Ok(start) => start,
+                Err(rustix::io::Errno::NXIO) => return Ok(None),
+                Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+                    return Ok(all);
+                }
+                Err(error) => return Err(sys::errno(error)),
+            };
+            match rustix::fs::seek(fd, SeekFrom::Hole(start)) {
+                Ok(end) => Ok(Some(DataRange { start, end })),
+                // The file was cut meanwhile.
+                Err(rustix::io::Errno::NXIO) => Ok(None),
+                Err(error) => Err(sys::errno(error)),
+            }
+        })
+        .await
+    }
+
+    pub(crate) async fn copy_from(
+        &self,
+        source: &HostFile,
+        source_offset: u64,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<u64> {
+        if self.is_device || source.is_device {
+            return Err(Errno::ENOTSUP);
+        }
+        let source = Arc::clone(&source.fd);
+        self.call(move |fd| {
+            let _guard = guard;
+            let len = usize::try_from(len).unwrap_or(usize::MAX).min(1 << 30);
+            let (mut from, mut to) = (source_offset, offset);
+            sys::retry(|| {
+                rustix::fs::copy_file_range(&source, Some(&mut from), fd, Some(&mut to), len)
+                    .map(|count| count as u64)
+                    .map_err(sys::errno)
+            })
+            .map_err(|errno| match errno.0 {
+                libc::EXDEV | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::EBADF | libc::EPERM => {
+                    Errno::ENOTSUP
+                }
+                _ => errno,
+            })
+        })
+        .await
+    }
+
+    pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {
+        let stat = rustix::fs::fstat(&self.fd).map_err(sys::errno)?;
+        // `st_blocks` counts units of 512 bytes on Linux, whatever the block size.
+        u64::try_from(stat.st_blocks).map(|blocks| blocks.saturating_mul(512)).map_err(|_| Errno::EIO)
+    }
+}
+
+impl AsFd for HostFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn os_error(error: rustix::io::Errno, doing: &str) -> Error {
+    Error::os(sys::errno(error), doing)
+}
+
+fn ring_result(result: i32) -> SysResult<usize> {
+    usize::try_from(result).map_err(|_| Errno(-result))
+}
+
+fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
+    let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    flags |= if options.write || options.create { OFlags::RDWR } else { OFlags::RDONLY };
+    if options.create {
+        flags |= OFlags::CREATE;
+    }
+    if options.cache.direct {
+        flags |= OFlags::DIRECT;
+    }
+    let opened = loop {
+        match rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)) {
+            Err(rustix::io::Errno::INTR) => {}
+            opened => break opened,
+        }
+    };
+    opened.map_err(|error| {
+        // Folders can't be opened for writing, sockets not at all: say what they are, not what the system says.
+        if let Ok(stat) = rustix::fs::stat(path) {
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
+                return wrong_kind(kind);
+            }
+        }
+        if error == rustix::io::Errno::INVAL && options.cache.direct {
+            return Error::unsupported("the file system does not support O_DIRECT").with_errno(sys::errno(error));
+        }
+        os_error(error, "could not open")
+    })
+}
+
+fn wrong_kind(kind: FileType) -> Error {
+    let (name, errno) = match kind {
+        FileType::Directory => ("a folder", Errno::EISDIR),
+        FileType::Fifo => ("a pipe", Errno::EINVAL),
+        FileType::Socket => ("a socket", Errno::EINVAL),
+        FileType::CharacterDevice => ("a character device", Errno::EINVAL),
+        _ => ("neither a file nor a device", Errno::EINVAL),
+    };
+    Error::new(ErrorKind::InvalidArgument, format!("is {name}, not a regular file or block device")).with_errno(errno)
+}
+
+/// `COWSHED_IO_ENGINE` overrides the choice of every file: for tests, and for kernels where one of them misbehaves.
+fn forced_engine() -> Option<Engine> {
+    static FORCED: LazyLock<Option<Engine>> =
+        LazyLock::new(|| match std::env::var("COWSHED_IO_ENGINE").ok()?.as_str() {
+            "io_uring" => Some(Engine::IoUring),
+            "threads" => Some(Engine::Threads),
+            "auto" => Some(Engine::Auto),
+            other => {
+                tracing::warn!(value = other, "COWSHED_IO_ENGINE is none of auto, io_uring, threads");
+                None
+            }
+        });
+    *FORCED
+}
+
+fn check_ring() -> Result<()> {
+    if rt::current_ring().is_some() {
+        return Ok(());
+    }
+    match Ring::new() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::io(&error, "io_uring is not available")),
+    }
+}
+
+/// What O_DIRECT asks of this file.
+fn direct_alignment(fd: &OwnedFd, is_device: bool) -> Result<Alignment> {
+    if is_device {
+        let size = sys::device_block_size(fd).map_err(|errno| Error::os(errno, "could not read the block size"))?;
+        let size = size.clamp(512, 4096);
+        return Ok(Alignment { memory: size as usize, offset: size });
+    }
+    let statx = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    if let Ok(statx) = statx
+        && statx.stx_mask & StatxFlags::DIOALIGN.bits() != 0
+        && statx.stx_dio_mem_align > 0
+        && statx.stx_dio_offset_align > 0
+    {
+        let alignment =
+            Alignment { memory: statx.stx_dio_mem_align as usize, offset: statx.stx_dio_offset_align.into() };
+        if alignment.memory.is_power_of_two()
+            && alignment.offset.is_power_of_two()
+            && alignment.memory <= crate::buf::IO_ALIGN
+        {
+            return Ok(alignment);
+        }
+    }
+    Ok(probe_alignment(fd))
+}
+
+/// Tries reads of growing size. An empty or very short file may take anything, so 4096 is the least that is assumed for
+/// it.
+fn probe_alignment(fd: &OwnedFd) -> Alignment {
+    const SAFE: u64 = 4096;
+    let long_enough = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_size >= 2 * SAFE as i64);
+    let offset = [512, 1024, 2048]
+        .into_iter()
+        .find(|&size| {
+            long_enough
+                && sys::transfer(fd, Direction::Read, &Payload::one(IoBuf::zeroed(size)), 0, size as u64).is_ok()
+        })
+        .map_or(SAFE, |size| size as u64);
+    Alignment { memory: crate::buf::IO_ALIGN, offset }
+}

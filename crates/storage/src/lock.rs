@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Image locks that QEMU understands.
+//!
+//! An open image holds shared locks (OFD read locks) on single bytes of the file: byte `100 + n` says "I use permission
+//! n", byte `200 + n` says "I don't share permission n with others". Whoever wants permission n looks whether
+//! somebody holds `200 + n`, and whoever doesn't share it whether somebody holds `100 + n`. Taking the own bytes first and
+//! looking afterwards makes two that come at once both see each other.
+
+use crate::sys::{self, ByteLock};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use std::ops::{BitAnd, BitOr, Not};
+use std::os::fd::AsFd;
+
+/// First byte of the "used" range.
+const USED_AT: u64 = 100;
+/// First byte of the "not shared" range.
+const UNSHARED_AT: u64 = 200;
+
+/// A set of permissions on an image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PermissionSet(u8);
+
+impl PermissionSet {
+    /// No permission.
+    pub const NONE: Self = Self(0);
+    /// Reading what is consistent.
+    pub const CONSISTENT_READ: Self = Self(1);
+    /// Writing.
+    pub const WRITE: Self = Self(2);
+    /// Writing what reads the same afterwards.
+    pub const WRITE_UNCHANGED: Self = Self(4);
+    /// Changing the size.
+    pub const RESIZE: Self = Self(8);
+    /// All of them.
+    pub const ALL: Self = Self(15);
+
+    const NAMED: [(Self, &'static str); 4] = [
+        (Self::CONSISTENT_READ, "consistent read"),
+        (Self::WRITE, "write"),
+        (Self::WRITE_UNCHANGED, "write unchanged"),
+        (Self::RESIZE, "resize"),
+    ];
+
+    /// True when all of `other` are in `self`.
+    pub const fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// True for the empty set.
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The permissions one by one, with their number on the lock bytes and QEMU's name for them.
+    fn each(self) -> impl Iterator<Item = (u64, &'static str)> {
+        Self::NAMED
+            .iter()
+            .enumerate()
+            .filter(move |(_, (permission, _))| self.contains(*permission))
+            .map(|(number, (_, name))| (number as u64, *name))
+    }
+}
+
+impl BitOr for PermissionSet {
+    type Output = Self;
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl BitAnd for PermissionSet {
+    type Output = Self;
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+impl Not for PermissionSet {
+    type Output = Self;
+    fn not(self) -> Self {
+        Self(!self.0 & Self::ALL.0)
+    }
+}
+
+/// What one user of an image does with it, and what it lets others do meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Permissions {
+    /// What we do.
+    pub used: PermissionSet,
+    /// What others may do.
+    pub shared: PermissionSet,
+}
+
+impl Permissions {
+    /// Nothing used, everything shared: no lock at all.
+    pub const NONE: Self = Self { used: PermissionSet::NONE, shared: PermissionSet::ALL };
+
+    /// An image opened for reading, or a backing file: others may read, but not write or resize.
+    pub const READ: Self = Self { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet(1 | 4) };
+
+    /// An image opened for writing: others may read its file, nothing else.
+    pub const WRITE: Self = Self { used: PermissionSet(1 | 2 | 8), shared: PermissionSet(1 | 4) };
+
+    /// Making an image: written and resized, while others may do anything but resize.
+    pub const CREATE: Self = Self { used: PermissionSet(2 | 8), shared: PermissionSet(1 | 2 | 4) };
+
+    /// `-U`, `--force-share`: as `self`, with everything shared.
+    #[must_use]
+    pub const fn sharing_all(self) -> Self {
+        Self { used: self.used, shared: PermissionSet::ALL }
+    }
+
+    fn unshared(self) -> PermissionSet {
+        !self.shared
+    }
+}
+
+impl Default for Permissions {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+/// QEMU's `locking`: whether to lock.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Locking {
+    /// Lock where the file system can.
+    #[default]
+    Auto,
+    /// Lock, or fail.
+    On,
+    /// Don't lock.
+    Off,
+}
+
+/// The locks that one open file holds.
+#[derive(Debug)]
+pub(crate) struct LockState {
+    mode: Locking,
+    held: Permissions,
+}
+
+impl LockState {
+    pub(crate) fn new(mode: Locking) -> Self {
+        LockState { mode, held: Permissions::NONE }
+    }
+
+    pub(crate) fn held(&self) -> Permissions {
+        self.held
+    }
+
+    /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file.
+    pub(crate) fn change(&mut self, file: impl AsFd, wanted: Permissions) -> Result<()> {
+        if self.mode == Locking::Off {
+            self.held = wanted;
+            return Ok(());
+        }
+        let file = file.as_fd();
+        let new = Bytes { used: wanted.used & !self.held.used, unshared: wanted.unshared() & !self.held.unshared() };
+        if let Err((byte, errno)) = new.lock(file) {
+            if self.mode == Locking::Auto && is_unsupported(errno) {
+                self.mode = Locking::Off;
+                self.held = wanted;
+                return Ok(());
+            }
+            new.unlock(file);
+            return Err(lock_error(byte, errno));
+        }
+        // Also what was held before is looked at: another may have come while a lock was gone.
+        let all = Bytes { used: wanted.used, unshared: wanted.unshared() };
+        if let Err(error) = all.check_others(file) {
+            new.unlock(file);
+            return Err(error);
+        }
+        let old = Bytes { used: self.held.used & !wanted.used, unshared: self.held.unshared() & !wanted.unshared() };
+        old.unlock(file);
+        self.held = wanted;
+        Ok(())
+    }
+}
+
+fn is_unsupported(errno: Errno) -> bool {
+    [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK].contains(&errno.0)
+}
+
+fn lock_error(byte: u64, errno: Errno) -> Error {
+    if is_unsupported(errno) {
+        return Error::unsupported("the file system of the image has no locks").with_errno(errno);
+    }
+    Error::new(ErrorKind::Busy, format!("could not lock byte {byte}")).with_errno(errno)
+}
+
+/// Lock bytes to take, look at or give back.
+struct Bytes {
+    used: PermissionSet,
+    unshared: PermissionSet,
+}
+
+impl Bytes {
+    fn offsets(&self) -> impl Iterator<Item = u64> {
+        let used = self.used.each().map(|(number, _)| USED_AT + number);
+        used.chain(self.unshared.each().map(|(number, _)| UNSHARED_AT + number))
+    }
+
+    fn lock(&self, file: impl AsFd) -> std::result::Result<(), (u64, Errno)> {
+        self.offsets().try_for_each(|byte| sys::set_lock(&file, ByteLock::Read, byte, 1).map_err(|errno| (byte, errno)))
+    }
+
+    fn unlock(&self, file: impl AsFd) {
+        for byte in self.offsets() {
+            if let Err(errno) = sys::set_lock(&file, ByteLock::Unlocked, byte, 1) {
+                tracing::warn!(byte, ?errno, "could not unlock");
+            }
+        }
+    }
+
+    /// Finds somebody whose locks contradict ours.
+    fn check_others(&self, file: impl AsFd) -> Result<()> {
+        for (number, name) in self.used.each() {
+            if is_held(&file, UNSHARED_AT + number)? {
+                return Err(Error::new(
+                    ErrorKind::Busy,
+                    format!("failed to get \"{name}\" lock: another process uses the image and does not share it"),
+                ));
+            }
+        }
+        for (number, name) in self.unshared.each() {
+            if is_held(&file, USED_AT + number)? {
+                return Err(Error::new(
+                    ErrorKind::Busy,
+                    format!("failed to get shared \"{name}\" lock: another process has the image open for that"),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_held(file: impl AsFd, byte: u64) -> Result<bool> {
+    sys::is_locked_by_others(file, byte, 1).map_err(|errno| lock_error(byte, errno))
+}

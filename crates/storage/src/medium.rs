@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a [`crate::File`] stands on: a file of the host, a simulated one, or nothing.
+//!
+//! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
+//! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if nobody
+//! waits any more (the simulated one gives it back with its future). Everything that makes a file pleasant to use is built on this, so that the simulator tests it.
+
+use crate::blocklock::BlockGuard;
+use crate::host::HostFile;
+use crate::null::NullFile;
+use crate::payload::{Bufs, Payload};
+use crate::sim::SimFile;
+use crate::sys::SysResult;
+use crate::{Alignment, DataRange, IoBuf};
+use cowshed_block::Errno;
+
+/// What to do with the space of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Space {
+    /// Give it back; the range reads as zeroes.
+    Punch,
+    /// Keep it; the range reads as zeroes.
+    Zero,
+    /// Reserve it; the file grows to hold it.
+    Allocate,
+}
+
+#[derive(Debug)]
+pub(crate) enum Medium {
+    Host(HostFile),
+    Null(NullFile),
+    Sim(SimFile),
+}
+
+impl Medium {
+    pub(crate) fn alignment(&self) -> Alignment {
+        match self {
+            Medium::Host(host) => host.alignment(),
+            Medium::Null(_) => Alignment { memory: 1, offset: 1 },
+            Medium::Sim(sim) => sim.alignment(),
+        }
+    }
+
+    /// One read into the payload behind its first `skip` bytes; 0 bytes at the end of the file.
+    pub(crate) async fn read(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        match self {
+            Medium::Host(host) => host.read(payload, skip, offset).await,
+            Medium::Null(null) => null.read(payload, skip, offset).await,
+            Medium::Sim(sim) => read_simulated(sim, payload, skip, offset).await,
+        }
+    }
+
+    /// One write of the payload's bytes behind the first `skip`.
+    pub(crate) async fn write(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        match self {
+            Medium::Host(host) => host.write(payload, skip, offset).await,
+            Medium::Null(null) => null.write(payload, skip).await,
+            Medium::Sim(sim) => write_simulated(sim, payload, skip, offset).await,
+        }
+    }
+
+    /// `fdatasync`.
+    pub(crate) async fn sync(&self) -> SysResult<()> {
+        match self {
+            Medium::Host(host) => host.sync().await,
+            Medium::Null(_) => Ok(()),
+            Medium::Sim(sim) => sim.sync().await,
+        }
+    }
+
+    /// `EOPNOTSUPP` where the medium can't.
+    pub(crate) async fn fallocate(
+        &self,
+        space: Space,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<()> {
+        match self {
+            Medium::Host(host) => host.fallocate(space, offset, len, guard).await,
+            Medium::Null(_) => Ok(()),
+            Medium::Sim(sim) => match space {
+                Space::Punch => sim.punch_hole(offset, len).await,
+                Space::Zero => sim.zero_range(offset, len).await,
+                Space::Allocate => sim.allocate(offset, len).await,
+            },
+        }
+    }
+
+    pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
+        match self {
+            Medium::Host(host) => host.set_len(len, guard).await,
+            Medium::Null(_) => Err(Errno::ENOTSUP),
+            Medium::Sim(sim) => sim.set_len(len).await,
+        }
+    }
+
+    pub(crate) async fn next_data(&self, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
+        match self {
+            Medium::Host(host) => host.next_data(offset, len).await,
+            Medium::Null(_) => Ok(None),
+            Medium::Sim(sim) => sim.next_data(offset).await,
+        }
+    }
+
+    /// `EOPNOTSUPP` where the two have no way to do it, before anything was copied.
+    pub(crate) async fn copy_from(
+        &self,
+        source: &Medium,
+        source_offset: u64,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<u64> {
+        match (self, source) {
+            (Medium::Host(host), Medium::Host(source)) => {
+                host.copy_from(source, source_offset, offset, len, guard).await
+            }
+            (Medium::Sim(sim), Medium::Sim(source)) => sim.copy_range(source, source_offset, offset, len).await,
+            _ => Err(Errno::ENOTSUP),
+        }
+    }
+
+    pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {
+        match self {
+            Medium::Host(host) => host.allocated_bytes(),
+            Medium::Null(_) => Ok(0),
+            Medium::Sim(sim) => Ok(sim.allocated_bytes()),
+        }
+    }
+}
+
+async fn read_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+    let guard = payload.guard;
+    let (result, bufs) = match payload.bufs {
+        Bufs::One(mut buf) => {
+            let mut head = buf.split_to(skip);
+            let (result, buf) = sim.read(buf, offset).await;
+            join(&mut head, buf);
+            (result, Bufs::One(head))
+        }
+        Bufs::Many(mut bufs) => {
+            // One buffer at a time: a short read, as far as the caller can tell.
+            let (index, skip) = position(&bufs, skip);
+            let Some(buf) = bufs.get_mut(index) else { return (Ok(0), Payload { bufs: Bufs::Many(bufs), guard }) };
+            let mut head = std::mem::take(buf);
+            let (result, rest) = sim.read(head.split_off(skip), offset).await;
+            join(&mut head, rest);
+            bufs[index] = head;
+            (result, Bufs::Many(bufs))
+        }
+    };
+    (result, Payload { bufs, guard })
+}
+
+async fn write_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+    let Payload { bufs, guard } = payload;
+    let (single, mut bufs) = match bufs {
+        Bufs::One(buf) => (true, vec![buf]),
+        Bufs::Many(bufs) => (false, bufs),
+    };
+    let (index, skip) = position(&bufs, skip);
+    let mut tail = bufs.split_off(index);
+    let mut head = IoBuf::default();
+    if let Some(first) = tail.first_mut()
+        && skip > 0
+    {
+        head = first.split_to(skip);
+    }
+    let (result, mut tail) = sim.write(tail, offset).await;
+    if let Some(first) = tail.first_mut()
+        && skip > 0
+    {
+        join(&mut head, std::mem::take(first));
+        *first = head;
+    }
+    bufs.append(&mut tail);
+    let bufs = match single {
+        true => Bufs::One(bufs.pop().unwrap_or_default()),
+        false => Bufs::Many(bufs),
+    };
+    (result, Payload { bufs, guard })
+}
+
+/// The buffer, and the place in it, that the byte `skip` of all of them is in.
+fn position(bufs: &[IoBuf], mut skip: usize) -> (usize, usize) {
+    for (index, buf) in bufs.iter().enumerate() {
+        if skip < buf.len() {
+            return (index, skip);
+        }
+        skip -= buf.len();
+    }
+    (bufs.len(), 0)
+}
+
+fn join(head: &mut IoBuf, tail: IoBuf) {
+    if head.unsplit(tail).is_err() {
+        unreachable!("the two were one buffer");
+    }
+}

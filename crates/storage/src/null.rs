@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A file that is nothing: for measuring what the layers above cost.
+
+use crate::options::NullOptions;
+use crate::payload::{Bufs, Payload};
+use crate::rt;
+use crate::sys::SysResult;
+
+/// Reads as zeroes, forgets what is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NullFile(pub(crate) NullOptions);
+
+impl NullFile {
+    async fn wait(&self) {
+        if !self.0.latency.is_zero() {
+            rt::sleep(self.0.latency).await;
+        }
+    }
+
+    pub(crate) async fn read(&self, mut payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        self.wait().await;
+        let left = usize::try_from(self.0.len.saturating_sub(offset)).unwrap_or(usize::MAX);
+        let count = (payload.len() - skip).min(left);
+        if self.0.read_zeroes {
+            let bufs = match &mut payload.bufs {
+                Bufs::One(buf) => std::slice::from_mut(buf),
+                Bufs::Many(bufs) => bufs,
+            };
+            let mut position = 0;
+            for buf in bufs {
+                let start = skip.saturating_sub(position).min(buf.len());
+                let end = (skip + count).saturating_sub(position).min(buf.len());
+                buf[start..end.max(start)].fill(0);
+                position += buf.len();
+            }
+        }
+        (Ok(count), payload)
+    }
+
+    pub(crate) async fn write(&self, payload: Payload, skip: usize) -> (SysResult<usize>, Payload) {
+        self.wait().await;
+        let count = payload.len() - skip;
+        (Ok(count), payload)
+    }
+}

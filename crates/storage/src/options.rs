@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How to open a file, and what it says of itself.
+
+use crate::lock::{Locking, Permissions};
+use std::time::Duration;
+
+/// How the host's page cache is used, as QEMU's `cache.direct` and `cache.no-flush`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheMode {
+    /// Bypass the page cache (`O_DIRECT`).
+    pub direct: bool,
+    /// [`crate::File::sync`] does nothing: fast, and a power cut may lose everything.
+    pub no_flush: bool,
+}
+
+/// Who carries out the operations. `COWSHED_IO_ENGINE=io_uring|threads|auto` in the environment overrides it for all
+/// files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// io_uring where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// io_uring, or an error from `open`.
+    IoUring,
+    /// A pool of threads on `preadv`/`pwritev`.
+    Threads,
+}
+
+/// How to open a [`crate::File`].
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Open for writing too.
+    pub write: bool,
+    /// Create the file; an existing one is truncated to 0 bytes, after its lock is taken. Implies `write`.
+    pub create: bool,
+    /// Page cache use.
+    pub cache: CacheMode,
+    /// Who does the I/O.
+    pub engine: Engine,
+    /// Whether to lock.
+    pub locking: Locking,
+    /// Locks to take at once. `None`: none, until [`crate::File::lock`]; with `create`, those of
+    /// [`Permissions::CREATE`] while the file is truncated.
+    pub permissions: Option<Permissions>,
+}
+
+/// A file that is nothing (QEMU's `null-co`): for measuring what the layers above cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NullOptions {
+    /// Length in bytes.
+    pub len: u64,
+    /// How long each operation takes.
+    pub latency: Duration,
+    /// Reads fill the memory with zeroes; without, they leave it as it is.
+    pub read_zeroes: bool,
+}
+
+/// What O_DIRECT asks of memory, offsets and lengths, in bytes; all 1 without it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Of memory addresses.
+    pub memory: usize,
+    /// Of offsets and lengths in the file.
+    pub offset: u64,
+}
+
+/// A run of data or a hole, from [`crate::File::next_data`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DataRange {
+    /// First byte of data.
+    pub start: u64,
+    /// First byte behind it.
+    pub end: u64,
+}

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The operations that the ring knows, as submission entries.
+
+use super::{Ring, RingOp};
+use crate::payload::{Bufs, MAX_TRANSFER, Payload};
+use io_uring::{opcode, squeue, types};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Read,
+    Write,
+}
+
+impl Ring {
+    /// Reads into, or writes from, the payload's memory behind its first `skip` bytes.
+    pub(crate) fn transfer<'a>(
+        self: &Rc<Self>,
+        file: &'a Arc<OwnedFd>,
+        direction: Direction,
+        payload: Payload,
+        skip: usize,
+        offset: u64,
+    ) -> RingOp<'a> {
+        let fd = types::Fd(file.as_raw_fd());
+        let (vectors, entry) = match &payload.bufs {
+            Bufs::One(buf) => {
+                let start = buf.as_raw().wrapping_add(skip);
+                let len = (buf.len() - skip).min(MAX_TRANSFER) as u32;
+                let entry = match direction {
+                    Direction::Read => opcode::Read::new(fd, start, len).offset(offset).build(),
+                    Direction::Write => opcode::Write::new(fd, start, len).offset(offset).build(),
+                };
+                (Vec::new(), entry)
+            }
+            bufs @ Bufs::Many(_) => {
+                let vectors = bufs.vectors(skip);
+                // The vector's heap memory stays where it is when the vector moves into the slot.
+                let (start, len) = (vectors.as_ptr(), vectors.len() as u32);
+                let entry = match direction {
+                    Direction::Read => opcode::Readv::new(fd, start, len).offset(offset).build(),
+                    Direction::Write => opcode::Writev::new(fd, start, len).offset(offset).build(),
+                };
+                (vectors, entry)
+            }
+        };
+        RingOp::start(Rc::clone(self), file, payload, vectors, entry)
+    }
+
+    /// `fdatasync`.
+    pub(crate) fn sync<'a>(self: &Rc<Self>, file: &'a Arc<OwnedFd>) -> RingOp<'a> {
+        let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
+        RingOp::start(Rc::clone(self), file, Payload::empty(None), Vec::new(), entry)
+    }
+
+    /// `fallocate` with the mode bits of the system call.
+    pub(crate) fn fallocate<'a>(
+        self: &Rc<Self>,
+        file: &'a Arc<OwnedFd>,
+        payload: Payload,
+        mode: i32,
+        offset: u64,
+        len: u64,
+    ) -> RingOp<'a> {
+        let entry = opcode::Fallocate::new(types::Fd(file.as_raw_fd()), len).offset(offset).mode(mode).build();
+        RingOp::start(Rc::clone(self), file, payload, Vec::new(), entry)
+    }
+}
+
+/// Reads an eventfd's counter to `count` (8 bytes).
+pub(super) fn read_counter(fd: RawFd, count: *mut u8) -> squeue::Entry {
+    opcode::Read::new(types::Fd(fd), count, 8).build()
+}
+
+/// Cancels the operation with that user data.
+pub(super) fn cancel(user_data: u64) -> squeue::Entry {
+    opcode::AsyncCancel::new(user_data).build()
+}

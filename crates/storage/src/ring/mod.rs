@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One io_uring per thread.
+//!
+//! - `op`: an operation from submission to completion, and the future that waits for it.
+//! - `catalogue`: what operations there are, as submission entries.
+//! - here: the reactor. Entries gather in the submission queue and go to the kernel when the thread has nothing else to
+//!   do or the queue is full.
+//!
+//! The invariant that memory safety rests on: whatever the kernel may touch (buffers, vectors, the descriptor) is owned
+//! by the operation's slot, and a slot is emptied only when its completion has been seen.
+
+mod catalogue;
+mod op;
+
+pub(crate) use catalogue::Direction;
+pub(crate) use op::RingOp;
+
+use io_uring::types::{SubmitArgs, Timespec};
+use io_uring::{IoUring, Probe, opcode, squeue};
+use op::{Held, Slot};
+use slab::Slab;
+use std::cell::{Cell, RefCell};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::task::Waker;
+use std::time::Duration;
+
+/// Operations in one submission.
+const SUBMISSION_ENTRIES: u32 = 256;
+/// Completions that fit before the kernel has to put them aside.
+const COMPLETION_ENTRIES: u32 = 1024;
+/// Marks the read of the wake counter; slots have small numbers.
+const WAKE: u64 = u64::MAX;
+/// Marks a cancellation, whose own result says nothing.
+const CANCEL: u64 = u64::MAX - 1;
+
+/// The ring of one thread.
+pub(crate) struct Ring {
+    uring: RefCell<IoUring>,
+    slots: RefCell<Slab<Slot>>,
+    /// Kept so that a round of completions needs no allocation.
+    wakers: RefCell<Vec<Waker>>,
+    /// Operations in flight that nobody waits for.
+    orphans: Cell<usize>,
+    wake_armed: Cell<bool>,
+    /// Where the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
+    wake_count: Box<Cell<u64>>,
+}
+
+impl Ring {
+    /// Makes a ring for this thread, with the best mode that the kernel has. An error (a container forbids it, no memory,
+    /// an old kernel) means: use threads.
+    pub(crate) fn new() -> std::io::Result<Self> {
+        let uring = Self::build()?;
+        let params = uring.params();
+        if !params.is_feature_ext_arg() || !params.is_feature_nodrop() {
+            return Err(std::io::Error::from_raw_os_error(libc::ENOSYS));
+        }
+        let mut probe = Probe::new();
+        uring.submitter().register_probe(&mut probe)?;
+        let needed = [
+            opcode::Read::CODE,
+            opcode::Write::CODE,
+            opcode::Readv::CODE,
+            opcode::Writev::CODE,
+            opcode::Fsync::CODE,
+            opcode::Fallocate::CODE,
+            opcode::AsyncCancel::CODE,
+        ];
+        if !needed.iter().all(|&code| probe.is_supported(code)) {
+            return Err(std::io::Error::from_raw_os_error(libc::ENOSYS));
+        }
+        // Saves a lookup for each system call; a kernel without it is only a little slower.
+        let _ = uring.submitter().register_ring_fd();
+        Ok(Ring {
+            uring: RefCell::new(uring),
+            slots: RefCell::new(Slab::with_capacity(SUBMISSION_ENTRIES as usize)),
+            wakers: RefCell::default(),
+            orphans: Cell::new(0),
+            wake_armed: Cell::new(false),
+            wake_count: Box::new(Cell::new(0)),
+        })
+    }
+
+    fn build() -> std::io::Result<IoUring> {
+        let base = || {
+            let mut builder = IoUring::builder();
+            builder.dontfork().setup_clamp().setup_cqsize(COMPLETION_ENTRIES);
+            builder
+        };
+        // From the newest mode (Linux 6.1) to the plainest; EINVAL says that the kernel doesn't know a flag.
+        let deferred =
+            base().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(SUBMISSION_ENTRIES);
+        let refused = |result: &std::io::Result<IoUring>| {
+            result.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL))
+        };
+        if !refused(&deferred) {
+            return deferred;
+        }
+        let cooperative = base().setup_coop_taskrun().setup_taskrun_flag().build(SUBMISSION_ENTRIES);
+        if !refused(&cooperative) {
+            return cooperative;
+        }
+        base().build(SUBMISSION_ENTRIES)
+    }
+
+    /// Queues an entry. What it points to must be owned by the slot whose number is its user data.
+    fn push(&self, entry: &squeue::Entry) {
+        loop {
+            {
+                let mut uring = self.uring.borrow_mut();
+                // SAFETY: the slot (or the ring, for the wake counter) owns all memory that the entry names until the
+                // completion is seen, by this module's invariant.
+                if unsafe { uring.submission().push(entry) }.is_ok() {
+                    return;
+                }
+            }
+            // Full: hand over what is there. Taking completions makes room where the kernel refuses for want of it.
+            self.enter(0, None);
+            self.reap();
+        }
+    }
+
+    /// One `io_uring_enter`; `want` completions are waited for, at most `timeout`.
+    fn enter(&self, want: usize, timeout: Option<Duration>) {
+        let uring = self.uring.borrow();
+        let submitter = uring.submitter();
+        let result = match timeout {
+            None => submitter.submit_and_wait(want),
+            Some(timeout) => {
+                let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
+                submitter.submit_with_args(want, &SubmitArgs::new().timespec(&timespec))
+            }
+        };
+        let Err(error) = result else { return };
+        match error.raw_os_error() {
+            // The time is over, or a signal came; the caller looks for completions and comes back.
+            Some(libc::ETIME | libc::EINTR) => {}
+            // The kernel lacks memory, or has completions put aside: they make room when they are taken.
+            Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => std::thread::yield_now(),
+            // The ring was right when it was made: only a bug, or a sandbox that changed its mind, gets here, and
+            // operations that are in flight can't be given back.
+            _ => panic!("io_uring_enter failed: {error}"),
+        }
+    }
+
+    /// Submits what is queued and takes completions, without waiting.
+    pub(crate) fn poll(&self) {
+        let submit = {
+            let mut uring = self.uring.borrow_mut();
+            let queue = uring.submission();
+            !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
+        };
+        if submit {
+            self.enter(0, None);
+        }
+        self.reap();
+    }
+
+    /// Submits what is queued and waits for a completion, a count in `wake_fd` or the timeout.
+    pub(crate) fn wait(&self, wake_fd: BorrowedFd<'_>, timeout: Option<Duration>) {
+        if !self.uring.borrow_mut().completion().is_empty() {
+            self.poll();
+            return;
+        }
+        if !self.wake_armed.replace(true) {
+            let entry = catalogue::read_counter(wake_fd.as_raw_fd(), self.wake_count.as_ptr().cast());
+            self.push(&entry.user_data(WAKE));
+        }
+        match timeout {
+            Some(Duration::ZERO) => self.enter(0, None),
+            timeout => self.enter(1, timeout),
+        }
+        self.reap();
+    }
+
+    /// Hands results to their operations and wakes who waits for them.
+    fn reap(&self) {
+        let mut wakers = self.wakers.take();
+        let mut finished: Vec<Held> = Vec::new();
+        {
+            let mut uring = self.uring.borrow_mut();
+            let mut slots = self.slots.borrow_mut();
+            for completion in uring.completion() {
+                match completion.user_data() {
+                    WAKE => self.wake_armed.set(false),
+                    CANCEL => {}
+                    key => self.complete(&mut slots, key, completion.result(), &mut wakers, &mut finished),
+                }
+            }
+        }
+        // Outside of the borrows: dropping what an operation held may run anybody's code.
+        drop(finished);
+        wakers.drain(..).for_each(Waker::wake);
+        self.wakers.replace(wakers);
+    }
+
+    fn complete(
+        &self,
+        slots: &mut Slab<Slot>,
+        key: u64,
+        result: i32,
+        wakers: &mut Vec<Waker>,
+        finished: &mut Vec<Held>,
+    ) {
+        let key = key as usize;
+        let Some(slot) = slots.get_mut(key) else { return };
+        match slot.finish(result) {
+            op::Finish::Wake(waker) => wakers.extend(waker),
+            op::Finish::Orphan => {
+                self.orphans.set(self.orphans.get() - 1);
+                finished.push(slots.remove(key).into_held());
+            }
+        }
+    }
+
+    /// True while operations run that nobody waits for any more.
+    pub(crate) fn has_orphans(&self) -> bool {
+        self.orphans.get() > 0
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // Futures hold the ring, so what is left here has no future: orphans, and the read of the wake counter. Their
+        // memory may be freed only after their completion; a read or write that has reached the disk can't be recalled,
+        // the read of the counter can.
+        if self.wake_armed.get() {
+            self.push(&catalogue::cancel(WAKE).user_data(CANCEL));
+        }
+        while self.orphans.get() > 0 || self.wake_armed.get() {
+            self.enter(1, None);
+            self.reap();
+        }
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! An operation in flight and the future that waits for it.
+
+use super::Ring;
+use crate::payload::Payload;
+use io_uring::squeue;
+use std::future::Future;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+/// What the kernel may use until the completion.
+pub(super) struct Held {
+    payload: Payload,
+    /// Pointers into `payload`, for the vectored operations.
+    #[allow(dead_code, reason = "read by the kernel")]
+    vectors: Vec<libc::iovec>,
+    /// Set when the future is gone, whose borrow kept the descriptor open until then.
+    #[allow(dead_code, reason = "held for its drop")]
+    file: Option<Arc<OwnedFd>>,
+}
+
+enum State {
+    InFlight(Option<Waker>),
+    Orphan,
+    Done(i32),
+}
+
+/// An operation's place in the ring. Its number is the user data.
+pub(super) struct Slot {
+    state: State,
+    held: Held,
+}
+
+pub(super) enum Finish {
+    Wake(Option<Waker>),
+    Orphan,
+}
+
+impl Slot {
+    pub(super) fn finish(&mut self, result: i32) -> Finish {
+        match std::mem::replace(&mut self.state, State::Done(result)) {
+            State::InFlight(waker) => Finish::Wake(waker),
+            State::Orphan | State::Done(_) => Finish::Orphan,
+        }
+    }
+
+    pub(super) fn into_held(self) -> Held {
+        self.held
+    }
+}
+
+/// Waits for an operation and gives the kernel's result and the memory back. Dropped early, it leaves the operation
+/// its memory and its descriptor, and the ring frees them when it completes.
+pub(crate) struct RingOp<'a> {
+    ring: Rc<Ring>,
+    key: Option<usize>,
+    file: &'a Arc<OwnedFd>,
+}
+
+impl<'a> RingOp<'a> {
+    /// Queues the operation that `entry` makes from its memory. `entry` may point to nothing else that can go away.
+    pub(super) fn start(
+        ring: Rc<Ring>,
+        file: &'a Arc<OwnedFd>,
+        payload: Payload,
+        vectors: Vec<libc::iovec>,
+        entry: squeue::Entry,
+    ) -> Self {
+        let held = Held { payload, vectors, file: None };
+        let key = ring.slots.borrow_mut().insert(Slot { state: State::InFlight(None), held });
+        ring.push(&entry.user_data(key as u64));
+        RingOp { ring, key: Some(key), file }
+    }
+}
+
+impl Future for RingOp<'_> {
+    type Output = (i32, Payload);
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(key) = self.key else { return Poll::Pending };
+        let mut slots = self.ring.slots.borrow_mut();
+        let replaced = match &mut slots[key].state {
+            State::Done(result) => {
+                let result = *result;
+                let slot = slots.remove(key);
+                drop(slots);
+                self.key = None;
+                return Poll::Ready((result, slot.held.payload));
+            }
+            State::InFlight(Some(waker)) if waker.will_wake(context.waker()) => None,
+            State::InFlight(waker) => waker.replace(context.waker().clone()),
+            State::Orphan => None,
+        };
+        drop(slots);
+        drop(replaced);
+        Poll::Pending
+    }
+}
+
+impl Drop for RingOp<'_> {
+    fn drop(&mut self) {
+        let Some(key) = self.key else { return };
+        let mut slots = self.ring.slots.borrow_mut();
+        if matches!(slots[key].state, State::Done(_)) {
+            let slot = slots.remove(key);
+            drop(slots);
+            drop(slot);
+            return;
+        }
+        let slot = &mut slots[key];
+        slot.held.file = Some(Arc::clone(self.file));
+        let state = std::mem::replace(&mut slot.state, State::Orphan);
+        drop(slots);
+        drop(state);
+        self.ring.orphans.set(self.ring.orphans.get() + 1);
+    }
+}

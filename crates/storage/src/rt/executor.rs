@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The executor of one thread: a queue of tasks that can run, and what to do while none can.
+//!
+//! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue; from elsewhere it
+//! goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
+
+use super::timer::{Next, Timers};
+use crate::OpenOptions;
+use crate::ring::Ring;
+use crate::sim::SimFile;
+use async_task::Runnable;
+use cowshed_block::Result;
+use slab::Slab;
+use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+/// Tasks that run between two looks at the ring: enough to batch submissions, few enough to keep the disk busy.
+const TASKS_PER_ROUND: usize = 256;
+
+/// The world outside of the executor, when it isn't the operating system: a simulation.
+pub trait Simulation {
+    /// Called when no task can run. Completes one pending operation, or moves the clock to the next timer, and wakes
+    /// who waits for it. Panics, saying what is pending, when nothing is left that could ever wake a task.
+    fn advance(&self);
+    /// Ready after `duration` of virtual time.
+    fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
+    /// Virtual time since the start.
+    fn now(&self) -> Duration;
+    /// Opens a file of this world; `None` leaves the name to the host's file system.
+    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>>;
+}
+
+/// What other threads see of an executor.
+struct Shared {
+    /// Tasks woken by other threads.
+    remote: Mutex<Remote>,
+    /// Something is in `remote`, or `main_woken` was set by another thread.
+    remote_came: AtomicBool,
+    /// The future of `block_on` was woken.
+    main_woken: AtomicBool,
+    /// The executor is in, or about to enter, a wait that only `wake_fd` ends.
+    asleep: AtomicBool,
+    /// Counts wakes while asleep.
+    wake_fd: OwnedFd,
+}
+
+#[derive(Default)]
+struct Remote {
+    tasks: VecDeque<Runnable>,
+    /// The executor is gone: nobody will ever run what is added.
+    closed: bool,
+}
+
+impl Shared {
+    fn remote(&self) -> MutexGuard<'_, Remote> {
+        self.remote.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the executor's sleep. Called after the reason was stored.
+    fn notify(&self) {
+        self.remote_came.store(true, Ordering::SeqCst);
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            // Fails only when the counter is full, and then it is awake already.
+            let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn schedule(self: &Arc<Self>, task: Runnable) {
+        let mut task = Some(task);
+        // During the destruction of the thread's variables there is no current executor.
+        let _ = CURRENT.try_with(|current| {
+            if let Ok(current) = current.try_borrow()
+                && let Some(local) = current.as_ref()
+                && Arc::ptr_eq(&local.shared, self)
+                && let Some(task) = task.take()
+            {
+                local.ready.borrow_mut().push_back(task);
+            }
+        });
+        let Some(task) = task else { return };
+        let mut remote = self.remote();
+        if remote.closed {
+            // Its future may only be dropped on the executor's thread, which has ended: leak it.
+            std::mem::forget(task);
+            return;
+        }
+        remote.tasks.push_back(task);
+        drop(remote);
+        self.notify();
+    }
+}
+
+impl Wake for Shared {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let here = CURRENT.try_with(|current| {
+            current
+                .try_borrow()
+                .is_ok_and(|current| current.as_ref().is_some_and(|local| Arc::ptr_eq(&local.shared, self)))
+        });
+        self.main_woken.store(true, Ordering::SeqCst);
+        if !here.unwrap_or(false) {
+            self.notify();
+        }
+    }
+}
+
+enum Outside {
+    /// The ring is made on first use; `None` inside when the kernel gives us none.
+    System(OnceCell<Option<Rc<Ring>>>),
+    Simulated(Rc<dyn Simulation>),
+}
+
+/// An executor's state on its own thread.
+pub(crate) struct LocalState {
+    shared: Arc<Shared>,
+    ready: RefCell<VecDeque<Runnable>>,
+    /// A waker for each task that hasn't ended, so that dropping the executor can drop them all.
+    unfinished: RefCell<Slab<Waker>>,
+    /// Detached tasks that must end before `block_on` may return, because other threads wait for what they do.
+    pub(super) obligations: Cell<usize>,
+    pub(super) timers: RefCell<Timers>,
+    outside: Outside,
+}
+
+thread_local! {
+    /// The executor that runs on this thread now.
+    static CURRENT: RefCell<Option<Rc<LocalState>>> = const { RefCell::new(None) };
+    /// The executor of [`super::block_on`].
+    static THREAD: OnceCell<Local> = const { OnceCell::new() };
+}
+
+/// Calls `f` with the running executor, if one runs on this thread.
+pub(crate) fn with_current<T>(f: impl FnOnce(Option<&Rc<LocalState>>) -> T) -> T {
+    let mut f = Some(f);
+    // While a thread's variables are destroyed, the futures dropped then find no executor.
+    let result = CURRENT.try_with(|current| f.take().map(|f| f(current.borrow().as_ref())));
+    match (result, f) {
+        (Ok(Some(result)), _) => result,
+        (_, Some(f)) => f(None),
+        (_, None) => unreachable!("`f` was called and gave a result"),
+    }
+}
+
+/// An executor for one thread. [`super::block_on`] uses one that belongs to the thread; a simulation makes its own.
+///
+/// Dropping it drops every task that hasn't ended.
+pub struct Local {
+    state: Rc<LocalState>,
+}
+
+impl Local {
+    fn with_outside(outside: Outside) -> std::io::Result<Self> {
+        // Blocking, because the ring's read of it would return at once otherwise.
+        let wake_fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
+        let shared = Shared {
+            remote: Mutex::default(),
+            remote_came: AtomicBool::new(false),
+            main_woken: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            wake_fd,
+        };
+        let state = LocalState {
+            shared: Arc::new(shared),
+            ready: RefCell::default(),
+            unfinished: RefCell::default(),
+            obligations: Cell::new(0),
+            timers: RefCell::default(),
+            outside,
+        };
+        Ok(Local { state: Rc::new(state) })
+    }
+
+    /// An executor on the operating system.
+    ///
+    /// # Panics
+    /// When the process has no file descriptor left.
+    pub fn system() -> Self {
+        Self::with_outside(Outside::System(OnceCell::new())).expect("an eventfd for the executor")
+    }
+
+    /// An executor in a simulated world. Real files work in it too: their operations run inline.
+    ///
+    /// # Panics
+    /// When the process has no file descriptor left.
+    pub fn simulated(simulation: Rc<dyn Simulation>) -> Self {
+        Self::with_outside(Outside::Simulated(simulation)).expect("an eventfd for the executor")
+    }
+
+    /// Runs `future` to its end, and with it the tasks that it spawns. Tasks left over go on in the next call.
+    ///
+    /// # Panics
+    /// When called inside of another `block_on`.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        let _entered = Entered::new(&self.state);
+        let waker = Waker::from(Arc::clone(&self.state.shared));
+        let mut context = Context::from_waker(&waker);
+        let mut future = pin!(future);
+        self.state.shared.main_woken.store(true, Ordering::SeqCst);
+        let output = loop {
+            if self.state.shared.main_woken.load(Ordering::Relaxed)
+                && self.state.shared.main_woken.swap(false, Ordering::SeqCst)
+                && let Poll::Ready(output) = future.as_mut().poll(&mut context)
+            {
+                break output;
+            }
+            self.state.turn();
+        };
+        while self.state.has_obligations() {
+            self.state.turn();
+        }
+        output
+    }
+}
+
+/// The time in which a thread runs an executor.
+struct Entered;
+
+impl Entered {
+    fn new(state: &Rc<LocalState>) -> Self {
+        CURRENT.with(|current| {
+            let mut current = current.borrow_mut();
+            assert!(current.is_none(), "block_on inside of block_on");
+            *current = Some(Rc::clone(state));
+        });
+        Entered
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let left = CURRENT.with(|current| current.borrow_mut().take());
+        drop(left);
+    }
+}
+
+impl LocalState {
+    /// The thread's ring, made on first use; `None` in a simulation and where the kernel refuses.
+    pub(crate) fn ring(&self) -> Option<&Rc<Ring>> {
+        match &self.outside {
+            Outside::System(ring) => ring
+                .get_or_init(|| match Ring::new() {
+                    Ok(ring) => Some(Rc::new(ring)),
+                    Err(error) => {
+                        tracing::debug!(%error, "no io_uring on this thread, using a thread pool");
+                        None
+                    }
+                })
+                .as_ref(),
+            Outside::Simulated(_) => None,
+        }
+    }
+
+    /// The simulation, if this executor runs in one.
+    pub(crate) fn simulation(&self) -> Option<&Rc<dyn Simulation>> {
+        match &self.outside {
+            Outside::System(_) => None,
+            Outside::Simulated(simulation) => Some(simulation),
+        }
+    }
+
+    /// Puts a task in the queue.
+    pub(super) fn spawn<T: 'static>(self: &Rc<Self>, future: impl Future<Output = T> + 'static) -> async_task::Task<T> {
+        let mut unfinished = self.unfinished.borrow_mut();
+        let entry = unfinished.vacant_entry();
+        let registered = Registered { state: Rc::downgrade(self), key: entry.key() };
+        let future = async move {
+            let _registered = registered;
+            future.await
+        };
+        let shared = Arc::clone(&self.shared);
+        let (runnable, task) = async_task::spawn_local(future, move |task| shared.schedule(task));
+        entry.insert(runnable.waker());
+        drop(unfinished);
+        runnable.schedule();
+        task
+    }
+
+    fn existing_ring(&self) -> Option<&Rc<Ring>> {
+        match &self.outside {
+            Outside::System(ring) => ring.get().and_then(Option::as_ref),
+            Outside::Simulated(_) => None,
+        }
+    }
+
+    fn has_obligations(&self) -> bool {
+        self.obligations.get() > 0 || self.existing_ring().is_some_and(|ring| ring.has_orphans())
+    }
+
+    /// One round: runs what can run, submits what was asked for, waits when there is nothing else to do.
+    fn turn(&self) {
+        self.take_remote();
+        let runnable = self.ready.borrow().len();
+        for _ in 0..runnable.min(TASKS_PER_ROUND) {
+            let Some(task) = self.ready.borrow_mut().pop_front() else { break };
+            task.run();
+        }
+        let next_timer = self.fire_timers();
+        let busy = !self.ready.borrow().is_empty() || self.shared.main_woken.load(Ordering::Relaxed);
+        if busy {
+            if let Some(ring) = self.existing_ring() {
+                ring.poll();
+            }
+            return;
+        }
+        match &self.outside {
+            Outside::Simulated(simulation) => {
+                if !self.shared.remote_came.load(Ordering::SeqCst) {
+                    simulation.advance();
+                }
+            }
+            Outside::System(_) => self.sleep(next_timer),
+        }
+    }
+
+    /// Wakes whose time has come; returns the next deadline.
+    fn fire_timers(&self) -> Option<Instant> {
+        loop {
+            let next = self.timers.borrow_mut().next();
+            match next {
+                Next::Due(waker) => waker.wake(),
+                Next::At(deadline) => return Some(deadline),
+                Next::Never => return None,
+            }
+        }
+    }
+
+    fn take_remote(&self) {
+        if !self.shared.remote_came.load(Ordering::Relaxed) {
+            return;
+        }
+        self.shared.remote_came.store(false, Ordering::SeqCst);
+        let tasks = std::mem::take(&mut self.shared.remote().tasks);
+        self.ready.borrow_mut().extend(tasks);
+    }
+
+    /// Waits in the kernel for a completion, a wake from another thread or the next timer.
+    fn sleep(&self, next_timer: Option<Instant>) {
+        let shared = &self.shared;
+        // A wake stores its reason and then looks at `asleep`; here it is the other way round, so one of us sees it.
+        shared.asleep.store(true, Ordering::SeqCst);
+        let woken = shared.remote_came.load(Ordering::SeqCst) || shared.main_woken.load(Ordering::SeqCst);
+        let timeout = match next_timer {
+            _ if woken => Some(Duration::ZERO),
+            Some(instant) => Some(instant.saturating_duration_since(Instant::now())),
+            None => None,
+        };
+        match self.existing_ring() {
+            Some(ring) => ring.wait(shared.wake_fd.as_fd(), timeout),
+            None => self.park(timeout),
+        }
+        shared.asleep.store(false, Ordering::SeqCst);
+    }
+
+    fn park(&self, timeout: Option<Duration>) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let timeout = timeout.map(|timeout| Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
+        let mut fds = [PollFd::new(&self.shared.wake_fd, PollFlags::IN)];
+        if poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0) {
+            let mut count = [0u8; 8];
+            let _ = rustix::io::read(&self.shared.wake_fd, &mut count);
+        }
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        // Waking puts every task in a queue, and dropping what is queued drops its future. A future's drop may wake or
+        // finish others, hence the loop.
+        loop {
+            let wakers: Vec<Waker> = self.state.unfinished.borrow_mut().drain().collect();
+            for waker in &wakers {
+                waker.wake_by_ref();
+            }
+            drop(wakers);
+            let mut remote = self.state.shared.remote();
+            let mut tasks = std::mem::take(&mut remote.tasks);
+            drop(remote);
+            tasks.extend(self.state.ready.borrow_mut().drain(..));
+            if tasks.is_empty() {
+                break;
+            }
+            drop(tasks);
+        }
+        self.state.shared.remote().closed = true;
+    }
+}
+
+/// Takes a task off the list of unfinished ones.
+struct Registered {
+    state: std::rc::Weak<LocalState>,
+    key: usize,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let Some(state) = self.state.upgrade() {
+            let waker = state.unfinished.borrow_mut().try_remove(self.key);
+            drop(waker);
+        }
+    }
+}
+
+/// Runs `future` on the thread's own executor.
+pub(super) fn block_on_thread<F: Future>(future: F) -> F::Output {
+    THREAD.with(|local| local.get_or_init(Local::system).block_on(future))
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The runtime: one small executor and one ring per thread. Tasks never migrate.
+
+mod executor;
+mod pool;
+mod timer;
+
+pub(crate) use executor::with_current;
+pub use executor::{Local, Simulation};
+pub(crate) use pool::Pool;
+
+use crate::ring::Ring;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::LazyLock;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+/// Runs `future` to its end on this thread, with this thread's ring and executor. Tasks that it spawned and that haven't
+/// ended go on in the thread's next call.
+///
+/// # Panics
+/// When called inside of another `block_on`.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    executor::block_on_thread(future)
+}
+
+/// Starts a task on this thread's executor; it may be not `Send` and never migrates. Dropping the handle detaches it.
+///
+/// # Panics
+/// Outside of [`block_on`]. A panic of the task itself goes through `block_on`.
+pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
+    with_current(|local| {
+        let local = local.expect("spawn outside of block_on");
+        JoinHandle { task: Some(local.spawn(future)) }
+    })
+}
+
+/// The result of a task.
+pub struct JoinHandle<T> {
+    task: Option<async_task::Task<T>>,
+}
+
+impl<T> JoinHandle<T> {
+    /// Drops the task's future at its next suspension; `None` when it was cancelled before its end.
+    pub async fn cancel(mut self) -> Option<T> {
+        match self.task.take() {
+            Some(task) => task.cancel().await,
+            None => None,
+        }
+    }
+
+    /// True when the task has ended.
+    pub fn is_finished(&self) -> bool {
+        self.task.as_ref().is_none_or(async_task::Task::is_finished)
+    }
+}
+
+impl<T> Future for JoinHandle<T> {
+    type Output = T;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        match self.task.as_mut() {
+            Some(task) => Pin::new(task).poll(context),
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl<T> Drop for JoinHandle<T> {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.detach();
+        }
+    }
+}
+
+/// Runs CPU work on a process-wide pool sized to the cores and waits without blocking this thread. Under the
+/// simulator the work runs inline, so that runs stay deterministic. A panic of the work continues here.
+pub async fn offload<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    if is_simulated() {
+        return work();
+    }
+    Pool::cpu().run(work).await
+}
+
+/// Waits. Under the simulator time is virtual.
+pub async fn sleep(duration: Duration) {
+    match current_simulation() {
+        Some(simulation) => simulation.sleep(duration).await,
+        None => timer::Sleep::new(duration).await,
+    }
+}
+
+/// A clock that never goes back, from an arbitrary start. Under the simulator time is virtual.
+pub fn now() -> Duration {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    match current_simulation() {
+        Some(simulation) => simulation.now(),
+        None => START.elapsed(),
+    }
+}
+
+/// Lets other tasks of this thread run.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+/// Runs a task to its end even when nobody waits for it: [`block_on`] doesn't return before. For what other threads
+/// wait for. `None` outside of `block_on`; the future is given back then.
+pub(crate) fn spawn_obligation<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
+    with_current(|local| {
+        let Some(local) = local else { return Err(future) };
+        let obligation = Obligation::new(local);
+        local
+            .spawn(async move {
+                let _obligation = obligation;
+                future.await;
+            })
+            .detach();
+        Ok(())
+    })
+}
+
+struct Obligation {
+    state: Rc<executor::LocalState>,
+}
+
+impl Obligation {
+    fn new(state: &Rc<executor::LocalState>) -> Self {
+        state.obligations.set(state.obligations.get() + 1);
+        Obligation { state: Rc::clone(state) }
+    }
+}
+
+impl Drop for Obligation {
+    fn drop(&mut self) {
+        self.state.obligations.set(self.state.obligations.get() - 1);
+    }
+}
+
+/// True when the running executor is a simulation's.
+pub(crate) fn is_simulated() -> bool {
+    with_current(|local| local.is_some_and(|local| local.simulation().is_some()))
+}
+
+/// The running executor's ring; `None` without one, in a simulation and outside of [`block_on`].
+pub(crate) fn current_ring() -> Option<Rc<Ring>> {
+    with_current(|local| local.and_then(|local| local.ring().cloned()))
+}
+
+/// The simulation that the running executor belongs to.
+pub(crate) fn current_simulation() -> Option<Rc<dyn Simulation>> {
+    with_current(|local| local.and_then(|local| local.simulation().cloned()))
+}

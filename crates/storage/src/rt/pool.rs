@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Threads that block so that an executor's thread doesn't: one pool for CPU work, one for system calls.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+/// Threads of the pool for system calls: as deep a queue as one device can use, and few enough to hold in memory.
+const IO_THREADS: usize = 64;
+/// A thread without work for that long ends.
+const IDLE: Duration = Duration::from_secs(5);
+
+static CPU: LazyLock<Pool> = LazyLock::new(|| {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    Pool::new("cowshed-cpu", cores)
+});
+static IO: LazyLock<Pool> = LazyLock::new(|| Pool::new("cowshed-io", IO_THREADS));
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A pool that starts threads as work comes, up to a limit.
+pub(crate) struct Pool {
+    thread_name: &'static str,
+    max_threads: usize,
+    state: Mutex<State>,
+    work_came: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+}
+
+/// Locks; a panic while it was held can't have broken the plain data inside.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    fn new(thread_name: &'static str, max_threads: usize) -> Self {
+        Pool { thread_name, max_threads, state: Mutex::default(), work_came: Condvar::new() }
+    }
+
+    /// For compression, ciphers, checksums: as many threads as cores.
+    pub(crate) fn cpu() -> &'static Pool {
+        &CPU
+    }
+
+    /// For system calls that block.
+    pub(crate) fn io() -> &'static Pool {
+        &IO
+    }
+
+    /// Runs `work` on a thread of the pool. It runs to its end even when the returned future is dropped.
+    pub(crate) fn run<T: Send + 'static>(&'static self, work: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
+        let slot = Arc::new(Mutex::new(Slot { result: None, waker: None }));
+        let outcome = Outcome { slot: Arc::clone(&slot) };
+        self.submit(Box::new(move || {
+            let result = std::panic::catch_unwind(AssertUnwindSafe(work));
+            let mut slot = lock(&slot);
+            slot.result = Some(result);
+            if let Some(waker) = slot.waker.take() {
+                drop(slot);
+                waker.wake();
+            }
+        }));
+        outcome
+    }
+
+    fn submit(&'static self, job: Job) {
+        let mut state = lock(&self.state);
+        state.queue.push_back(job);
+        if state.idle >= state.queue.len() || state.threads >= self.max_threads {
+            drop(state);
+            self.work_came.notify_one();
+            return;
+        }
+        state.threads += 1;
+        let builder = std::thread::Builder::new().name(self.thread_name.to_owned());
+        if builder.spawn(move || self.serve()).is_ok() {
+            return;
+        }
+        state.threads -= 1;
+        if state.threads == 0 {
+            // No thread to be had at all: slow is better than never.
+            while let Some(job) = state.queue.pop_front() {
+                drop(state);
+                job();
+                state = lock(&self.state);
+            }
+        }
+    }
+
+    fn serve(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(job) = state.queue.pop_front() {
+                drop(state);
+                job();
+                state = lock(&self.state);
+                continue;
+            }
+            state.idle += 1;
+            let (woken, timeout) = self.work_came.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            state.idle -= 1;
+            if timeout.timed_out() && state.queue.is_empty() {
+                state.threads -= 1;
+                return;
+            }
+        }
+    }
+}
+
+struct Slot<T> {
+    result: Option<Result<T, Box<dyn Any + Send>>>,
+    waker: Option<Waker>,
+}
+
+/// The result of [`Pool::run`]; a panic of the work continues in whoever awaits it.
+pub(crate) struct Outcome<T> {
+    slot: Arc<Mutex<Slot<T>>>,
+}
+
+impl<T> Future for Outcome<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        let mut slot = lock(&self.slot);
+        match slot.result.take() {
+            Some(Ok(value)) => Poll::Ready(value),
+            Some(Err(panic)) => {
+                drop(slot);
+                std::panic::resume_unwind(panic)
+            }
+            None => {
+                slot.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}

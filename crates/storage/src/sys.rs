@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! System calls that `rustix` lacks, and the blocking forms of the operations that the ring also has.
+
+use crate::payload::Payload;
+use crate::ring::Direction;
+use cowshed_block::Errno;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Result of a system call.
+pub(crate) type SysResult<T> = std::result::Result<T, Errno>;
+
+/// `_IO(0x12, 127)`: write zeroes to a range of a block device.
+const BLKZEROOUT: libc::Ioctl = 0x127f;
+/// `_IO(0x12, 104)`: the logical block size of a block device.
+const BLKSSZGET: libc::Ioctl = 0x1268;
+
+fn last_errno() -> Errno {
+    Errno(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// Repeats a call that a signal interrupted.
+pub(crate) fn retry<T>(mut call: impl FnMut() -> SysResult<T>) -> SysResult<T> {
+    loop {
+        match call() {
+            Err(Errno(libc::EINTR)) => {}
+            result => return result,
+        }
+    }
+}
+
+/// The number of a `rustix` error.
+pub(crate) fn errno(error: rustix::io::Errno) -> Errno {
+    Errno(error.raw_os_error())
+}
+
+fn signed_offset(offset: u64) -> SysResult<i64> {
+    i64::try_from(offset).map_err(|_| Errno::EFBIG)
+}
+
+/// One `preadv` or `pwritev` behind the first `skip` bytes of the payload.
+pub(crate) fn transfer(
+    file: impl AsFd,
+    direction: Direction,
+    payload: &Payload,
+    skip: usize,
+    offset: u64,
+) -> SysResult<usize> {
+    let vectors = payload.bufs.vectors(skip);
+    let offset = signed_offset(offset)?;
+    let fd = file.as_fd().as_raw_fd();
+    let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
+    retry(|| {
+        // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
+        // into it through a shared borrow is sound: the caller owns the payload and nobody looks at the bytes meanwhile.
+        let done = unsafe {
+            match direction {
+                Direction::Read => libc::preadv(fd, vectors.as_ptr(), count, offset),
+                Direction::Write => libc::pwritev(fd, vectors.as_ptr(), count, offset),
+            }
+        };
+        usize::try_from(done).map_err(|_| last_errno())
+    })
+}
+
+/// `fallocate` with raw mode bits.
+pub(crate) fn fallocate(file: impl AsFd, mode: i32, offset: u64, len: u64) -> SysResult<()> {
+    let (offset, len) = (signed_offset(offset)?, signed_offset(len)?);
+    let fd = file.as_fd().as_raw_fd();
+    retry(|| {
+        // SAFETY: a call on numbers.
+        match unsafe { libc::fallocate(fd, mode, offset, len) } {
+            0 => Ok(()),
+            _ => Err(last_errno()),
+        }
+    })
+}
+
+/// Writes zeroes to a range of a block device, or lets the device do it.
+pub(crate) fn zero_device(file: impl AsFd, offset: u64, len: u64) -> SysResult<()> {
+    let range: [u64; 2] = [offset, len];
+    let fd = file.as_fd().as_raw_fd();
+    retry(|| {
+        // SAFETY: the request reads two u64 from the pointer.
+        match unsafe { libc::ioctl(fd, BLKZEROOUT, range.as_ptr()) } {
+            0.. => Ok(()),
+            _ => Err(last_errno()),
+        }
+    })
+}
+
+/// The logical block size of a block device, in bytes.
+pub(crate) fn device_block_size(file: impl AsFd) -> SysResult<u64> {
+    let mut size: libc::c_int = 0;
+    // SAFETY: the request writes one int.
+    match unsafe { libc::ioctl(file.as_fd().as_raw_fd(), BLKSSZGET, &raw mut size) } {
+        0.. => u64::try_from(size).map_err(|_| Errno::EINVAL),
+        _ => Err(last_errno()),
+    }
+}
+
+/// A byte-range lock on an open file description, not on the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ByteLock {
+    Read,
+    Unlocked,
+}
+
+fn flock(kind: i32, start: u64, len: u64) -> SysResult<libc::flock> {
+    // SAFETY: plain numbers, for which zero is a value; `l_pid` must be zero for these commands.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = signed_offset(start)?;
+    lock.l_len = signed_offset(len)?;
+    Ok(lock)
+}
+
+/// Takes or gives back the lock on `len` bytes at `start`, without waiting.
+pub(crate) fn set_lock(file: impl AsFd, lock: ByteLock, start: u64, len: u64) -> SysResult<()> {
+    let kind = match lock {
+        ByteLock::Read => libc::F_RDLCK,
+        ByteLock::Unlocked => libc::F_UNLCK,
+    };
+    let lock = flock(kind, start, len)?;
+    retry(|| {
+        // SAFETY: the command reads one `struct flock`.
+        match unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
+            0.. => Ok(()),
+            _ => Err(last_errno()),
+        }
+    })
+}
+
+/// True when somebody else's lock keeps us from taking a write lock on `len` bytes at `start`.
+pub(crate) fn is_locked_by_others(file: impl AsFd, start: u64, len: u64) -> SysResult<bool> {
+    let mut lock = flock(libc::F_WRLCK, start, len)?;
+    retry(|| {
+        // SAFETY: the command reads and writes one `struct flock`.
+        match unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
+            0.. => Ok(()),
+            _ => Err(last_errno()),
+        }
+    })?;
+    Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+}

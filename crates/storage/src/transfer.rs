@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Whole reads and writes of a file from the medium's short ones.
+
+use crate::blocklock::Access;
+use crate::file::Inner;
+use crate::payload::{Bufs, Payload};
+use crate::sys::SysResult;
+use cowshed_block::Errno;
+use std::sync::atomic::Ordering;
+
+impl Inner {
+    /// Fills the payload from `offset`; what lies past the end of the file is zeroes.
+    pub(crate) async fn read(&self, payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        if !ends_in_range(offset, payload.len()) {
+            return (Err(Errno::EFBIG), payload);
+        }
+        if self.is_aligned(&payload, offset) {
+            self.read_aligned(payload, offset).await
+        } else {
+            self.read_bounced(payload, offset).await
+        }
+    }
+
+    /// Writes all of the payload at `offset`, whose range the caller has checked.
+    pub(crate) async fn write(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        if !self.is_aligned(&payload, offset) {
+            return self.write_bounced(payload, offset).await;
+        }
+        let end = offset + payload.len() as u64;
+        payload.guard = self.lock_blocks(offset, end, Access::Shared).await;
+        let (result, mut payload) = self.write_aligned(payload, offset).await;
+        payload.guard = None;
+        (result, payload)
+    }
+
+    /// True when the medium takes it as it is.
+    fn is_aligned(&self, payload: &Payload, offset: u64) -> bool {
+        let alignment = self.alignment;
+        if alignment.offset == 1 && alignment.memory == 1 {
+            return true;
+        }
+        offset.is_multiple_of(alignment.offset)
+            && payload
+                .bufs
+                .slice()
+                .iter()
+                .all(|buf| (buf.len() as u64).is_multiple_of(alignment.offset) && buf.is_aligned(alignment.memory))
+    }
+
+    /// As [`Inner::read`], aligned.
+    pub(crate) async fn read_aligned(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        let total = payload.len();
+        let mut done = 0;
+        while done < total {
+            let (result, back) = self.medium.read(payload, done, offset + done as u64).await;
+            payload = back;
+            match result {
+                Ok(count) => {
+                    done += count.min(total - done);
+                    // A transfer that stops inside of a block has met the end of the file; reading on from there
+                    // would not be aligned.
+                    let at_end = count == 0 || !(count as u64).is_multiple_of(self.alignment.offset);
+                    if at_end && done < total {
+                        zero_from(&mut payload.bufs, done);
+                        break;
+                    }
+                }
+                Err(errno) => return (Err(errno), payload),
+            }
+        }
+        (Ok(()), payload)
+    }
+
+    /// As [`Inner::write`], aligned and with the locks held.
+    pub(crate) async fn write_aligned(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        let total = payload.len();
+        let mut done = 0;
+        while done < total {
+            let (result, back) = self.medium.write(payload, done, offset + done as u64).await;
+            payload = back;
+            let count = match result {
+                // A device that takes nothing and says nothing: what else can it be but full?
+                Ok(0) => return (Err(Errno::ENOSPC), payload),
+                Ok(count) => count,
+                Err(errno) => return (Err(errno), payload),
+            };
+            done += count.min(total - done);
+            self.note_end(offset + done as u64);
+        }
+        (Ok(()), payload)
+    }
+
+    /// The file reaches at least to `end`.
+    pub(crate) fn note_end(&self, end: u64) {
+        // Looking first keeps the counter shared between the threads that only overwrite.
+        if self.len.load(Ordering::Acquire) < end {
+            self.len.fetch_max(end, Ordering::AcqRel);
+        }
+    }
+}
+
+fn ends_in_range(offset: u64, len: usize) -> bool {
+    offset.checked_add(len as u64).is_some_and(|end| i64::try_from(end).is_ok())
+}
+
+fn zero_from(bufs: &mut Bufs, mut start: usize) {
+    let bufs = match bufs {
+        Bufs::One(buf) => std::slice::from_mut(buf),
+        Bufs::Many(bufs) => bufs.as_mut_slice(),
+    };
+    for buf in bufs {
+        let from = start.min(buf.len());
+        buf[from..].fill(0);
+        start -= from;
+    }
+}
