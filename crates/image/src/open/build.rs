@@ -283,6 +283,7 @@ impl Opener {
             create: false,
             cache: draft.place.cache,
             engine: options.engine,
+            ..OpenOptions::default()
         };
         let file = match self.files.open(path, &open_options) {
             Err(error)
