@@ -5,4 +5,5 @@ mod as_qemu_img;
 mod documents;
 mod golden;
 mod oracle;
+mod running;
 mod stranger;

@@ -51,11 +51,6 @@ impl Oracle {
         self.folder.path().join("work")
     }
 
-    /// (major, minor) of the real tool.
-    pub fn version(&self) -> (u32, u32) {
-        self.version
-    }
-
     /// Runs the real qemu-img in the working folder, to make images; it must succeed.
     #[track_caller]
     pub fn make(&self, line: &str) {
@@ -225,16 +220,17 @@ fn as_older(text: &str, version: (u32, u32)) -> String {
 
 /// Leaves out the lines from one that `begins` to the next that `ends`, that one included when `whole`.
 fn without_block(text: &str, begins: impl Fn(&str) -> bool, ends: impl Fn(&str) -> bool, whole: bool) -> String {
-    let (mut kept, mut inside) = (String::new(), false);
-    for line in text.lines() {
-        let ended = inside && ends(line);
-        if ended {
-            inside = false;
-        }
-        inside = inside || (!ended || !whole) && begins(line);
-        if !inside && !(ended && whole) {
+    let mut kept = String::new();
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        if !begins(line) {
             kept += line;
             kept.push('\n');
+            continue;
+        }
+        while lines.next_if(|line| !ends(line)).is_some() {}
+        if whole {
+            lines.next();
         }
     }
     kept
