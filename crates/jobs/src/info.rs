@@ -7,6 +7,7 @@ use cowshed_block::{Compression, Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, open};
+use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
 use serde_json::{Map, Value, json};
@@ -195,7 +196,7 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
     match header.crypt_method {
         0 => {}
         1 => drop(put("encrypt", json!({ "format": "aes" }))),
-        _ => drop(put("encrypt", json!({ "format": "luks" }))),
+        _ => drop(put("encrypt", luks_info(layer.luks().await?))),
     }
     if let Some(name) = header.data_file_name() {
         put("data-file", json!(name));
@@ -206,6 +207,35 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
         put("extended-l2", json!(header.has_extended_l2()));
     }
     Ok(Value::Object(data))
+}
+
+fn luks_info(header: Option<LuksHeader>) -> Value {
+    let mut info = Map::new();
+    info.insert("format".to_owned(), json!("luks"));
+    let Some(header) = header else { return Value::Object(info) };
+    let mut put = |key: &str, value: Value| info.insert(key.to_owned(), value);
+    let (mode, generator, generator_hash) = header.mode_parts();
+    put("cipher-alg", json!(header.cipher_with_width()));
+    put("cipher-mode", json!(mode));
+    if let Some(generator) = generator {
+        put("ivgen-alg", json!(generator));
+    }
+    if let Some(hash) = generator_hash {
+        put("ivgen-hash-alg", json!(hash));
+    }
+    put("hash-alg", json!(header.hash));
+    put("detached-header", json!(false));
+    put("payload-offset", json!(header.payload_offset));
+    put("master-key-iters", json!(header.master_key_iterations));
+    put("uuid", json!(header.uuid));
+    let slot = |slot: &KeySlot| match slot.active {
+        true => json!({
+            "active": true, "iters": slot.iterations, "key-offset": slot.key_offset, "stripes": slot.stripes
+        }),
+        false => json!({ "active": false, "key-offset": slot.key_offset }),
+    };
+    put("slots", Value::Array(header.slots.iter().map(slot).collect()));
+    Value::Object(info)
 }
 
 fn bitmap_info(bitmap: &BitmapEntry) -> Value {

@@ -3,6 +3,7 @@
 
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
+use cowshed_layout::luks::{self, LuksHeader};
 use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
 use cowshed_layout::qcow2::snapshot::parse_table;
 use cowshed_layout::qcow2::{Header, Parsed, Snapshot};
@@ -83,6 +84,13 @@ impl Qcow2Layer {
             })?;
         let bytes = self.read(extension.directory_offset, len).await?;
         parse_directory(&bytes, extension).map_err(|error| error.file(self.file.name()))
+    }
+
+    /// The LUKS header; `None` where the encryption has none.
+    pub async fn luks(&self) -> Result<Option<LuksHeader>> {
+        let Some(place) = self.header.encryption_header() else { return Ok(None) };
+        let bytes = self.read(place.offset, luks::HEADER_BYTES).await?;
+        LuksHeader::parse(&bytes).map(Some).map_err(|error| error.file(self.file.name()))
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {

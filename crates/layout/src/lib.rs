@@ -5,5 +5,6 @@
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+pub mod luks;
 pub mod probe;
 pub mod qcow2;

@@ -38,6 +38,7 @@ const ORDER: &[&str] = &[
     "hash-alg",
     "cipher-alg",
     "uuid",
+    "ivgen-hash-alg",
     "format",
     "cipher-mode",
     "slots",
