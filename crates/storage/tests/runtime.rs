@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
+
+use cowshed_storage::rt::{block_on, now, offload, sleep, spawn, yield_now};
+use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+/// Set by one side, awaited by the other, over threads.
+#[derive(Clone, Default)]
+struct Signal(Arc<Mutex<(bool, Option<Waker>)>>);
+
+impl Signal {
+    fn set(&self) {
+        let mut state = self.0.lock().expect("lock");
+        state.0 = true;
+        if let Some(waker) = state.1.take() {
+            waker.wake();
+        }
+    }
+}
+
+impl Future for Signal {
+    type Output = ();
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.0.lock().expect("lock");
+        if state.0 {
+            return Poll::Ready(());
+        }
+        state.1 = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// Makes the thread's ring, so that the executor sleeps in it.
+async fn use_ring() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let path = dir.path().join("file");
+    let options = OpenOptions { create: true, engine: Engine::IoUring, ..OpenOptions::default() };
+    let file = File::open(&path, &options).expect("open");
+    file.write_at(IoBuf::zeroed(512), 0).await.0.expect("write");
+}
+
+#[test]
+fn tasks_run_in_turn_and_give_results() {
+    let order = block_on(async {
+        let order = Rc::new(Cell::new(0u32));
+        let tasks: Vec<_> = (0..3u32)
+            .map(|task| {
+                let order = Rc::clone(&order);
+                spawn(async move {
+                    for _ in 0..2 {
+                        order.set(order.get() * 10 + task + 1);
+                        yield_now().await;
+                    }
+                    task
+                })
+            })
+            .collect();
+        for (index, task) in tasks.into_iter().enumerate() {
+            assert_eq!(task.await, index as u32);
+        }
+        order.get()
+    });
+    assert_eq!(order, 123_123);
+}
+
+#[test]
+fn a_dropped_handle_detaches_and_cancel_drops() {
+    struct Noted(Rc<Cell<bool>>);
+    impl Drop for Noted {
+        fn drop(&mut self) {
+            self.0.set(true);
+        }
+    }
+    block_on(async {
+        let ran = Rc::new(Cell::new(false));
+        let noted = Rc::clone(&ran);
+        drop(spawn(async move {
+            yield_now().await;
+            noted.set(true);
+        }));
+        while !ran.get() {
+            yield_now().await;
+        }
+        let dropped = Rc::new(Cell::new(false));
+        let noted = Noted(Rc::clone(&dropped));
+        let task = spawn(async move {
+            let _noted = noted;
+            std::future::pending::<()>().await;
+        });
+        yield_now().await;
+        assert!(!task.is_finished());
+        assert_eq!(task.cancel().await, None);
+        assert!(dropped.get());
+    });
+}
+
+#[test]
+fn tasks_left_over_go_on_in_the_next_call_and_end_with_the_thread() {
+    let signal = Signal::default();
+    let dropped = Arc::new(());
+    let held = Arc::clone(&dropped);
+    std::thread::spawn(move || {
+        let waited = signal.clone();
+        let task = block_on(async move {
+            let forgotten = held;
+            drop(spawn(async move {
+                let _forgotten = forgotten;
+                std::future::pending::<()>().await;
+            }));
+            spawn(async move {
+                waited.await;
+                5
+            })
+        });
+        signal.set();
+        assert_eq!(block_on(task), 5);
+    })
+    .join()
+    .expect("thread");
+    assert_eq!(Arc::strong_count(&dropped), 1);
+}
+
+#[test]
+fn other_threads_wake_an_executor_that_sleeps() {
+    for with_ring in [false, true] {
+        block_on(async {
+            if with_ring {
+                use_ring().await;
+            }
+            for round in 0..200u64 {
+                let signals = [Signal::default(), Signal::default()];
+                let theirs = signals.clone();
+                let waker = std::thread::spawn(move || {
+                    // Hits the moment of falling asleep from both sides.
+                    std::thread::sleep(Duration::from_micros(round % 7 * 20));
+                    theirs.iter().for_each(Signal::set);
+                });
+                let [first, second] = signals;
+                let task = spawn(second);
+                first.await;
+                task.await;
+                waker.join().expect("thread");
+            }
+        });
+    }
+}
+
+#[test]
+fn timers_ring_in_order() {
+    for with_ring in [false, true] {
+        block_on(async {
+            if with_ring {
+                use_ring().await;
+            }
+            let start = now();
+            let order = Rc::new(Cell::new(0u32));
+            let tasks: Vec<_> = [(3u32, 30), (1, 10), (2, 20)]
+                .into_iter()
+                .map(|(task, millis)| {
+                    let order = Rc::clone(&order);
+                    spawn(async move {
+                        sleep(Duration::from_millis(millis)).await;
+                        order.set(order.get() * 10 + task);
+                    })
+                })
+                .collect();
+            drop(sleep(Duration::from_secs(1000)));
+            for task in tasks {
+                task.await;
+            }
+            assert_eq!(order.get(), 123);
+            let elapsed = now() - start;
+            assert!(elapsed >= Duration::from_millis(30) && elapsed < Duration::from_secs(5), "{elapsed:?}");
+        });
+    }
+}
+
+#[test]
+fn offloaded_work_comes_back() {
+    block_on(async {
+        let mine = std::thread::current().id();
+        let tasks: Vec<_> =
+            (0..200u64).map(|number| spawn(offload(move || (std::thread::current().id(), number * number)))).collect();
+        for (number, task) in tasks.into_iter().enumerate() {
+            let (thread, square) = task.await;
+            assert_ne!(thread, mine);
+            assert_eq!(square, (number * number) as u64);
+        }
+    });
+}
+
+#[test]
+#[should_panic(expected = "a bug in the work")]
+fn a_panic_of_offloaded_work_goes_on_where_it_is_awaited() {
+    block_on(offload(|| panic!("a bug in the work")));
+}
+
+#[test]
+#[should_panic(expected = "block_on inside of block_on")]
+fn executors_do_not_nest() {
+    block_on(async { block_on(async {}) });
+}
+
+/// A system call filter like a container's, for this thread only.
+fn forbid_io_uring(errno: i32) {
+    use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
+    let rules = [(libc::SYS_io_uring_setup, Vec::new())].into_iter().collect();
+    let arch = std::env::consts::ARCH.try_into().expect("architecture");
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Errno(errno as u32), arch);
+    let program: BpfProgram = filter.expect("filter").try_into().expect("program");
+    seccompiler::apply_filter(&program).expect("apply");
+}
+
+#[test]
+fn threads_do_the_work_where_io_uring_is_forbidden() {
+    for errno in [libc::EPERM, libc::ENOSYS, libc::ENOMEM] {
+        std::thread::spawn(move || {
+            forbid_io_uring(errno);
+            let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+            let path = dir.path().join("file");
+            block_on(async {
+                let options = OpenOptions { create: true, ..OpenOptions::default() };
+                let file = File::open(&path, &options).expect("open");
+                file.write_at(IoBuf::copy_from(&[7; 1000]), 10).await.0.expect("write");
+                file.sync().await.expect("sync");
+                let (result, buf) = file.read_at(IoBuf::zeroed(1010), 0).await;
+                result.expect("read");
+                assert!(buf[..10] == [0; 10] && buf[10..] == [7; 1000]);
+                let forced = OpenOptions { engine: Engine::IoUring, ..OpenOptions::default() };
+                let error = File::open(&path, &forced).expect_err("no io_uring here");
+                assert_eq!(error.errno().0, errno);
+                assert_eq!(error.message(), "io_uring is not available");
+            });
+        })
+        .join()
+        .expect("thread");
+    }
+}
+
+#[test]
+fn files_work_without_our_executor() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let options = OpenOptions { create: true, ..OpenOptions::default() };
+    let file = File::open(&dir.path().join("file"), &options).expect("open");
+    let mut work = Box::pin(async move {
+        file.write_at(IoBuf::copy_from(&[3; 100]), 0).await.0.expect("write");
+        file.sync().await.expect("sync");
+        file.len()
+    });
+    // The poorest executor there is.
+    let mut context = Context::from_waker(Waker::noop());
+    let len = loop {
+        if let Poll::Ready(len) = work.as_mut().poll(&mut context) {
+            break len;
+        }
+        std::thread::yield_now();
+    };
+    assert_eq!(len, 100);
+}
