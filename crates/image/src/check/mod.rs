@@ -7,8 +7,10 @@
 mod crew;
 mod metadata;
 mod rebuild;
+mod relocate;
 mod repair;
 mod session;
+mod stale;
 mod sweep;
 
 use cowshed_block::{Error, ErrorKind, Result};
@@ -85,11 +87,11 @@ pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Res
     }
     let mut ledger = Ledger::new(options.findings_max);
     let mut session = Session::load(file, options, watch, &mut ledger).await.map_err(named)?;
-    session.survey(&mut ledger).await.map_err(named)?;
+    let overlaps = session.survey(&mut ledger).await.map_err(named)?;
     if options.repair == Repair::None {
         return Ok(report_of(ledger));
     }
-    repair::run(session, ledger).await.map_err(named)
+    repair::run(session, ledger, &overlaps).await.map_err(named)
 }
 
 fn report_of(ledger: Ledger) -> CheckReport {

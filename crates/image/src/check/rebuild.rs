@@ -2,6 +2,7 @@
 //! A new refcount structure in fresh clusters, published by one write of twelve bytes of the header.
 
 use super::metadata::Scope;
+use super::relocate::Copy;
 use super::session::Session;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::offset;
@@ -9,14 +10,15 @@ use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layo
 use std::collections::BTreeSet;
 
 impl Session<'_> {
-    /// Replaces refcount table and blocks. With `keep` no count becomes smaller than it was.
-    pub(super) async fn rebuild(&mut self, keep: bool) -> Result<()> {
+    /// Replaces refcount table and blocks. With `keep` no count becomes smaller than it was. The clusters of
+    /// `copies` get the counts that they will need.
+    pub(super) async fn rebuild(&mut self, keep: bool, copies: &[Copy]) -> Result<()> {
         let entries = self.geometry.refcount_block_entries();
         let windows = self.windows();
         let mut needed = BTreeSet::new();
         let mut last = None;
         for window in windows.clone() {
-            let counts = self.count_for_rebuild(window).await?;
+            let counts = self.count_for_rebuild(window, copies).await?;
             for index in self.blocks_of(&counts) {
                 let first = index * entries;
                 let mut clusters = first..(first + entries).min(counts.end());
@@ -32,16 +34,20 @@ impl Session<'_> {
         for window in windows {
             let counts = match last.take().filter(|counts| counts.first() == window.start) {
                 Some(counts) => counts,
-                None => self.count_for_rebuild(window).await?,
+                None => self.count_for_rebuild(window, copies).await?,
             };
             self.write_blocks(&layout, &counts, keep).await?;
         }
         self.publish(&layout).await
     }
 
-    async fn count_for_rebuild(&self, window: std::ops::Range<u64>) -> Result<Counts> {
+    async fn count_for_rebuild(&self, window: std::ops::Range<u64>, copies: &[Copy]) -> Result<Counts> {
         let mut silent = Ledger::new(0);
-        Ok(self.count_window(window, Scope::WithoutRefcounts, &mut silent).await?.0)
+        let (counts, _) = self.count_window(window, Scope::WithoutRefcounts, &mut silent).await?;
+        for copy in copies {
+            counts.add(copy.cluster, copy.weight)?;
+        }
+        Ok(counts)
     }
 
     /// Writes the new blocks that count clusters of the window, and with the last window those behind it.
@@ -79,8 +85,7 @@ impl Session<'_> {
         self.header.refcount_table_clusters = clusters;
         self.refcount_table = table.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
         self.needs_rebuild = false;
-        self.context.file_len = self.file.len();
-        self.file_clusters = self.geometry.clusters(self.context.file_len);
+        self.file_grew();
         Ok(())
     }
 }

@@ -3,7 +3,9 @@
 //! entries changed, counts lowered, rights granted, and last the header's bits cleared; a barrier after each.
 
 use super::metadata::Scope;
+use super::relocate::Copy;
 use super::session::Session;
+use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{features, offset};
@@ -12,7 +14,7 @@ use cowshed_storage::IoBuf;
 use std::collections::HashSet;
 
 /// Repairs an image that was surveyed into `before`.
-pub(super) async fn run(mut session: Session<'_>, before: Ledger) -> Result<CheckReport> {
+pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[OverlapEntry]) -> Result<CheckReport> {
     let all = session.options.repair == Repair::All;
     if !session.obstacles.is_empty() {
         let mut report = report_of(before);
@@ -21,19 +23,8 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger) -> Result<Chec
     }
     let mut notes = Vec::new();
     let mut changed = false;
-    let damaged = before.counters.corruptions + before.counters.leaks != 0;
-    if damaged {
-        if all {
-            changed |= session.edit_entries(EditStep::Revoke).await?;
-            changed |= session.raise_counts(before.hidden_references, &mut notes).await?;
-            changed |= session.edit_entries(EditStep::Normalise).await?;
-        }
-        if before.hidden_references {
-            notes.push("nothing was freed: tables that can't be read may use what looks leaked".to_owned());
-        } else {
-            changed |= session.lower_counts().await?;
-        }
-        changed |= session.edit_entries(EditStep::Grant).await?;
+    if before.counters.corruptions + before.counters.leaks != 0 {
+        changed = session.repair(&before, overlaps, &mut notes).await?;
     }
     let mut after = Ledger::new(session.options.findings_max);
     let file = session.file;
@@ -69,6 +60,33 @@ fn repaired_findings(before: &Ledger, after: &Ledger) -> Vec<Finding> {
 }
 
 impl Session<'_> {
+    /// All steps. Returns true when anything was written.
+    async fn repair(&mut self, before: &Ledger, overlaps: &[OverlapEntry], notes: &mut Vec<String>) -> Result<bool> {
+        let mut changed = false;
+        let mut hidden = before.hidden_references;
+        if self.options.repair == Repair::All {
+            let copies = self.copy_overlaps(overlaps, notes).await?;
+            changed |= !copies.is_empty();
+            changed |= self.edit_entries(EditStep::Revoke).await?;
+            changed |= self.raise_counts(hidden, &copies, notes).await?;
+            self.switch_to_copies(&copies).await?;
+            changed |= self.edit_entries(EditStep::Normalise).await?;
+        }
+        if self.stale_bitmaps {
+            match self.drop_stale_bitmaps().await? {
+                true => changed = true,
+                false => hidden = true,
+            }
+        }
+        if hidden {
+            notes.push("nothing was freed: what can't be read may use what looks leaked".to_owned());
+        } else {
+            changed |= self.lower_counts().await?;
+        }
+        changed |= self.edit_entries(EditStep::Grant).await?;
+        Ok(changed)
+    }
+
     /// One step over all entries of L2 tables and the active L1 table, and a barrier when it wrote anything.
     async fn edit_entries(&mut self, step: EditStep) -> Result<bool> {
         let mut changed = false;
@@ -101,7 +119,7 @@ impl Session<'_> {
     }
 
     /// A table that shares its cluster with another structure must not be written: the bytes may be the other's.
-    fn is_claimed_twice(&self, offset: u64) -> bool {
+    pub(super) fn is_claimed_twice(&self, offset: u64) -> bool {
         self.clashes.binary_search(&(offset >> self.geometry.cluster_bits())).is_ok()
     }
 
@@ -142,7 +160,7 @@ impl Session<'_> {
 
     /// Makes every stored count at least the number of references: in place, or where that can't be, in a structure
     /// made anew.
-    async fn raise_counts(&mut self, hidden_references: bool, notes: &mut Vec<String>) -> Result<bool> {
+    async fn raise_counts(&mut self, keep: bool, copies: &[Copy], notes: &mut Vec<String>) -> Result<bool> {
         let mut changed = false;
         if !self.needs_rebuild {
             for window in self.windows() {
@@ -156,7 +174,7 @@ impl Session<'_> {
         }
         if self.needs_rebuild {
             notes.push("the refcount structure was made anew".to_owned());
-            self.rebuild(hidden_references).await?;
+            self.rebuild(keep, copies).await?;
             changed = true;
         }
         Ok(changed)

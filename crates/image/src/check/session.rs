@@ -296,7 +296,12 @@ impl<'a> Session<'a> {
 
     async fn load_bitmaps(&mut self, ledger: &mut Ledger) -> Result<()> {
         let Some(extension) = self.header.bitmaps().cloned() else { return Ok(()) };
+        // "If the bitmaps extension is present but this bit is unset, the bitmaps extension data must be considered
+        // inconsistent": nobody uses it, so what it owns is leaked.
         self.stale_bitmaps = self.header.autoclear_features & features::AUTOCLEAR_BITMAPS == 0;
+        if self.stale_bitmaps {
+            return Ok(());
+        }
         let start = extension.directory_offset;
         let result = self.read_bitmap_directory(&extension).await;
         let entries = match result {

@@ -77,7 +77,7 @@ fn statistics(counters: &Counters) -> String {
 pub fn json(outcome: &CheckOutcome) -> Value {
     let counters = &outcome.report.counters;
     let mut map = Map::new();
-    let mut number = |map: &mut Map<String, Value>, key: &str, value: u64| {
+    let number = |map: &mut Map<String, Value>, key: &str, value: u64| {
         if value != 0 || matches!(key, "total-clusters" | "check-errors") {
             map.insert(key.to_owned(), value.into());
         }

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Guest data that shares a cluster with metadata: the guest's entry gets a copy of the cluster, so that neither
+//! writes into the other.
+
+use super::session::Session;
+use super::sweep::OverlapEntry;
+use cowshed_block::{HostOffset, Result};
+use cowshed_layout::qcow2::L2Entry;
+
+/// A copy of a cluster, and the entry that is to point to it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copy {
+    /// The copy's cluster.
+    pub cluster: u64,
+    /// References that it will have.
+    pub weight: u32,
+    /// Host offset of the entry.
+    pub at: u64,
+    /// The entry before.
+    pub entry: u64,
+}
+
+impl Session<'_> {
+    /// Copies each entry's cluster behind the end of the file, with a barrier. Nothing refers to the copies yet.
+    pub(super) async fn copy_overlaps(
+        &mut self,
+        overlaps: &[OverlapEntry],
+        notes: &mut Vec<String>,
+    ) -> Result<Vec<Copy>> {
+        if overlaps.is_empty() {
+            return Ok(Vec::new());
+        }
+        if self.header.crypt_method != 0 {
+            // Where a cluster is decides how it decrypts.
+            notes.push("encrypted clusters that overlap with metadata can't be copied".to_owned());
+            return Ok(Vec::new());
+        }
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let mut copies = Vec::new();
+        let mut cluster = self.file_clusters + 1;
+        for overlap in overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at)) {
+            let bytes = self.read(L2Entry(overlap.entry).offset().0, cluster_size).await?;
+            self.write(cluster << self.geometry.cluster_bits(), &bytes).await?;
+            copies.push(Copy { cluster, weight: overlap.weight, at: overlap.at, entry: overlap.entry });
+            cluster += 1;
+        }
+        if !copies.is_empty() {
+            self.file.sync().await?;
+            self.file_grew();
+            // Only a structure made anew is sure to have counts for what lies so far out.
+            self.needs_rebuild = true;
+        }
+        Ok(copies)
+    }
+
+    /// Lets the entries point to the copies, which are counted by now, with a barrier. Bit 63 comes later.
+    pub(super) async fn switch_to_copies(&self, copies: &[Copy]) -> Result<()> {
+        for copy in copies {
+            let host = HostOffset(copy.cluster << self.geometry.cluster_bits());
+            let old = L2Entry(copy.entry);
+            let new = if old.is_zero() { L2Entry::zero_allocated(host, false) } else { L2Entry::data(host, false) };
+            self.write(copy.at, &new.0.to_be_bytes()).await?;
+        }
+        if !copies.is_empty() {
+            self.file.sync().await?;
+        }
+        Ok(())
+    }
+
+    /// Takes note of clusters that were written behind the end.
+    pub(super) fn file_grew(&mut self) {
+        self.context.file_len = self.file.len();
+        self.file_clusters = self.geometry.clusters(self.context.file_len);
+    }
+}
