@@ -2,10 +2,13 @@
 //! What the tests of the workspace share: the real QEMU as oracle, seeded images, the byte model, the crash
 //! enumerator. Not part of the product. See the README of this crate.
 
+pub mod audit;
 pub mod crash;
 pub mod images;
+pub mod matrix;
 pub mod model;
 pub mod operations;
 pub mod qemu;
 pub mod random;
 pub mod runner;
+pub mod scenario;

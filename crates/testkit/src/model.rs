@@ -49,16 +49,30 @@ struct Flush {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId(usize);
 
+/// A size that the disk was given.
+#[derive(Clone, Debug)]
+struct Size {
+    bytes: u64,
+    began: Moment,
+    ended: Option<Moment>,
+}
+
 /// The model of one guest disk.
 #[derive(Clone, Debug)]
 pub struct Model {
+    /// At the start; zeroes up to the largest size that the disk may get.
     initial: Vec<u8>,
+    /// In the order in which they were asked for, one at a time.
+    sizes: Vec<Size>,
     versions: Vec<Version>,
     /// Indices into `versions` for each sector, in the order in which they began.
     sectors: Vec<Vec<u32>>,
     flushes: Vec<Flush>,
     tick: u64,
 }
+
+/// Stamps from here on [`fill`] with bytes that a codec makes smaller.
+pub const COMPRESSIBLE: u64 = 1 << 32;
 
 /// Bytes that a write with `stamp` puts at guest `offset`: different for every stamp and place.
 pub fn fill(stamp: u64, offset: u64, bytes: &mut [u8]) {
@@ -67,7 +81,9 @@ pub fn fill(stamp: u64, offset: u64, bytes: &mut [u8]) {
     for (at, byte) in (offset..).zip(bytes) {
         if at / 8 != word_at {
             word_at = at / 8;
-            word = Rng::new(stamp.rotate_left(32) ^ word_at).next_u64().to_le_bytes();
+            let empty = stamp >= COMPRESSIBLE && word_at % 8 != 0;
+            let random = || Rng::new(stamp.rotate_left(32) ^ word_at).next_u64();
+            word = if empty { 0 } else { random() }.to_le_bytes();
         }
         *byte = word[(at % 8) as usize];
     }
@@ -77,17 +93,59 @@ impl Model {
     /// A disk with these bytes, all of them durable.
     pub fn new(initial: Vec<u8>) -> Self {
         let sectors = vec![Vec::new(); initial.len().div_ceil(GUEST_SECTOR_BYTES as usize)];
-        Model { initial, versions: Vec::new(), sectors, flushes: Vec::new(), tick: 0 }
+        let start = Moment { tick: 0, position: 0 };
+        let sizes = vec![Size { bytes: initial.len() as u64, began: start, ended: Some(start) }];
+        Model { initial, sizes, versions: Vec::new(), sectors, flushes: Vec::new(), tick: 0 }
     }
 
-    /// Size of the disk in bytes.
+    /// Size of the disk in bytes: the last one asked for.
     pub fn len(&self) -> u64 {
-        self.initial.len() as u64
+        self.sizes.last().map_or(0, |size| size.bytes)
     }
 
     /// True for a disk of 0 bytes.
     pub fn is_empty(&self) -> bool {
-        self.initial.is_empty()
+        self.len() == 0
+    }
+
+    /// A resize begins; nothing else is under way. What a shrink cuts off reads as zeroes when the disk grows again.
+    pub fn begin_resize(&mut self, bytes: u64, position: usize) -> RequestId {
+        let old = self.len();
+        let cut = if bytes < old { Some(self.begin(bytes, old - bytes, Content::Zero, position)) } else { None };
+        if bytes > self.initial.len() as u64 {
+            self.initial.resize(bytes as usize, 0);
+            self.sectors.resize(bytes.div_ceil(GUEST_SECTOR_BYTES) as usize, Vec::new());
+        }
+        let began = self.moment(position);
+        self.sizes.push(Size { bytes, began, ended: None });
+        cut.unwrap_or(RequestId(usize::MAX))
+    }
+
+    /// A resize has succeeded.
+    pub fn end_resize(&mut self, request: RequestId, position: usize) {
+        let moment = self.moment(position);
+        if let Some(size) = self.sizes.last_mut() {
+            size.ended = Some(moment);
+        }
+        if request.0 != usize::MAX {
+            self.versions[request.0].ended = Some(moment);
+        }
+    }
+
+    /// Checks the size of the disk after a power cut with `position` entries in the log.
+    ///
+    /// # Errors
+    /// What it might have been.
+    pub fn check_size_after_cut(&self, position: usize, bytes: u64) -> Result<(), String> {
+        let settled = self.settled(position);
+        let is_settled = |size: &Size| size.ended.is_some_and(|ended| ended.tick <= settled);
+        let newest = self.sizes.iter().rposition(is_settled).unwrap_or(0);
+        let allowed: Vec<u64> =
+            self.sizes[newest..].iter().filter(|size| size.began.position <= position).map(|size| size.bytes).collect();
+        match allowed.contains(&bytes) {
+            true => Ok(()),
+            false => Err(format!("the disk has {bytes} bytes; allowed: {allowed:?}")),
+        }
     }
 
     /// A write begins; `position` is the length of the world's log.
@@ -143,10 +201,14 @@ impl Model {
     /// # Errors
     /// The first byte or sector that may not be so, and what it might have been.
     pub fn check_after_cut(&self, position: usize, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        self.check(offset, bytes, position, self.settled(position))
+    }
+
+    /// What ended before this tick is durable after a power cut at `position`.
+    fn settled(&self, position: usize) -> u64 {
         let acknowledged =
             self.flushes.iter().filter(|flush| flush.ended.is_some_and(|moment| moment.position <= position));
-        let settled = acknowledged.map(|flush| flush.began.tick).max().unwrap_or(0);
-        self.check(offset, bytes, position, settled)
+        acknowledged.map(|flush| flush.began.tick).max().unwrap_or(0)
     }
 
     fn moment(&mut self, position: usize) -> Moment {
@@ -157,7 +219,7 @@ impl Model {
     fn begin(&mut self, offset: u64, len: u64, content: Content, position: usize) -> RequestId {
         let began = self.moment(position);
         let index = self.versions.len();
-        let end = (offset + len).min(self.len());
+        let end = (offset + len).min(self.initial.len() as u64);
         self.versions.push(Version { start: offset, end, content, began, ended: None });
         if offset < end {
             let touched = offset / GUEST_SECTOR_BYTES..end.div_ceil(GUEST_SECTOR_BYTES);

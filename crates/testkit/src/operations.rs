@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random requests of a guest: made from a seed, written as text, and made fewer while they still show a fault.
 
+use crate::model::COMPRESSIBLE;
 use cowshed_storage::sim::Rng;
 use std::fmt;
 use std::str::FromStr;
@@ -28,7 +29,31 @@ pub enum Op {
         offset: u64,
         len: u64,
     },
+    /// Writes one cluster compressed; may be refused.
+    Compressed {
+        offset: u64,
+        len: u64,
+        stamp: u64,
+    },
+    /// Changes the size of the disk, with nothing else under way.
+    Resize {
+        bytes: u64,
+    },
     Flush,
+}
+
+impl Op {
+    /// The bytes touched, as offset and length.
+    pub fn range(&self) -> (u64, u64) {
+        match *self {
+            Op::Write { offset, len, .. }
+            | Op::Zero { offset, len, .. }
+            | Op::Discard { offset, len }
+            | Op::Read { offset, len }
+            | Op::Compressed { offset, len, .. } => (offset, len),
+            Op::Resize { .. } | Op::Flush => (0, 0),
+        }
+    }
 }
 
 /// A request and the stream that issues it: requests of one stream follow one another, streams run side by side.
@@ -49,6 +74,8 @@ impl fmt::Display for Step {
             Op::Zero { offset, len, may_unmap: true } => write!(f, "unmap {offset:#x} {len:#x}"),
             Op::Discard { offset, len } => write!(f, "discard {offset:#x} {len:#x}"),
             Op::Read { offset, len } => write!(f, "read {offset:#x} {len:#x}"),
+            Op::Compressed { offset, len, stamp } => write!(f, "compressed {offset:#x} {len:#x} {stamp}"),
+            Op::Resize { bytes } => write!(f, "resize {bytes:#x}"),
             Op::Flush => write!(f, "flush"),
         }
     }
@@ -74,6 +101,8 @@ impl FromStr for Step {
             "unmap" => Op::Zero { offset: number()?, len: number()?, may_unmap: true },
             "discard" => Op::Discard { offset: number()?, len: number()? },
             "read" => Op::Read { offset: number()?, len: number()? },
+            "compressed" => Op::Compressed { offset: number()?, len: number()?, stamp: number()? },
+            "resize" => Op::Resize { bytes: number()? },
             "flush" => Op::Flush,
             _ => return Err(format!("{text:?} is no request")),
         };
@@ -112,6 +141,10 @@ pub struct OpGen {
     pub streams: u8,
     /// Zero writes and discards among the requests.
     pub zeroes: bool,
+    /// Compressed clusters among the requests.
+    pub compressed: bool,
+    /// Changes of the size among the requests.
+    pub resizes: bool,
     /// One of so many requests is a flush.
     pub flush_every: u64,
 }
@@ -127,6 +160,8 @@ impl OpGen {
             max_bytes: (cluster_bytes * 3).min(disk_bytes / 2),
             streams: 4,
             zeroes: true,
+            compressed: false,
+            resizes: false,
             flush_every: 12,
         }
     }
@@ -135,7 +170,23 @@ impl OpGen {
     pub fn steps(&self, seed: u64, count: usize) -> Vec<Step> {
         let mut rng = Rng::new(seed);
         let hot = self.hot_range(&mut rng);
-        (0..count).map(|number| self.step(&mut rng, &hot, number as u64 + 1)).collect()
+        let mut now = self.clone();
+        let steps = (0..count).map(|number| {
+            if self.resizes && rng.chance(1, 20) {
+                now.disk_bytes = self.new_size(&mut rng);
+                return Step { stream: 0, op: Op::Resize { bytes: now.disk_bytes } };
+            }
+            now.step(&mut rng, &hot, number as u64 + 1)
+        });
+        steps.collect()
+    }
+
+    /// Somewhat smaller or larger than at the start, never so small that nothing fits.
+    fn new_size(&self, rng: &mut Rng) -> u64 {
+        let least = self.disk_bytes / 2;
+        let bytes = least + rng.below(self.disk_bytes);
+        let unit = if rng.chance(1, 2) { 512 } else { self.cluster_bytes };
+        bytes.next_multiple_of(unit)
     }
 
     /// A few clusters that get most of the requests, so that requests meet.
@@ -152,6 +203,11 @@ impl OpGen {
         }
         let within = if rng.chance(1, 2) { hot.clone() } else { 0..self.disk_bytes };
         let (offset, len) = self.extent(rng, &within);
+        if self.compressed && rng.chance(1, 8) {
+            let offset = offset / self.cluster_bytes * self.cluster_bytes;
+            let len = self.cluster_bytes.min(self.disk_bytes - offset);
+            return Step { stream, op: Op::Compressed { offset, len, stamp: COMPRESSIBLE + stamp } };
+        }
         let op = match rng.below(20) {
             0..=1 => Op::Read { offset, len },
             2..=3 if self.zeroes => Op::Zero { offset, len, may_unmap: false },
@@ -217,14 +273,12 @@ mod tests {
         let steps = OpGen::new(1 << 20, 4096).steps(5, 200);
         assert_eq!(parse_steps(&print_steps(&steps)).unwrap(), steps);
         assert!(parse_steps("0 writ 1 2 3").unwrap_err().contains("writ"));
-        let in_disk = |step: &Step| match step.op {
-            Op::Write { offset, len, .. }
-            | Op::Zero { offset, len, .. }
-            | Op::Discard { offset, len }
-            | Op::Read { offset, len } => len > 0 && offset + len <= 1 << 20,
-            Op::Flush => true,
-        };
+        let in_disk = |step: &Step| step.op.range().0 + step.op.range().1 <= 1 << 20;
         assert!(steps.iter().all(in_disk));
+        let all = OpGen { compressed: true, resizes: true, ..OpGen::new(1 << 20, 4096) }.steps(6, 200);
+        assert_eq!(parse_steps(&print_steps(&all)).unwrap(), all);
+        assert!(all.iter().any(|step| matches!(step.op, Op::Resize { .. })));
+        assert!(all.iter().any(|step| matches!(step.op, Op::Compressed { .. })));
     }
 
     #[test]

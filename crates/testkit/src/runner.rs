@@ -3,7 +3,7 @@
 
 use crate::model::{Model, fill};
 use crate::operations::{Op, Step};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::sim::World;
 use cowshed_storage::{IoBuf, rt};
 use std::cell::RefCell;
@@ -21,6 +21,12 @@ pub trait GuestDisk: 'static {
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> impl Future<Output = Result<()>>;
     /// Gives a range back.
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = Result<()>>;
+    /// Writes one cluster compressed.
+    fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<()>>;
+    /// Changes the size in bytes.
+    fn resize(&self, bytes: u64) -> impl Future<Output = Result<()>>;
+    /// Size in bytes.
+    fn size(&self) -> u64;
     /// Makes everything that has ended durable.
     fn flush(&self) -> impl Future<Output = Result<()>>;
 }
@@ -35,6 +41,13 @@ pub struct Outcome {
     pub wrong_reads: Vec<String>,
 }
 
+impl Outcome {
+    /// Nothing was done.
+    pub fn untouched(model: Model) -> Self {
+        Outcome { model, errors: Vec::new(), wrong_reads: Vec::new() }
+    }
+}
+
 struct Shared<D> {
     disk: D,
     world: World,
@@ -44,23 +57,15 @@ struct Shared<D> {
 /// Runs `steps` on `disk`. Each promise that the disk makes to the guest is marked in the world's log. To be called
 /// inside of [`World::run`].
 pub async fn run_steps<D: GuestDisk>(disk: D, world: &World, model: Model, steps: &[Step]) -> (Outcome, D) {
-    let state = Outcome { model, errors: Vec::new(), wrong_reads: Vec::new() };
-    let shared = Rc::new(Shared { disk, world: world.clone(), state: RefCell::new(state) });
-    let mut streams: BTreeMap<u8, Vec<Step>> = BTreeMap::new();
-    steps.iter().for_each(|step| streams.entry(step.stream).or_default().push(*step));
-    let tasks: Vec<_> = streams
-        .into_values()
-        .map(|steps| {
-            let shared = Rc::clone(&shared);
-            rt::spawn(async move {
-                for step in steps {
-                    shared.run(step).await;
-                }
-            })
-        })
-        .collect();
-    for task in tasks {
-        task.await;
+    let state = RefCell::new(Outcome::untouched(model));
+    let shared = Rc::new(Shared { disk, world: world.clone(), state });
+    for phase in steps.chunk_by(|step, next| !is_resize(step) && !is_resize(next)) {
+        let mut streams: BTreeMap<u8, Vec<Step>> = BTreeMap::new();
+        phase.iter().for_each(|step| streams.entry(step.stream).or_default().push(*step));
+        let tasks = streams.into_values().map(|steps| rt::spawn(run_stream(Rc::clone(&shared), steps)));
+        for task in tasks.collect::<Vec<_>>() {
+            task.await;
+        }
     }
     match Rc::try_unwrap(shared) {
         Ok(shared) => (shared.state.into_inner(), shared.disk),
@@ -68,9 +73,25 @@ pub async fn run_steps<D: GuestDisk>(disk: D, world: &World, model: Model, steps
     }
 }
 
+/// A resize runs alone: what it cuts off while something is under way there, nobody could say.
+fn is_resize(step: &Step) -> bool {
+    matches!(step.op, Op::Resize { .. })
+}
+
+async fn run_stream<D: GuestDisk>(shared: Rc<Shared<D>>, steps: Vec<Step>) {
+    for step in steps {
+        shared.run(step).await;
+    }
+}
+
 impl<D: GuestDisk> Shared<D> {
     async fn run(&self, step: Step) {
         let position = || self.world.position();
+        let (offset, len) = step.op.range();
+        if offset + len > self.disk.size() {
+            // A request made for a size that a shorter list of requests doesn't reach.
+            return;
+        }
         let result = match step.op {
             Op::Write { offset, len, stamp } => {
                 let mut buf = IoBuf::zeroed(len as usize);
@@ -88,6 +109,21 @@ impl<D: GuestDisk> Shared<D> {
                 let request = self.state.borrow_mut().model.begin_discard(offset, len, position());
                 let result = self.disk.discard(offset, len).await;
                 self.end(result, |model| model.end(request, position()))
+            }
+            Op::Compressed { offset, len, stamp } => {
+                let mut buf = IoBuf::zeroed(len as usize);
+                fill(stamp, offset, &mut buf);
+                let request = self.state.borrow_mut().model.begin_write(offset, len, stamp, position());
+                match self.disk.write_compressed(offset, buf).await {
+                    // Over something allocated, for one.
+                    Err(error) if error.kind() == ErrorKind::InvalidArgument => Ok(()),
+                    result => self.end(result, |model| model.end(request, position())),
+                }
+            }
+            Op::Resize { bytes } => {
+                let request = self.state.borrow_mut().model.begin_resize(bytes, position());
+                let result = self.disk.resize(bytes).await;
+                self.end(result, |model| model.end_resize(request, position()))
             }
             Op::Flush => {
                 let flush = self.state.borrow_mut().model.begin_flush(position());
@@ -129,9 +165,10 @@ impl<D: GuestDisk> Shared<D> {
 /// What is wrong, or the error of the read.
 pub async fn check_disk_after_cut<D: GuestDisk>(disk: &D, model: &Model, position: usize) -> Result<(), String> {
     const CHUNK_BYTES: u64 = 1 << 20;
+    model.check_size_after_cut(position, disk.size())?;
     let mut offset = 0;
-    while offset < model.len() {
-        let len = CHUNK_BYTES.min(model.len() - offset);
+    while offset < disk.size() {
+        let len = CHUNK_BYTES.min(disk.size() - offset);
         let (result, buf) = disk.read(offset, IoBuf::zeroed(len as usize)).await;
         result.map_err(|error| format!("reading guest {offset:#x}+{len:#x}: {error}"))?;
         model.check_after_cut(position, offset, &buf)?;

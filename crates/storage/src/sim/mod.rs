@@ -13,6 +13,9 @@ mod pages;
 mod pending;
 mod replay;
 mod rng;
+mod run;
+#[cfg(test)]
+mod tests;
 mod world;
 
 pub use fault::{Effect, Fault, OpKind};
@@ -21,4 +24,4 @@ pub use log::{Applied, Change, Event, FileId, OpId};
 pub use pages::{PAGE_BYTES, PageMap};
 pub use replay::{Atom, Choice, CrashState, Cut, CutChange, Replay};
 pub use rng::Rng;
-pub use world::{Config, Features, Snapshot, Step, Trace, World};
+pub use world::{Config, Features, Overlap, Snapshot, Step, Trace, World};

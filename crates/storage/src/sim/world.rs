@@ -90,6 +90,17 @@ pub struct Trace {
     pub log: Vec<Event>,
 }
 
+/// Two changes that were under way at once on one sector.
+#[derive(Clone, Debug)]
+pub struct Overlap {
+    /// The file.
+    pub file: String,
+    /// The bytes of the sectors that both touch.
+    pub range: std::ops::Range<u64>,
+    /// The two changes, for people.
+    pub changes: String,
+}
+
 pub(super) struct FileState {
     pub name: String,
     initial: Option<PageMap>,
@@ -108,7 +119,7 @@ pub(super) struct State {
     pub next_timer: u64,
     log: Vec<Event>,
     faults: FaultPlan,
-    overlaps: Vec<String>,
+    overlaps: Vec<Overlap>,
 }
 
 /// A simulated machine. Copies are the same machine.
@@ -181,6 +192,11 @@ impl World {
         Ok(SimFile::new(self.clone(), id, name, options.write || options.create, alignment))
     }
 
+    /// The number of a file, if there is one of that name.
+    pub fn file_id(&self, name: &str) -> Option<FileId> {
+        self.lock().find(name)
+    }
+
     /// Names and contents as a reader sees them now.
     pub fn snapshot(&self) -> Snapshot {
         self.lock().files.iter().map(|file| (file.name.clone(), file.volatile.clone())).collect()
@@ -233,13 +249,19 @@ impl World {
         self.lock().faults.hits
     }
 
+    /// How it was made.
+    pub fn config(&self) -> Config {
+        self.lock().config.clone()
+    }
+
     /// Changes the size of the disk in bytes.
     pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
         self.lock().config.capacity_bytes = capacity_bytes;
     }
 
-    /// Pairs of changes that were under way at once on one sector: legal for a disk, a slip of an engine on metadata.
-    pub fn overlaps(&self) -> Vec<String> {
+    /// Pairs of changes that were under way at once on one sector: fine for a disk, but a slip of an engine when the sector
+    /// holds metadata.
+    pub fn overlaps(&self) -> Vec<Overlap> {
         self.lock().overlaps.clone()
     }
 
@@ -344,8 +366,11 @@ impl State {
             }
             let (other_start, other_end) = sectors(&pending.request);
             if start < other_end && other_start < end {
-                let name = &self.files[file].name;
-                self.overlaps.push(format!("{name}: #{other} {:?} and #{op} {request:?}", pending.request));
+                self.overlaps.push(Overlap {
+                    file: self.files[file].name.clone(),
+                    range: start.max(other_start) * sector..end.min(other_end) * sector,
+                    changes: format!("#{other} {:?} and #{op} {request:?}", pending.request),
+                });
             }
         }
     }

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Running futures on a simulated machine.
+
+use super::file::SimFile;
+use super::world::{Step, World};
+use crate::{OpenOptions, rt};
+use cowshed_block::Result;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::time::Duration;
+
+impl World {
+    /// Runs `future` to its end on this machine, with an executor of its own: [`crate::File::open`] opens the
+    /// machine's files, and time is virtual. Tasks that have not ended then are dropped.
+    ///
+    /// # Panics
+    /// When all tasks wait and nothing is under way that could wake one, and inside of another run.
+    pub fn run<F: Future>(&self, future: F) -> F::Output {
+        rt::Local::simulated(Rc::new(Machine(self.clone()))).block_on(future)
+    }
+}
+
+struct Machine(World);
+
+impl rt::Simulation for Machine {
+    fn advance(&self) {
+        if self.0.step() == Step::Idle {
+            panic!("nothing can wake the tasks that are left: {}", self.0.describe_pending());
+        }
+    }
+
+    fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(self.0.sleep(duration))
+    }
+
+    fn now(&self) -> Duration {
+        self.0.now()
+    }
+
+    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>> {
+        // A machine has no other files: a name that isn't there is an error, not a file of the host.
+        Some(self.0.open(name, options))
+    }
+}

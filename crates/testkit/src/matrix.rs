@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The cases of the crash test, drawn from a seed over everything that an image can be.
+
+use crate::crash::{CrashPlan, CrashReport};
+use crate::images::{Chain, DataFile, Format, Layer, Qcow2Spec, generate_ops};
+use crate::operations::{OpGen, Step};
+use crate::random::Random;
+use crate::scenario::{Prepared, Trial};
+use cowshed_storage::sim::{Config, Fault, Features};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One case: what image, on what machine.
+#[derive(Clone, Debug)]
+pub struct CrashScene {
+    /// Where all of it comes from.
+    pub seed: u64,
+    /// The image's layers; the top is what is written to.
+    pub chain: Chain,
+    /// The machine.
+    pub config: Config,
+    /// The guest writes multiples of 512 bytes; otherwise any number.
+    pub whole_sectors: bool,
+}
+
+/// How long and how hard a case is tried.
+#[derive(Clone, Debug)]
+pub struct Effort {
+    /// Requests of the guest.
+    pub requests: usize,
+    /// Distinct states.
+    pub states: usize,
+    /// One of so many distinct states goes to the real `qemu-img`; 0: none.
+    pub sample_qemu: usize,
+}
+
+impl CrashScene {
+    /// The case of a seed.
+    pub fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let has_backing = random.chance(40);
+        let spec = spec(&mut random, has_backing);
+        let size = disk_bytes(&spec, &mut random);
+        let mut layers = Vec::new();
+        if has_backing {
+            layers.push(backing(&mut random, size));
+        }
+        let filled = if random.chance(60) { 4 + random.below(20) as usize } else { 0 };
+        layers.push(Layer {
+            sessions: vec![fill(&mut random, &spec, size, filled)],
+            format: Format::Qcow2(spec),
+            size,
+        });
+        let sector_bytes = random.pick(&[512, 512, 4096]);
+        let features = if random.chance(15) {
+            Features { punch_hole: false, zero_range: false, allocate: false, seek_data: false, copy_range: false }
+        } else {
+            Features::default()
+        };
+        let config = Config {
+            sector_bytes,
+            direct: random.chance(30),
+            features,
+            in_order: random.chance(10),
+            ..Config::new(seed)
+        };
+        CrashScene { seed, chain: Chain { layers }, config, whole_sectors: random.chance(80) }
+    }
+
+    fn spec(&self) -> &Qcow2Spec {
+        match self.chain.layers.last().map(|layer| &layer.format) {
+            Some(Format::Qcow2(spec)) => spec,
+            _ => unreachable!("the top is qcow2"),
+        }
+    }
+
+    /// What makes this case special, a word each, for counting states.
+    pub fn features(&self) -> Vec<String> {
+        let spec = self.spec();
+        let mut words = vec![
+            format!("cluster_size={}", spec.cluster_size),
+            format!("refcount_bits={}", spec.refcount_bits),
+            format!("sector={}", self.config.sector_bytes),
+            format!("direct={}", self.config.direct),
+        ];
+        let more = [
+            (spec.is_v2, "v2"),
+            (spec.extended_l2, "extended_l2"),
+            (spec.lazy_refcounts, "lazy_refcounts"),
+            (spec.data_file == Some(DataFile::Mapped), "data_file"),
+            (spec.data_file == Some(DataFile::Raw), "data_file_raw"),
+            (spec.preallocation != "off", "preallocated"),
+            (self.chain.layers.len() > 1, "backing"),
+            (!self.config.features.punch_hole, "no fallocate"),
+            (!self.whole_sectors, "odd bytes"),
+        ];
+        words.extend(more.into_iter().filter(|(is_so, _)| *is_so).map(|(_, word)| word.to_owned()));
+        words
+    }
+
+    /// The requests of the guest.
+    pub fn steps(&self, prepared: &Prepared, count: usize) -> Vec<Step> {
+        let requests = prepared.requests();
+        let align_bytes = if self.whole_sectors { 512 } else { 1 };
+        let spec = self.spec();
+        let compressed = spec.data_file.is_none() && self.seed.is_multiple_of(3);
+        // Growing a v2 image over a longer backing file has no way to hide what is there.
+        let resizes = !spec.is_v2 && self.seed % 4 == 1;
+        OpGen { align_bytes, compressed, resizes, ..requests }.steps(self.seed, count)
+    }
+
+    /// What is done to the image, with `faults` on the machine.
+    pub fn trial(&self, steps: Vec<Step>, effort: &Effort, faults: Vec<Fault>) -> Trial {
+        let plan = CrashPlan { max_distinct: effort.states, ..CrashPlan::new(self.seed) };
+        Trial { config: self.config.clone(), faults, steps, plan, sample_qemu: effort.sample_qemu }
+    }
+
+    /// Runs the case.
+    ///
+    /// # Errors
+    /// What went wrong, and the fewest requests that show it.
+    pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
+        let prepared = Prepared::new(&self.chain);
+        let steps = self.steps(&prepared, effort.requests);
+        prepared.crash_or_shrink(&self.trial(steps, effort, faults.clone())).map_err(|complaint| {
+            let features = self.features().join(", ");
+            format!("seed {} ({features}), {effort:?}, faults {faults:?}:\n{complaint}", self.seed)
+        })
+    }
+}
+
+fn spec(random: &mut Random, has_backing: bool) -> Qcow2Spec {
+    let mut spec =
+        Qcow2Spec { cluster_size: random.pick(&[512, 512, 1024, 4096, 4096, 65536]), ..Qcow2Spec::default() };
+    spec.is_v2 = random.chance(10);
+    if spec.is_v2 {
+        return spec;
+    }
+    spec.refcount_bits = random.pick(&[1, 2, 4, 8, 16, 16, 32, 64]);
+    if random.chance(25) {
+        spec.extended_l2 = true;
+        spec.cluster_size = random.pick(&[16384, 16384, 65536]);
+    }
+    spec.lazy_refcounts = random.chance(20);
+    if random.chance(15) {
+        spec.data_file = Some(if has_backing || random.chance(50) { DataFile::Mapped } else { DataFile::Raw });
+    }
+    if !has_backing && random.chance(15) {
+        spec.preallocation = random.pick(&["metadata", "falloc"]);
+    }
+    spec
+}
+
+/// Small, so that states are cheap; large enough for several tables of the smallest clusters.
+fn disk_bytes(spec: &Qcow2Spec, random: &mut Random) -> u64 {
+    let clusters = match spec.cluster_size {
+        512 | 1024 => 128 + random.below(512),
+        4096 => 24 + random.below(100),
+        _ => 8 + random.below(16),
+    };
+    // An end inside of a cluster now and then.
+    clusters * spec.cluster_size - if random.chance(30) { random.below(spec.cluster_size / 512) * 512 } else { 0 }
+}
+
+fn backing(random: &mut Random, overlay_bytes: u64) -> Layer {
+    let size = match random.below(3) {
+        0 => overlay_bytes,
+        1 => overlay_bytes / 2 / 512 * 512,
+        _ => overlay_bytes + 4096,
+    };
+    let size = size.max(4096);
+    let spec = Qcow2Spec { cluster_size: random.pick(&[512, 4096, 65536]), ..Qcow2Spec::default() };
+    let sessions = vec![fill(random, &spec, size, 20)];
+    Layer { format: Format::Qcow2(spec), size, sessions }
+}
+
+fn fill(random: &mut Random, spec: &Qcow2Spec, size: u64, count: usize) -> Vec<crate::images::Op> {
+    let mut ops = generate_ops(random, spec, &mut size.clone(), count, &mut BTreeSet::new());
+    if spec.data_file.is_some() {
+        ops.retain(|op| !matches!(op, crate::images::Op::WriteCompressed { .. }));
+    }
+    // The disk keeps its size: a resize and what follows it goes.
+    let resize = ops.iter().position(|op| matches!(op, crate::images::Op::Resize { .. }));
+    ops.truncate(resize.unwrap_or(ops.len()));
+    ops
+}
+
+/// States tried, for each feature that an image or machine can have.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Over all cases.
+    pub total: CrashReport,
+    features: BTreeMap<String, (u64, u64)>,
+}
+
+impl Tally {
+    /// Counts a case.
+    pub fn add(&mut self, scene: &CrashScene, report: &CrashReport) {
+        self.total.add(report);
+        for feature in scene.features() {
+            let (cases, states) = self.features.entry(feature).or_default();
+            *cases += 1;
+            *states += report.distinct;
+        }
+    }
+}
+
+impl std::fmt::Display for Tally {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (feature, (cases, states)) in &self.features {
+            writeln!(f, "{feature:>20}: {states:>8} states in {cases} cases")?;
+        }
+        write!(f, "{:>20}: {}", "all", self.total)
+    }
+}

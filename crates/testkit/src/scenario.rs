@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The real engine on the simulated disk: images of every kind are written to by several streams, the power is cut
+//! everywhere, and each disk that is left is audited, opened, read, and some handed to the real `qemu-img`.
+
+use crate::audit::{audit, metadata_ranges};
+use crate::crash::{CrashCase, CrashFailure, CrashPlan, CrashReport, explore};
+use crate::images::{Chain, Qcow2Spec, QemuIo};
+use crate::model::Model;
+use crate::operations::{OpGen, Step, print_steps, shrink};
+use crate::qemu::{Qemu, temp_dir};
+use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::node::{Node, Preallocation, ZeroFlags};
+use cowshed_image::open::{FileIdentity, FileKind, Files, OpenRequest, open};
+use cowshed_storage::sim::{Config, Fault, Overlap, PageMap, Snapshot, World};
+use cowshed_storage::{File, IoBuf, OpenOptions};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A panic of the engine is a complaint like any other.
+fn told<T>(work: impl FnOnce() -> std::result::Result<T, String>) -> std::result::Result<T, String> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        Err(format!("panic: {}", text.unwrap_or("without a message")))
+    })
+}
+
+/// The files of a simulated machine, for [`OpenRequest::files`].
+#[derive(Clone)]
+pub struct SimFiles(
+    /// The machine.
+    pub World,
+);
+
+impl Files for SimFiles {
+    fn open(&self, path: &Path, options: &OpenOptions) -> Result<File> {
+        File::open(path, options)
+    }
+
+    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)> {
+        let inode = self.0.file_id(&path.to_string_lossy())? as u64;
+        Some((FileKind::Regular, FileIdentity { device: 0, inode }))
+    }
+}
+
+/// An image as a guest's disk.
+pub struct ImageDisk(
+    /// Its node.
+    pub Arc<Node>,
+);
+
+impl ImageDisk {
+    /// Opens an image of a simulated machine.
+    ///
+    /// # Errors
+    /// Those of [`open`].
+    pub async fn open(world: &World, name: &str, writable: bool, direct: bool) -> Result<Self> {
+        let cache = if direct { "none" } else { "writeback" };
+        let request = OpenRequest::file(name).format("qcow2").writable(writable).cache(cache)?;
+        open(request.files(Arc::new(SimFiles(world.clone())))).await.map(ImageDisk)
+    }
+}
+
+impl GuestDisk for ImageDisk {
+    async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.0.read(offset, buf).await
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.0.write(offset, buf).await
+    }
+
+    async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Result<()> {
+        self.0.write_zeroes(offset, len, ZeroFlags { may_unmap, no_fallback: false }).await
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.0.discard(offset, len).await
+    }
+
+    async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<()> {
+        self.0.write_compressed(vec![(offset, buf)]).await
+    }
+
+    async fn resize(&self, bytes: u64) -> Result<()> {
+        self.0.resize(bytes, Preallocation::Off).await
+    }
+
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.0.flush().await
+    }
+}
+
+/// What is done to an image.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// The machine.
+    pub config: Config,
+    /// What goes wrong on it. With faults, requests may fail; without, none may.
+    pub faults: Vec<Fault>,
+    /// The guest's requests.
+    pub steps: Vec<Step>,
+    /// How hard the power cuts are tried.
+    pub plan: CrashPlan,
+    /// One of so many distinct states is handed to the real `qemu-img`; 0: none.
+    pub sample_qemu: usize,
+}
+
+/// An image to start from, its files made by the real QEMU.
+pub struct Prepared {
+    /// Where the files are; also where states are handed to `qemu-img`.
+    folder: tempfile::TempDir,
+    /// Name of the top image: its path in the folder.
+    top: String,
+    files: Snapshot,
+    content: Vec<u8>,
+    spec: Qcow2Spec,
+    qemu: Qemu,
+}
+
+impl Prepared {
+    /// Builds `chain`, whose top is qcow2.
+    pub fn new(chain: &Chain) -> Self {
+        let (qemu, folder) = (Qemu::system(), temp_dir());
+        let built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
+        let content = qemu.content(&built.path, "qcow2");
+        let mut files = Snapshot::new();
+        for entry in std::fs::read_dir(folder.path()).expect("the folder is there") {
+            let path = entry.expect("the folder can be listed").path();
+            let bytes = std::fs::read(&path).expect("the files just made can be read");
+            files.insert(path.to_string_lossy().into_owned(), PageMap::from_bytes(&bytes));
+        }
+        let spec = match chain.layers.last().map(|layer| &layer.format) {
+            Some(crate::images::Format::Qcow2(spec)) => spec.clone(),
+            other => panic!("the top of the chain must be qcow2, not {other:?}"),
+        };
+        let top = built.path.to_string_lossy().into_owned();
+        Prepared { folder, top, files, content, spec, qemu }
+    }
+
+    /// Random requests that suit the image.
+    pub fn requests(&self) -> OpGen {
+        let requests = OpGen::new(self.content.len() as u64, self.spec.cluster_size);
+        match self.spec.extended_l2 {
+            true => OpGen { subcluster_bytes: self.spec.cluster_size / 32, ..requests },
+            false => requests,
+        }
+    }
+
+    /// Runs the trial and cuts its power everywhere.
+    ///
+    /// # Errors
+    /// What went wrong, with what the cut lost.
+    pub fn crash(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
+        let world = World::with_files(trial.config.clone(), &self.files);
+        trial.faults.iter().for_each(|fault| world.add_fault(fault.clone()));
+        let outcome = told(|| self.run(&world, trial))?;
+        let report = explore(&world.trace(), &trial.plan, |case| {
+            told(|| self.verify(&outcome.model, case, &trial.config))?;
+            match trial.sample_qemu > 0 && case.number % trial.sample_qemu == trial.sample_qemu - 1 {
+                true => self.verify_by_qemu(&outcome.model, case),
+                false => Ok(()),
+            }
+        });
+        report.map_err(|failure: Box<CrashFailure>| failure.to_string())
+    }
+
+    fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
+        let model = Model::new(self.content.clone());
+        let run = async {
+            let disk = ImageDisk::open(world, &self.top, true, trial.config.direct).await;
+            let disk = match disk {
+                // Nothing happened, nothing was promised.
+                Err(_) if !trial.faults.is_empty() => return Ok(Outcome::untouched(model)),
+                disk => disk?,
+            };
+            let (outcome, disk) = run_steps(disk, world, model, &trial.steps).await;
+            match disk.0.close().await {
+                Err(error) if trial.faults.is_empty() => Err(error),
+                _ => Ok(outcome),
+            }
+        };
+        let outcome = world.run(run).map_err(|error: Error| format!("the run itself: {error}"))?;
+        match outcome.errors.first() {
+            Some((step, error)) if trial.faults.is_empty() => return Err(format!("the run itself: {step}: {error}")),
+            Some((step, error)) if error.kind() == ErrorKind::Internal => {
+                return Err(format!("the run itself: {step}: {error}"));
+            }
+            _ => {}
+        }
+        match outcome.wrong_reads.first() {
+            Some(complaint) => Err(format!("the run itself: {complaint}")),
+            None => self.check_overlaps(world).map(|()| outcome),
+        }
+    }
+
+    /// No metadata may be written twice at once: which of the two wins, nobody knows.
+    fn check_overlaps(&self, world: &World) -> std::result::Result<(), String> {
+        let Some(contents) = world.contents(&self.top) else { return Ok(()) };
+        let Ok(metadata) = metadata_ranges(&contents) else { return Ok(()) };
+        let overlaps = world.overlaps();
+        let in_metadata = |overlap: &&Overlap| {
+            let hits = |range: &Range<u64>| range.start < overlap.range.end && overlap.range.start < range.end;
+            overlap.file == self.top && metadata.iter().any(hits)
+        };
+        match overlaps.iter().find(in_metadata) {
+            Some(overlap) => Err(format!("the run itself: metadata written twice at once: {}", overlap.changes)),
+            None => Ok(()),
+        }
+    }
+
+    /// Our own look at a state: audit, open for writing (recovers a dirty image), read everything, now and then write
+    /// on, close, audit.
+    fn verify(&self, model: &Model, case: &CrashCase<'_>, config: &Config) -> std::result::Result<(), String> {
+        let contents = case.state.files.get(&self.top).ok_or("the image is gone")?;
+        audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
+        let config = Config { in_order: true, capacity_bytes: None, ..config.clone() };
+        let world = World::with_files(config.clone(), &case.state.files);
+        let writes_on = case.number % 8 == 1;
+        world.run(async {
+            let disk = ImageDisk::open(&world, &self.top, true, config.direct).await;
+            let disk = disk.map_err(|error| format!("opened again: {error}"))?;
+            check_disk_after_cut(&disk, model, case.position)
+                .await
+                .map_err(|error| format!("opened again: {error}"))?;
+            if writes_on {
+                let cluster = self.spec.cluster_size.min(disk.size());
+                let at = case.number as u64 % (disk.size() / cluster) * cluster;
+                let written = disk.write(at, IoBuf::zeroed(cluster as usize)).await.0;
+                written.map_err(|error| format!("written on: {error}"))?;
+            }
+            disk.0.close().await.map_err(|error| format!("closed again: {error}"))
+        })?;
+        let contents = world.contents(&self.top).ok_or("the image is gone")?;
+        let after = audit(&contents).map_err(|complaint| format!("audit after opening again: {complaint}"))?;
+        if after.dirty {
+            return Err("the dirty bit is still set after a clean close".to_owned());
+        }
+        if !writes_on && case.number.is_multiple_of(32) { self.verify_twice(model, case, &world) } else { Ok(()) }
+    }
+
+    /// Cuts the power a second time, while the image is opened and recovered.
+    fn verify_twice(&self, model: &Model, case: &CrashCase<'_>, world: &World) -> std::result::Result<(), String> {
+        let trace = world.trace();
+        let plan = CrashPlan { per_barrier: 8, per_change: 1, max_distinct: 24, ..CrashPlan::new(case.number as u64) };
+        let second = explore(&trace, &plan, |again| {
+            let contents = again.state.files.get(&self.top).ok_or("the image is gone")?;
+            audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
+            let world = World::with_files(world.config(), &again.state.files);
+            world.run(async {
+                let disk = ImageDisk::open(&world, &self.top, true, world.config().direct).await;
+                let disk = disk.map_err(|error| format!("opened again: {error}"))?;
+                check_disk_after_cut(&disk, model, case.position).await
+            })
+        });
+        second.map(drop).map_err(|failure| format!("a second cut while it was opened again: {failure}"))
+    }
+
+    fn verify_by_qemu(&self, model: &Model, case: &CrashCase<'_>) -> std::result::Result<(), String> {
+        for (name, contents) in &case.state.files {
+            std::fs::write(name, contents.to_vec()).map_err(|error| format!("could not write {name}: {error}"))?;
+        }
+        let path = Path::new(&self.top);
+        let dirty = case.state.files.get(&self.top).is_some_and(|file| audit(file).is_ok_and(|audit| audit.dirty));
+        let verdict = match dirty {
+            true => self.qemu.check_with(path, "qcow2", &["-r", "all"]),
+            false => self.qemu.check(path, "qcow2"),
+        };
+        if verdict.code != 0 && verdict.code != 3 {
+            return Err(format!("qemu-img check: exit code {}, {}\n{}", verdict.code, verdict.json, verdict.stderr));
+        }
+        let bytes = self.qemu.content(path, "qcow2");
+        model.check_size_after_cut(case.position, bytes.len() as u64)?;
+        model.check_after_cut(case.position, 0, &bytes).map_err(|complaint| format!("read by qemu-img: {complaint}"))
+    }
+
+    /// As [`Prepared::crash`]; a failure comes with the fewest requests that still show one.
+    ///
+    /// # Errors
+    /// What went wrong, and how to see it again.
+    pub fn crash_or_shrink(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
+        const MOST_TRIES: u32 = 300;
+        self.crash(trial).map_err(|first| {
+            let mut last = first.clone();
+            let mut tries = 0;
+            let small = shrink(&trial.steps, |steps| {
+                tries += 1;
+                if tries > MOST_TRIES {
+                    return false;
+                }
+                let smaller = Trial { steps: steps.to_vec(), sample_qemu: 0, ..trial.clone() };
+                self.crash(&smaller).map_err(|complaint| last = complaint).is_err()
+            });
+            format!("{first}\n\nthe same with {} requests: {}\n{last}", small.len(), print_steps(&small))
+        })
+    }
+
+    /// Where the files are.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}

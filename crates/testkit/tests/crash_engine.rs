@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Power cuts on the real engine: images of every kind, several streams of requests, each disk that is left audited,
+//! opened and read, some given to the real `qemu-img`. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
+//! For long runs: `cargo run -p cowshed-testkit --example crash`.
+
+use cowshed_block::Errno;
+use cowshed_storage::sim::{Effect, Fault, OpKind};
+use cowshed_testkit::matrix::{CrashScene, Effort, Tally};
+use cowshed_testkit::random::seeds;
+
+fn run_all(seeds: std::ops::Range<u64>, effort: &Effort, faults: impl Fn(u64) -> Vec<Fault>) -> Tally {
+    let (mut tally, mut failures) = (Tally::default(), Vec::new());
+    for seed in seeds {
+        let scene = CrashScene::new(seed);
+        match scene.run(effort, faults(seed)) {
+            Ok(report) => tally.add(&scene, &report),
+            Err(complaint) => failures.push(complaint),
+        }
+    }
+    println!("{tally}");
+    assert!(failures.is_empty(), "{} cases failed:\n{}", failures.len(), failures.join("\n\n"));
+    tally
+}
+
+#[test]
+fn no_power_cut_harms_an_image() {
+    let effort = Effort { requests: 30, states: 250, sample_qemu: 100 };
+    let cases = seeds(32);
+    let count = cases.end - cases.start;
+    let tally = run_all(cases, &effort, |_| Vec::new());
+    assert!(tally.total.distinct > 40 * count, "too few states to mean anything: {}", tally.total);
+}
+
+#[test]
+fn no_power_cut_after_a_failed_barrier_harms_an_image() {
+    let effort = Effort { requests: 30, states: 120, sample_qemu: 60 };
+    run_all(seeds(16), &effort, |seed| {
+        vec![Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Sync).skip(seed / 2 % 8)]
+    });
+}
+
+#[test]
+fn no_failed_write_harms_an_image() {
+    let effort = Effort { requests: 30, states: 120, sample_qemu: 60 };
+    run_all(seeds(24), &effort, |seed| {
+        let effect = [Effect::Fail(Errno::EIO), Effect::Torn(Errno::EIO), Effect::Fail(Errno::ENOSPC)];
+        vec![Fault::new(effect[seed as usize % 3]).kind(OpKind::Write).skip(seed * 7 % 50)]
+    });
+}
+
+#[test]
+fn no_failed_read_harms_an_image() {
+    let effort = Effort { requests: 30, states: 60, sample_qemu: 60 };
+    run_all(seeds(12), &effort, |seed| {
+        vec![Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Read).skip(seed * 5 % 40)]
+    });
+}
