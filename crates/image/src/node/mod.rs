@@ -13,9 +13,9 @@ pub use edge::{Child, ChildRole};
 
 use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::Graph;
-use crate::open::{Edge, Permissions};
+use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::File;
+use cowshed_storage::{File, PermissionSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -230,7 +230,7 @@ impl Node {
         for other in users.iter() {
             edge.check_against(other, &self.name)?;
         }
-        if edge.used.contains(Permissions::WRITE) && self.settings.read_only {
+        if edge.permissions.used.contains(PermissionSet::WRITE) && self.settings.read_only {
             return Err(Error::new(ErrorKind::ReadOnly, format!("node '{}' is read-only", self.name)));
         }
         users.push(edge);

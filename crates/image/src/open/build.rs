@@ -2,7 +2,7 @@
 //! Builds nodes from options, leaves first.
 
 use super::names::{driver_for, protocol_options};
-use super::policy::{FileIdentity, FileKind, Files, Policy};
+use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Edge, OpenRequest, Source};
 use crate::filters::Fault;
 use crate::formats::qcow2::Qcow2Driver;
@@ -12,7 +12,7 @@ use crate::graph::Graph;
 use crate::node::{ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, Node, NodeParts, NodeSettings};
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions};
+use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -113,7 +113,8 @@ pub(super) struct Place {
 
 /// One file that this open has opened, to notice loops.
 struct OpenedFile {
-    identity: FileIdentity,
+    /// Device and inode number.
+    identity: (u64, u64),
     name: String,
 }
 
@@ -153,7 +154,7 @@ impl Opener {
         schema.check(&mut draft.options, &draft.place.path)?;
         let (driver, filename) = match schema.name {
             "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
-            "null-co" => null_driver(&draft)?,
+            "null-co" => null_driver(&draft),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
             "fault" => {
@@ -263,7 +264,7 @@ impl Opener {
             }
         };
         // A child that fell back to reading makes its parent read-only too.
-        let edge = if node.is_read_only() && edge.used.contains(super::Permissions::WRITE) {
+        let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
             draft.settings.read_only = true;
             Edge::of(&draft.name, false, false)
         } else {
@@ -277,12 +278,13 @@ impl Opener {
     fn file_driver(&mut self, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
         let options = FileOptions::new(&draft.options);
         let path = Path::new(&options.filename);
-        self.check_file_kind(driver, path, &options.filename)?;
+        check_file_kind(driver, self.files.kind(path)).map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,
             create: false,
             cache: draft.place.cache,
             engine: options.engine,
+            locking: options.locking,
             ..OpenOptions::default()
         };
         let file = match self.files.open(path, &open_options) {
@@ -297,31 +299,20 @@ impl Opener {
             }
             result => result?,
         };
-        self.lock(&file, &options, draft)?;
+        // Before the lock: the second open of a file would conflict with the first.
+        self.check_loop(&file, &options.filename)?;
+        file.lock(Edge::of("", open_options.write, draft.place.force_share || draft.place.share_writes).permissions)?;
         Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None }), options.filename))
     }
 
-    /// A file of the wrong kind, or one that this open has opened already.
-    fn check_file_kind(&mut self, driver: &str, path: &Path, name: &str) -> Result<()> {
-        let Some((kind, identity)) = self.files.identify(path) else { return Ok(()) };
-        let wanted = match (driver, kind) {
-            ("file", FileKind::Other) => Some("a regular file"),
-            ("host_device", FileKind::Regular | FileKind::Other) => Some("a block device"),
-            _ => None,
-        };
-        if let Some(wanted) = wanted {
-            return Err(Error::invalid_argument(format!("driver '{driver}' needs {wanted}")).file(name));
-        }
+    /// A file that this open has opened already.
+    fn check_loop(&mut self, file: &File, name: &str) -> Result<()> {
+        let Some(identity) = file.identity() else { return Ok(()) };
         if let Some(known) = self.opened.iter().find(|known| known.identity == identity) {
             let message = format!("the chain loops: this is the file '{}' again", known.name);
             return Err(Error::new(ErrorKind::InvalidImage, message).file(name));
         }
         self.opened.push(OpenedFile { identity, name: name.to_owned() });
-        Ok(())
-    }
-
-    fn lock(&self, file: &File, options: &FileOptions, draft: &Draft) -> Result<()> {
-        let _ = (file, options, draft);
         Ok(())
     }
 
@@ -343,8 +334,16 @@ impl Opener {
     }
 
     async fn qcow2_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
-        draft.place.share_writes = false;
+        let shared_writes = std::mem::replace(&mut draft.place.share_writes, false);
         let child = self.file_child(draft).await?;
+        if shared_writes && !draft.place.force_share {
+            // Opened by the probe, for a format that bears writers; this one doesn't.
+            child.release(&draft.name);
+            child.attach(Edge::of(&draft.name, false, false))?;
+            if let (Some(file), Some(Value::Object(_))) = (child.file(), draft.options.get("file")) {
+                file.lock(Permissions::READ)?;
+            }
+        }
         let filename = child.filename();
         let in_file = |error: Error| error.file(filename.clone());
         let file = child.file().cloned().ok_or_else(|| {
@@ -359,10 +358,32 @@ impl Opener {
     }
 }
 
-fn null_driver(draft: &Draft) -> Result<(Driver, String)> {
+/// A folder, or a file where a device is wanted.
+fn check_file_kind(driver: &str, kind: Option<FileKind>) -> Result<()> {
+    let wanted = match (driver, kind) {
+        ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
+        ("host_device", Some(FileKind::Regular | FileKind::Other)) => "a block device",
+        _ => return Ok(()),
+    };
+    Err(Error::invalid_argument(format!("driver '{driver}' needs {wanted}")))
+}
+
+fn null_driver(draft: &Draft) -> (Driver, String) {
     let options = NullOptions::new(&draft.options);
-    let _ = (options.latency_ns, options.read_zeroes, options.size);
-    Err(Error::unsupported("null-co").file("null-co://"))
+    let mut named = BlockdevOptions::new().with("driver", "null-co");
+    for key in ["size", "latency-ns", "read-zeroes"] {
+        if let Some(value) = draft.options.get(key) {
+            named.insert(key, value.clone());
+        }
+    }
+    let plain = draft.options.get("size").is_none();
+    let filename = if plain { "null-co://".to_owned() } else { named.to_json_name() };
+    let file = File::null_with(cowshed_storage::NullOptions {
+        len: options.size,
+        latency: std::time::Duration::from_nanos(options.latency_ns),
+        read_zeroes: options.read_zeroes,
+    });
+    (Driver::File(FileDriver { name: "null-co", file, null_reads_zeroes: Some(options.read_zeroes) }), filename)
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.

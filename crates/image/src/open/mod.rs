@@ -11,8 +11,7 @@ mod policy;
 pub use cache::{CACHE_MODES, Cache};
 pub use names::resolve as resolve_name;
 pub(crate) use permissions::Edge;
-pub use permissions::Permissions;
-pub use policy::{FileIdentity, FileKind, Files, HostFiles, Policy};
+pub use policy::{FileKind, Files, HostFiles, Policy};
 
 use crate::graph::Graph;
 use crate::node::Node;

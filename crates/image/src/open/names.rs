@@ -32,8 +32,8 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
 
 /// The protocol driver for a path whose options don't say one.
 pub(super) fn driver_for(path: &str, files: &dyn Files) -> &'static str {
-    match files.identify(Path::new(path)) {
-        Some((FileKind::BlockDevice, _)) => "host_device",
+    match files.kind(Path::new(path)) {
+        Some(FileKind::BlockDevice) => "host_device",
         _ => "file",
     }
 }

@@ -2,99 +2,54 @@
 //! Who may do what with a node: one edge per user.
 
 use cowshed_block::{Error, ErrorKind, Result};
-use std::fmt;
-
-/// A set of permissions on a node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Permissions(u8);
-
-impl Permissions {
-    /// Reads see what was written, as the user of the whole image means it.
-    pub const CONSISTENT_READ: Permissions = Permissions(1 << 0);
-    /// Writes that change data.
-    pub const WRITE: Permissions = Permissions(1 << 1);
-    /// Writes that leave every byte as it reads.
-    pub const WRITE_UNCHANGED: Permissions = Permissions(1 << 2);
-    /// Changes of the length.
-    pub const RESIZE: Permissions = Permissions(1 << 3);
-    /// None.
-    pub const NONE: Permissions = Permissions(0);
-    /// All four.
-    pub const ALL: Permissions = Permissions(0b1111);
-
-    /// Both sets together.
-    #[must_use]
-    pub const fn union(self, other: Permissions) -> Permissions {
-        Permissions(self.0 | other.0)
-    }
-
-    /// What is in `self` and not in `other`.
-    #[must_use]
-    pub const fn without(self, other: Permissions) -> Permissions {
-        Permissions(self.0 & !other.0)
-    }
-
-    /// True when all of `other` is in `self`.
-    pub const fn contains(self, other: Permissions) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    /// Bit n is permission n of QEMU's lock bytes.
-    pub const fn bits(self) -> u8 {
-        self.0
-    }
-}
-
-impl fmt::Display for Permissions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = ["consistent read", "write", "write unchanged", "resize"];
-        let set: Vec<&str> =
-            names.into_iter().enumerate().filter(|(n, _)| self.0 & 1 << n != 0).map(|(_, name)| name).collect();
-        f.write_str(&set.join(", "))
-    }
-}
+use cowshed_storage::{PermissionSet, Permissions};
 
 /// What one user of a node does with it, and what it lets others do.
 #[derive(Clone, Debug)]
 pub(crate) struct Edge {
     /// The parent's node-name, or what else uses the node.
     pub user: String,
-    pub used: Permissions,
-    pub shared: Permissions,
+    pub permissions: Permissions,
 }
 
 impl Edge {
     /// The edge of a user that reads, or reads, writes and resizes. Nobody else may write or resize meanwhile, unless
-    /// `force_share`.
-    pub(crate) fn of(user: &str, writable: bool, force_share: bool) -> Edge {
-        let mut used = Permissions::CONSISTENT_READ;
-        if writable {
-            used = used.union(Permissions::WRITE).union(Permissions::RESIZE);
-        }
-        let shared = if force_share {
-            Permissions::ALL
-        } else {
-            Permissions::ALL.without(Permissions::WRITE).without(Permissions::RESIZE)
-        };
-        Edge { user: user.to_owned(), used, shared }
+    /// `share_all`.
+    pub(crate) fn of(user: &str, writable: bool, share_all: bool) -> Edge {
+        let permissions = if writable { Permissions::WRITE } else { Permissions::READ };
+        let permissions = if share_all { permissions.sharing_all() } else { permissions };
+        Edge { user: user.to_owned(), permissions }
     }
 
     /// An error when the two can't use `node` at the same time.
     pub(crate) fn check_against(&self, other: &Edge, node: &str) -> Result<()> {
         for (one, two) in [(self, other), (other, self)] {
-            let conflict = one.used.without(two.shared);
-            if conflict != Permissions::NONE {
+            let conflict = one.permissions.used & !two.permissions.shared;
+            if !conflict.is_empty() {
                 return Err(Error::new(
                     ErrorKind::Busy,
                     format!(
-                        "conflicting use of node '{node}': '{}' uses '{conflict}', '{}' doesn't share it",
-                        one.user, two.user
+                        "conflicting use of node '{node}': '{}' needs permission to {}, which '{}' doesn't share",
+                        one.user,
+                        names(conflict),
+                        two.user
                     ),
                 ));
             }
         }
         Ok(())
     }
+}
+
+fn names(set: PermissionSet) -> String {
+    let all = [
+        (PermissionSet::CONSISTENT_READ, "read"),
+        (PermissionSet::WRITE, "write"),
+        (PermissionSet::WRITE_UNCHANGED, "write unchanged data"),
+        (PermissionSet::RESIZE, "resize"),
+    ];
+    let names: Vec<&str> = all.into_iter().filter(|(one, _)| set.contains(*one)).map(|(_, name)| name).collect();
+    names.join(" and ")
 }
 
 #[cfg(test)]
@@ -111,7 +66,7 @@ mod tests {
         for (one, two) in [(&reader, &writer), (&writer, &reader), (&writer, &writer)] {
             let error = one.check_against(two, "n").unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Busy);
-            assert!(error.to_string().contains("write, resize"), "{error}");
+            assert!(error.to_string().contains("write and resize"), "{error}");
         }
         // A force-sharing reader doesn't mind the writer, and the writer lets others read.
         assert!(careless.check_against(&writer, "n").is_ok());

@@ -54,15 +54,6 @@ impl Policy {
     }
 }
 
-/// Which file stands behind a name: two names with the same identity are the same file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct FileIdentity {
-    /// Device number.
-    pub device: u64,
-    /// Inode number.
-    pub inode: u64,
-}
-
 /// What kind of thing a name is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
@@ -80,11 +71,11 @@ pub enum FileKind {
 pub trait Files: Send + Sync {
     /// Opens `path`.
     fn open(&self, path: &Path, options: &OpenOptions) -> Result<File>;
-    /// What `path` is, and which file; `None` where that is unknown or nothing is there.
-    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)>;
+    /// What `path` is; `None` where that is unknown or nothing is there.
+    fn kind(&self, path: &Path) -> Option<FileKind>;
 }
 
-/// The files of this machine.
+/// The files of this machine (in a simulation, of that one).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostFiles;
 
@@ -93,11 +84,10 @@ impl Files for HostFiles {
         File::open(path, options)
     }
 
-    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)> {
-        use std::os::unix::fs::{FileTypeExt, MetadataExt};
-        let metadata = std::fs::metadata(path).ok()?;
-        let file_type = metadata.file_type();
-        let kind = if file_type.is_file() {
+    fn kind(&self, path: &Path) -> Option<FileKind> {
+        use std::os::unix::fs::FileTypeExt;
+        let file_type = std::fs::metadata(path).ok()?.file_type();
+        Some(if file_type.is_file() {
             FileKind::Regular
         } else if file_type.is_block_device() {
             FileKind::BlockDevice
@@ -105,13 +95,7 @@ impl Files for HostFiles {
             FileKind::CharacterDevice
         } else {
             FileKind::Other
-        };
-        // Device files that name the same device are the same file.
-        let device_and_inode = match kind {
-            FileKind::BlockDevice => FileIdentity { device: metadata.rdev(), inode: u64::MAX },
-            _ => FileIdentity { device: metadata.dev(), inode: metadata.ino() },
-        };
-        Some((kind, device_and_inode))
+        })
     }
 }
 

@@ -49,7 +49,7 @@ const FILE: &[Key] = &[
 const NULL: &[Key] = &[
     key("size", KeyType::Size, "1G", "size of the disk"),
     key("latency-ns", KeyType::Number(0, u64::MAX), "0", "how long each request takes, in nanoseconds"),
-    key("read-zeroes", KeyType::Bool, "off", "promise that reads give zeroes"),
+    key("read-zeroes", KeyType::Bool, "off", "reads give zeroes; else they leave the memory as it is"),
 ];
 
 const RAW: &[Key] = &[

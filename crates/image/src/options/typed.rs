@@ -6,7 +6,7 @@ use super::BlockdevOptions;
 use crate::filters::{FaultOp, FaultRule};
 use crate::formats::{OverlapChecks, Qcow2RuntimeOptions};
 use cowshed_block::{Errno, Error, Result};
-use cowshed_storage::Engine;
+use cowshed_storage::{Engine, Locking};
 use serde_json::{Map, Value};
 
 impl BlockdevOptions {
@@ -17,18 +17,6 @@ impl BlockdevOptions {
     pub(crate) fn number(&self, key: &str) -> Option<u64> {
         self.get(key).and_then(Value::as_u64)
     }
-}
-
-/// Whether a file is locked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Locking {
-    /// Where the file system can.
-    #[default]
-    Auto,
-    /// Or the open fails.
-    On,
-    /// Never.
-    Off,
 }
 
 /// Options of `file` and `host_device`.
