@@ -153,16 +153,17 @@ fn a_missing_backing_format_is_guessed_with_a_warning() {
 fn a_data_file_is_found_or_given() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let at = folder.path();
-    std::fs::create_dir(at.join("sub")).unwrap();
-    run("qemu-img", &at.join("sub"), &["create", "-q", "-f", "qcow2", "-o", "data_file=data.raw", "disk.qcow2", "1M"]);
-    run("qemu-io", at, &["-c", "write -P 5 64k 64k", "sub/disk.qcow2"]);
-    let name = at.join("sub/disk.qcow2").to_str().unwrap().to_owned();
+    let data = at.join("data.raw").to_str().unwrap().to_owned();
+    let name = at.join("disk.qcow2").to_str().unwrap().to_owned();
+    let option = format!("data_file={data}");
+    run("qemu-img", at, &["create", "-q", "-f", "qcow2", "-o", &option, "disk.qcow2", "1M"]);
+    run("qemu-io", at, &["-c", "write -P 5 64k 64k", "disk.qcow2"]);
     let node = open_now(OpenRequest::file(&name));
-    assert!(node.child(ChildRole::DataFile).unwrap().filename().ends_with("sub/data.raw"));
+    assert_eq!(node.child(ChildRole::DataFile).unwrap().filename(), data);
     assert_eq!(read_all(&node)[65535..65537], [0, 5]);
     rt::block_on(node.close()).unwrap();
     let moved = at.join("moved.raw");
-    std::fs::rename(at.join("sub/data.raw"), &moved).unwrap();
+    std::fs::rename(&data, &moved).unwrap();
     let error = rt::block_on(open(OpenRequest::file(&name))).unwrap_err().to_string();
     assert!(error.contains("data.raw") && error.contains("disk.qcow2") && error.contains("No such file"), "{error}");
     let opts = format!("driver=qcow2,file.filename={name},data-file.filename={}", moved.to_str().unwrap());

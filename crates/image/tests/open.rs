@@ -222,7 +222,8 @@ fn a_guessed_raw_disk_keeps_its_first_bytes_raw() {
 fn loops_and_missing_backing_files_are_named() {
     let folder = folder();
     let create = |args: &[&str]| qemu_img(folder.path(), &[&["create", "-q", "-u", "-f", "qcow2"], args].concat());
-    create(&["-F", "qcow2", "-b", "self.qcow2", "self.qcow2", "1M"]);
+    create(&["-F", "qcow2", "-b", "self.qcow2", "moved.qcow2", "1M"]);
+    std::fs::rename(path(&folder, "moved.qcow2"), path(&folder, "self.qcow2")).unwrap();
     create(&["-F", "qcow2", "-b", "two.qcow2", "one.qcow2", "1M"]);
     create(&["-F", "qcow2", "-b", "./one.qcow2", "two.qcow2", "1M"]);
     create(&["-F", "raw", "-b", "none.raw", "lost.qcow2", "1M"]);

@@ -68,8 +68,12 @@ impl Driver {
     pub(crate) async fn close(&self, read_only: bool) -> Result<()> {
         match self {
             Driver::Qcow2(qcow2) => qcow2.close().await,
-            Driver::File(file) if !read_only => file.file.sync().await,
-            Driver::File(_) | Driver::Raw(_) | Driver::Fault(_) => Ok(()),
+            Driver::File(file) => {
+                let synced = if read_only { Ok(()) } else { file.file.sync().await };
+                // Whoever still holds the node keeps the file open, but not its locks.
+                synced.and(file.file.unlock())
+            }
+            Driver::Raw(_) | Driver::Fault(_) => Ok(()),
         }
     }
 }

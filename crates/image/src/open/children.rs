@@ -58,7 +58,8 @@ impl Opener {
             }
             (None, Some(name)) => {
                 self.policy.check(self.policy.allow_data_file, "the data file", &name, image)?;
-                let name = resolve(&name, path_of(image)).map_err(|error| error.file(image))?;
+                // Other than a backing file's name, this one is relative to the working directory, as in QEMU: when the
+                // image is made, too.
                 self.by_name(&name, image)?.into()
             }
         };
