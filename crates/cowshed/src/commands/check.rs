@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `check`: looks for damage, and repairs it.
 
-use super::Verb;
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
-use crate::output::{Console, Failure};
+use super::{Verb, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure, json};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_jobs::ImageSpec;
+use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, report};
 
 /// Exit code for formats that have nothing to check.
 const NOT_CHECKABLE_EXIT_CODE: u8 = 63;
@@ -74,6 +76,38 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         cache: cache_mode("source ", args.cache.as_ref())?,
         ..args.naming.spec(file, args.format.as_ref())?
     };
-    let _ = (image, console, NOT_CHECKABLE_EXIT_CODE, args.repair, args.output, args.quiet, args.progress);
-    Err(Failure::new("the command 'check' is not yet supported"))
+    let repair = match args.repair {
+        None => check::Repair::None,
+        Some(Repair::Leaks) => check::Repair::Leaks,
+        Some(Repair::All) => check::Repair::All,
+    };
+    if args.force_share && repair != check::Repair::None {
+        let reason = "force-share=on can only be used with read-only images";
+        return Err(Failure::new(format!("Could not open '{file}': {reason}")));
+    }
+    let options = CheckOptions { image, repair, ..CheckOptions::default() };
+    let quiet = args.quiet || args.output == OutputFormat::Json;
+    let job = work::Foreground::new(console.persona, args.progress, quiet, "checking")?;
+    let failed = |error: &cowshed_block::Error| Failure::open(console.persona, file, error);
+    let Some(outcome) = job.run(async |handle| check::run(&options, &handle).await, failed)? else {
+        let message = match console.persona {
+            Persona::QemuImg => "This image format does not support checks".to_owned(),
+            Persona::Cowshed => format!("{file}: this format has nothing to check"),
+        };
+        return Err(Failure::new(message).code(NOT_CHECKABLE_EXIT_CODE));
+    };
+    print(&outcome, &args, console);
+    Ok(outcome.exit_code())
+}
+
+/// The findings go to standard error, whatever else is asked for; `-q` leaves only them.
+fn print(outcome: &CheckOutcome, args: &CheckArgs, console: &mut Console) {
+    for line in report::finding_lines(outcome) {
+        console.error_text(&format!("{line}\n"));
+    }
+    match args.output {
+        _ if args.quiet => {}
+        OutputFormat::Json => console.line(json::pretty(&json::in_qemu_order(report::json(outcome)))),
+        OutputFormat::Human => console.print(report::human(outcome)),
+    }
 }

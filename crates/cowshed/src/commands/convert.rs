@@ -126,6 +126,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify image file name"));
     };
     check_combination(&args, sources.len())?;
+    if !args.no_create {
+        create_options::require_format(args.target_format.as_deref())?;
+    }
     let options = options(&args, sources, target)?;
     let started = Instant::now();
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;

@@ -9,6 +9,12 @@ pub fn asks_for_help(lists: &[String]) -> bool {
     lists.iter().flat_map(|list| list.split(',')).any(|element| element == "help" || element == "?")
 }
 
+/// Refuses a format that no image can be created in; none is raw.
+pub fn require_format(format: Option<&str>) -> Result<(), Failure> {
+    let format = format.unwrap_or("raw");
+    options_of(format).map(drop).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))
+}
+
 /// Prints the options of `format`.
 pub fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
     let options = options_of(format).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))?;

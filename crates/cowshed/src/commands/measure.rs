@@ -74,6 +74,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };
+    create_options::require_format(args.target_format.as_deref())?;
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
     let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
         let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();

@@ -71,11 +71,11 @@ fn info() {
 #[test]
 fn info_of_encrypted_images() {
     let oracle = Oracle::new();
-    oracle.make("create -q --object secret,id=s,data=abc -f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 luks.qcow2 10M");
-    oracle.make(
+    oracle.make_patiently("create -q --object secret,id=s,data=abc -f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 luks.qcow2 10M");
+    oracle.make_patiently(
         "create -q --object secret,id=s,data=abc -f qcow2 -o encrypt.format=aes,encrypt.key-secret=s aes.qcow2 10M",
     );
-    oracle.make("create -q --object secret,id=s,data=abc -f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256,encrypt.cipher-alg=serpent-128 essiv.qcow2 10M");
+    oracle.make_patiently("create -q --object secret,id=s,data=abc -f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256,encrypt.cipher-alg=serpent-128 essiv.qcow2 10M");
     for image in ["luks.qcow2", "essiv.qcow2", "aes.qcow2"] {
         oracle.compare(&format!("info {image}"));
         oracle.compare(&format!("info --output=json {image}"));

@@ -58,6 +58,14 @@ impl Oracle {
         assert_eq!(said.code, Some(0), "qemu-img {line}: {}", said.err);
     }
 
+    /// As [`Oracle::make`] for what fails on a busy machine: measuring the time of a key derivation.
+    #[track_caller]
+    pub fn make_patiently(&self, line: &str) {
+        let run = || self.real(&self.work(), &words(line));
+        let said = (0..20).map(|_| run()).find(|said| said.code == Some(0));
+        assert!(said.is_some(), "qemu-img {line}: {}", run().err);
+    }
+
     /// Runs qemu-io commands on an image, to fill it.
     #[track_caller]
     pub fn io(&self, commands: &[&str], image: &str) {
@@ -260,7 +268,7 @@ fn older_snapshot_line(line: &str) -> String {
     let is_row = line.starts_with(|first: char| first.is_ascii_digit()) && line.contains(" 0000:");
     match line.split_at_checked(8) {
         Some((id, rest)) if is_row => {
-            format!("{id}  {}", rest.replace("  0000:", " 00:").replacen(" 00:00:", " 00:", 1))
+            format!("{id}  {}", rest.replace("  0000:", " 00:"))
         }
         _ => line.to_owned(),
     }
