@@ -11,7 +11,7 @@ use crate::qemu::{Qemu, temp_dir};
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
-use cowshed_image::open::{FileIdentity, FileKind, Files, OpenRequest, open};
+use cowshed_image::open::{FileKind, Files, OpenRequest, open};
 use cowshed_storage::sim::{Config, Fault, Overlap, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use std::ops::Range;
@@ -38,9 +38,8 @@ impl Files for SimFiles {
         File::open(path, options)
     }
 
-    fn identify(&self, path: &Path) -> Option<(FileKind, FileIdentity)> {
-        let inode = self.0.file_id(&path.to_string_lossy())? as u64;
-        Some((FileKind::Regular, FileIdentity { device: 0, inode }))
+    fn kind(&self, path: &Path) -> Option<FileKind> {
+        self.0.file_id(&path.to_string_lossy()).map(|_| FileKind::Regular)
     }
 }
 
