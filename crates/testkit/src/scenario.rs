@@ -11,9 +11,9 @@ use crate::qemu::{Qemu, temp_dir};
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
-use cowshed_image::open::{FileKind, Files, OpenRequest, open};
+use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::sim::{Config, Fault, Overlap, PageMap, Snapshot, World};
-use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_storage::IoBuf;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -26,23 +26,6 @@ fn told<T>(work: impl FnOnce() -> std::result::Result<T, String>) -> std::result
     })
 }
 
-/// The files of a simulated machine, for [`OpenRequest::files`].
-#[derive(Clone)]
-pub struct SimFiles(
-    /// The machine.
-    pub World,
-);
-
-impl Files for SimFiles {
-    fn open(&self, path: &Path, options: &OpenOptions) -> Result<File> {
-        File::open(path, options)
-    }
-
-    fn kind(&self, path: &Path) -> Option<FileKind> {
-        self.0.file_id(&path.to_string_lossy()).map(|_| FileKind::Regular)
-    }
-}
-
 /// An image as a guest's disk.
 pub struct ImageDisk(
     /// Its node.
@@ -50,14 +33,14 @@ pub struct ImageDisk(
 );
 
 impl ImageDisk {
-    /// Opens an image of a simulated machine.
+    /// Opens an image; inside of [`World::run`] one of the machine's.
     ///
     /// # Errors
     /// Those of [`open`].
-    pub async fn open(world: &World, name: &str, writable: bool, direct: bool) -> Result<Self> {
+    pub async fn open(name: &str, writable: bool, direct: bool) -> Result<Self> {
         let cache = if direct { "none" } else { "writeback" };
         let request = OpenRequest::file(name).format("qcow2").writable(writable).cache(cache)?;
-        open(request.files(Arc::new(SimFiles(world.clone())))).await.map(ImageDisk)
+        open(request).await.map(ImageDisk)
     }
 }
 
@@ -115,8 +98,8 @@ pub struct Prepared {
     /// Where the files are; also where states are handed to `qemu-img`.
     folder: tempfile::TempDir,
     /// Name of the top image: its path in the folder.
-    top: String,
-    files: Snapshot,
+    pub top: String,
+    pub files: Snapshot,
     content: Vec<u8>,
     spec: Qcow2Spec,
     qemu: Qemu,
@@ -172,7 +155,7 @@ impl Prepared {
     fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
         let run = async {
-            let disk = ImageDisk::open(world, &self.top, true, trial.config.direct).await;
+            let disk = ImageDisk::open(&self.top, true, trial.config.direct).await;
             let disk = match disk {
                 // Nothing happened, nothing was promised.
                 Err(_) if !trial.faults.is_empty() => return Ok(Outcome::untouched(model)),
@@ -222,7 +205,7 @@ impl Prepared {
         let world = World::with_files(config.clone(), &case.state.files);
         let writes_on = case.number % 8 == 1;
         world.run(async {
-            let disk = ImageDisk::open(&world, &self.top, true, config.direct).await;
+            let disk = ImageDisk::open(&self.top, true, config.direct).await;
             let disk = disk.map_err(|error| format!("opened again: {error}"))?;
             check_disk_after_cut(&disk, model, case.position)
                 .await
@@ -252,7 +235,7 @@ impl Prepared {
             audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
             let world = World::with_files(world.config(), &again.state.files);
             world.run(async {
-                let disk = ImageDisk::open(&world, &self.top, true, world.config().direct).await;
+                let disk = ImageDisk::open(&self.top, true, world.config().direct).await;
                 let disk = disk.map_err(|error| format!("opened again: {error}"))?;
                 check_disk_after_cut(&disk, model, case.position).await
             })

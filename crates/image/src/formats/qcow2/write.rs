@@ -15,16 +15,27 @@ impl Qcow2Driver {
             return (self.check_writable(), buf);
         }
         if self.cipher.is_none() {
+            let seen = self.events.now();
             let pin = self.engine.pin();
             let mut extents = ExtentList::default();
             let len = buf.len() as u64;
-            if let Ok(mapped) = self.engine.map_overwrite(GuestOffset(offset), len, &mut extents)
-                && mapped == len
-                && let [Extent { mapping: Mapping::Data { host, file, .. }, .. }] = *extents
-            {
-                let done = self.stored_in(file).write_at(buf, host.0).await;
-                drop(pin);
-                return done;
+            match self.engine.map_overwrite(GuestOffset(offset), len, &mut extents) {
+                Ok(mapped) => {
+                    if mapped == len
+                        && let [Extent { mapping: Mapping::Data { host, file, .. }, .. }] = *extents
+                    {
+                        let done = self.stored_in(file).write_at(buf, host.0).await;
+                        drop(pin);
+                        return done;
+                    }
+                }
+                // Who is told to load a table must do it: everybody else waits for that.
+                Err(stall) => {
+                    drop(pin);
+                    if let Err(error) = self.settle(stall, seen).await {
+                        return (Err(error), buf);
+                    }
+                }
             }
         }
         self.write_range(offset, buf).await
