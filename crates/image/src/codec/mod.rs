@@ -4,6 +4,7 @@
 //! A [`Codec`] is a few bytes of settings; the working memory is kept per thread, so any thread may use any codec and
 //! only the first cluster on a thread pays for it.
 
+mod deflate;
 mod zlib;
 mod zstd;
 
@@ -24,7 +25,7 @@ enum Method {
 }
 
 impl Codec {
-    /// The codec of a compression type with its default effort: sizes as QEMU's.
+    /// The codec of a compression type with its default effort: sizes about as QEMU's.
     pub fn new(compression: Compression) -> Self {
         match compression {
             Compression::Zlib => Codec { method: Method::Zlib(ZlibMode::DEFAULT) },
