@@ -243,13 +243,13 @@ impl File {
 
     /// Sets the length. What is added reads as zeroes. On a block device only shrinking "succeeds" (does nothing).
     pub async fn set_len(&self, len: u64) -> Result<()> {
-        self.check_change(len, 0, true)?;
-        if self.is_device() {
+        if self.is_device() && self.is_writable() {
             return match len <= self.len() {
                 true => Ok(()),
                 false => Err(Error::unsupported("a block device can't grow").file(self.name())),
             };
         }
+        self.check_change(len, 0, true)?;
         let guard = self.0.lock_blocks(0, u64::MAX, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.set_len(len, shared).await;
@@ -325,13 +325,16 @@ impl File {
             return Err(Error::new(cowshed_block::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));
         }
         self.check_range(offset, len)?;
-        if grows
-            && offset + len > self.len()
-            && let Some(error) = self.0.flush.poison()
-        {
+        if !grows || offset + len <= self.len() {
+            return Ok(());
+        }
+        if let Some(error) = self.0.flush.poison() {
             return Err(error.clone());
         }
-        Ok(())
+        match self.is_device() {
+            true => Err(self.error(Errno::ENOSPC, "past the end of the device", offset)),
+            false => Ok(()),
+        }
     }
 
     #[cold]

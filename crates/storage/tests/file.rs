@@ -237,6 +237,94 @@ fn dropped_futures_leave_the_operation_its_memory() {
 }
 
 #[test]
+fn more_operations_than_the_ring_has_places() {
+    each_mode(async |file, _| {
+        let count = if file.alignment().offset > 1 { 1500 } else { 6000u64 };
+        write(&file, &pattern(5, count as usize * 512), 0).await;
+        let expected = pattern(5, count as usize * 512);
+        let tasks = (0..count).map(|part| {
+            let file = file.clone();
+            spawn(async move { (part, read(&file, 512, part * 512).await) })
+        });
+        for (part, bytes) in join_all(tasks).await {
+            assert!(bytes == expected[part as usize * 512..][..512], "part {part}");
+        }
+    });
+}
+
+#[test]
+fn a_thread_ends_with_operations_in_flight() {
+    for options in modes() {
+        let dir = disk_dir();
+        let path = dir.path().join("image");
+        let file = File::open(&path, &options).expect("open");
+        let theirs = file.clone();
+        std::thread::spawn(move || {
+            block_on(async {
+                for part in 0..100u64 {
+                    let file = theirs.clone();
+                    drop(spawn(async move { write(&file, &[7; 8192], part * 8192).await }));
+                }
+                yield_now().await;
+            });
+        })
+        .join()
+        .expect("thread");
+        // Nothing that the thread left behind holds a lock on a block.
+        block_on(async {
+            write(&file, &[8; 100], 8192 * 50 + 100).await;
+            file.sync().await.expect("sync");
+        });
+        let bytes = std::fs::read(&path).expect("file");
+        assert!(bytes[8192 * 50 + 100..][..100] == [8; 100], "{options:?}");
+    }
+}
+
+struct Detach(PathBuf);
+
+impl Drop for Detach {
+    fn drop(&mut self) {
+        let gone = std::process::Command::new("losetup").arg("--detach").arg(&self.0).status();
+        assert!(gone.expect("losetup").success());
+    }
+}
+
+#[test]
+#[ignore = "needs root, for a loop device"]
+fn block_devices() {
+    let dir = disk_dir();
+    let backing = dir.path().join("backing");
+    std::fs::write(&backing, vec![7; 1 << 20]).expect("write");
+    let made =
+        std::process::Command::new("losetup").args(["--find", "--show"]).arg(&backing).output().expect("losetup");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let device = PathBuf::from(String::from_utf8_lossy(&made.stdout).trim());
+    let _detach = Detach(device.clone());
+    for mut options in modes() {
+        options.create = options.engine == Engine::Threads;
+        let file = File::open(&device, &options).expect("open");
+        assert!(file.is_device());
+        assert_eq!(file.len(), 1 << 20);
+        block_on(async {
+            let (result, _) = file.write_at(IoBuf::copy_from(&[1; 10]), (1 << 20) - 5).await;
+            assert_eq!(result.expect_err("past the end").errno(), Errno::ENOSPC);
+            write(&file, &[3; 10_000], 5).await;
+            file.punch_hole(4096, 4096).await.expect("punch");
+            file.zero_range(512 * 1024, 4096).await.expect("zero");
+            assert!(read(&file, 8192, 0).await[..] == [&[7; 5][..], &[3; 4091], &[0; 4096]].concat()[..]);
+            assert!(read(&file, 4096, 512 * 1024).await == [0; 4096]);
+            write(&file, &[7; 10_005], 0).await;
+            file.set_len(512).await.expect("does nothing");
+            assert_eq!(file.len(), 1 << 20);
+            assert_eq!(file.set_len(2 << 20).await.expect_err("can't grow").kind(), ErrorKind::Unsupported);
+            assert_eq!(file.allocate(0, 512).await.expect_err("can't").kind(), ErrorKind::Unsupported);
+            assert_eq!(file.next_data(5).await.expect("all").map(|range| range.end), Some(1 << 20));
+            file.sync().await.expect("sync");
+        });
+    }
+}
+
+#[test]
 fn wrong_kinds_of_files_are_named() {
     let dir = disk_dir();
     let fifo = dir.path().join("pipe");

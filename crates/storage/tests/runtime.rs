@@ -109,17 +109,18 @@ fn tasks_left_over_go_on_in_the_next_call_and_end_with_the_thread() {
     std::thread::spawn(move || {
         let waited = signal.clone();
         let task = block_on(async move {
-            let forgotten = held;
             drop(spawn(async move {
-                let _forgotten = forgotten;
+                let _forgotten = held;
                 std::future::pending::<()>().await;
             }));
-            spawn(async move {
+            let task = spawn(async move {
                 waited.await;
                 5
-            })
+            });
+            [task]
         });
         signal.set();
+        let [task] = task;
         assert_eq!(block_on(task), 5);
     })
     .join()
