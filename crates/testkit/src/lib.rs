@@ -3,7 +3,9 @@
 //! enumerator. Not part of the product. See the README of this crate.
 
 pub mod audit;
+pub mod bigimage;
 pub mod crash;
+pub mod damage;
 pub mod images;
 pub mod matrix;
 pub mod model;

@@ -37,7 +37,7 @@ pub(super) struct OverlapEntry {
 /// What all passes over the tables found beside the ledger.
 #[derive(Debug, Default)]
 pub(super) struct Sums {
-    stats: Vec<(usize, ScanStats)>,
+    stats: ScanStats,
     /// Up to the ledger's limit.
     pub overlaps: Vec<OverlapEntry>,
 }
@@ -91,16 +91,13 @@ impl Session<'_> {
         self.mark_metadata(&counts, first_pass, scope, ledger).await?;
         let shared = Mutex::new((std::mem::take(ledger), Sums::default()));
         let result = self.scan_tables(&counts, first_pass, &shared).await;
-        let (filled, mut sums) = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let (filled, sums) = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
         *ledger = filled;
         result?;
         if first_pass {
-            sums.stats.sort_unstable_by_key(|(batch, _)| *batch);
-            let mut stats = ScanStats::default();
-            sums.stats.iter().for_each(|(_, part)| stats.append(part));
-            ledger.counters.allocated_clusters = stats.allocated;
-            ledger.counters.fragmented_clusters = stats.fragmented;
-            ledger.counters.compressed_clusters = stats.compressed;
+            ledger.counters.allocated_clusters = sums.stats.allocated;
+            ledger.counters.fragmented_clusters = sums.stats.fragmented;
+            ledger.counters.compressed_clusters = sums.stats.compressed;
         }
         Ok((counts, sums))
     }
@@ -180,7 +177,7 @@ impl Session<'_> {
                     let part = self.scan_table(counts, first_pass, *table, bytes, shared).await?;
                     stats.append(&part);
                 }
-                lock(shared).1.stats.push((batch, stats));
+                lock(shared).1.stats.append(&stats);
                 pool.give(read);
                 self.advance(tables.len() as u64)?;
             }

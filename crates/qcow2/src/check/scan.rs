@@ -37,16 +37,15 @@ impl ScanContext {
     }
 }
 
-/// Sums over the active L2 tables, in guest order.
+/// Sums over the active L2 tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
     /// Allocated clusters.
     pub allocated: u64,
     /// Compressed clusters.
     pub compressed: u64,
-    /// Clusters that don't follow their predecessor.
+    /// Clusters that don't follow their predecessor in the same table (as qemu-img counts them).
     pub fragmented: u64,
-    first: Option<u64>,
     next: Option<u64>,
 }
 
@@ -54,10 +53,7 @@ impl ScanStats {
     #[inline]
     fn data(&mut self, offset: u64, cluster_size: u64) {
         self.allocated += 1;
-        match self.next {
-            Some(next) => self.fragmented += u64::from(next != offset),
-            None => self.first = Some(offset),
-        }
+        self.fragmented += u64::from(self.next.is_some_and(|next| next != offset));
         self.next = Some(offset.wrapping_add(cluster_size));
     }
 
@@ -67,23 +63,18 @@ impl ScanStats {
         self.fragmented += 1;
     }
 
-    /// Appends the sums of the part of the disk that follows.
-    pub fn append(&mut self, later: &ScanStats) {
-        self.allocated += later.allocated;
-        self.compressed += later.compressed;
-        self.fragmented += later.fragmented;
-        if let (Some(next), Some(first)) = (self.next, later.first) {
-            self.fragmented += u64::from(next != first);
-        }
-        self.first = self.first.or(later.first);
-        self.next = later.next.or(self.next);
+    /// Adds the sums of other tables.
+    pub fn append(&mut self, other: &ScanStats) {
+        self.allocated += other.allocated;
+        self.compressed += other.compressed;
+        self.fragmented += other.fragmented;
     }
 }
 
 /// What a scan of a table found. Reused from table to table.
 #[derive(Debug, Default)]
 pub struct ScanOutput {
-    /// Sums, over all tables that were scanned into this.
+    /// Sums.
     pub stats: ScanStats,
     /// Findings with the number of references that share them.
     pub findings: Vec<(Finding, u64)>,
