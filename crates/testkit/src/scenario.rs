@@ -100,7 +100,7 @@ pub struct Prepared {
     /// Name of the top image: its path in the folder.
     pub top: String,
     pub files: Snapshot,
-    content: Vec<u8>,
+    pub content: Vec<u8>,
     spec: Qcow2Spec,
     qemu: Qemu,
 }

@@ -90,12 +90,12 @@ pub struct Trace {
     pub log: Vec<Event>,
 }
 
-/// Two changes that were under way at once on one sector.
+/// Two changes that were under way at once on the same bytes.
 #[derive(Clone, Debug)]
 pub struct Overlap {
     /// The file.
     pub file: String,
-    /// The bytes of the sectors that both touch.
+    /// The bytes that both touch.
     pub range: std::ops::Range<u64>,
     /// The two changes, for people.
     pub changes: String,
@@ -259,8 +259,8 @@ impl World {
         self.lock().config.capacity_bytes = capacity_bytes;
     }
 
-    /// Pairs of changes that were under way at once on one sector: fine for a disk, but a slip of an engine when the sector
-    /// holds metadata.
+    /// Pairs of changes that were under way at once on the same bytes: fine for a disk, but a slip of an engine when
+    /// they hold metadata.
     pub fn overlaps(&self) -> Vec<Overlap> {
         self.lock().overlaps.clone()
     }
@@ -353,22 +353,18 @@ impl State {
     }
 
     fn note_overlaps(&mut self, op: OpId, file: FileId, request: &Request) {
-        let sector = self.config.sector_bytes;
-        let sectors = |request: &Request| {
-            let range = request.range();
-            (range.start / sector, range.end.div_ceil(sector))
-        };
-        let (start, end) = sectors(request);
+        let range = request.range();
         for (other, slot) in &self.slots {
             let Slot::Waiting(pending) = slot else { continue };
             if pending.file != file || pending.request.change().is_none() {
                 continue;
             }
-            let (other_start, other_end) = sectors(&pending.request);
-            if start < other_end && other_start < end {
+            let other_range = pending.request.range();
+            let common = range.start.max(other_range.start)..range.end.min(other_range.end);
+            if !common.is_empty() {
                 self.overlaps.push(Overlap {
                     file: self.files[file].name.clone(),
-                    range: start.max(other_start) * sector..end.min(other_end) * sector,
+                    range: common,
                     changes: format!("#{other} {:?} and #{op} {request:?}", pending.request),
                 });
             }

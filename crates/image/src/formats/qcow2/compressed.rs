@@ -93,9 +93,10 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Writes each gapless run of places by one operation, its last sector filled up with zeroes.
+    /// Writes each gapless run of places by one operation, its last sector filled up with zeroes: but never past the
+    /// cluster that it ends in, which is smaller than a sector of some disks and has neighbours of its own.
     async fn write_places(&self, places: &[CompressedPlace], batch: &[(u64, Vec<u8>)]) -> Result<()> {
-        let sector = self.engine.config().sector_bytes as usize;
+        let sector = self.engine.config().sector_bytes;
         let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
         for (place, (_, bytes)) in places.iter().zip(batch) {
             match runs.last_mut() {
@@ -104,7 +105,9 @@ impl Qcow2Driver {
             }
         }
         let writes = runs.into_iter().map(|(host, mut run)| {
-            run.resize(run.len().next_multiple_of(sector), 0);
+            let end = host + run.len() as u64;
+            let padded_end = end.next_multiple_of(sector).min(end.next_multiple_of(self.cluster_size()));
+            run.resize((padded_end - host) as usize, 0);
             self.file.write_at(IoBuf::copy_from(&run), host)
         });
         let mut result = Ok(());
