@@ -99,7 +99,9 @@ pub struct Prepared {
     folder: tempfile::TempDir,
     /// Name of the top image: its path in the folder.
     pub top: String,
+    /// All files, by their paths.
     pub files: Snapshot,
+    /// What the guest's disk holds.
     pub content: Vec<u8>,
     spec: Qcow2Spec,
     qemu: Qemu,
