@@ -46,7 +46,7 @@ impl Inner {
         while position < end {
             let start = self.align_down(position);
             let stop = self.align_up(end).min(start + BOUNCE_BYTES);
-            let bounce = Payload::one(IoBuf::zeroed((stop - start) as usize));
+            let bounce = Payload::one(IoBuf::scratch((stop - start) as usize));
             let (result, bounce) = self.read_aligned(bounce, start).await;
             if let Err(errno) = result {
                 return (Err(errno), payload);
@@ -119,7 +119,7 @@ impl Inner {
 
     /// Reads the block at `offset` to `place`, which is one block long.
     async fn fill_block(&self, place: &mut [u8], offset: u64) -> SysResult<()> {
-        let (result, payload) = self.read_aligned(Payload::one(IoBuf::zeroed(place.len())), offset).await;
+        let (result, payload) = self.read_aligned(Payload::one(IoBuf::scratch(place.len())), offset).await;
         result?;
         place.copy_from_slice(&payload.into_one());
         Ok(())

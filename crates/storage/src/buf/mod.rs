@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Owned, aligned I/O memory.
 
-use std::alloc::{Layout, alloc, alloc_zeroed, dealloc, handle_alloc_error};
+mod free;
+
+use std::alloc::{Layout, alloc, alloc_zeroed, handle_alloc_error};
 use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -34,10 +36,20 @@ unsafe impl Sync for Region {}
 impl Drop for Region {
     fn drop(&mut self) {
         if let Owner::Heap(layout) = self.owner {
-            // SAFETY: `base` came from `alloc` or `alloc_zeroed` with this layout, and no IoBuf is left.
-            unsafe { dealloc(self.base.as_ptr(), layout) }
+            // SAFETY: `base` came from the global allocator with this layout, every constructor initialised all of it, and no
+            // IoBuf is left.
+            unsafe { free::give(self.base, layout) }
         }
     }
+}
+
+/// What new memory holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    Zero,
+    /// Initialised, but to what nobody knows.
+    Any,
+    Uninitialised,
 }
 
 /// A piece of I/O memory that its holder owns alone: read and written by the kernel, so an operation takes it by
@@ -56,12 +68,18 @@ unsafe impl Sync for IoBuf {}
 impl IoBuf {
     /// `len` zero bytes, aligned to [`IO_ALIGN`].
     pub fn zeroed(len: usize) -> Self {
-        Self::allocate(len, true)
+        Self::allocate(len, Contents::Zero)
+    }
+
+    /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for what is about to be filled. Cheaper than zeroes where
+    /// the thread has freed a buffer of that length before.
+    pub fn scratch(len: usize) -> Self {
+        Self::allocate(len, Contents::Any)
     }
 
     /// A copy of `bytes`, aligned to [`IO_ALIGN`].
     pub fn copy_from(bytes: &[u8]) -> Self {
-        let buf = Self::allocate(bytes.len(), false);
+        let buf = Self::allocate(bytes.len(), Contents::Uninitialised);
         // SAFETY: the region is new and `bytes.len()` long, so it can't overlap `bytes`; this initialises all of it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.start.as_ptr(), bytes.len()) };
         buf
@@ -78,8 +96,8 @@ impl IoBuf {
         IoBuf { start, len, region: Arc::new(region) }
     }
 
-    /// With `zero == false` the caller must initialise every byte before anybody sees the buffer.
-    fn allocate(len: usize, zero: bool) -> Self {
+    /// With [`Contents::Uninitialised`] the caller must initialise every byte before anybody sees the buffer.
+    fn allocate(len: usize, contents: Contents) -> Self {
         let layout = match Layout::from_size_align(len, IO_ALIGN) {
             Ok(layout) => layout,
             // More than isize::MAX bytes: no machine has them, so this is what running out of memory looks like.
@@ -89,9 +107,25 @@ impl IoBuf {
             let base = NonNull::<AlignedPage>::dangling().cast();
             return IoBuf { start: base, len, region: Arc::new(Region { base, owner: Owner::Empty }) };
         }
-        // SAFETY: the size is not 0.
-        let memory = unsafe { if zero { alloc_zeroed(layout) } else { alloc(layout) } };
-        let Some(base) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        let base = match free::take(layout) {
+            Some(base) => {
+                if contents == Contents::Zero {
+                    // SAFETY: the block has `len` bytes and is ours alone.
+                    unsafe { base.write_bytes(0, len) };
+                }
+                base
+            }
+            None => {
+                // SAFETY: the size is not 0.
+                let memory = unsafe {
+                    match contents {
+                        Contents::Uninitialised => alloc(layout),
+                        Contents::Zero | Contents::Any => alloc_zeroed(layout),
+                    }
+                };
+                NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout))
+            }
+        };
         IoBuf { start: base, len, region: Arc::new(Region { base, owner: Owner::Heap(layout) }) }
     }
 
@@ -257,6 +291,35 @@ mod tests {
         assert_eq!(&buf[..], b"cde");
         buf.advance(3);
         assert!(buf.is_empty());
+    }
+
+    #[test]
+    fn freed_memory_is_used_again_and_is_zero_when_asked_for() {
+        // A length that no other buffer of this thread has.
+        const LEN: usize = 123 * 4096;
+        let mut buf = IoBuf::zeroed(LEN);
+        buf.fill(7);
+        let address = buf.as_raw().addr();
+        drop(buf);
+        let scratch = IoBuf::scratch(LEN);
+        assert_eq!(scratch.as_raw().addr(), address);
+        assert!(scratch.iter().all(|&byte| byte == 7));
+        drop(scratch);
+        let zeroed = IoBuf::zeroed(LEN);
+        assert_eq!(zeroed.as_raw().addr(), address);
+        assert!(zeroed.iter().all(|&byte| byte == 0));
+        assert!(IoBuf::scratch(LEN).iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn a_thread_keeps_only_so_much() {
+        let many: Vec<IoBuf> = (0..40).map(|_| IoBuf::scratch(1 << 20)).collect();
+        drop(many);
+        let huge = IoBuf::scratch(64 << 20);
+        drop(huge);
+        assert_eq!(IoBuf::scratch(1 << 20).len(), 1 << 20);
+        let ended = std::thread::spawn(|| IoBuf::zeroed(1 << 20)).join().expect("thread");
+        assert_eq!(ended.len(), 1 << 20);
     }
 
     #[test]
