@@ -133,7 +133,7 @@ impl Blocks {
         *self = Blocks { tokens, done, ..Blocks::new() };
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(&mut self, token: Token) {
         match token {
             Token::Literal(byte) => {
@@ -154,6 +154,7 @@ impl Blocks {
     }
 
     /// The chunk joins the open block, or starts a new one where codes of their own save more than they cost.
+    #[inline(never)]
     fn end_chunk(&mut self) {
         let apart = self.block_entropy_bits + self.chunk.entropy_bits();
         let joint = self.block.joint_entropy_bits(&self.chunk);

@@ -56,6 +56,15 @@ impl Finder {
         self.previous.fill(0);
     }
 
+    /// Remembers `pos` within a match: for matches of four bytes and more only.
+    #[inline(always)]
+    pub(super) fn skip(&mut self, data: &[u8], pos: usize) {
+        let word = word_at(data, pos);
+        let slot4 = &mut self.last4[(word.wrapping_mul(0x9e37_79b1) >> (32 - HASH4_BITS)) as usize];
+        self.previous[pos % WINDOW] = *slot4;
+        *slot4 = pos as u16;
+    }
+
     /// Remembers `pos`. `data` has [`PADDING`] bytes behind every position asked for.
     #[inline]
     pub(super) fn insert(&mut self, data: &[u8], pos: usize) -> (u16, u16) {

@@ -128,7 +128,7 @@ impl Encoder {
         }
         self.blocks.push(Token::Match(found));
         for inner in pos + seen..pos + found.len {
-            self.finder.insert(&self.data, inner);
+            self.finder.skip(&self.data, inner);
         }
         found.len
     }
