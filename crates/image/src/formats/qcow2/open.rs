@@ -37,10 +37,11 @@ impl Qcow2Driver {
         Ok(driver)
     }
 
-    async fn open_named(context: OpenContext, header: Header, cipher: Option<Arc<dyn Cipher>>) -> Result<Self> {
+    async fn open_named(context: OpenContext, mut header: Header, cipher: Option<Arc<dyn Cipher>>) -> Result<Self> {
         if context.writable && !context.check {
             if header.is_dirty() {
-                return Err(Error::unsupported("the image was not closed properly: repair it first"));
+                crate::check::recover_dirty(&context.file).await?;
+                header = read_header(&context.file).await?;
             }
             check_may_write(&header, cipher.is_some())?;
         }
