@@ -62,6 +62,9 @@ fn a_chain_is_found_and_read() {
     rt::block_on(node.close()).unwrap();
 }
 
+/// Start, length, depth, present, zero, data, offset.
+type MapRun = (u64, u64, u64, bool, bool, bool, Option<u64>);
+
 #[test]
 fn the_map_of_a_chain_is_the_one_of_qemu_img() {
     let folder = chain();
@@ -69,7 +72,7 @@ fn the_map_of_a_chain_is_the_one_of_qemu_img() {
     let expected: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
     let node = open_now(OpenRequest::file(top(&folder)));
     for max_runs in [1, 3, 1000] {
-        let mut runs: Vec<(u64, u64, u64, bool, bool, bool, Option<u64>)> = Vec::new();
+        let mut runs: Vec<MapRun> = Vec::new();
         let mut at = 0;
         while at < node.size() {
             let more = rt::block_on(node.block_status_chain(at, node.size() - at, max_runs)).unwrap();
