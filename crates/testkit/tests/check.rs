@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `check` against the real qemu-img: damaged images of every class get the same verdict, and a repair by either
+//! leaves what the other calls clean, with the guest's data as it was.
+
+use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_storage::rt;
+use cowshed_testkit::bigimage::{self, Placement};
+use cowshed_testkit::damage::{COPIED, Victim};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::random::Random;
+use serde_json::Value;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// What an image is made of: options of `create`, then commands of qemu-io and "snapshot NAME" and "bitmap NAME".
+struct Base {
+    name: &'static str,
+    options: &'static str,
+    steps: &'static [&'static str],
+}
+
+const SIZE: u64 = 8 << 20;
+
+const BASES: &[Base] = &[
+    Base {
+        name: "plain",
+        options: "cluster_size=64k",
+        steps: &["write -P 1 0 1M", "write -P 2 2M 1M", "write -z 1M 128k"],
+    },
+    Base { name: "v2", options: "compat=0.10", steps: &["write -P 1 0 1M", "write -P 2 3M 200k"] },
+    Base { name: "tiny", options: "cluster_size=512", steps: &["write -P 1 0 300k", "write -P 2 5M 100k"] },
+    Base { name: "bits1", options: "refcount_bits=1,cluster_size=4k", steps: &["write -P 1 0 300k"] },
+    Base {
+        name: "bits2",
+        options: "refcount_bits=2,cluster_size=4k",
+        steps: &["write -P 1 0 300k", "snapshot a", "write -P 3 4k 9k"],
+    },
+    Base { name: "bits8", options: "refcount_bits=8", steps: &["write -P 1 0 300k", "write -c -P 3 1M 64k"] },
+    Base { name: "bits64", options: "refcount_bits=64", steps: &["write -P 1 0 300k"] },
+    Base {
+        name: "snapshots",
+        options: "cluster_size=16k",
+        steps: &[
+            "write -P 1 0 256k",
+            "snapshot a",
+            "write -P 2 0 64k",
+            "write -P 3 2M 64k",
+            "snapshot b",
+            "write -P 4 64k 16k",
+        ],
+    },
+    Base {
+        name: "bitmaps",
+        options: "cluster_size=64k",
+        steps: &["write -P 1 0 256k", "bitmap b0", "bitmap b1", "write -P 2 1M 1M"],
+    },
+    Base {
+        name: "subclusters",
+        options: "extended_l2=on,cluster_size=64k",
+        steps: &["write -P 1 0 256k", "write -P 2 300k 2k", "write -z 0 6k", "write -P 3 1M 2k"],
+    },
+    Base {
+        name: "compressed",
+        options: "cluster_size=64k",
+        steps: &[
+            "write -P 9 0 64k",
+            "write -c -P 1 64k 64k",
+            "write -c -P 2 128k 64k",
+            "write -c -P 3 192k 64k",
+            "write -P 4 1M 64k",
+        ],
+    },
+    Base { name: "lazy", options: "lazy_refcounts=on", steps: &["write -P 1 0 1M"] },
+];
+
+struct Bench {
+    dir: tempfile::TempDir,
+    qemu: Qemu,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench { dir: temp_dir(), qemu: Qemu::system() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(format!("{name}.qcow2"))
+    }
+
+    fn copy(&self, from: &Path, name: &str) -> PathBuf {
+        let to = self.path(name);
+        std::fs::copy(from, &to).expect("copy");
+        to
+    }
+
+    fn base(&self, name: &str) -> PathBuf {
+        let base = BASES.iter().find(|base| base.name == name).expect("a base image of that name");
+        let path = self.path(&format!("base-{name}"));
+        self.qemu.create(&path, "qcow2", base.options, SIZE);
+        for step in base.steps {
+            let text = path.to_str().expect("text path");
+            match step.split_once(' ') {
+                Some(("snapshot", id)) => drop(self.qemu.img(["snapshot", "-c", id, text]).expect_ok()),
+                Some(("bitmap", id)) => drop(self.qemu.img(["bitmap", "--add", text, id]).expect_ok()),
+                _ => drop(self.qemu.io_commands(&path, "qcow2", &[(*step).to_owned()]).expect_ok()),
+            }
+        }
+        self.qemu.expect_clean(&path);
+        path
+    }
+
+    /// The guest's bytes, `None` where qemu-img can't read them.
+    fn content(&self, image: &Path) -> Option<Vec<u8>> {
+        let raw = image.with_extension("raw");
+        let (from, to) = (image.to_str()?, raw.to_str()?);
+        let output = self.qemu.img(["convert", "-f", "qcow2", "-O", "raw", from, to]);
+        let bytes = std::fs::read(&raw).ok();
+        let _ = std::fs::remove_file(&raw);
+        bytes.filter(|_| output.code == 0)
+    }
+}
+
+fn options(image: &Path, repair: Repair) -> CheckOptions {
+    let image = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
+    CheckOptions { image, repair, threads: Some(2), memory_bytes: None }
+}
+
+fn run(image: &Path, repair: Repair) -> CheckOutcome {
+    let outcome = rt::block_on(check::run(&options(image, repair), &JobHandle::new()));
+    outcome.expect("a check").expect("qcow2 is checked")
+}
+
+/// Counters without what depends on the name.
+fn counters(mut json: Value) -> Value {
+    if let Some(object) = json.as_object_mut() {
+        object.remove("filename");
+        object.remove("format");
+    }
+    json
+}
+
+/// How our verdict relates to qemu-img's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Agreement {
+    /// Same counters and exit code.
+    Exact,
+    /// Same exit code.
+    Code,
+    /// We see more.
+    Stricter,
+}
+
+struct Case {
+    name: &'static str,
+    base: &'static str,
+    damage: fn(&Victim),
+    agreement: Agreement,
+    /// Exit code of ours after `-r leaks` and `-r all`.
+    after: (u8, u8),
+}
+
+const fn case(name: &'static str, base: &'static str, damage: fn(&Victim), after: (u8, u8)) -> Case {
+    Case { name, base, damage, agreement: Agreement::Exact, after }
+}
+
+const fn other(agreement: Agreement, case: Case) -> Case {
+    Case { agreement, ..case }
+}
+
+fn cases() -> Vec<Case> {
+    use Agreement::{Code, Stricter};
+    vec![
+        case("leak", "plain", |v| v.set_refcount(v.host_cluster(32), 2), (0, 0)),
+        case("leak on its own", "tiny", |v| v.set_word(v.l2_entry(3), 0), (0, 0)),
+        case("refcount too low", "plain", |v| v.set_refcount(v.host_cluster(1), 0), (2, 0)),
+        case("refcount too low, one bit", "bits1", |v| v.set_refcount(v.host_cluster(1), 0), (2, 0)),
+        case("refcount too low, 64 bits", "bits64", |v| v.set_refcount(v.host_cluster(1), 0), (2, 0)),
+        case("refcount far too high", "bits64", |v| v.set_refcount(v.host_cluster(1), 1 << 40), (0, 0)),
+        case("refcount too high, eight bits", "bits8", |v| v.set_refcount(v.host_cluster(1), 255), (0, 0)),
+        case("snapshot refcount too low", "snapshots", |v| v.set_refcount(v.host_cluster(8), 1), (2, 0)),
+        case("snapshot refcount too high", "bits2", |v| v.set_refcount(v.host_cluster(9), 3), (0, 0)),
+        case("copied missing", "plain", |v| v.flip(v.l2_entry(1), COPIED), (0, 0)),
+        case("copied missing in L1", "v2", |v| v.flip(v.l1_entry(0), COPIED), (0, 0)),
+        case("copied on a shared cluster", "snapshots", |v| v.flip(v.l2_entry(8), COPIED), (0, 0)),
+        case("two users of a cluster", "plain", |v| v.set_word(v.l2_entry(3), v.word(v.l2_entry(4))), (2, 0)),
+        case("two users, one bit", "bits1", |v| v.set_word(v.l2_entry(3), v.word(v.l2_entry(4))), (2, 2)),
+        case("two users of an L2 table", "tiny", |v| v.set_word(v.l1_entry(2), v.word(v.l1_entry(3))), (2, 0)),
+        case("data behind the end", "plain", |v| v.set_word(v.l2_entry(3), COPIED | 100 << 20), (2, 2)),
+        case("L2 table behind the end", "v2", |v| v.set_word(v.l1_entry(0), COPIED | 100 << 20), (2, 2)),
+        case("data not aligned", "plain", |v| v.flip(v.l2_entry(3), 0x200), (2, 2)),
+        case("zero cluster not aligned", "plain", |v| v.flip(v.l2_entry(3), 0x201), (2, 0)),
+        case("reserved bits in L2", "plain", |v| v.flip(v.l2_entry(3), 0x10), (2, 0)),
+        case("high reserved bits in L2", "plain", |v| v.flip(v.l2_entry(3), 1 << 57), (2, 0)),
+        case("reserved bits in L1", "plain", |v| v.flip(v.l1_entry(0), 1 << 58), (2, 0)),
+        case("copied on compressed", "compressed", |v| v.flip(v.l2_entry(2), COPIED), (2, 0)),
+        case("compressed behind the end", "compressed", |v| v.flip(v.l2_entry(2), 1 << 30), (2, 2)),
+        case(
+            "compressed refcount too low",
+            "compressed",
+            |v| v.set_refcount(v.word(v.l2_entry(2)) << 10 >> 26, 1),
+            (2, 0),
+        ),
+        case("both subcluster bits", "subclusters", |v| v.flip(v.l2_entry(2) + 8, 1 << 40 | 1 << 39), (2, 2)),
+        case("subclusters without a cluster", "subclusters", |v| v.set_word(v.l2_entry(90) + 8, 1), (2, 2)),
+        case("no refcount block", "plain", |v| v.set_word(v.refcount_table_entry(0), 0), (2, 0)),
+        case("refcount block behind the end", "plain", |v| v.set_word(v.refcount_table_entry(0), 100 << 20), (2, 0)),
+        case("far refcount block behind the end", "v2", |v| v.set_word(v.refcount_table_entry(1), 100 << 20), (2, 0)),
+        case(
+            "refcount block twice",
+            "plain",
+            |v| v.set_word(v.refcount_table_entry(1), v.word(v.refcount_table_entry(0))),
+            (2, 0),
+        ),
+        other(
+            Code,
+            case("reserved bit in the refcount table", "plain", |v| v.flip(v.refcount_table_entry(0), 1), (2, 0)),
+        ),
+        other(
+            Stricter,
+            case("refcount block not aligned", "plain", |v| v.flip(v.refcount_table_entry(0), 0x200), (2, 0)),
+        ),
+        other(
+            Code,
+            case(
+                "data on the L1 table",
+                "plain",
+                |v| v.set_word(v.l2_entry(3), COPIED | v.header.l1_table_offset),
+                (2, 0),
+            ),
+        ),
+        other(
+            Code,
+            case(
+                "data on the refcount block",
+                "plain",
+                |v| v.set_word(v.l2_entry(3), COPIED | v.word(v.refcount_table_entry(0))),
+                (2, 0),
+            ),
+        ),
+        other(
+            Stricter,
+            case(
+                "data on the L2 table, refcount right",
+                "plain",
+                |v| {
+                    let table = v.l2_entry(0);
+                    v.set_word(v.l2_entry(3), table);
+                    v.flip(v.l1_entry(0), COPIED);
+                    v.set_refcount(table >> 16, 2);
+                },
+                (2, 0),
+            ),
+        ),
+        case("truncated", "plain", |v| v.file.set_len(1 << 20).expect("truncate"), (2, 2)),
+        case("truncated inside of a cluster", "plain", |v| v.file.set_len((1 << 20) + 5000).expect("truncate"), (2, 2)),
+        case(
+            "dirty, with a leak and a hole",
+            "lazy",
+            |v| {
+                v.set_word(72, 1);
+                v.set_refcount(v.host_cluster(5), 2);
+                v.set_refcount(v.host_cluster(6), 0);
+            },
+            (2, 0),
+        ),
+        case("stale bitmaps", "bitmaps", |v| v.set_word(88, 0), (0, 0)),
+        case("leak beside bitmaps", "bitmaps", |v| v.set_refcount(v.host_cluster(1), 2), (0, 0)),
+        case("snapshot L1 behind the end", "snapshots", |v| v.set_word(v.header.snapshots_offset, 1 << 40), (2, 2)),
+        case("snapshot L1 not aligned", "snapshots", |v| v.flip(v.header.snapshots_offset, 512), (2, 2)),
+    ]
+}
+
+fn compare_verdicts(case: &Case, bench: &Bench, image: &Path) {
+    let theirs = bench.qemu.check(image, "qcow2");
+    let ours = run(image, Repair::None);
+    let what = format!("{}\nours {:?}\n{}\nqemu {}", case.name, ours.report.counters, ours_lines(&ours), theirs.stderr);
+    match case.agreement {
+        Agreement::Exact => {
+            assert_eq!(counters(report::json(&ours)), counters(theirs.json), "{what}");
+            assert_eq!(i32::from(ours.exit_code()), theirs.code, "{what}");
+        }
+        Agreement::Code => assert_eq!(i32::from(ours.exit_code()), theirs.code, "{what}"),
+        Agreement::Stricter => assert_eq!(ours.exit_code(), 2, "{what}"),
+    }
+}
+
+fn ours_lines(outcome: &CheckOutcome) -> String {
+    report::finding_lines(outcome).join("\n")
+}
+
+#[test]
+fn damaged_images() {
+    let bench = Bench::new();
+    let mut failures = Vec::new();
+    for case in cases() {
+        let image = bench.base(case.base);
+        (case.damage)(&Victim::open(&image));
+        compare_verdicts(&case, &bench, &image);
+        let before = bench.content(&image);
+        for (repair, code) in [(Repair::Leaks, case.after.0), (Repair::All, case.after.1)] {
+            let copy = bench.copy(&image, "repaired");
+            let outcome = run(&copy, repair);
+            let theirs = bench.qemu.check(&copy, "qcow2");
+            let mut fail =
+                |why: String| failures.push(format!("{} {repair:?}: {why}\n{}", case.name, ours_lines(&outcome)));
+            if outcome.exit_code() != code {
+                fail(format!("exit code {} instead of {code}", outcome.exit_code()));
+            }
+            if code == 0 && theirs.code != 0 {
+                fail(format!("qemu-img finds {}{}", theirs.json, theirs.stderr));
+            }
+            if before.is_some() && bench.content(&copy) != before {
+                fail("the data changed".to_owned());
+            }
+            let again = run(&copy, Repair::None);
+            if again.exit_code() != outcome.exit_code() {
+                fail(format!("a second check says {:?}", again.report.counters));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+}
+
+/// What QEMU has repaired is clean for us too.
+#[test]
+fn images_that_qemu_repaired() {
+    let bench = Bench::new();
+    for case in cases().iter().filter(|case| case.agreement == Agreement::Exact) {
+        let image = bench.base(case.base);
+        (case.damage)(&Victim::open(&image));
+        let theirs = bench.qemu.check_with(&image, "qcow2", &["-r", "all"]);
+        if theirs.code == 0 {
+            let ours = run(&image, Repair::None);
+            assert_eq!(ours.exit_code(), 0, "{}: {}", case.name, ours_lines(&ours));
+        }
+    }
+}
+
+#[test]
+fn whole_images_are_clean_and_stay_untouched() {
+    let bench = Bench::new();
+    for base in BASES {
+        let image = bench.base(base.name);
+        let bytes = std::fs::read(&image).expect("image");
+        for repair in [Repair::None, Repair::Leaks, Repair::All] {
+            let ours = run(&image, repair);
+            assert_eq!(ours.exit_code(), 0, "{}: {}", base.name, ours_lines(&ours));
+            assert!(!ours.report.changed);
+        }
+        assert!(std::fs::read(&image).expect("image") == bytes, "{} changed", base.name);
+        let theirs = bench.qemu.check(&image, "qcow2");
+        assert_eq!(counters(report::json(&run(&image, Repair::None))), counters(theirs.json), "{}", base.name);
+    }
+}
+
+/// Passes over windows of clusters, and more threads, say the same as one pass on one thread.
+#[test]
+fn passes_and_threads_agree() {
+    let bench = Bench::new();
+    let image = bench.base("tiny");
+    let victim = Victim::open(&image);
+    victim.set_refcount(victim.host_cluster(1), 0);
+    victim.set_refcount(victim.host_cluster(500), 7);
+    victim.set_word(victim.l2_entry(9), victim.word(victim.l2_entry(10)));
+    victim.set_word(victim.l2_entry(11), COPIED | 1 << 30);
+    let single = CheckOptions { threads: Some(1), ..options(&image, Repair::None) };
+    let check = |options: &CheckOptions| rt::block_on(check::run(options, &JobHandle::new())).unwrap().unwrap().report;
+    let expected = check(&single);
+    assert!(expected.counters.corruptions >= 5 && expected.counters.leaks >= 2, "{:?}", expected.counters);
+    for (threads, memory_bytes) in [(1, 1), (4, 1), (4, 1 << 20)] {
+        let other = CheckOptions { threads: Some(threads), memory_bytes: Some(memory_bytes), ..single.clone() };
+        let report = check(&other);
+        assert_eq!(report.counters, expected.counters);
+        assert_eq!(report.findings, expected.findings);
+    }
+    let repair = CheckOptions { repair: Repair::All, memory_bytes: Some(1), ..single };
+    let copy = bench.copy(&image, "repaired");
+    let repaired = check(&CheckOptions { image: ImageSpec::file(copy.to_str().unwrap()).format("qcow2"), ..repair });
+    assert_eq!(repaired.counters.leaks, 0);
+    let theirs = bench.qemu.check(&copy, "qcow2");
+    assert_eq!((theirs.corruptions, theirs.leaks), (repaired.counters.corruptions, 0), "{}", theirs.stderr);
+}
+
+#[test]
+fn repair_refuses_what_it_can_not_count() {
+    let bench = Bench::new();
+    let image = bench.base("plain");
+    let victim = Victim::open(&image);
+    victim.set_refcount(victim.host_cluster(1), 2);
+    victim.set_word(88, 1 << 40);
+    let bytes = std::fs::read(&image).expect("image");
+    let outcome = run(&image, Repair::All);
+    assert_eq!(outcome.exit_code(), 2);
+    assert!(outcome.report.notes[0].contains("unknown autoclear"), "{:?}", outcome.report.notes);
+    assert!(std::fs::read(&image).expect("image") == bytes);
+}
+
+/// Random bytes in the metadata: no panic, and a repair that reports success has kept what could be read.
+#[test]
+fn random_damage() {
+    let bench = Bench::new();
+    let rounds: u64 = std::env::var("COWSHED_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(6);
+    for base in ["plain", "tiny", "snapshots", "bitmaps", "subclusters", "compressed", "bits1"] {
+        let image = bench.base(base);
+        for seed in 0..rounds {
+            let copy = bench.copy(&image, "damaged");
+            let mut random = Random::new(seed);
+            let victim = Victim::open(&copy);
+            let tables =
+                [victim.header.l1_table_offset, victim.l2_entry(0), victim.word(victim.refcount_table_entry(0))];
+            for _ in 0..1 + random.below(3) {
+                let table = tables[random.below(3) as usize];
+                let at = table + random.below(64);
+                victim.file.write_all_at(&[random.below(256) as u8], at).expect("write");
+            }
+            drop(victim);
+            let before = bench.content(&copy);
+            let verdict = bench.qemu.check(&copy, "qcow2");
+            let ours = rt::block_on(check::run(&options(&copy, Repair::None), &JobHandle::new()));
+            let what = format!("{base} seed {seed}: qemu {} {}\nours {ours:?}", verdict.json, verdict.stderr);
+            let Ok(Some(ours)) = ours else {
+                assert_ne!(verdict.code, 0, "{what}");
+                continue;
+            };
+            assert!(ours.exit_code() == 2 || i32::from(ours.exit_code()) == verdict.code, "{what}");
+            let repaired = run(&copy, Repair::All);
+            let after = bench.content(&copy);
+            assert!(before.is_none() || before == after, "the repair changed data: {what}\n{}", ours_lines(&repaired));
+            if repaired.exit_code() == 0 {
+                bench.qemu.expect_clean(&copy);
+            }
+        }
+    }
+}
+
+#[test]
+fn big_images() {
+    let bench = Bench::new();
+    for (placement, fragmented) in [(Placement::Contiguous, false), (Placement::Scattered, true)] {
+        let image = bench.path("big");
+        bigimage::build(&image, 1 << 30, 16, placement).expect("image");
+        let theirs = bench.qemu.check(&image, "qcow2");
+        let ours = run(&image, Repair::None);
+        assert_eq!(counters(report::json(&ours)), counters(theirs.json), "{placement:?}");
+        assert_eq!(ours.exit_code(), 0);
+        assert_eq!(ours.report.counters.allocated_clusters, 1 << 14);
+        assert_eq!(ours.report.counters.fragmented_clusters > 0, fragmented);
+    }
+}
