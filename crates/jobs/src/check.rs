@@ -56,8 +56,10 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
     let file = node.child(ChildRole::File).and_then(|child| child.file()).cloned();
     let file =
         file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))?;
-    let report = check_file(&file, options, job).await?;
-    // The node is dropped, not closed: its idea of the file is from before the repair.
+    let result = check_file(&file, options, job).await;
+    let closed = node.close().await;
+    let report = result?;
+    closed?;
     Ok(Some(CheckOutcome { filename: node.filename(), format: node.driver_name().to_owned(), report }))
 }
 

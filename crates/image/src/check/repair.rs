@@ -64,6 +64,10 @@ impl Session<'_> {
     async fn repair(&mut self, before: &Ledger, overlaps: &[OverlapEntry], notes: &mut Vec<String>) -> Result<bool> {
         let mut changed = false;
         let mut hidden = before.hidden_references;
+        if self.options.repair == Repair::Leaks && !overlaps.is_empty() {
+            notes.push("nothing was changed: the guest would see it where its data overlaps with metadata".to_owned());
+            return Ok(false);
+        }
         if self.options.repair == Repair::All {
             let copies = self.copy_overlaps(overlaps, notes).await?;
             changed |= !copies.is_empty();

@@ -28,8 +28,13 @@ impl Qcow2Driver {
 
     /// As [`Qcow2Driver::open`], with the cipher of an encrypted image.
     pub async fn open_with_cipher(context: OpenContext, cipher: Option<Arc<dyn Cipher>>) -> Result<Qcow2Driver> {
-        let header = read_header(&context.file).await?;
+        let mut header = read_header(&context.file).await?;
         let name = context.file_name.clone();
+        if header.is_dirty() && context.writable && !context.check {
+            check_may_write(&header, cipher.is_some()).map_err(|error| error.file(name.clone()))?;
+            crate::check::recover_dirty(&context.file).await?;
+            header = read_header(&context.file).await?;
+        }
         let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
         if driver.writable {
             driver.clear_unknown_autoclear().await?;
@@ -62,7 +67,8 @@ impl Qcow2Driver {
             no_backing: context.no_backing && header.backing_file.is_some(),
             cipher,
             header: Mutex::new(header),
-            writable: context.writable,
+            // Opened to be checked: the check writes past the driver, whose view of the file is stale after a repair.
+            writable: context.writable && !context.check,
             punch,
             events: Events::default(),
             cycle_lock: futures_util::lock::Mutex::new(()),
