@@ -177,6 +177,14 @@ impl Step {
     }
 }
 
+/// What the strict mode compares.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    present: bool,
+    zero: bool,
+    data: bool,
+}
+
 /// One image and what is known of it from the current place on.
 struct Side<'a> {
     node: &'a Node,
@@ -188,12 +196,13 @@ impl<'a> Side<'a> {
         Side { node, runs: VecDeque::new() }
     }
 
-    /// End of the run at `offset`, whether it holds data, whether it is allocated. Zero behind the image's end.
-    async fn at(&mut self, offset: u64, size: u64) -> Result<(u64, bool, bool)> {
+    /// The run at `offset`: where it ends, whether it must be read, and its kind for the strict mode. Zero behind the
+    /// image's end.
+    async fn at(&mut self, offset: u64, size: u64) -> Result<(u64, bool, Kind)> {
         const MAX_RUNS: usize = 1024;
         const WINDOW_BYTES: u64 = 4 << 30;
         if offset >= self.node.size() {
-            return Ok((size, false, false));
+            return Ok((size, false, Kind { present: false, zero: true, data: false }));
         }
         while self.runs.front().is_some_and(|run| run.start + run.len <= offset) {
             self.runs.pop_front();
@@ -205,7 +214,8 @@ impl<'a> Side<'a> {
         let run = self.runs.front().ok_or_else(|| {
             Error::internal("an image says nothing of a range").offset(offset).file(self.node.filename())
         })?;
-        Ok((run.start + run.len, !run.zero, run.present))
+        let kind = Kind { present: run.present, zero: run.zero, data: run.data };
+        Ok((run.start + run.len, !run.zero, kind))
     }
 }
 
@@ -224,9 +234,9 @@ impl Walk<'_> {
         }
         let start = self.at;
         let [first, second] = &mut self.sides;
-        let (first_end, first_data, first_present) = first.at(start, self.size).await?;
-        let (second_end, second_data, second_present) = second.at(start, self.size).await?;
-        if self.strict && first_present != second_present {
+        let (first_end, first_data, first_kind) = first.at(start, self.size).await?;
+        let (second_end, second_data, second_kind) = second.at(start, self.size).await?;
+        if self.strict && first_kind != second_kind {
             self.at = self.size;
             return Ok(Some(Step::Allocation { offset: start }));
         }

@@ -11,6 +11,7 @@ mod compressed;
 mod events;
 mod flush;
 mod header;
+mod holes;
 mod open;
 mod preallocate;
 mod read;

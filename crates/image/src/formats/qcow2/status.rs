@@ -19,13 +19,13 @@ impl Qcow2Driver {
                 let count = runs.len();
                 match runs.last_mut() {
                     Some(last) if continues(last, &run) => last.len += run.len,
-                    _ if count >= max_runs => return Ok(runs),
+                    _ if count >= max_runs => return self.with_holes(runs, max_runs).await,
                     _ => runs.push(run),
                 }
             }
             at += mapped;
         }
-        Ok(runs)
+        self.with_holes(runs, max_runs).await
     }
 
     fn status_of(&self, extent: &Extent) -> StatusExtent {
