@@ -49,7 +49,7 @@ pub enum Verdict {
 pub struct CompareOutcome {
     /// The verdict.
     pub verdict: Verdict,
-    /// The sizes differ, but not in strict mode: worth a warning.
+    /// The sizes differ, but what both have is the same: worth a warning (not in strict mode).
     pub size_warning: bool,
 }
 
@@ -110,7 +110,10 @@ async fn compare(first: &Node, second: &Node, strict: bool, job: &JobHandle) -> 
     let mut verdicts = pin!(steps.map(|step| step_verdict(step, first, second, job)).buffered(REQUESTS));
     while let Some(verdict) = verdicts.next().await {
         if let Some(verdict) = verdict? {
-            return Ok(CompareOutcome { verdict, size_warning: one != other });
+            // As qemu-img: the sizes are only looked at behind the end of the shorter image.
+            let size_warning =
+                one != other && matches!(verdict, Verdict::Mismatch { offset } if offset >= one.min(other));
+            return Ok(CompareOutcome { verdict, size_warning });
         }
     }
     Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other })

@@ -75,6 +75,7 @@ fn raw_to_qcow2_over_the_option_matrix() {
             }
             let what = format!("'{create}', compressed: {compressed}, {requests} requests");
             let options = options(&bench, &["a.raw"], "b.qcow2", create);
+            println!("{what}");
             convert(&ConvertOptions { compressed, requests, ..options }).expect(&what);
             bench.assert_clean("b.qcow2", &what);
             bench.assert_same("a.raw", "b.qcow2", &what);
