@@ -27,6 +27,8 @@ impl ZlibMode {
     /// About the size of QEMU's output (measured on programs and libraries: 1 % larger; level 4: 0.5 % smaller) at 0.4 of
     /// its time.
     pub const DEFAULT: Self = ZlibMode::Narrow { level: 3 };
+    /// The fast choice: 4 % smaller than QEMU's output at a quarter of its time, where the wide window is fine.
+    pub const WIDE: Self = ZlibMode::Fast { level: 3 };
 
     pub(super) fn validate(self) -> Result<()> {
         let (level, max) = match self {
