@@ -6,7 +6,10 @@ use cowshed_image::codec::{Codec, ZlibMode};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_size};
 
 /// Name (also of the folder under `corpus/` and `regressions/`) and function.
-pub const ENTRIES: &[(&str, fn(&[u8]))] = &[("inflate", inflate), ("deflate", deflate), ("options", options)];
+pub type Entry = (&'static str, fn(&[u8]));
+
+/// All entry points of this file.
+pub const ENTRIES: &[Entry] = &[("inflate", inflate), ("deflate", deflate), ("options", options)];
 
 /// 1 byte of settings, then compressed data.
 pub fn inflate(data: &[u8]) {

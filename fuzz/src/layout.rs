@@ -10,7 +10,10 @@ use cowshed_layout::qcow2::{
 };
 
 /// Name (also of the folder under `corpus/` and `regressions/`) and function.
-pub const ENTRIES: &[(&str, fn(&[u8]))] = &[
+pub type Entry = (&'static str, fn(&[u8]));
+
+/// All entry points of this file.
+pub const ENTRIES: &[Entry] = &[
     ("header", header),
     ("image_walk", image_walk),
     ("snapshot_table", snapshot_table),

@@ -4,6 +4,9 @@
 
 use std::path::{Path, PathBuf};
 
+/// Name and function.
+type Entry = (&'static str, fn(&[u8]));
+
 /// Every file of an entry's folders under `fuzz/corpus` and `fuzz/regressions`, in order. No corpus is a failure.
 pub fn inputs(entry: &str) -> Vec<(PathBuf, Vec<u8>)> {
     let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz");
@@ -22,7 +25,7 @@ pub fn inputs(entry: &str) -> Vec<(PathBuf, Vec<u8>)> {
 }
 
 /// Calls an entry on each of its inputs.
-pub fn replay(entries: &[(&str, fn(&[u8]))]) {
+pub fn replay(entries: &[Entry]) {
     for (name, entry) in entries {
         for (path, bytes) in inputs(name) {
             eprintln!("{}", path.display());
@@ -32,7 +35,7 @@ pub fn replay(entries: &[(&str, fn(&[u8]))]) {
 }
 
 /// Calls an entry on `rounds` mutations of its inputs. A panic says how to get the bytes again: by the seed.
-pub fn mutate(entries: &[(&str, fn(&[u8]))], rounds: u32) {
+pub fn mutate(entries: &[Entry], rounds: u32) {
     for (name, entry) in entries {
         let inputs = inputs(name);
         let mut random = Random(0x5eed_0000_0000_0001);

@@ -83,7 +83,7 @@ fn log2_fixed(number: u32) -> u64 {
     let whole = number.ilog2();
     let fraction = (u64::from(number) << 12 >> whole) - 4096;
     // log2(1 + x) is close to x + 0.344 x (1 - x).
-    (u64::from(whole) << 12) + fraction + (fraction * (4096 - fraction) * 1409 >> 24)
+    (u64::from(whole) << 12) + fraction + ((fraction * (4096 - fraction) * 1409) >> 24)
 }
 
 /// One block of the output: tokens, and the bytes that they stand for.
