@@ -193,3 +193,34 @@ fn an_overlay_and_its_backing_file_are_locked() {
     rt::block_on(node.close()).unwrap();
     assert!(writes("sub/top.qcow2") && writes("mid.qcow2"));
 }
+
+/// The longest chain that the policy allows is opened and read on the small stack of a test thread.
+#[test]
+fn a_chain_of_the_greatest_length_works() {
+    const LAYERS: usize = 200;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = folder.path();
+    run("qemu-img", at, &["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "0.qcow2", "64k"]);
+    run("qemu-io", at, &["-c", "write -P 7 0 64k", "0.qcow2"]);
+    run(
+        "qemu-img",
+        at,
+        &["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", "BASE.qcow2", "layer.qcow2", "64k"],
+    );
+    let layer = std::fs::read(at.join("layer.qcow2")).unwrap();
+    let name_at = layer.windows(10).position(|bytes| bytes == b"BASE.qcow2").unwrap();
+    for number in 1..=LAYERS {
+        let mut bytes = layer.clone();
+        bytes[name_at..name_at + 10].copy_from_slice(format!("{:0>4}.qcow2", number - 1).as_bytes());
+        std::fs::write(at.join(format!("{number:0>4}.qcow2")), bytes).unwrap();
+    }
+    std::fs::rename(at.join("0.qcow2"), at.join("0000.qcow2")).unwrap();
+    let name = |number: usize| at.join(format!("{number:0>4}.qcow2")).to_str().unwrap().to_owned();
+    let node = open_now(OpenRequest::file(name(LAYERS - 1)));
+    assert_eq!(read_all(&node), vec![7; 65536]);
+    let runs = rt::block_on(node.block_status_chain(0, 65536, 1000)).unwrap();
+    assert_eq!(runs[0].depth as usize, LAYERS - 1);
+    rt::block_on(node.close()).unwrap();
+    let error = rt::block_on(open(OpenRequest::file(name(LAYERS)))).unwrap_err();
+    assert!(error.to_string().contains("longer than 200"), "{error}");
+}

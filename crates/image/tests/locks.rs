@@ -73,6 +73,20 @@ fn a_writing_qemu_refuses_us() {
 }
 
 #[test]
+fn the_metadata_of_a_qcow2_image_is_not_read_under_a_writer() {
+    let (folder, _) = disk();
+    let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
+    let args = ["create", "-q", "-f", "qcow2", &path, "1M"];
+    assert!(Command::new("qemu-img").args(args).status().expect("qemu-img must be installed").success());
+    let _holder = Holder::new("qcow2", &[], &path);
+    for format in [None, Some("qcow2")] {
+        let error = rt::block_on(open(OpenRequest::file(&path).format(format).no_io())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    }
+    rt::block_on(open(OpenRequest::file(&path).force_share(true))).expect("-U reads anyway");
+}
+
+#[test]
 fn readers_share() {
     let (_folder, path) = disk();
     let _holder = Holder::new("raw", &["-r"], &path);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: names, option trees, probing, chains, and what is refused.
 
-use cowshed_block::{ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::graph::Graph;
-use cowshed_image::open::Policy;
+use cowshed_image::open::{FileKind, Files, HostFiles, Policy};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use serde_json::json;
 use std::path::Path;
 use std::process::Command;
@@ -254,6 +254,9 @@ fn the_policy_says_what_an_image_may_name() {
     create(&["-F", "raw", "-b", "base.raw", "top.qcow2"]);
     create(&["-o", "data_file=data.raw", "data.qcow2", "1M"]);
     create(&["-u", "-F", "raw", "-b", r#"json:{"driver":"file","filename":"/dev/null"}"#, "json.qcow2", "1M"]);
+    create(&["-u", "-F", "raw", "-b", r#"json:{"driver":"raw","file":"store"}"#, "node.qcow2", "1M"]);
+    let error = refused(OpenRequest::file(path(&folder, "node.qcow2")));
+    assert!(error.contains("a node of the graph"), "{error}");
     for name in ["top.qcow2", "data.qcow2", "json.qcow2"] {
         let error = open_now(OpenRequest::file(path(&folder, name)).policy(Policy::untrusted())).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PermissionDenied);
@@ -317,4 +320,37 @@ fn a_writer_and_another_user_of_one_node_conflict() {
     let error = open_now(second().writable(true)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     rt::block_on(node.close()).unwrap();
+}
+
+/// Files of a medium that nobody may write to.
+struct WriteProtected;
+
+impl Files for WriteProtected {
+    fn open(&self, path: &Path, options: &OpenOptions) -> Result<File> {
+        if options.write {
+            return Err(Error::os(Errno::EROFS, "could not open").file(path.to_string_lossy()));
+        }
+        File::open(path, options)
+    }
+
+    fn kind(&self, path: &Path) -> Option<FileKind> {
+        HostFiles.kind(path)
+    }
+}
+
+#[test]
+fn a_file_that_may_not_be_written_is_read_where_that_is_allowed() {
+    let folder = folder();
+    let name = raw_file(&folder, "disk.raw", &[5; 4096]);
+    let request = |opts: &str| {
+        let opts = format!("driver=raw,{opts}file.filename={name}");
+        OpenRequest::image_opts(&opts).unwrap().writable(true).files(Arc::new(WriteProtected))
+    };
+    assert_eq!(open_now(request("")).unwrap_err().kind(), ErrorKind::ReadOnly);
+    let node = open_now(request("auto-read-only=on,")).unwrap();
+    assert!(node.is_read_only());
+    assert_eq!(read(&node, 0, 1), [5]);
+    assert_eq!(write(&node, 0, b"x").unwrap_err().kind(), ErrorKind::ReadOnly);
+    let node = open_now(request("read-only=on,")).unwrap();
+    assert!(node.is_read_only());
 }

@@ -112,14 +112,13 @@ impl RawDriver {
 
 /// Makes a range of a file read as zeroes: by giving it back where allowed, by `fallocate`, or by writing.
 pub(crate) async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-    let end = offset.checked_add(len).ok_or_else(|| Error::invalid_argument("range past 2^64"))?;
     if flags.may_unmap {
-        // A hole doesn't make the file longer, so what lies behind its end needs nothing but the length.
+        // A hole doesn't make the file longer. What lies behind its end (an odd tail) is written: setting the length
+        // could cut off what a write in flight puts there.
         let inside = file.len().saturating_sub(offset).min(len);
         let punched = if inside == 0 { Ok(()) } else { file.punch_hole(offset, inside).await };
         match punched {
-            Ok(()) if end > file.len() => return file.set_len(end).await,
-            Ok(()) => return Ok(()),
+            Ok(()) => return write_zero_bytes(file, offset + inside, len - inside).await,
             Err(error) if error.kind() == ErrorKind::Unsupported => {}
             Err(error) => return Err(error),
         }
@@ -128,17 +127,22 @@ pub(crate) async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFla
         Err(error) if error.kind() == ErrorKind::Unsupported && !flags.no_fallback => {}
         result => return result,
     }
-    let mut at = offset;
+    write_zero_bytes(file, offset, len).await
+}
+
+/// Writes zeroes the slow way.
+async fn write_zero_bytes(file: &File, offset: u64, len: u64) -> Result<()> {
     let mut zeroes = IoBuf::zeroed(ZERO_CHUNK_BYTES.min(len) as usize);
-    while at < end {
-        let piece = (end - at).min(ZERO_CHUNK_BYTES) as usize;
+    let mut done = 0;
+    while done < len {
+        let piece = (len - done).min(ZERO_CHUNK_BYTES) as usize;
         if piece < zeroes.len() {
             zeroes = zeroes.split_to(piece);
         }
         let result;
-        (result, zeroes) = file.write_at(zeroes, at).await;
+        (result, zeroes) = file.write_at(zeroes, offset + done).await;
         result?;
-        at += piece as u64;
+        done += piece as u64;
     }
     Ok(())
 }
@@ -167,21 +171,7 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
             Err(Error::unsupported("a raw image has no preallocation mode 'metadata'").file(file.name()))
         }
         Preallocation::Falloc if size > old => file.allocate(old, size - old).await,
-        Preallocation::Full if size > old => {
-            let mut at = old;
-            let mut zeroes = IoBuf::zeroed(ZERO_CHUNK_BYTES.min(size - old) as usize);
-            while at < size {
-                let piece = (size - at).min(ZERO_CHUNK_BYTES) as usize;
-                if piece < zeroes.len() {
-                    zeroes = zeroes.split_to(piece);
-                }
-                let result;
-                (result, zeroes) = file.write_at(zeroes, at).await;
-                result?;
-                at += piece as u64;
-            }
-            Ok(())
-        }
+        Preallocation::Full if size > old => write_zero_bytes(file, old, size - old).await,
         Preallocation::Falloc | Preallocation::Full => Ok(()),
     }
 }

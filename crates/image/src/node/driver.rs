@@ -12,6 +12,10 @@ use std::pin::Pin;
 /// A boxed future that stays on its thread: breaks the recursion of nodes over nodes.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
+/// After so many nodes below one another a request goes on as a task of its own: polling recurses from node to node,
+/// and a chain of 200 images would need more stack than a thread has.
+pub(crate) const NESTED_POLLS: u32 = 8;
+
 /// A protocol node: bytes in a [`File`].
 #[derive(Debug)]
 pub(crate) struct FileDriver {

@@ -2,7 +2,7 @@
 //! Requests: the checks that every driver needs, then the driver.
 
 use super::driver::{Driver, whole_sectors};
-use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags};
+use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::formats::{self, raw};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
@@ -23,23 +23,23 @@ impl Node {
 
     /// As [`Node::read`], in a box: for drivers that read from another node.
     pub fn read_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
-        Box::pin(self.read(offset, buf))
+        boxed!(self, |node| node.read(offset, buf))
     }
 
     /// As [`Node::read_boxed`], but what lies past the end of the node reads as zeroes: what an overlay wants from a
     /// backing file that is shorter than itself.
     pub fn read_padded(&self, offset: u64, mut buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        let inside = usize::try_from(self.size().saturating_sub(offset)).unwrap_or(usize::MAX);
+        if inside >= buf.len() {
+            return self.read_boxed(offset, buf);
+        }
         Box::pin(async move {
-            let inside = usize::try_from(self.size().saturating_sub(offset)).unwrap_or(usize::MAX);
-            if inside >= buf.len() {
-                return self.read(offset, buf).await;
-            }
             buf[inside..].fill(0);
             if inside == 0 {
                 return (Ok(()), buf);
             }
             let head = buf.split_to(inside);
-            let (result, mut head) = self.read(offset, head).await;
+            let (result, mut head) = self.read_boxed(offset, head).await;
             match head.unsplit(buf) {
                 Ok(()) => (result, head),
                 Err(_) => (Err(Error::internal("the parts of a split buffer did not join")), head),
@@ -77,7 +77,7 @@ impl Node {
 
     /// As [`Node::write`], in a box: for drivers that write to another node.
     pub fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
-        Box::pin(self.write(offset, buf))
+        boxed!(self, |node| node.write(offset, buf))
     }
 
     /// Makes a range read as zeroes. `may_unmap` counts only where the node discards.
@@ -98,7 +98,7 @@ impl Node {
 
     /// As [`Node::write_zeroes`], in a box.
     pub fn write_zeroes_boxed(&self, offset: u64, len: u64, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.write_zeroes(offset, len, flags))
+        boxed!(self, |node| node.write_zeroes(offset, len, flags))
     }
 
     /// Gives a range back: a hint. Afterwards it reads as before or as zeroes, never as older backing data.
@@ -118,7 +118,7 @@ impl Node {
 
     /// As [`Node::discard`], in a box.
     pub fn discard_boxed(&self, offset: u64, len: u64) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.discard(offset, len))
+        boxed!(self, |node| node.discard(offset, len))
     }
 
     /// Makes everything written so far durable, metadata included.
@@ -137,7 +137,7 @@ impl Node {
 
     /// As [`Node::flush`], in a box.
     pub fn flush_boxed(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.flush())
+        boxed!(self, |node| node.flush())
     }
 
     async fn flush_if_writethrough(&self) -> Result<()> {
@@ -163,7 +163,7 @@ impl Node {
 
     /// As [`Node::write_compressed`], in a box.
     pub fn write_compressed_boxed(&self, clusters: Vec<(u64, IoBuf)>) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.write_compressed(clusters))
+        boxed!(self, |node| node.write_compressed(clusters))
     }
 
     /// Changes the virtual size, in bytes: rounded up to 512. Shrinking discards what lies behind the new end.
@@ -184,7 +184,7 @@ impl Node {
 
     /// As [`Node::resize`], in a box.
     pub fn resize_boxed(&self, size: u64, preallocation: Preallocation) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.resize(size, preallocation))
+        boxed!(self, |node| node.resize(size, preallocation))
     }
 
     pub(super) fn check_range(&self, offset: u64, len: u64) -> Result<()> {

@@ -7,7 +7,7 @@ mod io;
 mod status;
 
 pub use driver::LocalFuture;
-pub(crate) use driver::{Driver, FileDriver};
+pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
 pub(crate) use edge::Children;
 pub use edge::{Child, ChildRole};
 
@@ -17,7 +17,7 @@ use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, PermissionSet};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,7 +104,26 @@ pub struct Node {
     graph: Arc<Graph>,
     warnings: Vec<String>,
     closed: AtomicBool,
+    /// Itself, for requests that go on as tasks.
+    this: Weak<Node>,
+    /// Nodes below one another here, this one included.
+    height: u32,
 }
+
+/// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or from time to time as
+/// a task of its own (see [`NESTED_POLLS`]).
+macro_rules! boxed {
+    ($self:expr, |$node:ident| $work:expr) => {
+        match $self.on_new_stack() {
+            Some($node) => Box::pin(cowshed_storage::rt::spawn(async move { $work.await })),
+            None => {
+                let $node = $self;
+                Box::pin(async move { $work.await })
+            }
+        }
+    };
+}
+pub(crate) use boxed;
 
 /// What [`Node::new`] puts together.
 pub(crate) struct NodeParts {
@@ -123,7 +142,10 @@ impl Node {
         if i64::try_from(size).is_err() {
             return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
         }
-        Ok(Arc::new(Node {
+        let height = 1 + parts.children.as_slice().iter().map(|child| child.node.height).max().unwrap_or(0);
+        Ok(Arc::new_cyclic(|this| Node {
+            this: this.clone(),
+            height,
             name: parts.name,
             filename: parts.filename,
             driver: parts.driver,
@@ -265,7 +287,12 @@ impl Node {
     }
 
     fn close_boxed(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.close())
+        boxed!(self, |node| node.close())
+    }
+
+    /// The node as a task can hold it, where a request for it should go on as one.
+    fn on_new_stack(&self) -> Option<Arc<Node>> {
+        if self.height.is_multiple_of(NESTED_POLLS) { self.this.upgrade() } else { None }
     }
 
     fn check_open(&self) -> Result<()> {

@@ -2,7 +2,7 @@
 //! Where data is: one layer, or the whole chain.
 
 use super::driver::{Driver, FileDriver};
-use super::{LocalFuture, Node, StatusExtent};
+use super::{LocalFuture, Node, StatusExtent, boxed};
 use crate::formats::raw;
 use cowshed_block::Result;
 
@@ -30,7 +30,7 @@ impl Node {
         len: u64,
         max_runs: usize,
     ) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
-        Box::pin(self.block_status(offset, len, max_runs))
+        boxed!(self, |node| node.block_status(offset, len, max_runs))
     }
 
     /// As [`Node::block_status`], through the whole backing chain. Runs past the end of a backing file read as zeroes
@@ -56,6 +56,15 @@ impl Node {
         Ok(runs)
     }
 
+    fn block_status_chain_boxed(
+        &self,
+        offset: u64,
+        len: u64,
+        max_runs: usize,
+    ) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        boxed!(self, |node| node.block_status_chain(offset, len, max_runs))
+    }
+
     /// Answers `run`, which this layer doesn't have, from `child`. False when the answer stops before the run's end.
     async fn resolve_below(
         &self,
@@ -76,7 +85,7 @@ impl Node {
                 runs.push(StatusExtent { start: at, len: end - at, zero: true, data: false, ..run.clone() });
                 return Ok(true);
             }
-            let found = Box::pin(child.block_status_chain(at, inside, max_runs - runs.len())).await?;
+            let found = child.block_status_chain_boxed(at, inside, max_runs - runs.len()).await?;
             for mut below in found {
                 at = below.start + below.len;
                 below.depth += depth;

@@ -9,12 +9,16 @@ use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
 use crate::graph::Graph;
-use crate::node::{ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, Node, NodeParts, NodeSettings};
+use crate::node::{
+    ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, NESTED_POLLS, Node, NodeParts, NodeSettings,
+};
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions};
+use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, rt};
 use serde_json::Value;
+use std::cell::RefCell;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// The user of a node that [`open`] returns: its caller.
@@ -38,20 +42,22 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         writable: request.writable,
         force_share: request.force_share,
         share_writes: request.no_io && !request.writable,
+        auto_read_only: false,
         cache: CacheMode { direct: request.cache.direct, no_flush: request.cache.no_flush },
         discard: request.discard,
         writethrough: request.cache.writethrough,
         depth: 1,
+        nesting: 1,
     };
-    let mut opener = Opener {
+    let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
         files: request.files,
         policy: request.policy,
         backing: request.backing,
         check: request.check,
-        opened: Vec::new(),
-        warnings: Vec::new(),
-    };
+        opened: RefCell::default(),
+        warnings: RefCell::default(),
+    });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
     let node = opener.node(options, place).await?;
     node.attach(Edge::of(ROOT, writable && !node.is_read_only(), share_all))?;
@@ -104,11 +110,15 @@ pub(super) struct Place {
     pub force_share: bool,
     /// The user doesn't mind writers (as with `force_share`, but a format with metadata does).
     pub share_writes: bool,
+    /// Fall back to reading where writing isn't permitted.
+    pub auto_read_only: bool,
     pub cache: CacheMode,
     pub discard: bool,
     pub writethrough: bool,
     /// Layers of the chain so far, this one included.
     pub depth: u32,
+    /// Nodes above this one, plus one.
+    pub nesting: u32,
 }
 
 /// One file that this open has opened, to notice loops.
@@ -124,8 +134,8 @@ pub(super) struct Opener {
     pub policy: Policy,
     pub backing: BackingPolicy,
     pub check: bool,
-    opened: Vec<OpenedFile>,
-    pub warnings: Vec<String>,
+    opened: RefCell<Vec<OpenedFile>>,
+    warnings: RefCell<Vec<String>>,
 }
 
 /// A node's options and what they come to, on the way to its driver.
@@ -139,11 +149,15 @@ pub(super) struct Draft {
 
 impl Opener {
     /// Opens a node and what is below it.
-    pub(super) fn node(&mut self, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
+    pub(super) fn node(self: &Rc<Self>, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
+        if place.nesting.is_multiple_of(NESTED_POLLS) {
+            let opener = Rc::clone(self);
+            return Box::pin(rt::spawn(async move { opener.node_unboxed(options, place).await }));
+        }
         Box::pin(self.node_unboxed(options, place))
     }
 
-    async fn node_unboxed(&mut self, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
+    async fn node_unboxed(self: &Rc<Self>, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
         options::check_common(&mut options, &place.path)?;
         let reservation = self.graph.reserve(options.text("node-name"))?;
         let settings = take_over(&options, &mut place)?;
@@ -164,7 +178,7 @@ impl Opener {
             }
             other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
         };
-        let warnings = if draft.place.role == Role::Root { std::mem::take(&mut self.warnings) } else { Vec::new() };
+        let warnings = if draft.place.role == Role::Root { self.warnings.take() } else { Vec::new() };
         let node = Node::new(NodeParts {
             name: draft.name,
             filename,
@@ -179,7 +193,7 @@ impl Opener {
     }
 
     /// The driver that the options name, or a guess.
-    async fn find_driver(&mut self, draft: &mut Draft) -> Result<&'static DriverSchema> {
+    async fn find_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static DriverSchema> {
         let name = match draft.options.text("driver") {
             Some(name) => name.to_owned(),
             None if draft.place.role == Role::Storage => {
@@ -202,7 +216,7 @@ impl Opener {
     }
 
     /// Opens the file and looks at its first bytes.
-    async fn guess_format(&mut self, draft: &mut Draft) -> Result<&'static str> {
+    async fn guess_format(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static str> {
         if draft.options.get("file").is_none() {
             let path = &draft.place.path;
             return Err(Error::invalid_argument(format!("one of '{path}driver' and '{path}file' must be given")));
@@ -220,19 +234,20 @@ impl Opener {
         let written = !draft.settings.read_only;
         if format == "raw" && written {
             draft.settings.probed_raw = true;
-            self.warnings.push(format!(
+            self.warnings.borrow_mut().push(format!(
                 "{name}: the image format was not given and is guessed to be raw; writes to its start are restricted, \
                  name the format 'raw' to lift that"
             ));
         } else if draft.place.role == Role::Backing {
             self.warnings
+                .borrow_mut()
                 .push(format!("{name}: the overlay doesn't say the format of this backing file, guessed {format}"));
         }
         Ok(format)
     }
 
     /// The child `file`, opened once.
-    async fn file_child(&mut self, draft: &mut Draft) -> Result<Arc<Node>> {
+    async fn file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
         if let Some(open) = draft.children.as_slice().iter().find(|child| child.role == ChildRole::File) {
             return Ok(Arc::clone(&open.node));
         }
@@ -243,7 +258,7 @@ impl Opener {
 
     /// Opens or finds a child and gives the parent its permissions on it.
     pub(super) async fn child(
-        &mut self,
+        self: &Rc<Self>,
         draft: &mut Draft,
         role: ChildRole,
         spec: Value,
@@ -275,7 +290,7 @@ impl Opener {
         Ok(node)
     }
 
-    fn file_driver(&mut self, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
+    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
         let options = FileOptions::new(&draft.options);
         let path = Path::new(&options.filename);
         check_file_kind(driver, self.files.kind(path)).map_err(|error| error.file(options.filename.clone()))?;
@@ -290,7 +305,7 @@ impl Opener {
         let file = match self.files.open(path, &open_options) {
             Err(error)
                 if open_options.write
-                    && options.auto_read_only
+                    && draft.place.auto_read_only
                     && matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnly) =>
             {
                 open_options.write = false;
@@ -306,17 +321,17 @@ impl Opener {
     }
 
     /// A file that this open has opened already.
-    fn check_loop(&mut self, file: &File, name: &str) -> Result<()> {
+    fn check_loop(self: &Rc<Self>, file: &File, name: &str) -> Result<()> {
         let Some(identity) = file.identity() else { return Ok(()) };
-        if let Some(known) = self.opened.iter().find(|known| known.identity == identity) {
+        if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {
             let message = format!("the chain loops: this is the file '{}' again", known.name);
             return Err(Error::new(ErrorKind::InvalidImage, message).file(name));
         }
-        self.opened.push(OpenedFile { identity, name: name.to_owned() });
+        self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });
         Ok(())
     }
 
-    async fn raw_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
+    async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
         let child = self.file_child(draft).await?;
         let options = RawOptions::new(&draft.options);
         let mut filename = child.filename();
@@ -333,7 +348,7 @@ impl Opener {
         Ok((Driver::Raw(raw), filename))
     }
 
-    async fn qcow2_driver(&mut self, draft: &mut Draft) -> Result<(Driver, String)> {
+    async fn qcow2_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
         let shared_writes = std::mem::replace(&mut draft.place.share_writes, false);
         let child = self.file_child(draft).await?;
         if shared_writes && !draft.place.force_share {
@@ -391,6 +406,9 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
     if let Some(read_only) = options.flag("read-only") {
         place.writable = !read_only;
     }
+    if let Some(auto_read_only) = options.flag("auto-read-only") {
+        place.auto_read_only = auto_read_only;
+    }
     if let Some(force_share) = options.flag("force-share") {
         place.force_share = force_share;
     }
@@ -432,6 +450,7 @@ impl Place {
             // What the parent lets through, its file carries out.
             discard: true,
             writethrough: false,
+            nesting: self.nesting + 1,
             ..self.clone()
         }
     }

@@ -11,12 +11,13 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::File;
 use serde_json::Value;
+use std::rc::Rc;
 use std::sync::Arc;
 
 impl Opener {
     /// Opens the children of the image in `file` and puts together what its driver needs.
     pub(super) async fn qcow2_children(
-        &mut self,
+        self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,
         file: File,
@@ -40,7 +41,7 @@ impl Opener {
         })
     }
 
-    async fn data_file(&mut self, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
+    async fn data_file(self: &Rc<Self>, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
         let given = draft.options.get("data-file").cloned();
         if !header.has_data_file() {
             return match given {
@@ -77,17 +78,26 @@ impl Opener {
 
     /// The options of a protocol node, on an image's word.
     fn by_name(&self, name: &str, image: &str) -> Result<BlockdevOptions> {
+        self.check_json(name, image)?;
         match BlockdevOptions::from_json_name(name) {
-            Some(options) => {
-                self.policy.check(self.policy.allow_json, "a file by", name, image)?;
-                options
-            }
+            Some(options) => options,
             None => protocol_options(name, &*self.files),
         }
     }
 
+    /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
+    /// user, which the image can't know.
+    fn check_json(&self, name: &str, image: &str) -> Result<()> {
+        let Some(options) = BlockdevOptions::from_json_name(name) else { return Ok(()) };
+        self.policy.check(self.policy.allow_json, "a file by", name, image)?;
+        if refers_to_node(&options.map_err(|error| error.file(image))?.into()) {
+            self.policy.check(false, "a node of the graph by", name, image)?;
+        }
+        Ok(())
+    }
+
     async fn backing_file(
-        &mut self,
+        self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,
         header: &Header,
@@ -116,6 +126,7 @@ impl Opener {
             writable: false,
             writethrough: false,
             depth: draft.place.depth + 1,
+            nesting: draft.place.nesting + 1,
             ..draft.place.clone()
         };
         let node = self.child(draft, ChildRole::Backing, spec, place).await.map_err(|error| {
@@ -128,9 +139,7 @@ impl Opener {
     /// The options of the backing file that the header names.
     fn backing_by_name(&self, name: &str, image: &str, header: &Header) -> Result<BlockdevOptions> {
         self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
-        if name.starts_with("json:") {
-            self.policy.check(self.policy.allow_json, "a file by", name, image)?;
-        }
+        self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
         named(&name, header.backing_format().as_deref(), &*self.files)
     }
@@ -156,6 +165,15 @@ impl Opener {
             _ => Err(Error::internal("the options of a backing file are no object")),
         }
     }
+}
+
+/// True when a child is given by its node-name somewhere in an option tree.
+fn refers_to_node(options: &Value) -> bool {
+    let Value::Object(map) = options else { return false };
+    map.iter().any(|(key, value)| match value {
+        Value::String(name) => matches!(key.as_str(), "file" | "backing" | "data-file") && !name.is_empty(),
+        nested => refers_to_node(nested),
+    })
 }
 
 /// Lays the keys of `over` onto `under`, nested objects key by key.

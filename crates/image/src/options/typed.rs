@@ -25,7 +25,6 @@ pub(crate) struct FileOptions {
     pub filename: String,
     pub engine: Engine,
     pub locking: Locking,
-    pub auto_read_only: bool,
 }
 
 impl FileOptions {
@@ -43,7 +42,6 @@ impl FileOptions {
                 Some("off") => Locking::Off,
                 _ => Locking::Auto,
             },
-            auto_read_only: options.flag("auto-read-only").unwrap_or(false),
         }
     }
 }
