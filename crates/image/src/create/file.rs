@@ -5,14 +5,25 @@ use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::node::Preallocation;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_storage::{File, IoBuf, OpenOptions, Permissions};
 use std::path::Path;
 
 /// Zeroes are written in pieces of so many bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+/// What a disk writes in whole or not at all.
+const SECTOR_BYTES: usize = 512;
 
-fn create_file(path: &Path) -> Result<File> {
-    File::open(path, &OpenOptions { write: true, create: true, ..OpenOptions::default() })
+/// Creates or empties a file and keeps it locked. What an old file held is durably gone before anything new is
+/// written: a power cut must not leave an old header over new tables.
+async fn create_file(path: &Path) -> Result<File> {
+    let existed = std::fs::metadata(path).is_ok_and(|metadata| metadata.len() > 0);
+    let options =
+        OpenOptions { write: true, create: true, permissions: Some(Permissions::CREATE), ..OpenOptions::default() };
+    let file = File::open(path, &options)?;
+    if existed {
+        file.sync().await?;
+    }
+    Ok(file)
 }
 
 /// Creates a qcow2 image, with its data file if it has one.
@@ -22,7 +33,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> R
     if let Some(name) = &options.data_file {
         create_data_file(path, Path::new(name), options).await.map_err(|error| error.file(name))?;
     }
-    write_fresh_qcow2(&create_file(path)?, options).await
+    write_fresh_qcow2(&create_file(path).await?, options).await
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
@@ -48,7 +59,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
 
 /// Creates a raw image of `size` bytes.
 pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
-    let file = create_file(path)?;
+    let file = create_file(path).await?;
     write_fresh_raw(&file, size, preallocation).await
 }
 
@@ -93,8 +104,13 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         let (offset, table) = layout.l2_table(options, index);
         write(file, offset, &table).await?;
     }
+    // The magic number goes last, with the one sector that it is in: what is torn is no image.
+    let (magic, rest) = header.split_at(header.len().min(SECTOR_BYTES));
+    if !rest.is_empty() {
+        write(file, SECTOR_BYTES as u64, rest).await?;
+    }
     file.sync().await?;
-    write(file, 0, &header).await?;
+    write(file, 0, magic).await?;
     file.sync().await
 }
 

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Power cuts while an image is created: the file is a whole image or none.
+
+use cowshed_image::Preallocation;
+use cowshed_image::create::qcow2::Qcow2CreateOptions;
+use cowshed_image::create::write_fresh_qcow2;
+use cowshed_storage::sim::{Config, World};
+use cowshed_storage::{File, OpenOptions};
+use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
+use std::path::Path;
+
+#[test]
+fn a_cut_creation_leaves_a_whole_image_or_none() {
+    let mut report = CrashReport::default();
+    let plain = || Qcow2CreateOptions { size: 3 << 20, cluster_bits: 9, ..Qcow2CreateOptions::default() };
+    for (case, options) in [
+        plain(),
+        Qcow2CreateOptions { cluster_bits: 16, ..plain() },
+        Qcow2CreateOptions { cluster_bits: 16, backing_file: Some("a/name/that/leaves/the/first/sector".into()), ..plain() },
+        Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Metadata, ..plain() },
+        Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Full, ..plain() },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let seed = case as u64;
+        let world = World::new(seed);
+        world.run(async {
+            let create = OpenOptions { write: true, create: true, ..OpenOptions::default() };
+            let file = File::open(Path::new("disk"), &create).expect("a file");
+            write_fresh_qcow2(&file, &options).await.expect("an image");
+        });
+        world.sync_folder();
+        let whole = world.contents("disk").expect("the file").to_vec();
+        assert_eq!(&whole[..4], b"QFI\xfb");
+        let tried = explore(&world.trace(), &CrashPlan::new(seed), |cut| {
+            let Some(left) = cut.state.files.get("disk").map(|contents| contents.to_vec()) else { return Ok(()) };
+            match left.starts_with(b"QFI\xfb") && left != whole {
+                true => Err("half an image that looks like one".to_owned()),
+                false => Ok(()),
+            }
+        });
+        report.add(&tried.unwrap_or_else(|failure| panic!("case {case}: {failure}")));
+    }
+    println!("create: {report}");
+    assert!(report.distinct > 200, "{report}");
+}
