@@ -72,6 +72,7 @@ enum Class {
 
 /// One entry as found.
 struct Found {
+    entry: L2Entry,
     cluster: Cluster,
     bitmap: SubclusterBitmap,
     class: Class,
@@ -96,11 +97,13 @@ impl Engine {
         while count < clusters.end - clusters.start {
             let cluster = clusters.start + count;
             match self.peek(&mut state, cluster, guest.0..end)? {
+                Some(next) if self.refuse_overlap(&state, next.entry).is_err() => break,
                 Some(next) if only_unallocated && next.cluster != Cluster::Unallocated => break,
                 Some(next) if self.continues_class(&first, &next, count) => count += 1,
                 _ => break,
             }
         }
+        self.refuse_overlap(&state, first.entry)?;
         let (base, count, is_zero, is_new) = match first.class {
             Class::InPlace => return Err(Stall::Retry),
             Class::Reuse(host) => (host, count, self.data_file_is_zero(&mut state, host, count), false),
@@ -136,6 +139,16 @@ impl Engine {
             base + (allocation.start - GuestOffset(allocation.clusters.start << self.geometry.cluster_bits()));
         self.lock(&mut state, &allocation.clusters);
         Ok(allocation)
+    }
+
+    /// Refuses to write to, or to free, what the mapping says is the guest's but holds metadata.
+    pub(crate) fn refuse_overlap(&self, state: &State, entry: L2Entry) -> Planned<()> {
+        let mut clusters = Vec::new();
+        self.references_of(entry, &mut clusters);
+        match clusters.into_iter().find(|cluster| self.metadata.contains(*cluster)) {
+            Some(cluster) => Err(Stall::Corrupt(self.overlap_error(state, cluster))),
+            None => Ok(()),
+        }
     }
 
     /// Plans mapping without data: [`Engine::commit_preallocation`] maps the clusters, which must read as zeroes then
@@ -230,7 +243,7 @@ impl Engine {
             let message = "a subcluster is both allocated and zero";
             return Err(Error::invalid_image("subcluster_bitmap", value, message));
         }
-        Ok(Found { cluster: found, bitmap, class })
+        Ok(Found { entry, cluster: found, bitmap, class })
     }
 
     /// Subclusters of the cluster at `guest` that `bytes` (on the virtual disk) touch.

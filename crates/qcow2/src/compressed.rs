@@ -85,7 +85,7 @@ impl Engine {
                 return if index > 0 { Ok(index) } else { Err(Stall::Wait) };
             }
             let ready = match self.own_table(state, self.geometry.l1_index(*guest) as usize) {
-                Ok(()) => self.entry_slice(state, cluster).map(|_| ()),
+                Ok(()) => self.may_replace(state, cluster),
                 Err(stall) => Err(stall),
             };
             match ready {
@@ -99,6 +99,11 @@ impl Engine {
             }
         }
         Ok(batch.len())
+    }
+
+    fn may_replace(&self, state: &mut State, cluster: u64) -> Planned<()> {
+        let (slice, _, word) = self.entry_slice(state, cluster)?;
+        self.refuse_overlap(state, L2Entry(self.entry_of(&slice, word).0))
     }
 
     /// The rest of the cluster that the last batch ended in, with what can be allocated directly behind it.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What an engine has to know of its image when it is opened.
 
+use crate::overlap::{OverlapSet, Structure};
 use cowshed_layout::qcow2::{Geometry, L2Format};
 
 /// Facts of the image and choices of the user; fixed while the image is open.
@@ -36,6 +37,10 @@ pub struct Config {
     pub refcount_cache_bytes: u64,
     /// Discarded clusters keep their host cluster (`discard-no-unref`).
     pub discard_no_unref: bool,
+    /// Structures that writes are checked against.
+    pub overlap: OverlapSet,
+    /// Further metadata in the image file: what, offset and length in bytes.
+    pub other_metadata: Vec<(Structure, u64, u64)>,
     /// Size of the backing file in bytes, `None` without one.
     pub backing_size: Option<u64>,
 }

@@ -4,6 +4,7 @@
 use crate::config::Config;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
+use crate::overlap::MetadataMap;
 use crate::pins::{Pin, Pins};
 use crate::reclaim::Freed;
 use crate::refcounts::Refcounts;
@@ -50,6 +51,8 @@ pub enum Stall {
     Retry,
     /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
     GrowRefcounts,
+    /// It would write onto metadata: the image is corrupt and must be marked so.
+    Corrupt(Error),
     /// It can't be done.
     Error(Error),
 }
@@ -99,6 +102,8 @@ pub(crate) struct State {
     /// The dirty bit must be set in the header by the next cycle.
     pub(crate) want_dirty_bit: bool,
     pub(crate) l2_misses: u64,
+    /// L1 indices of L2 tables that share their cluster with other metadata.
+    pub(crate) overlapping_tables: Vec<usize>,
 }
 
 /// The mapping of one image in memory. All methods may be called from any thread.
@@ -110,6 +115,7 @@ pub struct Engine {
     pub(crate) geometry: Geometry,
     pub(crate) directory: Directory,
     pub(crate) pins: Pins,
+    pub(crate) metadata: MetadataMap,
     size: AtomicU64,
     state: Mutex<State>,
 }
@@ -132,15 +138,20 @@ impl Engine {
             data_high_water: config.data_file_len,
             want_dirty_bit: false,
             l2_misses: 0,
+            overlapping_tables: Vec::new(),
         };
-        Engine {
+        let engine = Engine {
             geometry,
             directory: Directory::new(l1, slices_per_table),
             pins: Pins::new(),
             size: AtomicU64::new(config.size),
+            metadata: MetadataMap::default(),
             state: Mutex::new(state),
             config,
-        }
+        };
+        let overlapping = engine.mark_at_open(l1);
+        engine.own().overlapping_tables = overlapping;
+        engine
     }
 
     /// Becomes the owner. A panic of an owner is a bug; the state behind it can't be trusted any more.
@@ -185,7 +196,10 @@ impl Engine {
                 state.l2_misses += 1;
                 self.insert_slice(&mut state, number, crate::slice::Slice::from_bytes(bytes));
             }
-            TableId::RefcountTable => state.refcounts.set_table(self.geometry, bytes)?,
+            TableId::RefcountTable => {
+                state.refcounts.set_table(self.geometry, bytes)?;
+                self.mark_refcount_blocks(&mut state);
+            }
             TableId::RefcountBlock(index) => state.refcounts.insert_block(index, bytes),
         }
         Ok(())

@@ -5,6 +5,7 @@
 //! one write of header bytes 48–59 switches to it; then the old table's clusters are freed.
 
 use crate::engine::{Engine, State};
+use crate::overlap::Structure;
 use crate::writeback::MetaWrite;
 use cowshed_block::{Error, ErrorKind, HostOffset};
 use cowshed_layout::qcow2::refcount;
@@ -112,6 +113,13 @@ impl Engine {
         let bits = self.geometry.cluster_bits();
         let old = state.refcounts.table_offset >> bits;
         let old_clusters = old..old + state.refcounts.table_clusters;
+        self.unmark(Structure::RefcountTable, old_clusters.clone());
+        let new = growth.table_offset.0 >> bits;
+        self.mark(Structure::RefcountTable, new..new + u64::from(growth.table_clusters));
+        for (index, _) in &growth.blocks {
+            let block = growth.table[*index as usize] >> bits;
+            self.mark(Structure::RefcountBlock, block..block + 1);
+        }
         state.refcounts.table = Some(growth.table);
         state.refcounts.table_offset = growth.table_offset.0;
         state.refcounts.table_clusters = u64::from(growth.table_clusters);

@@ -153,8 +153,16 @@ impl Engine {
                 Err(_) if done > 0 => return Ok((done, false)),
                 Err(error) => return Err(error),
             };
-            if OVERWRITE && !(matches!(cluster, Cluster::Data { .. }) && self.is_ours(entry)) {
-                return Ok((done, false));
+            if OVERWRITE {
+                match cluster {
+                    Cluster::Data { host } if self.is_ours(entry) => {
+                        if !self.config.format.data_file && self.metadata.contains(self.geometry.host_cluster(host)) {
+                            // The owner says what it hits: `begin_allocate` meets the same entry.
+                            return Ok((done, false));
+                        }
+                    }
+                    _ => return Ok((done, false)),
+                }
             }
             if self.geometry.extended_l2() && !matches!(cluster, Cluster::Compressed(_)) {
                 let (bytes, more) = self.walk_subclusters::<OVERWRITE>(cluster, bitmap, at, want, out)?;

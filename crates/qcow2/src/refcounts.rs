@@ -3,6 +3,7 @@
 
 use crate::config::Config;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
+use crate::overlap::Structure;
 use crate::tables::Dirt;
 use cowshed_block::{Error, HostOffset};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
@@ -46,6 +47,8 @@ pub(crate) struct Refcounts {
     /// Everything at or above this offset was never used: the larger of the file's length and the end of what was
     /// ever allocated.
     pub(crate) high_water: u64,
+    /// Blocks that share their cluster with other metadata.
+    pub(crate) overlapping: BTreeSet<u64>,
     /// The table is being moved: no new blocks meanwhile.
     pub(crate) growing: bool,
     tick: u64,
@@ -65,6 +68,7 @@ impl Refcounts {
             dirty: BTreeSet::new(),
             hint: 1,
             high_water: config.file_len,
+            overlapping: BTreeSet::new(),
             growing: false,
             tick: 0,
             cap: (config.refcount_cache_bytes / cluster_size).max(4) as usize,
@@ -130,6 +134,22 @@ impl Refcounts {
 }
 
 impl Engine {
+    /// Marks the blocks of a table that was just read; those that share a cluster with other metadata are never written.
+    pub(crate) fn mark_refcount_blocks(&self, state: &mut State) {
+        let bits = self.geometry.cluster_bits();
+        let blocks = state.refcounts.table.clone().unwrap_or_default();
+        for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
+            if self.mark(Structure::RefcountBlock, block >> bits..(block >> bits) + 1) {
+                state.refcounts.overlapping.insert(index as u64);
+            }
+        }
+    }
+
+    /// Has the refcount table read, so that writes can be checked against its blocks from the first one on.
+    pub fn require_refcount_table(&self) -> Planned<()> {
+        self.refcount_table(&mut self.own()).map(|_| ())
+    }
+
     /// Makes the refcount table available and returns its length in entries.
     pub(crate) fn refcount_table(&self, state: &mut State) -> Planned<u64> {
         if let Some(table) = &state.refcounts.table {
@@ -150,6 +170,9 @@ impl Engine {
         let host = refcounts.table.as_ref().and_then(|table| table.get(index as usize)).copied().unwrap_or(0);
         if host == 0 {
             return Ok(false);
+        }
+        if refcounts.overlapping.contains(&index) {
+            return Err(Stall::Corrupt(self.overlap_error(state, host >> self.geometry.cluster_bits())));
         }
         refcounts.tick += 1;
         if let Some(block) = refcounts.blocks.get_mut(&index) {
@@ -248,6 +271,9 @@ impl Engine {
         if end > 1 << (56 - bits) {
             return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
+        if let Some(cluster) = (found.start..end).find(|cluster| self.metadata.contains(*cluster)) {
+            return Err(Stall::Corrupt(self.overlap_error(state, cluster)));
+        }
         for cluster in found.start..end {
             state.refcounts.set(self.geometry, cluster, 1);
         }
@@ -268,6 +294,9 @@ impl Engine {
         if cluster >= 1 << (56 - bits) {
             return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
+        if self.metadata.contains(cluster) {
+            return Err(Stall::Corrupt(self.overlap_error(state, cluster)));
+        }
         self.put_refcount_block(state, index, cluster);
         state.refcounts.set(self.geometry, cluster, 1);
         state.refcounts.hint = cluster + 1;
@@ -278,6 +307,7 @@ impl Engine {
     /// Makes an empty block for `index`, to be stored in `cluster`; the caller counts that cluster.
     pub(crate) fn put_refcount_block(&self, state: &mut State, index: u64, cluster: u64) {
         let zero = vec![0; self.geometry.cluster_size() as usize];
+        self.mark(Structure::RefcountBlock, cluster..cluster + 1);
         state.refcounts.insert_block(index, &zero);
         if let Some(block) = state.refcounts.blocks.get_mut(&index) {
             block.changed = 0..zero.len();

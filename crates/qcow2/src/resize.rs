@@ -2,6 +2,7 @@
 //! Changing the virtual size: a longer L1 table, and unmapping what lies behind a new end.
 
 use crate::engine::{Engine, Planned, Stall, State};
+use crate::overlap::Structure;
 use crate::writeback::MetaWrite;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
@@ -60,6 +61,9 @@ impl Engine {
         }
         let first = state.tables.l1_offset >> bits;
         let old_clusters = (state.tables.l1_len as u64 * 8).div_ceil(self.geometry.cluster_size());
+        self.unmark(Structure::ActiveL1, first..first + old_clusters);
+        let new = growth.offset.0 >> bits;
+        self.mark(Structure::ActiveL1, new..new + growth.clusters);
         state.tables.l1_offset = growth.offset.0;
         state.tables.l1_len = growth.entries as usize;
         self.directory.grow(growth.entries as usize);
@@ -112,6 +116,7 @@ impl Engine {
         for word in (word..words).step_by(step) {
             let old = self.entry_of(&slice, word);
             if old != (0, 0) {
+                self.refuse_overlap(state, L2Entry(old.0))?;
                 self.references_of(L2Entry(old.0), &mut lost);
                 self.edit_entry(state, number, &slice, word, (0, 0));
             }
@@ -125,7 +130,9 @@ impl Engine {
         // The whole table was walked from its start: it goes too.
         if *cursor == next_table && state.tables.moving.remove(&l1_index) {
             let table = L1Entry(self.directory.l1(l1_index));
-            lost.push(table.offset().0 >> bits);
+            let cluster = table.offset().0 >> bits;
+            self.unmark(Structure::ActiveL2, cluster..cluster + 1);
+            lost.push(cluster);
             self.drop_table(state, l1_index);
             self.directory.set_l1(l1_index, 0);
             state.tables.l1_edited(l1_index, table.0);

@@ -3,6 +3,7 @@
 
 use crate::config::Config;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
+use crate::overlap::Structure;
 use crate::slice::Slice;
 use cowshed_block::{Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
@@ -229,6 +230,11 @@ impl Engine {
     pub(crate) fn own_table(&self, state: &mut State, l1_index: usize) -> Planned<()> {
         let old = L1Entry(self.directory.l1(l1_index));
         let table = self.l2_table(state, l1_index)?;
+        if let Some(host) = table
+            && state.overlapping_tables.contains(&l1_index)
+        {
+            return Err(Stall::Corrupt(self.overlap_error(state, self.geometry.host_cluster(host))));
+        }
         if table.is_some() && old.is_copied() {
             return Ok(());
         }
@@ -245,7 +251,10 @@ impl Engine {
         self.directory.set_l1(l1_index, L1Entry::new(host, true).0);
         state.tables.l1_edited(l1_index, old.0);
         state.tables.fresh.insert(l1_index, host.0);
+        self.mark(Structure::ActiveL2, run.cluster..run.cluster + 1);
         if let Some(shared) = table {
+            let shared_cluster = self.geometry.host_cluster(shared);
+            self.unmark(Structure::ActiveL2, shared_cluster..shared_cluster + 1);
             for slice in 0..self.slices_per_table() as usize {
                 let number = self.slice_number(l1_index, slice);
                 state.tables.mark_dirty(number);

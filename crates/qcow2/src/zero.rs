@@ -92,6 +92,7 @@ impl Engine {
         if new == old {
             return Ok(());
         }
+        self.refuse_overlap(state, L2Entry(old.0))?;
         if L2Entry(new.0).offset() != L2Entry(old.0).offset() || L2Entry(old.0).is_compressed() {
             self.references_of(L2Entry(old.0), lost);
         }

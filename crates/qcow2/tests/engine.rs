@@ -4,7 +4,7 @@
 
 use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
-use cowshed_qcow2::{Config, Cycle, Engine, ExtentList, Fill, Load, Planned, Stall, ZeroMode};
+use cowshed_qcow2::{Config, Cycle, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode};
 use std::collections::BTreeMap;
 
 /// An image file in memory with its engine; the backing file is a fixed pattern.
@@ -61,6 +61,13 @@ impl Disk {
             l2_slice_bytes: shape.slice_bytes,
             refcount_cache_bytes: 4 * cluster as u64,
             discard_no_unref: false,
+            overlap: OverlapSet::NONE
+                .with(Structure::MainHeader, true)
+                .with(Structure::ActiveL1, true)
+                .with(Structure::ActiveL2, true)
+                .with(Structure::RefcountTable, true)
+                .with(Structure::RefcountBlock, true),
+            other_metadata: Vec::new(),
             backing_size: shape.backing_size,
         };
         let l1 = vec![0; l1_entries as usize];
@@ -95,7 +102,7 @@ impl Disk {
                 Err(Stall::Retry) => {}
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                 Err(Stall::Wait) => panic!("a single request waits for nobody"),
-                Err(Stall::Error(error)) => panic!("{error}"),
+                Err(Stall::Error(error) | Stall::Corrupt(error)) => panic!("{error}"),
             }
         }
         panic!("no plan after many tries");

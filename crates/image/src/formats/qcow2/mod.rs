@@ -25,8 +25,9 @@ pub use cipher::Cipher;
 use super::OpenContext;
 use crate::codec::Codec;
 use crate::node::Node;
-use cowshed_block::{Error, ErrorKind, Result, StoredIn};
+use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
+use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics};
 use cowshed_storage::{File, IoBuf};
 use events::Events;
@@ -59,6 +60,8 @@ pub struct Qcow2Driver {
     wrote_metadata: AtomicBool,
     /// A cycle was dropped before its end: nobody knows what reached the disk.
     abandoned: AtomicBool,
+    /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
+    corrupt: AtomicBool,
     closed: AtomicBool,
 }
 
@@ -130,6 +133,10 @@ impl Qcow2Driver {
             let message = "a write of metadata was abandoned half-way: open the image again";
             return Err(self.error(Error::new(ErrorKind::Poisoned, message)));
         }
+        if self.corrupt.load(Ordering::Relaxed) {
+            let message = "the image is marked as corrupt: nothing more is written to it";
+            return Err(self.error(Error::new(ErrorKind::InvalidImage, message).with_errno(Errno::EIO)));
+        }
         match self.file.poison().or_else(|| self.data_file.as_ref().and_then(File::poison)) {
             Some(error) => Err(error),
             None => Ok(()),
@@ -167,8 +174,22 @@ impl Qcow2Driver {
             }
             Stall::Retry => Ok(()),
             Stall::GrowRefcounts => self.grow_refcounts().await,
+            Stall::Corrupt(error) => self.mark_corrupt(error).await,
             Stall::Error(error) => Err(self.error(error)),
         }
+    }
+
+    /// Marks the image as corrupt on disk (version 2 has no bit for it) and refuses all further writes.
+    async fn mark_corrupt(&self, error: Error) -> Result<()> {
+        let error = self.error(error);
+        if !self.corrupt.swap(true, Ordering::SeqCst) {
+            tracing::error!("marking the image as corrupt: {error}");
+            if self.header().version >= 3 {
+                self.edit_header(|header| header.incompatible_features |= INCOMPAT_CORRUPT).await?;
+                self.file.sync().await?;
+            }
+        }
+        Err(error)
     }
 
     /// Reads a table for the engine.

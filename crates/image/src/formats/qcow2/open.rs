@@ -8,7 +8,7 @@ use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
 use cowshed_layout::qcow2::{Header, L2Format};
-use cowshed_qcow2::{Config, Engine};
+use cowshed_qcow2::{Config, Engine, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
@@ -30,13 +30,15 @@ impl Qcow2Driver {
     pub async fn open_with_cipher(context: OpenContext, cipher: Option<Arc<dyn Cipher>>) -> Result<Qcow2Driver> {
         let mut header = read_header(&context.file).await?;
         let name = context.file_name.clone();
-        if header.is_dirty() && context.writable && !context.check {
+        let may_write = context.writable && !context.check;
+        if header.is_dirty() && may_write {
             check_may_write(&header, cipher.is_some()).map_err(|error| error.file(name.clone()))?;
             crate::check::recover_dirty(&context.file).await?;
             header = read_header(&context.file).await?;
         }
         let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
-        if driver.writable {
+        if may_write {
+            driver.plan(|engine| engine.require_refcount_table()).await?;
             driver.clear_unknown_autoclear().await?;
         }
         Ok(driver)
@@ -76,6 +78,7 @@ impl Qcow2Driver {
             flushes_covered: AtomicU64::new(0),
             wrote_metadata: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
+            corrupt: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         })
     }
@@ -141,8 +144,34 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         l2_slice_bytes,
         refcount_cache_bytes,
         discard_no_unref: options.discard_no_unref,
+        overlap: overlap_set(options),
+        other_metadata: other_metadata(header),
         backing_size: context.backing.as_deref().map(Node::size),
     })
+}
+
+fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
+    let checks = &options.overlap_check;
+    OverlapSet::NONE
+        .with(Structure::MainHeader, checks.main_header)
+        .with(Structure::ActiveL1, checks.active_l1)
+        .with(Structure::ActiveL2, checks.active_l2)
+        .with(Structure::RefcountTable, checks.refcount_table)
+        .with(Structure::RefcountBlock, checks.refcount_block)
+        .with(Structure::SnapshotTable, checks.snapshot_table)
+        .with(Structure::InactiveL1, checks.inactive_l1)
+        .with(Structure::InactiveL2, checks.inactive_l2)
+        .with(Structure::BitmapDirectory, checks.bitmap_directory)
+}
+
+/// Metadata that the header names and that an open image doesn't change (snapshot tables come with their length when
+/// images with snapshots can be written).
+fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
+    header
+        .bitmaps()
+        .map(|bitmaps| (Structure::BitmapDirectory, bitmaps.directory_offset, bitmaps.directory_size))
+        .into_iter()
+        .collect()
 }
 
 /// L2 and refcount cache in bytes. Of `l2-cache-size`, `refcount-cache-size` and `cache-size` any two decide the third;
