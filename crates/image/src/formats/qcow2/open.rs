@@ -44,12 +44,8 @@ impl Qcow2Driver {
         Ok(driver)
     }
 
-    async fn open_named(context: OpenContext, mut header: Header, cipher: Option<Arc<dyn Cipher>>) -> Result<Self> {
+    async fn open_named(context: OpenContext, header: Header, cipher: Option<Arc<dyn Cipher>>) -> Result<Self> {
         if context.writable && !context.check {
-            if header.is_dirty() {
-                crate::check::recover_dirty(&context.file).await?;
-                header = read_header(&context.file).await?;
-            }
             check_may_write(&header, cipher.is_some())?;
         }
         header.check_tables_within(context.file.len())?;
