@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Repairs on the simulated disk: the power is cut everywhere, and no disk that is left may be worse than the damaged
+//! one was. A second repair must come to the same good end.
+
+use cowshed_image::check::{CheckOptions, CheckReport, FindingKind, Repair, check};
+use cowshed_image::open::{OpenRequest, open};
+use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
+use cowshed_testkit::damage::{COPIED, Victim};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use std::path::Path;
+
+const SIZE: u64 = 1 << 20;
+const NAME: &str = "image.qcow2";
+
+struct Case {
+    name: &'static str,
+    options: &'static str,
+    steps: &'static [&'static str],
+    damage: fn(&Victim),
+    repair: Repair,
+}
+
+const PLAIN: &str = "cluster_size=4k";
+const FILLED: &[&str] = &["write -P 1 0 96k", "write -P 2 512k 40k"];
+
+fn cases() -> Vec<Case> {
+    let filled = |name, options, damage, repair| Case { name, options, steps: FILLED, damage, repair };
+    vec![
+        filled("leaks", PLAIN, |v| (0..9).for_each(|n| v.set_refcount(v.host_cluster(n), 2)), Repair::Leaks),
+        filled(
+            "leaks and shared flags",
+            PLAIN,
+            |v| {
+                for n in 0..9 {
+                    v.set_refcount(v.host_cluster(n), 2);
+                    v.flip(v.l2_entry(n), COPIED);
+                }
+            },
+            Repair::Leaks,
+        ),
+        filled("refcounts too low", PLAIN, |v| (0..9).for_each(|n| v.set_refcount(v.host_cluster(n), 0)), Repair::All),
+        filled(
+            "two users",
+            PLAIN,
+            |v| (0..5).for_each(|n| v.set_word(v.l2_entry(n), v.word(v.l2_entry(n + 9)))),
+            Repair::All,
+        ),
+        filled("no refcount block", "cluster_size=512", |v| v.set_word(v.refcount_table_entry(0), 0), Repair::All),
+        filled(
+            "refcount block elsewhere",
+            "cluster_size=512,refcount_bits=64",
+            |v| v.flip(v.refcount_table_entry(1), 1),
+            Repair::All,
+        ),
+        filled(
+            "data on metadata",
+            PLAIN,
+            |v| {
+                v.set_word(v.l2_entry(3), COPIED | v.header.l1_table_offset);
+                v.set_word(v.l2_entry(4), COPIED | v.header.refcount_table_offset);
+            },
+            Repair::All,
+        ),
+        filled(
+            "dirty",
+            "cluster_size=4k,lazy_refcounts=on",
+            |v| {
+                (0..9).for_each(|n| v.set_refcount(v.host_cluster(n), n % 3));
+                v.set_word(72, 1);
+            },
+            Repair::All,
+        ),
+        filled("reserved bits", PLAIN, |v| (0..9).for_each(|n| v.flip(v.l2_entry(n), 0x10)), Repair::All),
+        Case {
+            name: "snapshots",
+            options: PLAIN,
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
+            damage: |v| {
+                v.set_refcount(v.host_cluster(0), 1);
+                v.set_refcount(v.host_cluster(1), 3);
+                v.flip(v.l2_entry(8), COPIED);
+            },
+            repair: Repair::All,
+        },
+    ]
+}
+
+fn damaged(qemu: &Qemu, folder: &Path, case: &Case) -> Vec<u8> {
+    let path = folder.join(NAME);
+    qemu.create(&path, "qcow2", case.options, SIZE);
+    for step in case.steps {
+        match *step {
+            "snapshot" => drop(qemu.img(["snapshot", "-c", "a", path.to_str().expect("text path")]).expect_ok()),
+            step => drop(qemu.io_commands(&path, "qcow2", &[step.to_owned()]).expect_ok()),
+        }
+    }
+    (case.damage)(&Victim::open(&path));
+    std::fs::read(&path).expect("the image just made")
+}
+
+async fn run_check(repair: Repair) -> cowshed_block::Result<CheckReport> {
+    let file = File::open(Path::new(NAME), &OpenOptions { write: repair != Repair::None, ..OpenOptions::default() })?;
+    check(&file, &CheckOptions { repair, ..CheckOptions::default() }, &|_, _| true).await
+}
+
+async fn content() -> cowshed_block::Result<Vec<u8>> {
+    let node = open(OpenRequest::file(NAME).format("qcow2")).await?;
+    let (result, buf) = node.read(0, IoBuf::zeroed(SIZE as usize)).await;
+    result?;
+    node.close().await?;
+    Ok(buf.to_vec())
+}
+
+/// What could cost data: counts below the references, and rights to write in place that shouldn't be.
+fn dangers(report: &CheckReport) -> Vec<(u8, u64)> {
+    let dangerous = report.findings.iter().filter(|finding| match finding.kind {
+        FindingKind::RefcountLow { .. } => true,
+        FindingKind::CopiedL1 { entry, .. } | FindingKind::CopiedL2 { entry, .. } => entry & COPIED != 0,
+        _ => false,
+    });
+    dangerous.map(|finding| finding.order()).collect()
+}
+
+struct Expected<'a> {
+    qemu: &'a Qemu,
+    folder: &'a Path,
+    before: CheckReport,
+    content: Vec<u8>,
+    repair: Repair,
+    config: Config,
+}
+
+impl Expected<'_> {
+    fn verify(&self, case: &CrashCase<'_>) -> Result<(), String> {
+        let world = World::with_files(Config { in_order: true, ..self.config.clone() }, &case.state.files);
+        let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
+        let left = world.run(run_check(Repair::None)).map_err(told("check"))?;
+        let before = dangers(&self.before);
+        if let Some(new) = dangers(&left).iter().find(|danger| !before.contains(danger)) {
+            return Err(format!("a new danger at {new:?}: {:#?}", left.findings));
+        }
+        if world.run(content()).map_err(told("read after the cut"))? != self.content {
+            return Err("the data changed".to_owned());
+        }
+        let again = world.run(run_check(self.repair)).map_err(told("second repair"))?;
+        if !again.is_clean() {
+            return Err(format!("the second repair left {:?} {:?}", again.counters, again.findings));
+        }
+        if world.run(content()).map_err(told("read after the second repair"))? != self.content {
+            return Err("the second repair changed the data".to_owned());
+        }
+        if case.number.is_multiple_of(64) {
+            let path = self.folder.join("state.qcow2");
+            let bytes = world.contents(NAME).ok_or("the image is gone")?.to_vec();
+            std::fs::write(&path, bytes).map_err(|error| error.to_string())?;
+            let verdict = self.qemu.check(&path, "qcow2");
+            if verdict.code != 0 {
+                return Err(format!("qemu-img after the second repair: {} {}", verdict.json, verdict.stderr));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn repairs_survive_power_cuts() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let mut total = CrashReport::default();
+    for (number, case) in cases().iter().enumerate() {
+        for sector_bytes in [512, 4096] {
+            let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
+            let image = damaged(&qemu, folder.path(), case);
+            let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
+            let world = World::with_files(config.clone(), &files);
+            let before = world.run(run_check(Repair::None)).expect("a check");
+            assert!(!before.is_clean(), "{}: nothing is damaged", case.name);
+            let content = world.run(content()).expect("a readable image");
+            let world = World::with_files(config.clone(), &files);
+            let report = world.run(run_check(case.repair)).expect("a repair");
+            assert!(report.is_clean() && report.changed, "{}: {report:?}", case.name);
+            let (qemu, folder) = (&qemu, folder.path());
+            let expected = Expected { qemu, folder, before, content, repair: case.repair, config };
+            let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(number as u64) };
+            match explore(&world.trace(), &plan, |state| expected.verify(state)) {
+                Ok(report) => total.add(&report),
+                Err(failure) => panic!("{}: {failure}", case.name),
+            }
+        }
+    }
+    println!("repair: {total}");
+    assert!(total.distinct > 100, "{total}");
+}
