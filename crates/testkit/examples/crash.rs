@@ -3,7 +3,8 @@
 //!
 //! `cargo run -p cowshed-testkit --example crash -- --seed 0 --cases 100 --requests 40 --states 2000 --qemu 200`
 //!
-//! `--fail-sync N` and `--fail-write N` let the operation after the first N of its kind fail.
+//! `--fail-sync N`, `--fail-write N` and `--fail-read N` let the operation after the first N of its kind fail, `--room N`
+//! lets the disk get full after N bytes.
 //!
 //! A failing case prints its seed and the fewest requests that show it; `--replay 'REQUESTS'` with that seed runs
 //! just those.
@@ -21,16 +22,22 @@ fn number(value: Option<String>, name: &str) -> u64 {
 
 fn main() -> ExitCode {
     let (mut first, mut cases) = (0, 20);
-    let mut effort = Effort { requests: 40, states: 1000, sample_qemu: 0 };
+    let mut effort = Effort { requests: 40, states: 1000, sample_qemu: 0, room_bytes: None };
     let (mut replay, mut faults) = (None, Vec::new());
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--seed" => (first, cases) = (number(words.next(), &word), 1),
+            "--first" => first = number(words.next(), &word),
             "--cases" => cases = number(words.next(), &word),
             "--requests" => effort.requests = number(words.next(), &word) as usize,
             "--states" => effort.states = number(words.next(), &word) as usize,
             "--qemu" => effort.sample_qemu = number(words.next(), &word) as usize,
+            "--room" => effort.room_bytes = Some(number(words.next(), &word)),
+            "--fail-read" => {
+                let skip = number(words.next(), &word);
+                faults.push(Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Read).skip(skip));
+            }
             "--fail-sync" => {
                 let skip = number(words.next(), &word);
                 faults.push(Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Sync).skip(skip));

@@ -2,7 +2,7 @@
 //! The cases of the crash test, drawn from a seed over everything that an image can be.
 
 use crate::crash::{CrashPlan, CrashReport};
-use crate::images::{Chain, DataFile, Format, Layer, Qcow2Spec, generate_ops};
+use crate::images::{self, Chain, DataFile, Format, Layer, Qcow2Spec, Texture, generate_ops};
 use crate::operations::{OpGen, Step};
 use crate::random::Random;
 use crate::scenario::{Prepared, Trial};
@@ -31,6 +31,8 @@ pub struct Effort {
     pub states: usize,
     /// One of so many distinct states goes to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
+    /// The disk has room for so many bytes more than the image takes at the start; `None`: endless.
+    pub room_bytes: Option<u64>,
 }
 
 impl CrashScene {
@@ -38,8 +40,16 @@ impl CrashScene {
     pub fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
         let has_backing = random.chance(40);
-        let spec = spec(&mut random, has_backing);
-        let size = disk_bytes(&spec, &mut random);
+        let mut spec = spec(&mut random, has_backing);
+        let mut size = disk_bytes(&spec, &mut random);
+        let mut written = Vec::new();
+        if spec.cluster_size == 512 && !spec.is_v2 && random.chance(25) {
+            // So full that the refcount table must grow soon, and so large that the L1 table must when the disk does.
+            spec.refcount_bits = 64;
+            size = 2 << 20;
+            let len = size - (160 << 10) - random.below(64) * 512;
+            written.push(images::Op::Write { offset: 0, len, texture: Texture::Random(seed) });
+        }
         let mut layers = Vec::new();
         if has_backing {
             layers.push(backing(&mut random, size));
@@ -73,6 +83,10 @@ impl CrashScene {
         }
     }
 
+    fn grows(&self) -> bool {
+        self.spec().cluster_size == 512 && self.chain.layers.last().is_some_and(|layer| layer.size >= 2 << 20)
+    }
+
     /// What makes this case special, a word each, for counting states.
     pub fn features(&self) -> Vec<String> {
         let spec = self.spec();
@@ -90,6 +104,8 @@ impl CrashScene {
             (spec.data_file == Some(DataFile::Raw), "data_file_raw"),
             (spec.preallocation != "off", "preallocated"),
             (self.chain.layers.len() > 1, "backing"),
+            (self.grows(), "tables grow"),
+            (self.config.capacity_bytes.is_some(), "disk gets full"),
             (!self.config.features.punch_hole, "no fallocate"),
             (!self.whole_sectors, "odd bytes"),
         ];
@@ -121,6 +137,21 @@ impl CrashScene {
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
         let prepared = Prepared::new(&self.chain);
         let steps = self.steps(&prepared, effort.requests);
+        if let Some(room_bytes) = effort.room_bytes {
+            let mut full = self.clone();
+            full.config.capacity_bytes = Some(prepared.allocated_bytes() + room_bytes);
+            return full.run_prepared(&prepared, steps, effort, faults);
+        }
+        self.run_prepared(&prepared, steps, effort, faults)
+    }
+
+    fn run_prepared(
+        &self,
+        prepared: &Prepared,
+        steps: Vec<Step>,
+        effort: &Effort,
+        faults: Vec<Fault>,
+    ) -> Result<CrashReport, String> {
         prepared.crash_or_shrink(&self.trial(steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
             format!("seed {} ({features}), {effort:?}, faults {faults:?}:\n{complaint}", self.seed)
@@ -173,13 +204,13 @@ fn backing(random: &mut Random, overlay_bytes: u64) -> Layer {
     Layer { format: Format::Qcow2(spec), size, sessions }
 }
 
-fn fill(random: &mut Random, spec: &Qcow2Spec, size: u64, count: usize) -> Vec<crate::images::Op> {
+fn fill(random: &mut Random, spec: &Qcow2Spec, size: u64, count: usize) -> Vec<images::Op> {
     let mut ops = generate_ops(random, spec, &mut size.clone(), count, &mut BTreeSet::new());
     if spec.data_file.is_some() {
-        ops.retain(|op| !matches!(op, crate::images::Op::WriteCompressed { .. }));
+        ops.retain(|op| !matches!(op, images::Op::WriteCompressed { .. }));
     }
     // The disk keeps its size: a resize and what follows it goes.
-    let resize = ops.iter().position(|op| matches!(op, crate::images::Op::Resize { .. }));
+    let resize = ops.iter().position(|op| matches!(op, images::Op::Resize { .. }));
     ops.truncate(resize.unwrap_or(ops.len()));
     ops
 }

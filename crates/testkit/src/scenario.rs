@@ -13,7 +13,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::IoBuf;
-use cowshed_storage::sim::{Config, Fault, Overlap, PageMap, Snapshot, World};
+use cowshed_storage::sim::{Config, Fault, PageMap, Replay, Snapshot, World};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -93,6 +93,12 @@ pub struct Trial {
     pub sample_qemu: usize,
 }
 
+impl Trial {
+    fn may_fail(&self) -> bool {
+        !self.faults.is_empty() || self.config.capacity_bytes.is_some()
+    }
+}
+
 /// An image to start from, its files made by the real QEMU.
 pub struct Prepared {
     /// Where the files are; also where states are handed to `qemu-img`.
@@ -125,6 +131,11 @@ impl Prepared {
         };
         let top = built.path.to_string_lossy().into_owned();
         Prepared { folder, top, files, content, spec, qemu }
+    }
+
+    /// Space that the files take, in bytes.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.files.values().map(PageMap::allocated_bytes).sum()
     }
 
     /// Random requests that suit the image.
@@ -160,18 +171,18 @@ impl Prepared {
             let disk = ImageDisk::open(&self.top, true, trial.config.direct).await;
             let disk = match disk {
                 // Nothing happened, nothing was promised.
-                Err(_) if !trial.faults.is_empty() => return Ok(Outcome::untouched(model)),
+                Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
                 disk => disk?,
             };
             let (outcome, disk) = run_steps(disk, world, model, &trial.steps).await;
             match disk.0.close().await {
-                Err(error) if trial.faults.is_empty() => Err(error),
+                Err(error) if !trial.may_fail() => Err(error),
                 _ => Ok(outcome),
             }
         };
         let outcome = world.run(run).map_err(|error: Error| format!("the run itself: {error}"))?;
         match outcome.errors.first() {
-            Some((step, error)) if trial.faults.is_empty() => return Err(format!("the run itself: {step}: {error}")),
+            Some((step, error)) if !trial.may_fail() => return Err(format!("the run itself: {step}: {error}")),
             Some((step, error)) if error.kind() == ErrorKind::Internal => {
                 return Err(format!("the run itself: {step}: {error}"));
             }
@@ -185,17 +196,17 @@ impl Prepared {
 
     /// No metadata may be written twice at once: which of the two wins, nobody knows.
     fn check_overlaps(&self, world: &World) -> std::result::Result<(), String> {
-        let Some(contents) = world.contents(&self.top) else { return Ok(()) };
-        let Ok(metadata) = metadata_ranges(&contents) else { return Ok(()) };
-        let overlaps = world.overlaps();
-        let in_metadata = |overlap: &&Overlap| {
+        let trace = world.trace();
+        let mut replay = Replay::new(&trace);
+        for overlap in world.overlaps().iter().filter(|overlap| overlap.file == self.top) {
+            while replay.position() < overlap.position && replay.advance().is_some() {}
+            let metadata = replay.contents(&self.top).and_then(|contents| metadata_ranges(contents).ok());
             let hits = |range: &Range<u64>| range.start < overlap.range.end && overlap.range.start < range.end;
-            overlap.file == self.top && metadata.iter().any(hits)
-        };
-        match overlaps.iter().find(in_metadata) {
-            Some(overlap) => Err(format!("the run itself: metadata written twice at once: {}", overlap.changes)),
-            None => Ok(()),
+            if metadata.is_some_and(|ranges| ranges.iter().any(hits)) {
+                return Err(format!("the run itself: metadata written twice at once: {}", overlap.changes));
+            }
         }
+        Ok(())
     }
 
     /// Our own look at a state: audit, open for writing (recovers a dirty image), read everything, now and then write

@@ -24,7 +24,7 @@ fn run_all(seeds: std::ops::Range<u64>, effort: &Effort, faults: impl Fn(u64) ->
 
 #[test]
 fn no_power_cut_harms_an_image() {
-    let effort = Effort { requests: 30, states: 250, sample_qemu: 100 };
+    let effort = Effort { requests: 30, states: 250, sample_qemu: 100, room_bytes: None };
     let cases = seeds(32);
     let count = cases.end - cases.start;
     let tally = run_all(cases, &effort, |_| Vec::new());
@@ -33,7 +33,7 @@ fn no_power_cut_harms_an_image() {
 
 #[test]
 fn no_power_cut_after_a_failed_barrier_harms_an_image() {
-    let effort = Effort { requests: 30, states: 120, sample_qemu: 60 };
+    let effort = Effort { requests: 30, states: 120, sample_qemu: 60, room_bytes: None };
     run_all(seeds(16), &effort, |seed| {
         vec![Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Sync).skip(seed / 2 % 8)]
     });
@@ -41,7 +41,7 @@ fn no_power_cut_after_a_failed_barrier_harms_an_image() {
 
 #[test]
 fn no_failed_write_harms_an_image() {
-    let effort = Effort { requests: 30, states: 120, sample_qemu: 60 };
+    let effort = Effort { requests: 30, states: 120, sample_qemu: 60, room_bytes: None };
     run_all(seeds(24), &effort, |seed| {
         let effect = [Effect::Fail(Errno::EIO), Effect::Torn(Errno::EIO), Effect::Fail(Errno::ENOSPC)];
         vec![Fault::new(effect[seed as usize % 3]).kind(OpKind::Write).skip(seed * 7 % 50)]
@@ -50,8 +50,16 @@ fn no_failed_write_harms_an_image() {
 
 #[test]
 fn no_failed_read_harms_an_image() {
-    let effort = Effort { requests: 30, states: 60, sample_qemu: 60 };
+    let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: None };
     run_all(seeds(12), &effort, |seed| {
         vec![Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Read).skip(seed * 5 % 40)]
     });
+}
+
+#[test]
+fn no_full_disk_harms_an_image() {
+    for room_bytes in [0, 8192, 65536] {
+        let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: Some(room_bytes) };
+        run_all(seeds(8), &effort, |_| Vec::new());
+    }
 }

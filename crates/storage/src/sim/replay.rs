@@ -309,6 +309,12 @@ impl<'a> Replay<'a> {
         self.position
     }
 
+    /// What a reader sees of the file named `name` at this point.
+    pub fn contents(&self, name: &str) -> Option<&PageMap> {
+        let id = self.trace.files.iter().position(|(other, _)| other == name)?;
+        Some(&self.files[id].volatile)
+    }
+
     /// Passes one entry and gives it; `None` at the end of the log.
     pub fn advance(&mut self) -> Option<&'a Event> {
         let event = self.trace.log.get(self.position)?;

@@ -97,6 +97,8 @@ pub struct Overlap {
     pub file: String,
     /// The bytes that both touch.
     pub range: std::ops::Range<u64>,
+    /// Length of the log when the second began.
+    pub position: usize,
     /// The two changes, for people.
     pub changes: String,
 }
@@ -365,6 +367,7 @@ impl State {
                 self.overlaps.push(Overlap {
                     file: self.files[file].name.clone(),
                     range: common,
+                    position: self.log.len(),
                     changes: format!("#{other} {:?} and #{op} {request:?}", pending.request),
                 });
             }
