@@ -6,6 +6,7 @@ use crate::fixture;
 use crate::measure::alternate;
 use crate::random_io;
 use crate::table::{Outcome, Row};
+use cowshed_testkit::bigimage::{self, Placement};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -32,7 +33,7 @@ pub const CASES: &[Case] = &[
 ];
 
 fn info(settings: &Settings) -> Result<Vec<Row>, String> {
-    let image = terabyte(settings)?;
+    let image = terabyte(settings, Placement::Contiguous)?;
     let pairs = alternate(
         settings.rounds.max(11),
         &|| Ok(command(&settings.cowshed, &["info", "-f", "qcow2"], &[&image])),
@@ -42,13 +43,18 @@ fn info(settings: &Settings) -> Result<Vec<Row>, String> {
 }
 
 fn check(settings: &Settings) -> Result<Vec<Row>, String> {
-    let image = terabyte(settings)?;
-    let pairs =
-        alternate(settings.rounds, &|| Ok(command(&settings.cowshed, &["check", "-f", "qcow2"], &[&image])), &|| {
-            Ok(command(&settings.qemu, &["check", "-f", "qcow2"], &[&image]))
-        })?;
-    let result = Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 };
-    Ok(vec![row("check, 1 TiB allocated", "≥ 3×, peak < 256 MiB", result)])
+    let placements = [(Placement::Contiguous, "in order"), (Placement::Scattered, "scattered")];
+    let rows = placements.map(|(placement, how)| {
+        let image = terabyte(settings, placement)?;
+        let pairs = alternate(
+            settings.rounds,
+            &|| Ok(command(&settings.cowshed, &["check", "-f", "qcow2"], &[&image])),
+            &|| Ok(command(&settings.qemu, &["check", "-f", "qcow2"], &[&image])),
+        )?;
+        let result = Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 };
+        Ok(row(&format!("check, 1 TiB allocated, {how}"), "≥ 3×, peak < 256 MiB", result))
+    });
+    rows.into_iter().collect()
 }
 
 fn raw_to_qcow2(settings: &Settings) -> Result<Vec<Row>, String> {
@@ -150,10 +156,12 @@ fn allocated(path: &Path) -> Result<u64, String> {
 }
 
 /// The image whose metadata says that all of 1 TiB is allocated; its data are holes.
-fn terabyte(settings: &Settings) -> Result<PathBuf, String> {
-    let path = settings.folder.join("terabyte.qcow2");
+fn terabyte(settings: &Settings, placement: Placement) -> Result<PathBuf, String> {
+    let path = settings.folder.join(format!("terabyte-{placement:?}.qcow2").to_lowercase());
     if !path.exists() {
-        return Err(format!("{} is missing", path.display()));
+        let partial = path.with_extension("partial");
+        bigimage::build(&partial, 1 << 40, 16, placement).map_err(|error| error.to_string())?;
+        std::fs::rename(&partial, &path).map_err(|e| format!("{}: {e}", path.display()))?;
     }
     Ok(path)
 }
