@@ -49,7 +49,21 @@ impl Engine {
         let mut state = self.own();
         let state = &mut *state;
         let count = self.compressed_at_once(state, batch)?;
-        let batch = &batch[..count];
+        let packed = self.pack(state, &batch[..count]);
+        self.set_batch_busy(state, &batch[..count], false);
+        packed
+    }
+
+    /// Keeps the slices of a batch in the cache while it is planned.
+    fn set_batch_busy(&self, state: &mut State, batch: &[(GuestOffset, u64)], busy: bool) {
+        for (guest, _) in batch {
+            let (index, _) = self.slice_position(self.geometry.l2_index(*guest));
+            let number = self.slice_number(self.geometry.l1_index(*guest) as usize, index);
+            state.tables.set_busy(number, busy);
+        }
+    }
+
+    fn pack(&self, state: &mut State, batch: &[(GuestOffset, u64)]) -> Planned<CompressedAllocation> {
         let total: u64 = batch.iter().map(|(_, len)| len).sum();
         let mut region = match self.packed_region(state, total)? {
             Some(region) => region,
@@ -74,7 +88,7 @@ impl Engine {
         Ok(CompressedAllocation { places, references: region.references })
     }
 
-    /// How many of the batch can go together: not locked by others, their tables ours and at hand.
+    /// How many of the batch can go together: not locked by others, their tables ours and at hand (and busy now).
     fn compressed_at_once(&self, state: &mut State, batch: &[(GuestOffset, u64)]) -> Planned<usize> {
         for (index, (guest, len)) in batch.iter().enumerate() {
             debug_assert!(
@@ -89,7 +103,7 @@ impl Engine {
                 Err(stall) => Err(stall),
             };
             match ready {
-                Ok(()) => {}
+                Ok(()) => self.set_batch_busy(state, &batch[index..=index], true),
                 Err(stall) if index == 0 => return Err(stall),
                 Err(Stall::Load(load)) => {
                     state.loading.remove(&load.table);
@@ -157,7 +171,7 @@ impl Engine {
                 let taken = region.references.get(cluster).copied().unwrap_or(0);
                 // A shared cluster's stored count has our references in it already; a new one's first is in its 1.
                 match region.shared_first == Some(*cluster) {
-                    true => self.refcount(state, *cluster).map_or(true, |count| count >= max),
+                    true => self.cached_refcount(state, *cluster) >= max,
                     false => taken >= max,
                 }
             });

@@ -8,7 +8,7 @@ use crate::engine::{Engine, State};
 use arc_swap::ArcSwap;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,9 +65,10 @@ impl OverlapSet {
     }
 }
 
-/// Clusters that one chunk of the map covers.
-const CHUNK_BITS: u32 = 15;
-/// Chunks with a smaller number stand in an array, others (absurdly far out in the file) in a tree.
+/// Clusters that one chunk of the map covers: 8192, which is 512 MiB of file at 64 KiB.
+const CHUNK_BITS: u32 = 13;
+/// Chunks with a smaller number stand in an array; clusters further out (absurdly far in the file) in a tree, so that
+/// a hostile image costs tens of MiB at most.
 const DENSE_CHUNKS: u64 = 1 << 16;
 
 type Chunk = [AtomicU64; 1 << (CHUNK_BITS - 6)];
@@ -75,15 +76,33 @@ type Chunk = [AtomicU64; 1 << (CHUNK_BITS - 6)];
 #[derive(Clone, Default)]
 struct Chunks {
     dense: Vec<Option<Arc<Chunk>>>,
-    far: BTreeMap<u64, Arc<Chunk>>,
+    far: BTreeSet<u64>,
+}
+
+/// Number of the chunk, index of the word, mask of the bit.
+#[inline]
+fn place(cluster: u64) -> (u64, usize, u64) {
+    let bit = cluster & ((1 << CHUNK_BITS) - 1);
+    (cluster >> CHUNK_BITS, bit as usize / 64, 1 << (bit % 64))
 }
 
 impl Chunks {
     #[inline]
-    fn get(&self, number: u64) -> Option<&Chunk> {
-        match number < DENSE_CHUNKS {
-            true => self.dense.get(number as usize)?.as_deref(),
-            false => self.far.get(&number).map(|chunk| &**chunk),
+    fn chunk(&self, number: u64) -> Option<&Chunk> {
+        self.dense.get(number as usize)?.as_deref()
+    }
+
+    /// True when there is room for the cluster's bit (a bit far out always needs a new tree).
+    fn has_room(&self, cluster: u64) -> bool {
+        let (number, ..) = place(cluster);
+        number < DENSE_CHUNKS && self.chunk(number).is_some()
+    }
+
+    fn make_room(&mut self, number: u64) {
+        if number < DENSE_CHUNKS && self.chunk(number).is_none() {
+            let len = self.dense.len().max(number as usize + 1);
+            self.dense.resize(len, None);
+            self.dense[number as usize] = Some(Arc::new(std::array::from_fn(|_| AtomicU64::new(0))));
         }
     }
 }
@@ -99,44 +118,64 @@ impl MetadataMap {
     #[inline]
     pub(crate) fn contains(&self, cluster: u64) -> bool {
         let chunks = self.chunks.load();
-        let Some(chunk) = chunks.get(cluster >> CHUNK_BITS) else { return false };
-        let bit = cluster & ((1 << CHUNK_BITS) - 1);
-        chunk[bit as usize / 64].load(Ordering::Acquire) >> (bit % 64) & 1 != 0
+        let (number, word, mask) = place(cluster);
+        if number >= DENSE_CHUNKS {
+            return chunks.far.contains(&cluster);
+        }
+        chunks.chunk(number).is_some_and(|chunk| chunk[word].load(Ordering::Acquire) & mask != 0)
+    }
+
+    /// Sets bits and calls `taken` with the index of each item that has a cluster whose bit was set before.
+    pub(crate) fn insert_all(&self, items: impl Iterator<Item = Range<u64>>, mut taken: impl FnMut(usize)) {
+        // Copied only when a chunk is missing, and then once for all items.
+        let mut grown: Option<Chunks> = None;
+        let present = self.chunks.load_full();
+        for (index, clusters) in items.enumerate() {
+            let mut was_set = false;
+            for cluster in clusters {
+                let (number, word, mask) = place(cluster);
+                if grown.is_none() && !present.has_room(cluster) {
+                    grown = Some(Chunks::clone(&present));
+                }
+                if let Some(grown) = &mut grown {
+                    grown.make_room(number);
+                    if number >= DENSE_CHUNKS {
+                        was_set |= !grown.far.insert(cluster);
+                        continue;
+                    }
+                }
+                let chunks = grown.as_ref().unwrap_or(&present);
+                if let Some(chunk) = chunks.chunk(number) {
+                    was_set |= chunk[word].fetch_or(mask, Ordering::AcqRel) & mask != 0;
+                }
+            }
+            if was_set {
+                taken(index);
+            }
+        }
+        if let Some(grown) = grown {
+            self.chunks.store(Arc::new(grown));
+        }
     }
 
     /// Sets bits; true when one was set before.
     pub(crate) fn insert(&self, clusters: Range<u64>) -> bool {
         let mut was_set = false;
-        for cluster in clusters {
-            let number = cluster >> CHUNK_BITS;
-            if self.chunks.load().get(number).is_none() {
-                let mut chunks = Chunks::clone(&self.chunks.load());
-                let chunk: Arc<Chunk> = Arc::new(std::array::from_fn(|_| AtomicU64::new(0)));
-                if number < DENSE_CHUNKS {
-                    let len = chunks.dense.len().max(number as usize + 1);
-                    chunks.dense.resize(len, None);
-                    chunks.dense[number as usize] = Some(chunk);
-                } else {
-                    chunks.far.insert(number, chunk);
-                }
-                self.chunks.store(Arc::new(chunks));
-            }
-            let chunks = self.chunks.load();
-            let bit = cluster & ((1 << CHUNK_BITS) - 1);
-            if let Some(chunk) = chunks.get(number) {
-                was_set |= chunk[bit as usize / 64].fetch_or(1 << (bit % 64), Ordering::AcqRel) >> (bit % 64) & 1 != 0;
-            }
-        }
+        self.insert_all(std::iter::once(clusters), |_| was_set = true);
         was_set
     }
 
     /// Clears bits.
     pub(crate) fn remove(&self, clusters: Range<u64>) {
-        let chunks = self.chunks.load();
         for cluster in clusters {
-            let bit = cluster & ((1 << CHUNK_BITS) - 1);
-            if let Some(chunk) = chunks.get(cluster >> CHUNK_BITS) {
-                chunk[bit as usize / 64].fetch_and(!(1 << (bit % 64)), Ordering::AcqRel);
+            let (number, word, mask) = place(cluster);
+            let chunks = self.chunks.load();
+            if number >= DENSE_CHUNKS {
+                let mut chunks = Chunks::clone(&chunks);
+                chunks.far.remove(&cluster);
+                self.chunks.store(Arc::new(chunks));
+            } else if let Some(chunk) = chunks.chunk(number) {
+                chunk[word].fetch_and(!mask, Ordering::AcqRel);
             }
         }
     }
@@ -166,11 +205,14 @@ impl Engine {
             self.mark(*structure, clusters(*offset, *bytes));
         }
         let mut overlapping = Vec::new();
-        for (index, entry) in l1.iter().enumerate() {
-            let table = L1Entry(*entry).offset().0;
-            if table != 0 && self.mark(Structure::ActiveL2, table >> bits..(table >> bits) + 1) {
-                overlapping.push(index);
-            }
+        if self.config.overlap.contains(Structure::ActiveL2) {
+            // Tables past the end of the file are refused where they are used.
+            let table_of =
+                |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..self.config.file_len).contains(o));
+            let tables: Vec<(usize, u64)> =
+                l1.iter().enumerate().filter_map(|(index, entry)| Some((index, table_of(entry)? >> bits))).collect();
+            let ranges = tables.iter().map(|(_, cluster)| *cluster..*cluster + 1);
+            self.metadata.insert_all(ranges, |item| overlapping.push(tables[item].0));
         }
         overlapping
     }

@@ -137,12 +137,16 @@ impl Engine {
     /// Marks the blocks of a table that was just read; those that share a cluster with other metadata are never written.
     pub(crate) fn mark_refcount_blocks(&self, state: &mut State) {
         let bits = self.geometry.cluster_bits();
-        let blocks = state.refcounts.table.clone().unwrap_or_default();
-        for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
-            if self.mark(Structure::RefcountBlock, block >> bits..(block >> bits) + 1) {
-                state.refcounts.overlapping.insert(index as u64);
-            }
+        if !self.config.overlap.contains(Structure::RefcountBlock) {
+            return;
         }
+        let table = state.refcounts.table.as_deref().unwrap_or_default().iter();
+        let blocks: Vec<(usize, u64)> =
+            table.enumerate().filter(|(_, block)| **block != 0).map(|(index, block)| (index, block >> bits)).collect();
+        let ranges = blocks.iter().map(|(_, cluster)| *cluster..*cluster + 1);
+        self.metadata.insert_all(ranges, |item| {
+            state.refcounts.overlapping.insert(blocks[item].0 as u64);
+        });
     }
 
     /// Has the refcount table read, so that writes can be checked against its blocks from the first one on.
@@ -191,7 +195,7 @@ impl Engine {
         Ok(self.cached_refcount(state, cluster))
     }
 
-    fn cached_refcount(&self, state: &State, cluster: u64) -> u64 {
+    pub(crate) fn cached_refcount(&self, state: &State, cluster: u64) -> u64 {
         let entry = self.geometry.refcount_block_index(cluster) as usize;
         let block = state.refcounts.blocks.get(&self.geometry.refcount_table_index(cluster));
         block.map_or(0, |block| refcount::get(&block.bytes, self.geometry.refcount_order(), entry))

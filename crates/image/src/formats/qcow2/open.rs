@@ -140,7 +140,8 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         l2_slice_bytes,
         refcount_cache_bytes,
         discard_no_unref: options.discard_no_unref,
-        overlap: overlap_set(options),
+        // Who doesn't write has nothing to check, and opens faster.
+        overlap: if context.writable { overlap_set(options) } else { OverlapSet::NONE },
         other_metadata: other_metadata(header),
         backing_size: context.backing.as_deref().map(Node::size),
     })
