@@ -156,7 +156,7 @@ impl Engine {
     pub fn begin_preallocate(&self, guest: GuestOffset, len: u64) -> Planned<Option<Allocation>> {
         let bits = self.geometry.cluster_bits();
         let start = guest.align_down(bits);
-        let end = (guest.0 + len - 1 >> bits) + 1 << bits;
+        let end = (guest.0 + len).div_ceil(1 << bits) << bits;
         {
             let mut state = self.own();
             let clusters = self.clusters_at_once(&mut state, start, end - start.0)?;
@@ -288,7 +288,8 @@ impl Engine {
             allocation.head = self.fill_of(first, allocation.start.0..allocation.data_start.0);
         }
         if !has_data(last, GuestOffset(allocation.data_end.0 - 1)) {
-            allocation.end = GuestOffset((allocation.data_end.0 - 1 >> edge_bits(last)) + 1 << edge_bits(last));
+            let edge = edge_bits(last);
+            allocation.end = GuestOffset(allocation.data_end.0.div_ceil(1 << edge) << edge);
             allocation.tail = self.fill_of(last, allocation.data_end.0..allocation.end.0);
         }
         Ok(())
@@ -398,7 +399,7 @@ impl Engine {
     pub(crate) fn clusters_of_compressed(&self, descriptor: CompressedDescriptor) -> Range<u64> {
         let bits = self.geometry.cluster_bits();
         let end = descriptor.host_offset.0.saturating_add(descriptor.len_max());
-        descriptor.host_offset.0 >> bits..(end - 1 >> bits) + 1
+        descriptor.host_offset.0 >> bits..end.div_ceil(1 << bits)
     }
 
     /// Gives up a planned write. With `io_ended` all its I/O is over (it failed, or was never started) and the host

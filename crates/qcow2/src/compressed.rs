@@ -166,7 +166,7 @@ impl Engine {
             if region.next + len > region.end {
                 return Ok(None);
             }
-            let touched = region.next >> bits..(region.next + len - 1 >> bits) + 1;
+            let touched = region.next >> bits..(region.next + len).div_ceil(1 << bits);
             let full = touched.clone().find(|cluster| {
                 let taken = region.references.get(cluster).copied().unwrap_or(0);
                 // A shared cluster's stored count has our references in it already; a new one's first is in its 1.
