@@ -37,12 +37,11 @@ impl Session<'_> {
         }
         let cluster_size = self.geometry.cluster_size() as usize;
         let mut copies = Vec::new();
-        let mut cluster = self.file_clusters + 1;
-        for overlap in overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at)) {
+        let movable = overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at));
+        for (cluster, overlap) in (self.file_clusters + 1..).zip(movable) {
             let bytes = self.read(L2Entry(overlap.entry).offset().0, cluster_size).await?;
             self.write(cluster << self.geometry.cluster_bits(), &bytes).await?;
             copies.push(Copy { cluster, weight: overlap.weight, at: overlap.at, entry: overlap.entry });
-            cluster += 1;
         }
         if !copies.is_empty() {
             self.file.sync().await?;

@@ -84,9 +84,9 @@ impl Session<'_> {
         }
         if hidden {
             notes.push("nothing was freed: what can't be read may use what looks leaked".to_owned());
-        } else {
-            changed |= self.lower_counts().await?;
+            return Ok(changed);
         }
+        changed |= self.lower_counts().await?;
         changed |= self.edit_entries(EditStep::Grant).await?;
         Ok(changed)
     }
@@ -130,7 +130,9 @@ impl Session<'_> {
     async fn edit_active_l1(&mut self, counts: &Counts, step: EditStep) -> Result<bool> {
         let edits = edit_l1(&self.context, counts, step, &self.l1);
         let start = self.header.l1_table_offset;
-        if edits.is_empty() || self.is_claimed_twice(start) {
+        let clusters = self.geometry.clusters(self.l1.len() as u64 * 8);
+        let mut places = (0..clusters).map(|nth| start + (nth << self.geometry.cluster_bits()));
+        if edits.is_empty() || places.any(|place| self.is_claimed_twice(place)) {
             return Ok(false);
         }
         let bytes: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();

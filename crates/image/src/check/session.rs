@@ -165,6 +165,8 @@ impl<'a> Session<'a> {
             numbers.extend(buf.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)));
             each(at, &numbers)?;
             at += piece;
+            // Thousands of snapshots and bitmaps may have large tables.
+            self.advance(0)?;
         }
         Ok(())
     }

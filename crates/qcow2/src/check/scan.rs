@@ -251,7 +251,7 @@ impl Scan<'_> {
             self.in_data_file(word, entry, out);
             return Ok(());
         }
-        self.count(word, offset, geometry.cluster_size(), out)?;
+        self.count(word, offset, geometry.cluster_size(), false, out)?;
         let cluster = offset >> geometry.cluster_bits();
         if self.counts.index(cluster).is_some_and(|cell| self.counts.peek(cell).is_metadata()) {
             self.overlap(word, raw, cluster, out);
@@ -314,11 +314,11 @@ impl Scan<'_> {
         if self.active && self.context.first_pass {
             out.stats.compressed();
         }
-        self.count(word, host_offset.0, descriptor.len_max(), out)
+        self.count(word, host_offset.0, descriptor.len_max(), true, out)
     }
 
     /// Counts every cluster that a region touches.
-    fn count(&self, word: usize, offset: u64, len: u64, out: &mut ScanOutput) -> Result<()> {
+    fn count(&self, word: usize, offset: u64, len: u64, compressed: bool, out: &mut ScanOutput) -> Result<()> {
         if self.context.is_past_end(offset, len) {
             self.found(word, FindingKind::PastEnd { structure: Structure::Data, offset, len }, out);
             return Ok(());
@@ -329,7 +329,7 @@ impl Scan<'_> {
         let cluster_bits = self.context.geometry.cluster_bits();
         for cluster in offset >> cluster_bits..=(offset + len - 1) >> cluster_bits {
             let mark = self.counts.add(cluster, self.table.weight)?;
-            if len < 1 << cluster_bits && mark.is_some_and(|mark| mark.is_metadata()) {
+            if compressed && mark.is_some_and(|mark| mark.is_metadata()) {
                 let kind = FindingKind::Overlap { structure: Structure::Data, cluster };
                 out.findings.push((self.at(word, kind), 1));
             }
