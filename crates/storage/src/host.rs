@@ -4,7 +4,7 @@
 use crate::blocklock::BlockGuard;
 use crate::medium::Space;
 use crate::payload::Payload;
-use crate::ring::{Direction, Ring};
+use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
 use crate::{Alignment, DataRange, Engine, IoBuf, OpenOptions};
@@ -89,6 +89,23 @@ impl HostFile {
         match rt::is_simulated() {
             true => Worker::Inline,
             false => Worker::Pool,
+        }
+    }
+
+    /// Starts a transfer on this thread's ring; gives the payload back where there is none. The result may be short, or an
+    /// error that only says "again".
+    pub(crate) fn start(
+        &self,
+        direction: Direction,
+        payload: Payload,
+        offset: u64,
+    ) -> std::result::Result<RingOp<'_>, Payload> {
+        match self.engine {
+            Engine::Threads => Err(payload),
+            Engine::Auto | Engine::IoUring => match rt::current_ring() {
+                Some(ring) => Ok(ring.transfer(&self.fd, direction, payload, 0, offset)),
+                None => Err(payload),
+            },
         }
     }
 

@@ -9,6 +9,7 @@ use crate::blocklock::BlockGuard;
 use crate::host::HostFile;
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
+use crate::ring::{Direction, RingOp};
 use crate::sim::SimFile;
 use crate::sys::SysResult;
 use crate::{Alignment, DataRange, IoBuf};
@@ -38,6 +39,14 @@ impl Medium {
             Medium::Host(host) => host.alignment(),
             Medium::Null(_) => Alignment { memory: 1, offset: 1 },
             Medium::Sim(sim) => sim.alignment(),
+        }
+    }
+
+    /// Starts a transfer of the whole payload on this thread's ring; gives it back where that isn't how this medium works.
+    pub(crate) fn start(&self, direction: Direction, payload: Payload, offset: u64) -> Result<RingOp<'_>, Payload> {
+        match self {
+            Medium::Host(host) => host.start(direction, payload, offset),
+            Medium::Null(_) | Medium::Sim(_) => Err(payload),
         }
     }
 

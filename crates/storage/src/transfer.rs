@@ -4,31 +4,53 @@
 use crate::blocklock::Access;
 use crate::file::Inner;
 use crate::payload::{Bufs, Payload};
+use crate::ring::Direction;
 use crate::sys::SysResult;
 use cowshed_block::Errno;
 use std::sync::atomic::Ordering;
 
 impl Inner {
     /// Fills the payload from `offset`; what lies past the end of the file is zeroes.
+    ///
+    /// The common case (a ring, all bytes at once) is short and needs no allocation; everything else is boxed, to keep the
+    /// future of the common case small.
     pub(crate) async fn read(&self, payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
         if !ends_in_range(offset, payload.len()) {
             return (Err(Errno::EFBIG), payload);
         }
-        if self.is_aligned(&payload, offset) {
-            self.read_aligned(payload, offset).await
-        } else {
-            self.read_bounced(payload, offset).await
+        if !self.is_aligned(&payload, offset) {
+            return Box::pin(self.read_bounced(payload, offset)).await;
+        }
+        let (done, payload) = match self.medium.start(Direction::Read, payload, offset) {
+            Ok(operation) => operation.await,
+            Err(payload) => (0, payload),
+        };
+        match usize::try_from(done) {
+            Ok(done) if done == payload.len() => (Ok(()), payload),
+            Err(_) if !says_again(done) => (Err(Errno(-done)), payload),
+            done => Box::pin(self.read_on(payload, offset, done.unwrap_or(0))).await,
         }
     }
 
     /// Writes all of the payload at `offset`, whose range the caller has checked.
     pub(crate) async fn write(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
         if !self.is_aligned(&payload, offset) {
-            return self.write_bounced(payload, offset).await;
+            return Box::pin(self.write_bounced(payload, offset)).await;
         }
         let end = offset + payload.len() as u64;
         payload.guard = self.lock_blocks(offset, end, Access::Shared).await;
-        let (result, mut payload) = self.write_aligned(payload, offset).await;
+        let (done, payload) = match self.medium.start(Direction::Write, payload, offset) {
+            Ok(operation) => operation.await,
+            Err(payload) => (0, payload),
+        };
+        let (result, mut payload) = match usize::try_from(done) {
+            Ok(done) if done == payload.len() => {
+                self.note_end(end);
+                (Ok(()), payload)
+            }
+            Err(_) if !says_again(done) => (Err(Errno(-done)), payload),
+            done => Box::pin(self.write_on(payload, offset, done.unwrap_or(0))).await,
+        };
         payload.guard = None;
         (result, payload)
     }
@@ -48,19 +70,24 @@ impl Inner {
     }
 
     /// As [`Inner::read`], aligned.
-    pub(crate) async fn read_aligned(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+    pub(crate) async fn read_aligned(&self, payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        self.read_on(payload, offset, 0).await
+    }
+
+    /// Goes on with an aligned read of which `done` bytes are there.
+    async fn read_on(&self, mut payload: Payload, offset: u64, mut done: usize) -> (SysResult<()>, Payload) {
         let total = payload.len();
-        let mut done = 0;
+        if self.stops_in_block(done) {
+            zero_from(&mut payload.bufs, done);
+            return (Ok(()), payload);
+        }
         while done < total {
             let (result, back) = self.medium.read(payload, done, offset + done as u64).await;
             payload = back;
             match result {
                 Ok(count) => {
                     done += count.min(total - done);
-                    // A transfer that stops inside of a block has met the end of the file; reading on from there
-                    // would not be aligned.
-                    let at_end = count == 0 || !(count as u64).is_multiple_of(self.alignment.offset);
-                    if at_end && done < total {
+                    if (count == 0 || self.stops_in_block(done)) && done < total {
                         zero_from(&mut payload.bufs, done);
                         break;
                     }
@@ -72,9 +99,16 @@ impl Inner {
     }
 
     /// As [`Inner::write`], aligned and with the locks held.
-    pub(crate) async fn write_aligned(&self, mut payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+    pub(crate) async fn write_aligned(&self, payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
+        self.write_on(payload, offset, 0).await
+    }
+
+    /// Goes on with an aligned write of which `done` bytes are there.
+    async fn write_on(&self, mut payload: Payload, offset: u64, mut done: usize) -> (SysResult<()>, Payload) {
         let total = payload.len();
-        let mut done = 0;
+        if done > 0 {
+            self.note_end(offset + done as u64);
+        }
         while done < total {
             let (result, back) = self.medium.write(payload, done, offset + done as u64).await;
             payload = back;
@@ -90,6 +124,11 @@ impl Inner {
         (Ok(()), payload)
     }
 
+    /// A read that stops inside of a block has met the end of the file; going on from there would not be aligned.
+    fn stops_in_block(&self, done: usize) -> bool {
+        !(done as u64).is_multiple_of(self.alignment.offset)
+    }
+
     /// The file reaches at least to `end`.
     pub(crate) fn note_end(&self, end: u64) {
         // Looking first keeps the counter shared between the threads that only overwrite.
@@ -97,6 +136,11 @@ impl Inner {
             self.len.fetch_max(end, Ordering::AcqRel);
         }
     }
+}
+
+/// True for results of the ring that mean: nothing happened, ask again.
+fn says_again(result: i32) -> bool {
+    matches!(-result, libc::EINTR | libc::EAGAIN)
 }
 
 fn ends_in_range(offset: u64, len: usize) -> bool {

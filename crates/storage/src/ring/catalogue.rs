@@ -18,7 +18,7 @@ pub(crate) enum Direction {
 impl Ring {
     /// Reads into, or writes from, the payload's memory behind its first `skip` bytes.
     pub(crate) fn transfer<'a>(
-        self: &Rc<Self>,
+        self: Rc<Self>,
         file: &'a Arc<OwnedFd>,
         direction: Direction,
         payload: Payload,
@@ -47,7 +47,7 @@ impl Ring {
                 (vectors, entry)
             }
         };
-        RingOp::start(Rc::clone(self), file, payload, vectors, entry)
+        RingOp::start(self, file, payload, vectors, entry)
     }
 
     /// `fdatasync`.
