@@ -15,6 +15,8 @@ use std::time::Instant;
 const MOST_REQUESTS: u64 = 16;
 /// Zeroes scanned for at once: `-S` can't ask for a coarser grain.
 const MOST_SPARSE_BYTES: u64 = 16 << 20;
+/// Without `-S`.
+const DEFAULT_SPARSE_BYTES: u64 = 4096;
 /// `-S` counts whole sectors.
 const SECTOR_BYTES: u64 = 512;
 
@@ -78,9 +80,9 @@ struct ConvertArgs {
     /// Format of BACKING_FILE
     #[arg(short = 'F', long, value_name = "BACKING_FMT")]
     backing_format: Option<String>,
-    /// Shorter runs of zeroes are written as data; 0: write everything
-    #[arg(short = 'S', long, value_name = "SPARSE_SIZE", default_value = "4k")]
-    sparse_size: String,
+    /// Shorter runs of zeroes are written as data; 0: write everything [default: 4k]
+    #[arg(short = 'S', long, value_name = "SPARSE_SIZE")]
+    sparse_size: Option<String>,
     /// Write into a target that exists already
     #[arg(short, long)]
     no_create: bool,
@@ -169,7 +171,7 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
         (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
         (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
-        (args.copy_range_offloading && args.sparse_size != "4k", "Cannot enable copy offloading when -S is used"),
+        (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
         (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
         (
             source_count > 1 && args.backing.is_some(),
@@ -232,7 +234,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         target_is_zero: args.target_is_zero,
         backing_file: args.backing.clone(),
         backing_format: args.backing_format.clone(),
-        sparse_bytes: sparse_bytes(&args.sparse_size)?,
+        sparse_bytes: args.sparse_size.as_deref().map_or(Ok(DEFAULT_SPARSE_BYTES), sparse_bytes)?,
         out_of_order: args.oob_writes,
         requests: requests(&args.parallel)?,
         rate,

@@ -6,6 +6,7 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
 use cowshed_image::node::Preallocation;
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 
@@ -58,7 +59,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         preallocation: preallocation(args.preallocation.as_deref())?,
     };
     let outcome = work::run_quietly(async |job| resize::run(&options, &job).await)
-        .map_err(|error| Failure::open_either(console.persona, &[file], &error))?;
+        .map_err(|error| failed(console.persona, file, &error))?;
     match console.persona {
         _ if args.quiet => {}
         Persona::QemuImg => console.line("Image resized."),
@@ -67,6 +68,22 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
     }
     Ok(0)
+}
+
+/// qemu-img has words of its own for two refusals that scripts meet.
+fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
+    match error.message() {
+        _ if persona == Persona::Cowshed => Failure::open(persona, file, error),
+        message if message.starts_with("shrinking") => Failure::new(
+            "Use the --shrink option to perform a shrink operation.\n\
+             qemu-img: warning: Shrinking an image will delete all data beyond the shrunken image's end. Before performing such \
+             an operation, make sure there is no important data there.",
+        ),
+        message if message.starts_with("the new image size must be positive") => {
+            Failure::new("New image size must be positive")
+        }
+        _ => Failure::open(persona, file, error),
+    }
 }
 
 fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {

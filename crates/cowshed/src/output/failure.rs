@@ -81,7 +81,13 @@ fn qemu_reason(name: &str, error: &Error) -> String {
             let file = error.file_name().unwrap_or(name);
             format!("Failed to get {lock}\nIs another process using the image [{file}]?")
         }
-        _ => reason(name, error),
+        _ => {
+            let reason = reason(name, error);
+            match reason.strip_prefix("could not open: ") {
+                Some(rest) => format!("Could not open '{name}': {rest}"),
+                None => reason,
+            }
+        }
     }
 }
 

@@ -71,8 +71,8 @@ pub const QCOW2: &[CreateOption] = &[
 /// Options of a raw image.
 pub const RAW: &[CreateOption] = &[
     option("size", Size, "Virtual disk size"),
-    option("preallocation", Text, "Preallocation mode (allowed values: off, falloc, full)"),
     option("nocow", Switch, "Turn off copy-on-write (valid only on btrfs)"),
+    option("preallocation", Text, "Preallocation mode (allowed values: off, falloc, full)"),
     option("extent_size_hint", Size, "Extent size hint for the image file, 0 to disable"),
 ];
 
