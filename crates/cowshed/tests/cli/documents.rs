@@ -17,7 +17,7 @@ fn options(help: &str) -> Vec<String> {
     lines
         .flat_map(|line| line.split("  ").next().unwrap_or_default().split(", "))
         .map(|option| option.split([' ', '=']).next().unwrap_or_default().to_owned())
-        .filter(|option| option.len() > 1 && option.starts_with('-'))
+        .filter(|option| option.len() > 1 && option.starts_with('-') && !option.ends_with(')'))
         .collect()
 }
 
