@@ -285,6 +285,18 @@ impl HostFile {
     }
 }
 
+impl Drop for HostFile {
+    fn drop(&mut self) {
+        // Locks belong to the open file, which a child of this process shares between its fork and its exec: closing
+        // alone could leave them standing for a moment. While an operation still runs they must stay, and do.
+        if Arc::strong_count(&self.fd) == 1
+            && let Err(errno) = sys::set_lock(&self.fd, sys::ByteLock::Unlocked, 0, 0)
+        {
+            tracing::debug!(?errno, "could not unlock a file that is being closed");
+        }
+    }
+}
+
 impl AsFd for HostFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
