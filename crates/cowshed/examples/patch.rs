@@ -54,7 +54,9 @@ fn patch(image: &str, wanted: &str) -> Result<(u64, u64)> {
                     while next.get() < size {
                         let offset = next.replace(next.get() + PIECE_BYTES);
                         let len = PIECE_BYTES.min(size - offset) as usize;
-                        written.set(written.get() + piece(&queue, &raw, offset, len).await?);
+                        // Not in one expression: others add to it while this one waits.
+                        let bytes = piece(&queue, &raw, offset, len).await?;
+                        written.set(written.get() + bytes);
                     }
                     Ok::<(), Error>(())
                 })
