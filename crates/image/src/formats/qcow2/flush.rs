@@ -88,7 +88,13 @@ impl Qcow2Driver {
             if index > 0 && unsettled {
                 self.barrier().await?;
             }
-            self.write_all(stage).await?;
+            let written = self.write_all(stage).await;
+            if written.is_err() && index > 0 {
+                // Some pointers may have reached the disk. What they point to is no longer new, so the next cycle
+                // must not write it beside the counts that it needs; and nobody knows which ones they are.
+                self.abandoned.store(true, Ordering::Relaxed);
+            }
+            written?;
             unsettled = true;
         }
         self.barrier().await

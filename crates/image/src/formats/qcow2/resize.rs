@@ -39,6 +39,8 @@ impl Qcow2Driver {
             result?;
         }
         let old = self.size();
+        // What a shrink that was cut off has left there.
+        self.unmap_behind(old).await?;
         self.zero_new_range(old, size).await?;
         if preallocation != Preallocation::Off {
             self.preallocate(old, size - old, preallocation, |_| {}).await?;
@@ -107,13 +109,14 @@ impl Qcow2Driver {
     async fn shrink(&self, size: u64) -> Result<()> {
         let old = self.size();
         self.engine.publish_size(size);
-        let result = self.unmap_behind(size).await;
-        if result.is_err() {
+        // The size first: unmapped under the old one, what is cut off would show the backing file. Mappings behind the
+        // end that a power cut leaves are for the next growth to remove.
+        if let Err(error) = self.set_header_size(size).await {
             self.engine.publish_size(old);
-            return result;
+            return Err(error);
         }
+        self.unmap_behind(size).await?;
         self.write_back(false).await?;
-        self.set_header_size(size).await?;
         self.reclaim().await?;
         match &self.data_file {
             Some(data_file) if data_file.len() > size => data_file.set_len(size).await,

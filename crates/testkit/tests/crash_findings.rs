@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the crash test has found once: the smallest requests that showed it, kept so that it stays away.
+
+use cowshed_block::Errno;
+use cowshed_storage::sim::{Config, Effect, Fault, OpKind};
+use cowshed_testkit::crash::CrashPlan;
+use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
+use cowshed_testkit::operations::parse_steps;
+use cowshed_testkit::scenario::{Prepared, Trial};
+
+fn layer(cluster_size: u64, refcount_bits: u64, size: u64, ops: Vec<Op>) -> Layer {
+    let spec = Qcow2Spec { cluster_size, refcount_bits, ..Qcow2Spec::default() };
+    Layer { format: Format::Qcow2(spec), size, sessions: vec![ops] }
+}
+
+fn survives(layers: Vec<Layer>, config: &Config, faults: &[Fault], requests: &str) {
+    let prepared = Prepared::new(&Chain { layers });
+    for seed in 0..6 {
+        let trial = Trial {
+            config: Config { seed, ..config.clone() },
+            faults: faults.to_vec(),
+            steps: parse_steps(requests).expect("the requests are well written"),
+            plan: CrashPlan { max_distinct: 300, ..CrashPlan::new(seed) },
+            sample_qemu: 0,
+        };
+        let report = prepared.crash(&trial).unwrap_or_else(|complaint| panic!("seed {seed}: {complaint}"));
+        assert!(report.distinct > 2, "{report}");
+    }
+}
+
+/// The padding of compressed data to the disk's block went over the clusters behind it, an L2 table among them.
+#[test]
+fn compressed_data_is_not_padded_past_its_cluster() {
+    let written = Op::Write { offset: 0x10000, len: 0x400, texture: Texture::Random(1) };
+    let config = Config { direct: true, sector_bytes: 4096, ..Config::new(0) };
+    let requests = "3 compressed 0x3400 0x200 4294967297; 1 discard 0x10000 0x200; 3 flush; \
+                    3 compressed 0xfe00 0x200 4294967314; 3 read 0x3400 0x200; 3 flush; 3 compressed 0xfa00 0x200 4294967315";
+    survives(vec![layer(512, 64, 128 << 10, vec![written])], &config, &[], requests);
+}
+
+/// What a shrink cuts off lost its zero clusters before the disk had lost them, and showed the backing file.
+#[test]
+fn a_shrink_never_shows_the_backing_file() {
+    let base = layer(512, 16, 64 << 10, vec![Op::Write { offset: 0, len: 64 << 10, texture: Texture::Random(2) }]);
+    let zeroes = Op::WriteZeroes { offset: 0x8000, len: 0x8000, unmap: true };
+    let top = || layer(1024, 16, 64 << 10, vec![zeroes]);
+    survives(vec![base.clone(), top()], &Config::new(0), &[], "0 resize 0x4400");
+    let again =
+        "0 resize 0x4400; 1 flush; 0 resize 0x10000; 0 resize 0x6a00; 0 flush; 0 resize 0xf000; 0 read 0x0 0xf000";
+    survives(vec![base, top()], &Config::new(0), &[], again);
+}
+
+/// After a cycle had failed between its pointers, tables that a pointer might name already were written again as if
+/// they were new, beside the counts that they needed.
+#[test]
+fn a_failed_pointer_write_ends_all_writing() {
+    let requests = "1 write 0x200 0x400 4; 2 write 0x1ba00 0x400 5; 0 write 0x17000 0x600 7; 1 write 0x1800 0x200 8; \
+                    2 write 0x2c00 0x200 9; 1 write 0x16c00 0x400 14; 1 flush; 1 write 0x1200 0x200 25; \
+                    3 write 0x16e00 0x200 27; 3 flush";
+    for skip in 5..24 {
+        let fault = Fault::new(Effect::Torn(Errno::EIO)).kind(OpKind::Write).skip(skip);
+        survives(vec![layer(512, 1, 128 << 10, Vec::new())], &Config::new(0), &[fault], requests);
+    }
+}
