@@ -33,6 +33,21 @@ impl Codec {
         }
     }
 
+    /// A codec with a chosen effort. `level`: for zlib 1–9, with `wide_window` 1–12; for zstd 1–22 and negative ones;
+    /// `None` for the default. `wide_window` is a choice of zlib alone: see [`ZlibMode::Fast`].
+    pub fn with_effort(compression: Compression, level: Option<i32>, wide_window: bool) -> Result<Self> {
+        // What doesn't fit is out of every encoder's range: 0 is refused below.
+        let zlib_level = |default: u8| level.map_or(default, |level| u8::try_from(level).unwrap_or(0));
+        match (compression, wide_window) {
+            (Compression::Zlib, false) => Self::zlib(ZlibMode::Narrow { level: zlib_level(zlib::NARROW_LEVEL) }),
+            (Compression::Zlib, true) => Self::zlib(ZlibMode::Fast { level: zlib_level(zlib::WIDE_LEVEL) }),
+            (Compression::Zstd, false) => Self::zstd(level.unwrap_or(zstd::LEVEL_DEFAULT)),
+            (Compression::Zstd, true) => {
+                Err(Error::invalid_argument("the compression window can be chosen for compression type zlib only"))
+            }
+        }
+    }
+
     /// Deflate with a chosen encoder. Fails on a level outside of the encoder's range.
     pub fn zlib(mode: ZlibMode) -> Result<Self> {
         mode.validate()?;

@@ -8,6 +8,11 @@ use libdeflater::{CompressionLvl, Compressor, Decompressor};
 use std::cell::RefCell;
 use zlib_rs::{Inflate, InflateFlush};
 
+/// Level of [`ZlibMode::DEFAULT`].
+pub(super) const NARROW_LEVEL: u8 = 3;
+/// Level of [`ZlibMode::WIDE`].
+pub(super) const WIDE_LEVEL: u8 = 3;
+
 /// How deflate data are made. What is read back is the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZlibMode {
@@ -26,9 +31,9 @@ pub enum ZlibMode {
 impl ZlibMode {
     /// About the size of QEMU's output (measured on programs and libraries: 1 % larger; level 4: 0.5 % smaller) at 0.4 of
     /// its time.
-    pub const DEFAULT: Self = ZlibMode::Narrow { level: 3 };
+    pub const DEFAULT: Self = ZlibMode::Narrow { level: NARROW_LEVEL };
     /// The fast choice: 4 % smaller than QEMU's output at a quarter of its time, where the wide window is fine.
-    pub const WIDE: Self = ZlibMode::Fast { level: 3 };
+    pub const WIDE: Self = ZlibMode::Fast { level: WIDE_LEVEL };
 
     pub(super) fn validate(self) -> Result<()> {
         let (level, max) = match self {

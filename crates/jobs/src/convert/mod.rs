@@ -34,6 +34,10 @@ pub struct ConvertOptions {
     pub create_options: Vec<String>,
     /// `-c`: compress every cluster.
     pub compressed: bool,
+    /// `--compression-level`: see [`cowshed_image::codec::Codec::with_effort`].
+    pub compression_level: Option<i32>,
+    /// `--compression-window=32k`: deflate with a window of 32 KiB.
+    pub wide_window: bool,
     /// `-n`: write into an existing target.
     pub skip_create: bool,
     /// `--target-is-zero`: the existing target reads as zeroes.
@@ -64,6 +68,8 @@ impl ConvertOptions {
             target,
             create_options: Vec::new(),
             compressed: false,
+            compression_level: None,
+            wide_window: false,
             skip_create: false,
             target_is_zero: false,
             backing_file: None,

@@ -6,6 +6,7 @@ use super::source::Sources;
 use crate::ImageSpec;
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
+use cowshed_image::codec::Codec;
 use cowshed_image::create::{self, CreateRequest};
 use std::path::Path;
 use std::sync::Arc;
@@ -34,7 +35,7 @@ impl Target {
             create_target(options, sources).await?;
         }
         let node = writable(&options.target).open_for_writing().await?;
-        let result = check_target(&node, sources, options);
+        let result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
         match result {
             Ok(()) => {
                 let geometry = crate::layer::geometry(&node);
@@ -53,6 +54,17 @@ impl Target {
                 Err(error)
             }
         }
+    }
+}
+
+/// Chooses how hard clusters are compressed.
+fn set_codec(node: &Node, options: &ConvertOptions) -> Result<()> {
+    match node.qcow2() {
+        Some(qcow2) if options.compressed => {
+            let compression = qcow2.header().compression();
+            qcow2.set_codec(Codec::with_effort(compression, options.compression_level, options.wide_window)?)
+        }
+        _ => Ok(()),
     }
 }
 
