@@ -7,7 +7,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
 pub use cowshed_image::check::{CheckReport, Repair};
 use cowshed_image::node::ChildRole;
-use cowshed_image::{OpenRequest, check as image_check, open};
+use cowshed_image::{OpenRequest, check as image_check};
 use cowshed_storage::File;
 
 /// What to check and how.
@@ -49,7 +49,7 @@ impl CheckOutcome {
 /// Checks an image; `None`: its format has nothing to check. Progress counts tables of metadata. The image is opened
 /// and locked for the time, for writing when something is to be repaired.
 pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
-    let node = open(request(options)?.for_check()).await?;
+    let node = options.image.open(request(options)?.for_check()).await?;
     if node.qcow2().is_none() {
         return Ok(None);
     }

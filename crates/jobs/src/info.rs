@@ -6,7 +6,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Compression, Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
-use cowshed_image::{Node, open};
+use cowshed_image::Node;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
@@ -103,7 +103,7 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
     while let Some(spec) = next.take() {
         job.pause_point().await?;
         // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
-        let node = open(spec.request()?.no_backing()).await?;
+        let node = spec.open(spec.request()?.no_backing().no_io()).await?;
         let info = image_info(&node).await;
         let closed = node.close().await;
         let info = info?;
@@ -114,12 +114,12 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
             if layers.len() + 1 >= MAX_CHAIN_DEPTH || layers.iter().any(|layer| layer.filename == *name) {
                 return Err(Error::invalid_argument("the backing chain loops or is too long").file(name.clone()));
             }
+            spec.policy.check_backing(name, &info.filename)?;
             next = Some(ImageSpec {
                 name: name.clone(),
                 format: info.backing_filename_format.clone(),
                 image_opts: false,
-                force_share: spec.force_share,
-                cache: spec.cache.clone(),
+                ..spec.clone()
             });
         }
         layers.push(info);

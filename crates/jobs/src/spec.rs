@@ -2,11 +2,12 @@
 //! How the user names an image.
 
 use cowshed_block::{Error, Result};
+use cowshed_image::open::Policy;
 use cowshed_image::{Node, OpenRequest, open};
 use std::sync::Arc;
 
 /// An image as named on a command line or in a QMP command.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct ImageSpec {
     /// File name, `json:{…}` name, or with `image_opts` a `driver=…,file.filename=…` list.
     pub name: String,
@@ -18,6 +19,10 @@ pub struct ImageSpec {
     pub force_share: bool,
     /// Cache mode: `none`, `writeback`, `writethrough`, `directsync`, `unsafe`.
     pub cache: Option<String>,
+    /// What the image may make us open, and how large it may be.
+    pub policy: Policy,
+    /// Where warnings go, one line each; nowhere when `None`.
+    pub on_warning: Option<fn(&str)>,
 }
 
 impl ImageSpec {
@@ -43,7 +48,7 @@ impl ImageSpec {
         } else {
             OpenRequest::file(&self.name).format(self.format.as_deref())
         };
-        let request = request.force_share(self.force_share);
+        let request = request.force_share(self.force_share).policy(self.policy.clone());
         match &self.cache {
             Some(mode) => request.cache(mode),
             None => Ok(request),
@@ -52,11 +57,20 @@ impl ImageSpec {
 
     /// Opens it for reading.
     pub async fn open_for_reading(&self) -> Result<Arc<Node>> {
-        open(self.request()?).await
+        self.open(self.request()?).await
     }
 
     /// Opens it for writing.
     pub async fn open_for_writing(&self) -> Result<Arc<Node>> {
-        open(self.request()?.force_share(false).writable(true)).await
+        self.open(self.request()?.force_share(false).writable(true)).await
+    }
+
+    /// Opens a request that was made of this image, and passes its warnings on.
+    pub async fn open(&self, request: OpenRequest) -> Result<Arc<Node>> {
+        let node = open(request).await?;
+        if let Some(warn) = self.on_warning {
+            node.warnings().iter().for_each(|text| warn(text));
+        }
+        Ok(node)
     }
 }

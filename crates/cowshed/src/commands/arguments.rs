@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Arguments that several verbs share, and what they become.
 
-use crate::output::Failure;
+use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_jobs::ImageSpec;
 
@@ -43,6 +43,7 @@ impl NamingArgs {
             name: name.to_owned(),
             format: format.cloned(),
             image_opts: self.image_opts,
+            on_warning: Some(warning::print),
             ..ImageSpec::default()
         })
     }

@@ -4,7 +4,7 @@
 use super::arguments::{NamingArgs, cache_mode};
 use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
-use crate::output::{Console, Failure, size::human};
+use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
@@ -238,6 +238,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         image_opts: args.target_image_opts,
         force_share: false,
         cache: cache_mode("", args.target_cache.as_ref())?,
+        on_warning: Some(warning::print),
+        ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;
     Ok(ConvertOptions {

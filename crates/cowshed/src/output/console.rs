@@ -19,6 +19,7 @@ pub struct Console {
 impl Console {
     /// The process's own standard streams.
     pub fn new(persona: Persona) -> Self {
+        super::warning::set_persona(persona);
         Self { persona, out: BufWriter::new(io::stdout()), failed: None }
     }
 

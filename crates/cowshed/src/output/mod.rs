@@ -7,6 +7,7 @@ pub mod info;
 pub mod json;
 pub mod progress;
 pub mod size;
+pub mod warning;
 
 pub use console::Console;
 pub use failure::Failure;

@@ -228,6 +228,7 @@ fn resize() {
         "--preallocation=foo a.qcow2 5M",
         "-f raw a.raw 6M",
         "-f raw --shrink a.raw 1M",
+        "a.raw 5M",
     ] {
         oracle.compare_writing(&format!("resize {line}"), |theirs, own| {
             for name in ["a.qcow2", "a.raw"] {

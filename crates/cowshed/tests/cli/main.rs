@@ -4,6 +4,7 @@
 mod as_qemu_img;
 mod documents;
 mod golden;
+mod in_use;
 mod oracle;
 mod running;
 mod stranger;

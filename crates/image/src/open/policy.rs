@@ -45,6 +45,12 @@ impl Policy {
         }
     }
 
+    /// Whether the backing file `name` of `image` may be opened: for those who follow a chain by themselves.
+    pub fn check_backing(&self, name: &str, image: &str) -> Result<()> {
+        self.check(self.allow_backing, "the backing file", name, image)?;
+        self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)
+    }
+
     pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {
         if allowed {
             return Ok(());

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Warnings about an image that was opened, on standard error.
+
+use crate::invocation::Persona;
+use std::io::Write;
+use std::sync::OnceLock;
+
+static PERSONA: OnceLock<Persona> = OnceLock::new();
+
+/// Says whose manners the warnings of this process have. The first call counts.
+pub fn set_persona(persona: Persona) {
+    let _ = PERSONA.set(persona);
+}
+
+/// Prints one warning. There is nobody to tell when that fails.
+pub fn print(text: &str) {
+    let persona = PERSONA.get().copied().unwrap_or(Persona::Cowshed);
+    if let Some(text) = worded(persona, text) {
+        let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    }
+}
+
+/// qemu-img warns of a guessed raw format only, in words that scripts know.
+fn worded(persona: Persona, text: &str) -> Option<String> {
+    match persona {
+        Persona::Cowshed => Some(format!("cowshed: warning: {text}\n")),
+        Persona::QemuImg => text.split_once(": the image format was not given").map(|(name, _)| {
+            format!(
+                "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \
+                 Automatically detecting the format is dangerous for raw images, write operations on block 0 will be \
+                 restricted.\n         Specify the 'raw' format explicitly to remove the restrictions.\n"
+            )
+        }),
+    }
+}
