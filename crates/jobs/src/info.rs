@@ -4,9 +4,9 @@
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Compression, Error, Result};
+use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
-use cowshed_image::Node;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
