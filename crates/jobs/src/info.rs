@@ -150,7 +150,7 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
     for child in node.children() {
         // The layers of a chain are listed one by one; the data file is part of the format's own information.
-        if child.role == ChildRole::File {
+        if matches!(child.role, ChildRole::File | ChildRole::Image) {
             let info = Box::new(node_info(&child.node)?);
             children.push(ChildInfo { name: child.role.as_str().to_owned(), info });
         }

@@ -2,6 +2,7 @@
 //! A file that holds an image.
 
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
+use crate::fault::{Faults, FaultyFile};
 use crate::flush::{FlushGate, Turn};
 use crate::host::HostFile;
 use crate::lock::{LockState, Locking, Permissions};
@@ -14,6 +15,9 @@ use cowshed_block::{Errno, Error, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// The largest alignment that a file with faults can ask for, in bytes.
+const MAX_FAULTY_ALIGNMENT_BYTES: u64 = 1 << 20;
 
 /// A file, device or simulated file. Cheap to clone; any thread that runs [`crate::rt::block_on`] may use it.
 ///
@@ -108,6 +112,62 @@ impl File {
         }))
     }
 
+    /// The same file with faults in front: its operations meet the rules of `faults`. `alignment` is what it asks of
+    /// offsets and lengths (a power of two; the file's own where that is larger), `max_transfer_bytes` the most that
+    /// one operation on the file moves. Image locks are those of `self`.
+    pub fn with_faults(
+        &self,
+        faults: Arc<Faults>,
+        alignment: Option<u64>,
+        max_transfer_bytes: Option<u64>,
+    ) -> Result<File> {
+        let wanted = alignment.unwrap_or(1).max(self.0.alignment.offset);
+        if !wanted.is_power_of_two() || wanted > MAX_FAULTY_ALIGNMENT_BYTES {
+            let message = format!("the alignment must be a power of two up to {MAX_FAULTY_ALIGNMENT_BYTES}");
+            return Err(Error::invalid_argument(message).value(wanted).file(self.name()));
+        }
+        let transfer = max_transfer_bytes.unwrap_or(u64::MAX / wanted * wanted);
+        if transfer == 0 || !transfer.is_multiple_of(wanted) {
+            let message = format!("the largest transfer must be a multiple of the alignment, {wanted} bytes");
+            return Err(Error::invalid_argument(message).value(transfer).file(self.name()));
+        }
+        let alignment = Alignment { offset: wanted, ..self.0.alignment };
+        let medium = Medium::Faulty(Box::new(FaultyFile::new(self.clone(), faults, alignment, transfer)));
+        Ok(File(Arc::new(Inner {
+            name: self.0.name.clone(),
+            is_writable: self.0.is_writable,
+            no_flush: self.0.no_flush,
+            alignment,
+            len: AtomicU64::new(self.len()),
+            medium,
+            flush: FlushGate::default(),
+            block_locks: Arc::clone(&self.0.block_locks),
+            image_locks: Mutex::new(LockState::new(Locking::Off)),
+        })))
+    }
+
+    /// The rules of a file with faults.
+    pub fn faults(&self) -> Option<&Arc<Faults>> {
+        match &self.0.medium {
+            Medium::Faulty(faulty) => Some(faulty.faults()),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn medium(&self) -> &Medium {
+        &self.0.medium
+    }
+
+    /// Something else has written up to `end`.
+    pub(crate) fn note_end(&self, end: u64) {
+        self.0.note_end(end);
+    }
+
+    /// Something else has set the length.
+    pub(crate) fn note_len(&self, len: u64) {
+        self.0.len.store(len, Ordering::Release);
+    }
+
     /// The name for messages.
     pub fn name(&self) -> &str {
         &self.0.name
@@ -120,13 +180,18 @@ impl File {
 
     /// True for a block device, whose length can't change.
     pub fn is_device(&self) -> bool {
-        matches!(&self.0.medium, Medium::Host(host) if host.is_device())
+        match &self.0.medium {
+            Medium::Host(host) => host.is_device(),
+            Medium::Faulty(faulty) => faulty.base().is_device(),
+            Medium::Null(_) | Medium::Sim(_) => false,
+        }
     }
 
     /// Device and inode number: the same for two names of one file. `None` for what has no inode.
     pub fn identity(&self) -> Option<(u64, u64)> {
         match &self.0.medium {
             Medium::Host(host) => host.identity(),
+            Medium::Faulty(faulty) => faulty.base().identity(),
             Medium::Null(_) | Medium::Sim(_) => None,
         }
     }

@@ -6,6 +6,7 @@
 mod blocklock;
 pub mod buf;
 mod direct;
+pub mod fault;
 pub mod file;
 mod flush;
 mod host;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a [`crate::File`] stands on: a file of the host, a simulated one, or nothing.
+//! What a [`crate::File`] stands on: a file of the host, a simulated one, nothing, or another file with faults.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
 //! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if nobody
 //! waits any more (the simulated one gives it back with its future). Everything that makes a file pleasant to use is built on this, so that the simulator tests it.
 
 use crate::blocklock::BlockGuard;
+use crate::fault::FaultyFile;
 use crate::host::HostFile;
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
@@ -31,6 +32,7 @@ pub(crate) enum Medium {
     Host(HostFile),
     Null(NullFile),
     Sim(SimFile),
+    Faulty(Box<FaultyFile>),
 }
 
 impl Medium {
@@ -39,6 +41,7 @@ impl Medium {
             Medium::Host(host) => host.alignment(),
             Medium::Null(_) => Alignment { memory: 1, offset: 1 },
             Medium::Sim(sim) => sim.alignment(),
+            Medium::Faulty(faulty) => faulty.alignment(),
         }
     }
 
@@ -46,7 +49,7 @@ impl Medium {
     pub(crate) fn start(&self, direction: Direction, payload: Payload, offset: u64) -> Result<RingOp<'_>, Payload> {
         match self {
             Medium::Host(host) => host.start(direction, payload, offset),
-            Medium::Null(_) | Medium::Sim(_) => Err(payload),
+            Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) => Err(payload),
         }
     }
 
@@ -56,6 +59,7 @@ impl Medium {
             Medium::Host(host) => host.read(payload, skip, offset).await,
             Medium::Null(null) => null.read(payload, skip, offset).await,
             Medium::Sim(sim) => read_simulated(sim, payload, skip, offset).await,
+            Medium::Faulty(faulty) => Box::pin(faulty.read(payload, skip, offset)).await,
         }
     }
 
@@ -65,6 +69,7 @@ impl Medium {
             Medium::Host(host) => host.write(payload, skip, offset).await,
             Medium::Null(null) => null.write(payload, skip).await,
             Medium::Sim(sim) => write_simulated(sim, payload, skip, offset).await,
+            Medium::Faulty(faulty) => Box::pin(faulty.write(payload, skip, offset)).await,
         }
     }
 
@@ -74,6 +79,7 @@ impl Medium {
             Medium::Host(host) => host.sync().await,
             Medium::Null(_) => Ok(()),
             Medium::Sim(sim) => sim.sync().await,
+            Medium::Faulty(faulty) => Box::pin(faulty.sync()).await,
         }
     }
 
@@ -93,6 +99,7 @@ impl Medium {
                 Space::Zero => sim.zero_range(offset, len).await,
                 Space::Allocate => sim.allocate(offset, len).await,
             },
+            Medium::Faulty(faulty) => Box::pin(faulty.fallocate(space, offset, len, guard)).await,
         }
     }
 
@@ -101,6 +108,7 @@ impl Medium {
             Medium::Host(host) => host.set_len(len, guard).await,
             Medium::Null(_) => Err(Errno::ENOTSUP),
             Medium::Sim(sim) => sim.set_len(len).await,
+            Medium::Faulty(faulty) => Box::pin(faulty.set_len(len, guard)).await,
         }
     }
 
@@ -109,6 +117,7 @@ impl Medium {
             Medium::Host(host) => host.next_data(offset, len).await,
             Medium::Null(_) => Ok(None),
             Medium::Sim(sim) => sim.next_data(offset).await,
+            Medium::Faulty(faulty) => Box::pin(faulty.next_data(offset, len)).await,
         }
     }
 
@@ -135,6 +144,7 @@ impl Medium {
             Medium::Host(host) => host.allocated_bytes(),
             Medium::Null(_) => Ok(0),
             Medium::Sim(sim) => Ok(sim.allocated_bytes()),
+            Medium::Faulty(faulty) => faulty.allocated_bytes(),
         }
     }
 }

@@ -9,6 +9,8 @@ use std::sync::Arc;
 pub enum ChildRole {
     /// The file that stores the image, or a filter's only child.
     File,
+    /// What `blkdebug` passes its I/O on to.
+    Image,
     /// The external data file.
     DataFile,
     /// Where unallocated ranges are read from.
@@ -20,6 +22,7 @@ impl ChildRole {
     pub fn as_str(self) -> &'static str {
         match self {
             ChildRole::File => "file",
+            ChildRole::Image => "image",
             ChildRole::DataFile => "data-file",
             ChildRole::Backing => "backing",
         }

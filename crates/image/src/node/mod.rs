@@ -15,6 +15,7 @@ use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::Graph;
 use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::fault::Faults;
 use cowshed_storage::{File, PermissionSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -217,6 +218,20 @@ impl Node {
     /// for kernel copies and allocation figures.
     pub fn file(&self) -> Option<&File> {
         self.driver.whole_file()
+    }
+
+    /// For `null-co` and what stands on it unchanged: whether reads are promised to give zeroes.
+    pub(crate) fn null_reads_zeroes(&self) -> Option<bool> {
+        match &self.driver {
+            Driver::File(file) => file.null_reads_zeroes,
+            _ => None,
+        }
+    }
+
+    /// The faults of a `blkdebug` node, or of the one directly below a format: to arm and disarm rules at run time.
+    pub fn faults(&self) -> Option<&Arc<Faults>> {
+        let own = self.file().and_then(File::faults);
+        own.or_else(|| self.child(ChildRole::File).and_then(|child| child.file()?.faults()))
     }
 
     /// The qcow2 driver, for what only that format has.

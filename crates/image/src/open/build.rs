@@ -12,7 +12,9 @@ use crate::graph::Graph;
 use crate::node::{
     ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, NESTED_POLLS, Node, NodeParts, NodeSettings,
 };
-use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions};
+use crate::options::{
+    self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
+};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, rt};
 use serde_json::Value;
@@ -171,6 +173,7 @@ impl Opener {
             "null-co" => null_driver(&draft),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
+            "blkdebug" => self.blkdebug_driver(&mut draft).await?,
             "fault" => {
                 let child = self.file_child(&mut draft).await?;
                 let filename = child.filename();
@@ -329,6 +332,24 @@ impl Opener {
         }
         self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });
         Ok(())
+    }
+
+    /// Faults below whatever stands on this node: its file is the child's with the rules in front.
+    async fn blkdebug_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+        let options = BlkdebugOptions::new(&draft.options, &draft.place.path)?;
+        // What shares with writers is known of plain files only.
+        draft.place.share_writes = false;
+        let spec = draft.options.get("image").cloned().unwrap_or(Value::Null);
+        let place = draft.place.storage("image", !draft.settings.read_only);
+        let child = self.child(draft, ChildRole::Image, spec, place).await?;
+        let filename = child.filename();
+        let file = child.file().ok_or_else(|| {
+            let message = format!("blkdebug needs a plain file below it, not driver '{}'", child.driver_name());
+            Error::unsupported(message).file(filename.clone())
+        })?;
+        let file = file.with_faults(Arc::new(options.faults), options.align, options.max_transfer)?;
+        let null_reads_zeroes = child.null_reads_zeroes();
+        Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes }), filename))
     }
 
     async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {

@@ -171,7 +171,7 @@ impl Opener {
 fn refers_to_node(options: &Value) -> bool {
     let Value::Object(map) = options else { return false };
     map.iter().any(|(key, value)| match value {
-        Value::String(name) => matches!(key.as_str(), "file" | "backing" | "data-file") && !name.is_empty(),
+        Value::String(name) => matches!(key.as_str(), "file" | "backing" | "data-file" | "image") && !name.is_empty(),
         nested => refers_to_node(nested),
     })
 }

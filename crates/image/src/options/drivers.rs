@@ -3,6 +3,7 @@
 
 use super::schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use crate::filters::FaultOp;
+use cowshed_storage::fault::{Event, IoType};
 
 const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'static str) -> Key {
     Key { name, value, default, help }
@@ -37,6 +38,12 @@ pub const DRIVERS: &[DriverSchema] = &[
         keys: RAW,
     },
     DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2 },
+    DriverSchema {
+        name: "blkdebug",
+        kind: DriverKind::Filter,
+        about: "faults below a format: errors, delays, torn and lost writes, corrupted reads",
+        keys: BLKDEBUG,
+    },
     DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
 ];
 
@@ -107,4 +114,40 @@ const FAULT_RULE: &[Key] = &[
     key("len", KeyType::Size, "up to the end", "length of the range"),
     key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
     key("once", KeyType::Bool, "off", "fail only once"),
+];
+
+const BLKDEBUG: &[Key] = &[
+    key("image", KeyType::Child, REQUIRED, "the node whose I/O meets the faults"),
+    key("inject-error", KeyType::List(INJECT_ERROR), "", "rules: which I/O is hit, and how"),
+    key("set-state", KeyType::List(SET_STATE), "", "changes of the state that rules can depend on"),
+    key("align", KeyType::Size, "as the image", "alignment of offsets and lengths that the node asks for"),
+    key("max-transfer", KeyType::Size, "no limit", "the most bytes moved by one operation"),
+    key("seed", KeyType::Number(0, u64::MAX), "0", "decides about what is left to chance"),
+    key("config", KeyType::Text, "", "a file with rules (not yet supported)"),
+];
+
+const INJECT_ERROR: &[Key] = &[
+    key("event", KeyType::Choice(Event::NAMES), "none", "the rule counts from this event on"),
+    key("state", KeyType::Number(0, u32::MAX as u64), "any", "the event counts only in this state"),
+    key("iotype", KeyType::Choice(IoType::NAMES), "read, write, write-zeroes, discard, flush", "the kind of I/O"),
+    key("errno", KeyType::Number(1, 4095), "5", "the error number"),
+    key("sector", KeyType::Number(0, 1 << 54), "any", "only I/O that touches this sector of 512 bytes"),
+    key("sectors", KeyType::Number(1, 1 << 54), "1", "so many sectors from 'sector' on"),
+    key("once", KeyType::Bool, "off", "the same as times=1"),
+    key("immediately", KeyType::Bool, "off", "accepted: errors always come at once, unless delayed"),
+    key("action", KeyType::Choice(FAULT_ACTIONS), "fail", "what happens"),
+    key("bytes", KeyType::Size, "half of it", "how much a torn write or a short transfer moves"),
+    key("delay-ms", KeyType::Number(0, 86_400_000), "0", "wait first, in milliseconds"),
+    key("probability-percent", KeyType::Number(0, 100), "100", "how many of what matches are hit"),
+    key("skip", KeyType::Number(0, u64::MAX), "0", "so many pass first"),
+    key("times", KeyType::Number(1, u64::MAX), "no limit", "so many are hit"),
+];
+
+/// The actions of a rule; [`super::typed`] reads them.
+const FAULT_ACTIONS: &[&str] = &["fail", "torn", "short", "corrupt", "lose", "delay"];
+
+const SET_STATE: &[Key] = &[
+    key("event", KeyType::Choice(Event::NAMES), REQUIRED, "when"),
+    key("state", KeyType::Number(0, u32::MAX as u64), "any", "in which state"),
+    key("new_state", KeyType::Number(0, u32::MAX as u64), REQUIRED, "the state afterwards"),
 ];

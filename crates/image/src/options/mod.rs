@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Options: one tree for every way to spell them, and one table of what each driver takes.
 
+mod blkdebug;
 mod drivers;
 mod keyval;
 mod schema;
@@ -8,6 +9,7 @@ mod size;
 mod tree;
 mod typed;
 
+pub(crate) use blkdebug::BlkdebugOptions;
 pub use drivers::DRIVERS;
 pub use keyval::{BareKey, parse_list};
 pub(crate) use schema::check_common;
