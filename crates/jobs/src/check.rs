@@ -2,13 +2,16 @@
 //! Checks an image and repairs it.
 
 pub mod report;
+mod undo;
 
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
 pub use cowshed_image::check::{CheckReport, Repair};
 use cowshed_image::node::ChildRole;
-use cowshed_image::{OpenRequest, check as image_check};
+use cowshed_image::{Node, OpenRequest, check as image_check};
 use cowshed_storage::File;
+use undo::NewLog;
+pub use undo::{UndoReport, undo};
 
 /// What to check and how.
 #[derive(Clone, Debug, Default)]
@@ -21,6 +24,10 @@ pub struct CheckOptions {
     pub threads: Option<usize>,
     /// Memory for reference counts in bytes; `None`: 192 MiB.
     pub memory_bytes: Option<u64>,
+    /// Name of a new file for what it takes to take the repair back.
+    pub undo_log: Option<String>,
+    /// Only say what the repair would do.
+    pub dry_run: bool,
 }
 
 /// A check that was made.
@@ -32,6 +39,10 @@ pub struct CheckOutcome {
     pub format: String,
     /// What was found.
     pub report: CheckReport,
+    /// What was to be repaired; for a dry run what would have been.
+    pub repair: Repair,
+    /// Nothing was written, whatever `repair` says.
+    pub is_dry_run: bool,
 }
 
 impl CheckOutcome {
@@ -53,19 +64,30 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
     if node.qcow2().is_none() {
         return Ok(None);
     }
-    let file = node.child(ChildRole::File).and_then(|child| child.file()).cloned();
-    let file =
-        file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))?;
-    let result = check_file(&file, options, job).await;
+    let result = match plain_file(&node) {
+        Ok(file) => check_file(&file, options, job).await,
+        Err(error) => Err(error),
+    };
     let closed = node.close().await;
     let report = result?;
     closed?;
-    Ok(Some(CheckOutcome { filename: node.filename(), format: node.driver_name().to_owned(), report }))
+    Ok(Some(CheckOutcome {
+        filename: node.filename(),
+        format: node.driver_name().to_owned(),
+        report,
+        repair: options.repair,
+        is_dry_run: options.dry_run,
+    }))
+}
+
+fn plain_file(node: &Node) -> Result<File> {
+    let file = node.child(ChildRole::File).and_then(|child| child.file()).cloned();
+    file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))
 }
 
 fn request(options: &CheckOptions) -> Result<OpenRequest> {
     let request = options.image.request()?;
-    if options.repair == Repair::None {
+    if options.repair == Repair::None || options.dry_run {
         return Ok(request);
     }
     if options.image.force_share {
@@ -77,8 +99,16 @@ fn request(options: &CheckOptions) -> Result<OpenRequest> {
 /// Checks the qcow2 image in a file that the caller has locked.
 pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) -> Result<CheckReport> {
     let defaults = image_check::CheckOptions::default();
+    let log = match &options.undo_log {
+        Some(_) if options.repair == Repair::None || options.dry_run => {
+            return Err(Error::invalid_argument("an undo log is for a repair"));
+        }
+        Some(path) => Some(NewLog::create(path)?),
+        None => None,
+    };
     let options = image_check::CheckOptions {
-        repair: options.repair,
+        undo_log: log.as_ref().map(|log| log.file.clone()),
+        repair: if options.dry_run { Repair::None } else { options.repair },
         threads: options.threads.unwrap_or_else(default_threads),
         memory_bytes: options.memory_bytes.unwrap_or(defaults.memory_bytes),
         ..defaults
@@ -88,7 +118,11 @@ pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) ->
         !job.is_cancelled()
     };
     job.pause_point().await?;
-    let report = image_check::check(file, &options, &watch).await?;
+    let result = image_check::check(file, &options, &watch).await;
+    if let (Err(_), Some(log)) = (&result, &log) {
+        log.discard_if_empty();
+    }
+    let report = result?;
     if job.is_cancelled() {
         return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
     }

@@ -2,7 +2,9 @@
 //! `check` against the real qemu-img: damaged images of every class get the same verdict, and a repair by either
 //! leaves what the other calls clean, with the guest's data as it was.
 
+use cowshed_image::check::Finding;
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
+
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
 use cowshed_testkit::bigimage::{self, Placement};
@@ -124,12 +126,50 @@ impl Bench {
 
 fn options(image: &Path, repair: Repair) -> CheckOptions {
     let image = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
-    CheckOptions { image, repair, threads: Some(2), memory_bytes: None }
+    CheckOptions { image, repair, threads: Some(2), ..CheckOptions::default() }
 }
 
 fn run(image: &Path, repair: Repair) -> CheckOutcome {
     let outcome = rt::block_on(check::run(&options(image, repair), &JobHandle::new()));
     outcome.expect("a check").expect("qcow2 is checked")
+}
+
+/// The findings, and whether a dry run says that they would be repaired.
+fn dry_run(image: &Path, repair: Repair) -> Vec<(Finding, bool)> {
+    let before = std::fs::read(image).expect("image");
+    let dry = CheckOptions { dry_run: true, ..options(image, repair) };
+    let outcome = rt::block_on(check::run(&dry, &JobHandle::new())).expect("a check").expect("qcow2 is checked");
+    assert!(std::fs::read(image).expect("image") == before, "a dry run wrote");
+    let promise = |finding: &Finding| outcome.report.outlook.remedy(finding, repair == Repair::All).is_some();
+    let list = report::findings(&outcome);
+    let list = list.as_array().expect("a list");
+    assert_eq!(list.len(), outcome.report.findings.len());
+    for (object, finding) in list.iter().zip(&outcome.report.findings) {
+        assert_eq!(object["repair"].is_string(), promise(finding), "{object}");
+        assert!(object["kind"].is_string() && object["detail"].is_string(), "{object}");
+    }
+    outcome.report.findings.iter().map(|finding| (finding.clone(), promise(finding))).collect()
+}
+
+fn key(finding: &Finding) -> ((u8, u64), &'static str) {
+    (finding.order(), finding.kind_name())
+}
+
+/// Repairs with an undo log, and returns also what an undo made of a copy of the repaired image.
+fn run_with_undo_log(bench: &Bench, image: &Path, repair: Repair) -> (CheckOutcome, Vec<u8>) {
+    let log = bench.dir.path().join("undo.log");
+    let _ = std::fs::remove_file(&log);
+    let undo_log = log.to_str().map(str::to_owned);
+    let logged = CheckOptions { undo_log, ..options(image, repair) };
+    let outcome = rt::block_on(check::run(&logged, &JobHandle::new())).expect("a check").expect("qcow2 is checked");
+    let copy = bench.copy(image, "undone");
+    // Twice: an undo that was made can be made again.
+    for _ in 0..2 {
+        let image = ImageSpec::file(copy.to_str().expect("text path")).format("qcow2");
+        let undone = rt::block_on(check::undo(&image, log.to_str().expect("text path"), &JobHandle::new()));
+        assert!(undone.expect("an undo").was_complete);
+    }
+    (outcome, std::fs::read(&copy).expect("image"))
 }
 
 /// Counters without what depends on the name.
@@ -301,10 +341,20 @@ fn damaged_images() {
         let before = bench.content(&image);
         for (repair, code) in [(Repair::Leaks, case.after.0), (Repair::All, case.after.1)] {
             let copy = bench.copy(&image, "repaired");
-            let outcome = run(&copy, repair);
+            let forecast = dry_run(&image, repair);
+            let (outcome, undone) = run_with_undo_log(&bench, &copy, repair);
             let theirs = bench.qemu.check(&copy, "qcow2");
             let mut fail =
                 |why: String| failures.push(format!("{} {repair:?}: {why}\n{}", case.name, ours_lines(&outcome)));
+            if undone != std::fs::read(&image).expect("image") {
+                fail("the undo did not restore the image".to_owned());
+            }
+            for (finding, promised) in &forecast {
+                let stays = outcome.report.findings.iter().any(|left| key(left) == key(finding));
+                if *promised == stays {
+                    fail(format!("the dry run said of \"{finding}\" repaired: {promised}, it stays: {stays}"));
+                }
+            }
             if outcome.exit_code() != code {
                 fail(format!("exit code {} instead of {code}", outcome.exit_code()));
             }

@@ -2,7 +2,7 @@
 //! Repairs on the simulated disk: the power is cut everywhere, and no disk that is left may be worse than the damaged
 //! one was. A second repair must come to the same good end.
 
-use cowshed_image::check::{CheckOptions, CheckReport, FindingKind, Repair, check};
+use cowshed_image::check::{CheckOptions, CheckReport, FindingKind, Repair, UndoReport, check, undo};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
@@ -13,6 +13,7 @@ use std::path::Path;
 
 const SIZE: u64 = 1 << 20;
 const NAME: &str = "image.qcow2";
+const LOG: &str = "undo.log";
 
 struct Case {
     name: &'static str,
@@ -190,5 +191,72 @@ fn repairs_survive_power_cuts() {
         }
     }
     println!("repair: {total}");
+    assert!(total.distinct > 100, "{total}");
+}
+
+fn open_for_writing(name: &str) -> cowshed_block::Result<File> {
+    File::open(Path::new(name), &OpenOptions { write: true, ..OpenOptions::default() })
+}
+
+async fn run_logged_repair(repair: Repair) -> cowshed_block::Result<CheckReport> {
+    let file = open_for_writing(NAME)?;
+    let options = CheckOptions { repair, undo_log: Some(open_for_writing(LOG)?), ..CheckOptions::default() };
+    check(&file, &options, &|_, _| true).await
+}
+
+async fn run_undo() -> cowshed_block::Result<UndoReport> {
+    undo(&open_for_writing(NAME)?, &open_for_writing(LOG)?).await
+}
+
+/// Undoes what a power cut left of a repair or of an undo; the world in which that was done.
+fn undo_after_cut(config: &Config, case: &CrashCase<'_>, original: &[u8]) -> Result<World, String> {
+    let config = Config { in_order: case.number.is_multiple_of(2), ..config.clone() };
+    let world = World::with_files(config, &case.state.files);
+    let bytes = |world: &World| world.contents(NAME).map(|bytes| bytes.to_vec());
+    let was_touched = bytes(&world).as_deref() != Some(original);
+    match world.run(run_undo()) {
+        Ok(_) => {}
+        // The log itself had not been begun (its first sector may be there, without anything in it).
+        Err(_) if !was_touched && case.state.files[LOG].to_vec().iter().all(|byte| *byte == 0) => {}
+        Err(error) => return Err(format!("the undo failed: {error}")),
+    }
+    if bytes(&world).as_deref() != Some(original) {
+        return Err("the undo did not restore the image".to_owned());
+    }
+    Ok(world)
+}
+
+/// Wherever the power is cut during a repair, or during an undo, an undo restores the image to the byte.
+#[test]
+fn undo_logs_survive_power_cuts() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let mut total = CrashReport::default();
+    for (number, case) in cases().iter().enumerate() {
+        let sector_bytes = if number % 2 == 0 { 512 } else { 4096 };
+        let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
+        let image = damaged(&qemu, folder.path(), case);
+        let log = PageMap::from_bytes(&[]);
+        let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image)), (LOG.to_owned(), log)]);
+        let world = World::with_files(config.clone(), &files);
+        let report = world.run(run_logged_repair(case.repair)).expect("a repair");
+        assert!(report.is_clean() && report.changed, "{}: {report:?}", case.name);
+        let plan = CrashPlan { max_distinct: 200, ..CrashPlan::new(number as u64) };
+        let mut again = CrashReport::default();
+        let explored = explore(&world.trace(), &plan, |cut| {
+            let undone = undo_after_cut(&config, cut, &image)?;
+            if cut.number.is_multiple_of(20) {
+                let plan = CrashPlan { max_distinct: 12, ..CrashPlan::new(cut.number as u64) };
+                let second = explore(&undone.trace(), &plan, |cut| undo_after_cut(&config, cut, &image).map(drop));
+                again.add(&second.map_err(|failure| format!("the second undo: {failure}"))?);
+            }
+            Ok(())
+        });
+        match explored {
+            Ok(report) => total.add(&report),
+            Err(failure) => panic!("{}: {failure}", case.name),
+        }
+        total.add(&again);
+    }
+    println!("undo: {total}");
     assert!(total.distinct > 100, "{total}");
 }

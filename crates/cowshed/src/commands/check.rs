@@ -18,13 +18,20 @@ pub const VERB: Verb = Verb {
     operands: "FILE",
     details: "Counts every reference in the image and compares with what the image says of itself. Leaked clusters \
               waste space and harm nothing; errors can cost data. Repair while nobody uses the image, and keep a copy \
-              where the data matters.\n\nExit code: 0 clean (or everything repaired), 1 the check could not be made, \
+              where the data matters, or an undo log: it holds what the repair overwrites, and --undo puts it back. A \
+              dry run says of each finding what the repair would do, and writes nothing; with --output=json as \
+              'findings'.\n\nExit code: 0 clean (or everything repaired), 1 the check could not be made, \
               2 errors, 3 leaked clusters only, 63 the format has no checks.",
     examples: "  cowshed check disk.qcow2
   cowshed check -r leaks disk.qcow2
       Frees leaked clusters.
   cowshed check -r all disk.qcow2
-      Repairs what can be repaired.",
+      Repairs what can be repaired.
+  cowshed check -r all --dry-run disk.qcow2
+      Says what that would do.
+  cowshed check -r all --undo-log disk.undo disk.qcow2
+  cowshed check --undo disk.undo disk.qcow2
+      Repairs, and takes the repair back.",
     in_qemu_img: true,
     arguments: CheckArgs::augment_args,
     run,
@@ -51,6 +58,15 @@ struct CheckArgs {
     /// Repair what is found; not together with -U
     #[arg(short, long, value_enum, value_name = "leaks|all")]
     repair: Option<Repair>,
+    /// Only say what the repair (-r) would do
+    #[arg(long)]
+    dry_run: bool,
+    /// Keep what the repair (-r) overwrites in a new file, so that it can be taken back
+    #[arg(long, value_name = "LOG", value_hint = clap::ValueHint::FilePath)]
+    undo_log: Option<String>,
+    /// Take back the repair that this undo log tells of, also one that was cut off
+    #[arg(long, value_name = "LOG", value_hint = clap::ValueHint::FilePath)]
+    undo: Option<String>,
     /// Open the image even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -85,7 +101,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         let reason = "force-share=on can only be used with read-only images";
         return Err(Failure::new(format!("Could not open '{file}': {reason}")));
     }
-    let options = CheckOptions { image, repair, ..CheckOptions::default() };
+    refuse_contradictions(&args)?;
+    if let Some(log) = &args.undo {
+        return undo(&image, log, &args, console);
+    }
+    let undo_log = args.undo_log.clone();
+    let options = CheckOptions { image, repair, undo_log, dry_run: args.dry_run, ..CheckOptions::default() };
     let quiet = args.quiet || args.output == OutputFormat::Json;
     let job = work::Foreground::new(console.persona, args.progress, quiet, "checking")?;
     let failed = |error: &cowshed_block::Error| Failure::open(console.persona, file, error);
@@ -100,6 +121,41 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(outcome.exit_code())
 }
 
+fn refuse_contradictions(args: &CheckArgs) -> Result<(), Failure> {
+    let repairs = args.repair.is_some();
+    if args.undo.is_some() && (repairs || args.dry_run || args.undo_log.is_some() || args.force_share) {
+        return Err(Failure::usage("--undo goes with no -r, --dry-run, --undo-log or -U"));
+    }
+    if !repairs && (args.dry_run || args.undo_log.is_some()) {
+        return Err(Failure::usage("--dry-run and --undo-log are for repairs: they need -r"));
+    }
+    if args.dry_run && args.undo_log.is_some() {
+        return Err(Failure::usage("a dry run has nothing to keep in an undo log"));
+    }
+    Ok(())
+}
+
+fn undo(image: &ImageSpec, log: &str, args: &CheckArgs, console: &mut Console) -> Result<u8, Failure> {
+    let report = work::run_quietly(async |handle| check::undo(image, log, &handle).await)?;
+    let check::UndoReport { bytes_restored, bytes_cut, was_complete } = report;
+    match args.output {
+        _ if args.quiet => {}
+        OutputFormat::Json => console.line(json::pretty(&serde_json::json!({
+            "filename": image.name,
+            "bytes-restored": bytes_restored,
+            "bytes-cut": bytes_cut,
+            "was-complete": was_complete,
+        }))),
+        OutputFormat::Human => {
+            let what = if was_complete { "The repair" } else { "The repair, which had not come to its end," };
+            console.print(format!(
+                "{what} was taken back: {bytes_restored} bytes restored, {bytes_cut} bytes cut off at the end.\n"
+            ));
+        }
+    }
+    Ok(0)
+}
+
 /// The findings go to standard error, whatever else is asked for; `-q` leaves only them.
 fn print(outcome: &CheckOutcome, args: &CheckArgs, console: &mut Console) {
     for line in report::finding_lines(outcome) {
@@ -107,7 +163,14 @@ fn print(outcome: &CheckOutcome, args: &CheckArgs, console: &mut Console) {
     }
     match args.output {
         _ if args.quiet => {}
-        OutputFormat::Json => console.line(json::pretty(&json::in_qemu_order(report::json(outcome)))),
+        OutputFormat::Json => {
+            let mut counters = json::in_qemu_order(report::json(outcome));
+            let wanted = console.persona == Persona::Cowshed || args.dry_run;
+            if let Some(map) = counters.as_object_mut().filter(|_| wanted) {
+                map.insert("findings".to_owned(), report::findings(outcome));
+            }
+            console.line(json::pretty(&counters));
+        }
         OutputFormat::Human => console.print(report::human(outcome)),
     }
 }

@@ -5,6 +5,7 @@
 //! used, so a bug there can't hide itself here.
 
 mod crew;
+mod journal;
 mod metadata;
 mod rebuild;
 mod relocate;
@@ -12,12 +13,16 @@ mod repair;
 mod session;
 mod stale;
 mod sweep;
+mod undo;
+mod undo_log;
 
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::check::Ledger;
-pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Severity, Structure};
+pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Outlook, Remedy, Severity, Structure};
 use cowshed_storage::File;
+use journal::Journal;
 use session::Session;
+pub use undo::{UndoReport, undo};
 
 /// What to repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,11 +47,19 @@ pub struct CheckOptions {
     pub memory_bytes: u64,
     /// Findings that are kept; more are only counted.
     pub findings_max: usize,
+    /// An empty file, open for writing, for what it takes to take the repair back with [`undo`].
+    pub undo_log: Option<File>,
 }
 
 impl Default for CheckOptions {
     fn default() -> Self {
-        CheckOptions { repair: Repair::None, threads: 1, memory_bytes: 192 << 20, findings_max: 100_000 }
+        CheckOptions {
+            repair: Repair::None,
+            threads: 1,
+            memory_bytes: 192 << 20,
+            findings_max: 100_000,
+            undo_log: None,
+        }
     }
 }
 
@@ -68,6 +81,8 @@ pub struct CheckReport {
     pub notes: Vec<String>,
     /// True when the repair wrote anything.
     pub changed: bool,
+    /// What a repair can do, or could, about the findings before it.
+    pub outlook: Outlook,
 }
 
 impl CheckReport {
@@ -86,12 +101,22 @@ pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Res
         return Err(named(Error::new(ErrorKind::ReadOnly, "a repair needs a writable file")));
     }
     let mut ledger = Ledger::new(options.findings_max);
-    let mut session = Session::load(file, options, watch, &mut ledger).await.map_err(named)?;
+    let journal = match &options.undo_log {
+        Some(log) if options.repair != Repair::None => Some(Journal::start(log, file).await.map_err(named)?),
+        _ => None,
+    };
+    let mut session = Session::load(file, options, watch, journal.as_ref(), &mut ledger).await.map_err(named)?;
     let overlaps = session.survey(&mut ledger).await.map_err(named)?;
+    let outlook = session.outlook(&ledger).await.map_err(named)?;
     if options.repair == Repair::None {
-        return Ok(report_of(ledger));
+        return Ok(CheckReport { outlook, ..report_of(ledger) });
     }
-    repair::run(session, ledger, &overlaps).await.map_err(named)
+    let mut report = repair::run(session, ledger, &overlaps).await.map_err(named)?;
+    if let Some(journal) = &journal {
+        journal.finish(file.len()).await?;
+    }
+    report.outlook = outlook;
+    Ok(report)
 }
 
 fn report_of(ledger: Ledger) -> CheckReport {

@@ -73,14 +73,14 @@ impl Session<'_> {
         let table = layout.table(self.geometry);
         let start = layout.clusters.start << self.geometry.cluster_bits();
         self.write(start, &table).await?;
-        self.file.sync().await?;
+        self.barrier().await?;
         let clusters = u32::try_from(layout.table_clusters).map_err(|_| Error::internal("refcount table too large"))?;
         // Bytes 48 to 59: offset and clusters of the table, in one sector and one write.
         let mut fields = [0; 12];
         fields[..8].copy_from_slice(&start.to_be_bytes());
         fields[8..].copy_from_slice(&clusters.to_be_bytes());
         self.write(offset::REFCOUNT_TABLE_OFFSET, &fields).await?;
-        self.file.sync().await?;
+        self.barrier().await?;
         self.header.refcount_table_offset = start;
         self.header.refcount_table_clusters = clusters;
         self.refcount_table = table.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();

@@ -44,7 +44,7 @@ impl Session<'_> {
             copies.push(Copy { cluster, weight: overlap.weight, at: overlap.at, entry: overlap.entry });
         }
         if !copies.is_empty() {
-            self.file.sync().await?;
+            self.barrier().await?;
             self.file_grew();
             // Only a structure made anew is sure to have counts for what lies so far out.
             self.needs_rebuild = true;
@@ -61,7 +61,7 @@ impl Session<'_> {
             self.write(copy.at, &new.0.to_be_bytes()).await?;
         }
         if !copies.is_empty() {
-            self.file.sync().await?;
+            self.barrier().await?;
         }
         Ok(())
     }

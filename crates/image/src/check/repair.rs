@@ -10,7 +10,6 @@ use super::{CheckReport, Repair, report_of};
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{features, offset};
 use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
-use cowshed_storage::IoBuf;
 use std::collections::HashSet;
 
 /// Repairs an image that was surveyed into `before`.
@@ -29,7 +28,7 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     let mut after = Ledger::new(session.options.findings_max);
     let file = session.file;
     let mut session = if changed {
-        let mut reread = Session::load(file, session.options, session.watch, &mut after).await?;
+        let mut reread = Session::load(file, session.options, session.watch, session.journal, &mut after).await?;
         reread.survey(&mut after).await?;
         reread
     } else {
@@ -101,7 +100,7 @@ impl Session<'_> {
             changed |= self.edit_active_l1(&counts, step).await?;
         }
         if changed {
-            self.file.sync().await?;
+            self.barrier().await?;
         }
         Ok(changed)
     }
@@ -175,7 +174,7 @@ impl Session<'_> {
                 changed |= self.raise_window(&counts).await?;
             }
             if changed {
-                self.file.sync().await?;
+                self.barrier().await?;
             }
         }
         if self.needs_rebuild {
@@ -231,14 +230,9 @@ impl Session<'_> {
             }
         }
         if changed {
-            self.file.sync().await?;
+            self.barrier().await?;
         }
         Ok(changed)
-    }
-
-    async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
-        let (result, _) = self.file.write_at(buf, offset).await;
-        result.map_err(|error| error.offset(offset))
     }
 
     /// Clears the dirty bit once no refcount is wrong, and after a full repair the corrupt bit.
@@ -252,9 +246,9 @@ impl Session<'_> {
             return Ok(false);
         }
         // Whatever was written before must be durable before the bit goes.
-        self.file.sync().await?;
+        self.barrier().await?;
         self.write(offset::INCOMPATIBLE_FEATURES, &left.to_be_bytes()).await?;
-        self.file.sync().await?;
+        self.barrier().await?;
         self.header.incompatible_features = left;
         Ok(true)
     }

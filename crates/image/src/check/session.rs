@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a check knows of an image before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
+use super::journal::Journal;
 use super::{CheckOptions, Watch};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
@@ -40,6 +41,8 @@ pub(super) struct Session<'a> {
     /// Why nothing may be repaired.
     pub obstacles: Vec<String>,
     pub watch: Watch<'a>,
+    /// The undo log, if one is kept.
+    pub journal: Option<&'a Journal>,
     /// Clusters that two structures of metadata claim, sorted.
     pub clashes: Vec<u64>,
     done: AtomicU64,
@@ -52,6 +55,7 @@ impl<'a> Session<'a> {
         file: &'a File,
         options: &'a CheckOptions,
         watch: Watch<'a>,
+        journal: Option<&'a Journal>,
         ledger: &mut Ledger,
     ) -> Result<Self> {
         let header = read_header(file).await?;
@@ -81,6 +85,7 @@ impl<'a> Session<'a> {
             needs_rebuild: header.refcount_table_clusters == 0,
             obstacles: Vec::new(),
             watch,
+            journal,
             clashes: Vec::new(),
             done: AtomicU64::new(0),
             total: AtomicU64::new(0),
@@ -126,6 +131,9 @@ impl<'a> Session<'a> {
 
     /// Reads `len` bytes; zeroes behind the end of the file.
     pub async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
+        if self.journal.is_some_and(|journal| journal.overlaps(offset, len)) {
+            self.settle().await?;
+        }
         let (result, buf) = self.file.read_at(IoBuf::zeroed(len), offset).await;
         result.map_err(|error| error.offset(offset))?;
         Ok(buf)
@@ -133,8 +141,41 @@ impl<'a> Session<'a> {
 
     /// Writes `bytes`.
     pub async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let (result, _) = self.file.write_at(IoBuf::copy_from(bytes), offset).await;
+        self.write_buf(offset, IoBuf::copy_from(bytes)).await
+    }
+
+    /// Writes a buffer. With an undo log it waits until [`Session::settle`], and the image is the old one until then
+    /// for everybody but [`Session::read`].
+    pub async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
+        let Some(journal) = self.journal else { return self.write_now(offset, buf).await };
+        if journal.overlaps(offset, buf.len()) {
+            self.settle().await?;
+        }
+        if journal.add(offset, buf) { self.settle().await } else { Ok(()) }
+    }
+
+    async fn write_now(&self, offset: u64, buf: IoBuf) -> Result<()> {
+        let (result, _) = self.file.write_at(buf, offset).await;
         result.map_err(|error| error.offset(offset))
+    }
+
+    /// Carries out the writes that wait for the undo log, durably: what follows may touch the same places.
+    pub async fn settle(&self) -> Result<()> {
+        let Some(journal) = self.journal else { return Ok(()) };
+        let writes = journal.release(self.file).await?;
+        if writes.is_empty() {
+            return Ok(());
+        }
+        for (offset, buf) in writes {
+            self.write_now(offset, buf).await?;
+        }
+        self.file.sync().await
+    }
+
+    /// Everything written so far is durable afterwards.
+    pub async fn barrier(&self) -> Result<()> {
+        self.settle().await?;
+        self.file.sync().await
     }
 
     /// Part of a region that lies in the file, in bytes; a finding when it ends too far out.

@@ -84,6 +84,8 @@ impl Session<'_> {
         scope: Scope,
         ledger: &mut Ledger,
     ) -> Result<(Counts, Sums)> {
+        // The passes read past the undo log's queue.
+        self.settle().await?;
         let first_pass = window.start == 0;
         let len = usize::try_from(window.end - window.start).map_err(|_| Error::internal("window too large"))?;
         let counts = Counts::new(window.start, len);

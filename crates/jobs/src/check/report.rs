@@ -1,19 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
-use super::CheckOutcome;
-use cowshed_image::check::Counters;
-use serde_json::{Map, Value};
+use super::{CheckOutcome, Repair};
+use cowshed_image::check::{Counters, Finding};
+use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: what was repaired, then what is wrong now.
 pub fn finding_lines(outcome: &CheckOutcome) -> Vec<String> {
     let report = &outcome.report;
-    let mut lines: Vec<String> = report.repaired.iter().chain(&report.findings).map(ToString::to_string).collect();
+    let found = report.repaired.iter().chain(&report.findings);
+    let mut lines: Vec<String> = match outcome.is_dry_run {
+        false => found.map(ToString::to_string).collect(),
+        true => found.map(|finding| format!("{finding}\n  repair: {}", forecast(outcome, finding))).collect(),
+    };
     if report.omitted != 0 {
         lines.push(format!("{} more findings are not listed", report.omitted));
     }
     lines.extend(report.notes.iter().cloned());
+    if outcome.is_dry_run {
+        lines.extend(report.outlook.obstacles.iter().map(|why| format!("nothing would be repaired: {why}")));
+    }
     lines
+}
+
+fn forecast(outcome: &CheckOutcome, finding: &Finding) -> String {
+    let remedy = outcome.report.outlook.remedy(finding, outcome.repair != Repair::Leaks);
+    remedy.map_or_else(|| "none, it would stay as it is".to_owned(), |remedy| remedy.describe())
+}
+
+/// Every finding as an object. `offset`: host offset in bytes of what is damaged; `guest`: first byte of the virtual
+/// disk that it concerns; `repair`: what the repair that was asked for (without one: `-r all`) does or did about it,
+/// null where it stays.
+pub fn findings(outcome: &CheckOutcome) -> Value {
+    let report = &outcome.report;
+    let list = report.repaired.iter().chain(&report.findings).map(|finding| {
+        let remedy = report.outlook.remedy(finding, outcome.repair != Repair::Leaks);
+        json!({
+            "kind": finding.kind_name(),
+            "offset": finding.place(report.outlook.cluster_bits),
+            "guest": finding.guest,
+            "detail": finding.to_string(),
+            "repair": remedy.map(|remedy| remedy.describe()),
+            "repaired": finding.repaired,
+        })
+    });
+    list.collect()
 }
 
 /// The text for the standard output, with its line ends.
@@ -106,7 +137,8 @@ mod tests {
 
     fn outcome(counters: Counters) -> CheckOutcome {
         let report = CheckReport { counters, ..CheckReport::default() };
-        CheckOutcome { filename: "a.qcow2".into(), format: "qcow2".into(), report }
+        let (filename, format) = ("a.qcow2".into(), "qcow2".into());
+        CheckOutcome { filename, format, report, repair: Repair::None, is_dry_run: false }
     }
 
     #[test]

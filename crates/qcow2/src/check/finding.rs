@@ -133,6 +133,48 @@ impl Finding {
         Finding { kind, entry_offset: Some(entry_offset), guest, repaired: false }
     }
 
+    /// A word for the kind of damage, for programs.
+    pub const fn kind_name(&self) -> &'static str {
+        match self.kind {
+            FindingKind::RefcountLow { .. } => "refcount-low",
+            FindingKind::Leak { .. } => "leak",
+            FindingKind::CopiedL1 { .. } => "copied-l1",
+            FindingKind::CopiedL2 { .. } => "copied-l2",
+            FindingKind::PastEnd { .. } => "past-end",
+            FindingKind::UnalignedData { .. } => "unaligned-data",
+            FindingKind::UnalignedL2 { .. } => "unaligned-l2",
+            FindingKind::Unaligned { .. } => "unaligned",
+            FindingKind::ReservedL1 { .. } => "reserved-l1",
+            FindingKind::ReservedL2 { .. } => "reserved-l2",
+            FindingKind::CompressedCopied { .. } => "compressed-copied",
+            FindingKind::CompressedInDataFile { .. } => "compressed-in-data-file",
+            FindingKind::DataFileOffset { .. } => "data-file-offset",
+            FindingKind::SubclusterBitmap { .. } => "subcluster-bitmap",
+            FindingKind::SubclusterUnallocated { .. } => "subcluster-unallocated",
+            FindingKind::RefcountBlockUnaligned { .. } => "refcount-block-unaligned",
+            FindingKind::RefcountBlockPastEnd { .. } => "refcount-block-past-end",
+            FindingKind::RefcountTableReserved { .. } => "refcount-table-reserved",
+            FindingKind::RefcountBlockShared { .. } => "refcount-block-shared",
+            FindingKind::Overlap { .. } => "overlap",
+            FindingKind::Unreadable { .. } => "unreadable",
+        }
+    }
+
+    /// Host offset in bytes of the entry, structure or cluster that is damaged; `None` where it has no place of its
+    /// own.
+    pub fn place(&self, cluster_bits: u32) -> Option<u64> {
+        self.entry_offset.or(match self.kind {
+            FindingKind::RefcountLow { cluster, .. }
+            | FindingKind::Leak { cluster, .. }
+            | FindingKind::Overlap { cluster, .. } => cluster.checked_shl(cluster_bits),
+            FindingKind::PastEnd { offset, .. }
+            | FindingKind::UnalignedL2 { offset }
+            | FindingKind::Unaligned { offset, .. }
+            | FindingKind::Unreadable { offset, .. } => Some(offset),
+            _ => None,
+        })
+    }
+
     /// How bad it is.
     pub const fn severity(&self) -> Severity {
         match self.kind {

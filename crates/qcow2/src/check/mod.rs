@@ -11,6 +11,7 @@ mod counts;
 mod edit;
 mod finding;
 mod rebuild;
+mod remedy;
 mod scan;
 mod tables;
 
@@ -19,5 +20,6 @@ pub use counts::{Counts, Mark};
 pub use edit::{EditStep, edit_l1, edit_l2};
 pub use finding::{Counters, Finding, FindingKind, Ledger, Severity, Structure};
 pub use rebuild::{RefcountLayout, fill_block, plan_layout};
+pub use remedy::{Outlook, Remedy};
 pub use scan::{CopiedSuspect, ScanContext, ScanOutput, ScanStats, scan_l2};
 pub use tables::{INACTIVE, TableRef, TableRefs};

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Repairs that are only told, logged, and taken back.
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+struct Bench {
+    folder: tempfile::TempDir,
+}
+
+/// Where the refcount of the L1 table's cluster is in a fresh image with clusters of 64 KiB.
+const L1_REFCOUNT_OFFSET: usize = 0x20006;
+
+impl Bench {
+    fn new() -> Bench {
+        Bench { folder: tempfile::tempdir().expect("a folder") }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn run(&self, line: &str) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        command.current_dir(self.folder.path()).args(line.split(' '));
+        command.output().expect("our own binary runs")
+    }
+
+    /// An image with a leak and, with `corrupt`, one count too low.
+    fn damaged(&self, name: &str, corrupt: bool) -> Vec<u8> {
+        assert!(self.run(&format!("create -f qcow2 {name} 64M")).status.success());
+        let mut bytes = std::fs::read(self.path(name)).expect("image");
+        assert_eq!(bytes[L1_REFCOUNT_OFFSET..][..2], [0, 1]);
+        bytes[L1_REFCOUNT_OFFSET + 1] = if corrupt { 0 } else { 2 };
+        bytes[L1_REFCOUNT_OFFSET + 1 - 2] = 2;
+        std::fs::write(self.path(name), &bytes).expect("image");
+        bytes
+    }
+}
+
+fn code(output: &Output) -> i32 {
+    output.status.code().expect("an exit code")
+}
+
+fn complaint(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn bytes(path: &Path) -> Vec<u8> {
+    std::fs::read(path).expect("file")
+}
+
+#[test]
+fn a_dry_run_tells_and_writes_nothing() {
+    let bench = Bench::new();
+    let before = bench.damaged("a.qcow2", true);
+    let output = bench.run("check -r all --dry-run --output=json a.qcow2");
+    assert_eq!(code(&output), 2, "{}", complaint(&output));
+    let json: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let findings = json["findings"].as_array().expect("a list");
+    let expected = serde_json::json!({
+        "kind": "leak", "offset": 0x20000, "guest": null, "detail": "Leaked cluster 2 refcount=2 reference=1",
+        "repair": "lower the refcount to 1", "repaired": false,
+    });
+    assert!(findings.contains(&expected), "{json}");
+    let low = findings.iter().find(|finding| finding["kind"] == "refcount-low").expect("the low count");
+    assert_eq!(low["repair"], "raise the refcount to 1");
+    let leaks = bench.run("check -r leaks --dry-run a.qcow2");
+    assert!(complaint(&leaks).contains("repair: none"), "{}", complaint(&leaks));
+    assert!(bytes(&bench.path("a.qcow2")) == before);
+    let plain: Value = serde_json::from_slice(&bench.run("img check --output=json a.qcow2").stdout).expect("JSON");
+    assert!(plain.get("findings").is_none(), "{plain}");
+}
+
+#[test]
+fn a_repair_is_taken_back() {
+    let bench = Bench::new();
+    let before = bench.damaged("a.qcow2", true);
+    let repaired = bench.run("check -r all --undo-log a.undo a.qcow2");
+    assert_eq!(code(&repaired), 0, "{}", complaint(&repaired));
+    assert!(bytes(&bench.path("a.qcow2")) != before);
+    let undone = bench.run("check --undo a.undo a.qcow2");
+    assert_eq!(code(&undone), 0, "{}", complaint(&undone));
+    assert!(bytes(&bench.path("a.qcow2")) == before);
+    assert_eq!(code(&bench.run("check a.qcow2")), 2);
+    // Nobody's log is overwritten.
+    let again = bench.run("check -r all --undo-log a.undo a.qcow2");
+    assert!(code(&again) == 1 && complaint(&again).contains("could not create the undo log"), "{}", complaint(&again));
+    assert!(bytes(&bench.path("a.qcow2")) == before);
+}
+
+#[test]
+fn an_undo_that_does_not_fit_is_refused() {
+    let bench = Bench::new();
+    bench.damaged("a.qcow2", false);
+    assert_eq!(code(&bench.run("check -r leaks --undo-log a.undo a.qcow2")), 0);
+    let (repaired, log) = (bytes(&bench.path("a.qcow2")), bytes(&bench.path("a.undo")));
+    let refused = |why: &str| {
+        let image = bytes(&bench.path("a.qcow2"));
+        let output = bench.run("check --undo a.undo a.qcow2");
+        assert!(code(&output) == 1 && complaint(&output).contains(why), "{why}: {}", complaint(&output));
+        assert!(bytes(&bench.path("a.qcow2")) == image, "{why}: the image was written");
+    };
+    // Somebody wrote where the repair had written.
+    let mut changed = repaired.clone();
+    changed[L1_REFCOUNT_OFFSET + 3] = 1;
+    std::fs::write(bench.path("a.qcow2"), &changed).expect("image");
+    refused("the image isn't as the repair left it");
+    changed = repaired.clone();
+    changed.resize(repaired.len() + 512, 0);
+    std::fs::write(bench.path("a.qcow2"), &changed).expect("image");
+    refused("the image's length isn't the one after the repair");
+    // Another image: here the version of the header.
+    assert!(bench.run("create -f qcow2 -o compat=0.10 other.qcow2 64M").status.success());
+    std::fs::copy(bench.path("other.qcow2"), bench.path("a.qcow2")).expect("copy");
+    refused("the undo log belongs to another image");
+    std::fs::write(bench.path("a.qcow2"), &repaired).expect("image");
+    // A log with a wrong bit in the old bytes, and something that is no log.
+    let mut damaged = log.clone();
+    damaged[200] ^= 1;
+    std::fs::write(bench.path("a.undo"), &damaged).expect("log");
+    refused("the undo log is damaged");
+    std::fs::write(bench.path("a.undo"), &repaired).expect("log");
+    refused("not an undo log");
+    std::fs::write(bench.path("a.undo"), &log).expect("log");
+    assert_eq!(code(&bench.run("check --undo a.undo a.qcow2")), 0);
+}
+
+#[test]
+fn contradictions_are_refused() {
+    let bench = Bench::new();
+    bench.damaged("a.qcow2", false);
+    for line in [
+        "check --dry-run a.qcow2",
+        "check --undo-log a.undo a.qcow2",
+        "check -r all --undo a.undo a.qcow2",
+        "check -r all --dry-run --undo-log a.undo a.qcow2",
+    ] {
+        let output = bench.run(line);
+        assert!(code(&output) == 1 && complaint(&output).contains("--help"), "{line}: {}", complaint(&output));
+    }
+    assert!(!bench.path("a.undo").exists());
+}

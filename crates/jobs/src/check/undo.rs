@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Undo logs of repairs: made for a repair, and used to take it back.
+
+use super::plain_file;
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::check as image_check;
+pub use cowshed_image::check::UndoReport;
+use cowshed_storage::{File, OpenOptions};
+use std::path::Path;
+
+/// An empty log is no longer than this, in bytes: nothing was written to the image.
+const EMPTY_LOG_BYTES: u64 = 64;
+
+/// Takes the repair of an image back that `log` tells of. Refuses, before anything is written, when the image isn't
+/// as the repair left it.
+pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoReport> {
+    if image.force_share {
+        return Err(Error::invalid_argument("an undo can't share the image with writers"));
+    }
+    let log = File::open(Path::new(log), &OpenOptions { write: true, ..OpenOptions::default() })?;
+    let node = image.open(image.request()?.writable(true).for_check()).await?;
+    job.pause_point().await?;
+    let result = match plain_file(&node) {
+        Ok(file) => image_check::undo(&file, &log).await,
+        Err(error) => Err(error),
+    };
+    let closed = node.close().await;
+    let report = result?;
+    closed?;
+    Ok(report)
+}
+
+/// A log that is being written.
+pub(super) struct NewLog {
+    pub file: File,
+    path: String,
+}
+
+impl NewLog {
+    /// Creates the file, which must not be there yet: an older log may be the only way back. Its name is durable
+    /// before the first change is.
+    pub fn create(path: &str) -> Result<NewLog> {
+        let failed = |error: std::io::Error| Error::io(&error, "could not create the undo log").file(path);
+        std::fs::File::create_new(path).map_err(failed)?;
+        let folder = Path::new(path).parent().filter(|folder| !folder.as_os_str().is_empty());
+        std::fs::File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        let file = File::open(Path::new(path), &OpenOptions { write: true, ..OpenOptions::default() })?;
+        Ok(NewLog { file, path: path.to_owned() })
+    }
+
+    /// Takes the file away again when a check failed before it changed anything.
+    pub fn discard_if_empty(&self) {
+        if self.file.len() <= EMPTY_LOG_BYTES {
+            // The check's own error is the one to tell; a log without changes harms nobody.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}

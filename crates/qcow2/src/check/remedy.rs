@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a repair does about a finding, told before it does it.
+
+use super::{Finding, FindingKind, Ledger, Structure};
+use cowshed_layout::qcow2::{Header, L1Entry, L2Entry};
+use std::collections::HashSet;
+
+/// What a repair will do about a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Remedy {
+    /// The stored refcount falls.
+    LowerRefcount { to: u64 },
+    /// The stored refcount rises.
+    RaiseRefcount { to: u64 },
+    /// Bit 63 of the entry comes or goes.
+    FixCopiedFlag,
+    /// Reserved bits of the entry go.
+    ClearReservedBits,
+    /// Bit 63 of a compressed cluster's entry goes.
+    ClearCopiedFlag,
+    /// The entry becomes one of a zero cluster without an offset: it reads the same.
+    MakeZeroPlain,
+    /// The guest's data gets a cluster of its own.
+    CopyCluster,
+    /// Refcount table and blocks are made anew.
+    RebuildRefcounts,
+}
+
+impl Remedy {
+    /// In words.
+    pub fn describe(self) -> String {
+        match self {
+            Remedy::LowerRefcount { to } => format!("lower the refcount to {to}"),
+            Remedy::RaiseRefcount { to } => format!("raise the refcount to {to}"),
+            Remedy::FixCopiedFlag => "correct the copied flag".to_owned(),
+            Remedy::ClearReservedBits => "clear the reserved bits".to_owned(),
+            Remedy::ClearCopiedFlag => "clear the copied flag".to_owned(),
+            Remedy::MakeZeroPlain => "drop the offset of the zero cluster".to_owned(),
+            Remedy::CopyCluster => "copy the guest's data to a cluster of its own".to_owned(),
+            Remedy::RebuildRefcounts => "make the refcount structure anew".to_owned(),
+        }
+    }
+}
+
+/// What decides about remedies beside the finding itself.
+#[derive(Clone, Debug, Default)]
+pub struct Outlook {
+    /// Why nothing is repaired at all.
+    pub obstacles: Vec<String>,
+    /// Nothing is freed: see [`Finding::hides_references`].
+    pub hides_references: bool,
+    /// The guest's data overlaps with metadata.
+    pub data_overlaps: bool,
+    /// Clusters can't be moved: where they are decides how they decrypt.
+    pub is_encrypted: bool,
+    /// L2 entries have a flag for zero clusters.
+    pub has_zero_flag: bool,
+    /// The largest count.
+    pub refcount_max: u64,
+    /// Size of a cluster, as a power of two.
+    pub cluster_bits: u32,
+    /// Length of the file in bytes.
+    pub file_len: u64,
+    /// Clusters that two structures of metadata claim: their bytes stay as they are.
+    pub clashes: HashSet<u64>,
+    /// Clusters whose stored refcount is too low, as far as findings were kept.
+    pub low: HashSet<u64>,
+}
+
+impl Outlook {
+    /// From what a check found.
+    pub fn new(header: &Header, ledger: &Ledger, obstacles: Vec<String>, bitmaps_stay: bool, file_len: u64) -> Self {
+        let low = ledger.findings.iter().filter_map(|finding| match finding.kind {
+            FindingKind::RefcountLow { cluster, .. } => Some(cluster),
+            _ => None,
+        });
+        let data = |finding: &Finding| matches!(finding.kind, FindingKind::Overlap { structure: Structure::Data, .. });
+        let order = header.refcount_order;
+        Outlook {
+            obstacles,
+            hides_references: ledger.hidden_references || bitmaps_stay,
+            data_overlaps: ledger.findings.iter().any(data),
+            is_encrypted: header.crypt_method != 0,
+            has_zero_flag: header.version >= 3 && !header.has_extended_l2(),
+            refcount_max: if order >= 6 { u64::MAX } else { (1 << (1 << order)) - 1 },
+            cluster_bits: header.cluster_bits,
+            file_len,
+            clashes: ledger.clashes.iter().copied().collect(),
+            low: low.collect(),
+        }
+    }
+
+    /// What a repair of everything (`all`) or of leaks alone will do about a finding; `None`: it stays.
+    pub fn remedy(&self, finding: &Finding, all: bool) -> Option<Remedy> {
+        let in_clash = |offset: u64| self.clashes.contains(&(offset >> self.cluster_bits));
+        if !self.obstacles.is_empty() || !all && self.data_overlaps || finding.entry_offset.is_some_and(in_clash) {
+            return None;
+        }
+        match finding.kind {
+            FindingKind::Leak { references, .. } => {
+                (!self.hides_references).then_some(Remedy::LowerRefcount { to: references })
+            }
+            FindingKind::CopiedL1 { entry, refcount, .. } => self.flag(L1Entry(entry).offset().0, entry, refcount, all),
+            FindingKind::CopiedL2 { entry, refcount } => self.flag(L2Entry(entry).offset().0, entry, refcount, all),
+            _ if !all => None,
+            FindingKind::RefcountLow { references, .. } => {
+                (references <= self.refcount_max).then_some(Remedy::RaiseRefcount { to: references })
+            }
+            FindingKind::UnalignedData { zero, .. } => (zero && self.has_zero_flag).then_some(Remedy::MakeZeroPlain),
+            // Only the active L1 table is written; its findings have a place.
+            FindingKind::ReservedL1 { .. } => finding.entry_offset.map(|_| Remedy::ClearReservedBits),
+            FindingKind::ReservedL2 { .. } => Some(Remedy::ClearReservedBits),
+            FindingKind::CompressedCopied { .. } => Some(Remedy::ClearCopiedFlag),
+            FindingKind::RefcountBlockUnaligned { .. }
+            | FindingKind::RefcountBlockPastEnd { .. }
+            | FindingKind::RefcountTableReserved { .. }
+            | FindingKind::RefcountBlockShared { .. }
+            | FindingKind::PastEnd { structure: Structure::RefcountTable, .. } => Some(Remedy::RebuildRefcounts),
+            FindingKind::Overlap { structure: Structure::Data, .. } => {
+                (!self.is_encrypted).then_some(Remedy::CopyCluster)
+            }
+            FindingKind::Overlap { .. }
+            | FindingKind::PastEnd { .. }
+            | FindingKind::UnalignedL2 { .. }
+            | FindingKind::Unaligned { .. }
+            | FindingKind::CompressedInDataFile { .. }
+            | FindingKind::DataFileOffset { .. }
+            | FindingKind::SubclusterBitmap { .. }
+            | FindingKind::SubclusterUnallocated { .. }
+            | FindingKind::Unreadable { .. } => None,
+        }
+    }
+
+    fn flag(&self, offset: u64, entry: u64, refcount: u64, all: bool) -> Option<Remedy> {
+        if offset >= self.file_len {
+            // There is nothing that could be counted.
+            return None;
+        }
+        let copied = entry >> 63 != 0;
+        let is_low = self.low.contains(&(offset >> self.cluster_bits));
+        let fixed = match (self.hides_references, all) {
+            // Flags are given last, and only where counts could fall: a count that rises is all that happens then.
+            (true, true) => copied && is_low && refcount == 0,
+            (true, false) => false,
+            (false, true) => true,
+            // A flag is not given for a cluster that has more users than its count says.
+            (false, false) => copied || !is_low,
+        };
+        fixed.then_some(Remedy::FixCopiedFlag)
+    }
+}
