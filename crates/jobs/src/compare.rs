@@ -144,7 +144,7 @@ async fn step_verdict(step: Result<Step>, first: &Node, second: &Node, job: &Job
 }
 
 async fn read(node: &Node, offset: u64, len: usize) -> Result<IoBuf> {
-    let (result, buf) = node.read(offset, IoBuf::zeroed(len)).await;
+    let (result, buf) = node.read(offset, IoBuf::scratch(len)).await;
     result.map_err(|error| error.context(format!("error while reading at byte {offset}")))?;
     Ok(buf)
 }

@@ -94,7 +94,7 @@ struct ConvertArgs {
     /// Compress (qcow2 only)
     #[arg(short, long)]
     compress: bool,
-    /// Effort of -c: for zlib 1 (fast) to 9 (small), to 12 with a wide window; for zstd 1 to 22, or negative [default: 3]
+    /// Effort of -c: for zlib 1 (fast) to 9 (small), to 12 with a wide window; for zstd 1 to 22, or negative [default: 2 for zlib, else 1]
     #[arg(long, value_name = "LEVEL", allow_hyphen_values = true)]
     compression_level: Option<i32>,
     /// Window of zlib: 4k (any reader can take it) or 32k (faster and smaller; for readers that inflate a cluster at

@@ -6,8 +6,9 @@ use cowshed_block::{Error, Result};
 use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, ResetDirective};
 
-/// The library's default, which QEMU uses too.
-pub(super) const LEVEL_DEFAULT: i32 = 3;
+/// Two thirds of the time of the library's default (3, which QEMU uses) for 3 % more bytes, measured on programs and
+/// libraries.
+pub(super) const LEVEL_DEFAULT: i32 = 1;
 
 thread_local! {
     static ENCODER: RefCell<Option<(i32, CCtx<'static>)>> = const { RefCell::new(None) };

@@ -174,7 +174,7 @@ impl<'a> Copy<'a> {
         let mut pool = self.pool.borrow_mut();
         match pool.iter().position(|buf| buf.len() == len) {
             Some(at) => pool.swap_remove(at),
-            None => IoBuf::zeroed(len),
+            None => IoBuf::scratch(len),
         }
     }
 

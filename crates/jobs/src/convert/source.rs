@@ -155,7 +155,7 @@ impl Sources {
                 return Err(Error::internal("read past the end of the images").offset(at));
             };
             let len = (buf.len() - done).min(usize::try_from(part.end - at).unwrap_or(usize::MAX));
-            let (result, piece) = part.node.read(part.within(at), IoBuf::zeroed(len)).await;
+            let (result, piece) = part.node.read(part.within(at), IoBuf::scratch(len)).await;
             result?;
             buf[done..done + len].copy_from_slice(&piece);
             done += len;

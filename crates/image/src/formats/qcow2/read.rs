@@ -139,7 +139,7 @@ impl Qcow2Driver {
                 }
             },
             Mapping::Compressed { host, len, skip } => {
-                let result = self.read_compressed(host.0, len, skip, &mut buf).await;
+                let (result, buf) = self.read_compressed(host.0, len, skip, buf).await;
                 let result = result.map_err(|error| {
                     self.error(error.context(format!("compressed cluster of guest offset {}", extent.guest)))
                 });
@@ -175,22 +175,36 @@ impl Qcow2Driver {
         }
     }
 
-    async fn read_compressed(&self, host: u64, len: u64, skip: u64, out: &mut [u8]) -> Result<()> {
+    /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it.
+    async fn read_compressed(&self, host: u64, len: u64, skip: u64, mut out: IoBuf) -> (Result<()>, IoBuf) {
         // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
         if host >= self.file.len() {
-            return Err(Error::invalid_image("l2_entry", format!("{host:#x}"), "data lies past the end of the file"));
+            let message = "data lies past the end of the file";
+            return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
         }
-        let (result, bytes) = self.file.read_at(IoBuf::zeroed(len as usize), host).await;
-        result?;
-        let cluster_size = self.cluster_size();
+        let (result, bytes) = self.file.read_at(IoBuf::scratch(len as usize), host).await;
+        if result.is_err() {
+            return (result, out);
+        }
+        let cluster_size = self.cluster_size() as usize;
         let codec = self.codec();
+        // The compressed bytes come back too: this thread uses their memory again.
         let inflate = move || {
-            let mut cluster = vec![0; cluster_size as usize];
-            codec.decompress(&bytes, &mut cluster).map(|()| cluster)
+            let result = if out.len() == cluster_size {
+                codec.decompress(&bytes, &mut out)
+            } else {
+                let mut cluster = vec![0; cluster_size];
+                let result = codec.decompress(&bytes, &mut cluster);
+                let skip = skip as usize;
+                let wanted = skip..skip + out.len();
+                out.copy_from_slice(&cluster[wanted]);
+                result
+            };
+            (result, out, bytes)
         };
-        let cluster = if cluster_size > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() }?;
-        out.copy_from_slice(&cluster[skip as usize..skip as usize + out.len()]);
-        Ok(())
+        let (result, out, _) =
+            if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
+        (result, out)
     }
 }
 
