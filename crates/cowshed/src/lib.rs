@@ -59,8 +59,8 @@ pub use cowshed_block::{Errno, Error, ErrorKind, Result};
 pub use cowshed_image::open::{BackingPolicy, Cache, Policy};
 pub use cowshed_image::options::BlockdevOptions;
 pub use cowshed_image::{Node, OpenRequest, Preallocation, StatusExtent, ZeroFlags};
+pub use cowshed_storage::IoBuf;
 /// Faults on demand, for testing against a failing disk: see [`Node::faults`].
 pub use cowshed_storage::fault;
-pub use cowshed_storage::IoBuf;
 pub use cowshed_storage::rt::{block_on, spawn};
 pub use disk::{Blocking, Disk, Queue};

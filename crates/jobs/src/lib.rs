@@ -10,6 +10,7 @@ pub mod convert;
 pub mod create;
 pub mod dd;
 pub mod info;
+pub mod inspect;
 pub mod job;
 mod layer;
 pub mod map;

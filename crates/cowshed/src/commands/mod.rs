@@ -11,6 +11,7 @@ pub mod create_options;
 pub mod dd;
 pub mod help;
 pub mod info;
+pub mod inspect;
 pub mod man;
 pub mod map;
 pub mod measure;
@@ -47,6 +48,7 @@ pub struct Verb {
 pub const COMMANDS: &[Verb] = &[
     create::VERB,
     info::VERB,
+    inspect::VERB,
     map::VERB,
     check::VERB,
     compare::VERB,

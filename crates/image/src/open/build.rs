@@ -388,6 +388,7 @@ impl Opener {
         let file = file.map_err(in_file)?;
         let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
         let header = formats::read_header(&file).await.map_err(in_file)?;
+        self.policy.check_header(&header).map_err(in_file)?;
         let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
         let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
         Ok((Driver::Qcow2(Box::new(driver)), filename))

@@ -38,6 +38,7 @@ impl Opener {
             writable: !draft.settings.read_only,
             check: self.check,
             no_backing: no_backing && header.backing_file.is_some(),
+            max_decompressed_bytes: self.policy.max_decompressed_bytes,
         })
     }
 

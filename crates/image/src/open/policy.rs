@@ -2,6 +2,7 @@
 //! The gate: which files may be opened on whose word, and how a file is opened at all.
 
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
 use std::fmt;
 use std::path::Path;
@@ -19,6 +20,15 @@ pub struct Policy {
     pub allow_backing_probe: bool,
     /// Most layers of a chain, the top one included.
     pub max_chain_depth: u32,
+    /// Largest virtual size of a layer, in bytes.
+    pub max_virtual_size_bytes: u64,
+    /// Largest table of a layer that is read whole (L1, refcount table, bitmap directory), in bytes. Formats have limits of
+    /// their own besides.
+    pub max_table_bytes: u64,
+    /// Most internal snapshots of a layer.
+    pub max_snapshots: u32,
+    /// So much may come out of compressed clusters of a layer while it is open, in bytes, whole clusters each time.
+    pub max_decompressed_bytes: u64,
 }
 
 impl Default for Policy {
@@ -29,20 +39,48 @@ impl Default for Policy {
             allow_json: true,
             allow_backing_probe: true,
             max_chain_depth: 200,
+            max_virtual_size_bytes: u64::MAX,
+            max_table_bytes: u64::MAX,
+            max_snapshots: u32::MAX,
+            max_decompressed_bytes: u64::MAX,
         }
     }
 }
 
 impl Policy {
-    /// For images from strangers: the file that the user named and nothing else.
+    /// For images from strangers: the file that the user named and nothing else, and nothing of extraordinary size: 16
+    /// layers, a disk of 16 TiB, tables of 4 MiB, 256 snapshots, 1 TiB of decompressed data.
     pub fn untrusted() -> Policy {
         Policy {
             allow_backing: false,
             allow_data_file: false,
             allow_json: false,
             allow_backing_probe: false,
-            ..Policy::default()
+            max_chain_depth: 16,
+            max_virtual_size_bytes: 16 << 40,
+            max_table_bytes: 4 << 20,
+            max_snapshots: 256,
+            max_decompressed_bytes: 1 << 40,
         }
+    }
+
+    /// Whether a qcow2 image with this header is within the limits.
+    pub fn check_header(&self, header: &Header) -> Result<()> {
+        let bitmaps = header.bitmaps().map_or(0, |bitmaps| bitmaps.directory_size);
+        let refcount_table = u64::from(header.refcount_table_clusters).saturating_mul(header.cluster_size());
+        for (field, value, limit) in [
+            ("size", header.size, self.max_virtual_size_bytes),
+            ("l1_size", u64::from(header.l1_size) * 8, self.max_table_bytes),
+            ("refcount_table_clusters", refcount_table, self.max_table_bytes),
+            ("bitmap_directory_size", bitmaps, self.max_table_bytes),
+            ("nb_snapshots", u64::from(header.nb_snapshots), u64::from(self.max_snapshots)),
+        ] {
+            if value > limit {
+                let message = format!("larger than the policy for this image allows, {limit}");
+                return Err(Error::new(ErrorKind::Limit, message).field(field).value(value));
+            }
+        }
+        Ok(())
     }
 
     /// Whether the backing file `name` of `image` may be opened: for those who follow a chain by themselves.

@@ -44,6 +44,9 @@ pub struct Qcow2Driver {
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
     codec: Mutex<Codec>,
+    /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
+    decompressed_bytes: AtomicU64,
+    max_decompressed_bytes: u64,
     /// The header as it is on disk.
     header: Mutex<Header>,
     writable: bool,

@@ -58,6 +58,8 @@ impl Qcow2Driver {
         Ok(Qcow2Driver {
             engine: Engine::new(config, &l1),
             codec: Mutex::new(Codec::new(header.compression())),
+            decompressed_bytes: AtomicU64::new(0),
+            max_decompressed_bytes: context.max_decompressed_bytes,
             file: context.file,
             file_name: context.file_name,
             data_file: context.data_file,

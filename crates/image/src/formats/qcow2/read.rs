@@ -2,10 +2,11 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, Extent, GuestOffset, Mapping, Result};
+use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;
+use std::sync::atomic::Ordering;
 
 /// Decompression of clusters above this size is given to the pool.
 const OFFLOAD_BYTES: u64 = 16 << 10;
@@ -175,12 +176,30 @@ impl Qcow2Driver {
         }
     }
 
+    /// Many entries of a small image can name the same compressed bytes: what comes out has a limit of its own.
+    fn count_decompressed(&self) -> Result<()> {
+        let limit = self.max_decompressed_bytes;
+        if limit == u64::MAX {
+            return Ok(());
+        }
+        let before = self.decompressed_bytes.fetch_add(self.cluster_size(), Ordering::Relaxed);
+        if before < limit {
+            return Ok(());
+        }
+        let message =
+            format!("more than {limit} bytes were decompressed, which the policy for this image doesn't allow");
+        Err(Error::new(ErrorKind::Limit, message))
+    }
+
     /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it.
     async fn read_compressed(&self, host: u64, len: u64, skip: u64, mut out: IoBuf) -> (Result<()>, IoBuf) {
         // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
         if host >= self.file.len() {
             let message = "data lies past the end of the file";
             return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
+        }
+        if let Err(error) = self.count_decompressed() {
+            return (Err(error), out);
         }
         let (result, bytes) = self.file.read_at(IoBuf::scratch(len as usize), host).await;
         if result.is_err() {

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images made to do harm, one for each class of the known holes of disk-image tools, and what `--untrusted` and
+//! `inspect` make of them. Each attack is first shown to work on who trusts the image: else the test would prove nothing.
+
+use cowshed::{Disk, ErrorKind, OpenRequest, Policy};
+use cowshed_layout::qcow2::Extension;
+use cowshed_testkit::damage::Victim;
+use cowshed_testkit::qemu::Qemu;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+const SECRET: &[u8] = b"root:x:0:0:the secret of this machine";
+
+struct Bench {
+    folder: TempDir,
+    qemu: Qemu,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let bench = Bench { folder: tempfile::tempdir().unwrap(), qemu: Qemu::system() };
+        let mut secret = SECRET.to_vec();
+        secret.resize(65536, b'.');
+        std::fs::write(bench.path("secret"), secret).unwrap();
+        bench
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn text(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    /// Runs the real qemu-img in the folder, to make images.
+    fn make(&self, line: &str) {
+        let output = Command::new("qemu-img").args(line.split(' ')).current_dir(self.folder.path()).output();
+        let output = output.expect("qemu-img must be installed");
+        assert!(output.status.success(), "qemu-img {line}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    fn cowshed(&self, line: &str) -> Output {
+        let program = env!("CARGO_BIN_EXE_cowshed");
+        Command::new(program).args(line.split(' ')).current_dir(self.folder.path()).output().unwrap()
+    }
+
+    fn expect_ok(&self, line: &str) {
+        let output = self.cowshed(line);
+        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// The command fails with an ordinary error that says this, and nothing of the secret has come out.
+    fn expect_refused(&self, line: &str, part: &str) {
+        let output = self.cowshed(line);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(matches!(output.status.code(), Some(1 | 2)), "{line}: {:?} {error}", output.status);
+        assert!(error.contains(part), "{line}: {error}");
+        assert!(!contains_secret(&output.stdout) && !contains_secret(&output.stderr), "{line}");
+        assert!(!self.leaked(), "{line}");
+    }
+
+    /// `out` holds the secret; it is taken away.
+    fn leaked(&self) -> bool {
+        let bytes = std::fs::read(self.path("out")).unwrap_or_default();
+        let _ = std::fs::remove_file(self.path("out"));
+        contains_secret(&bytes)
+    }
+
+    /// What `inspect` says of `name`: exit code and JSON.
+    fn inspect(&self, name: &str) -> (Option<i32>, serde_json::Value) {
+        let output = self.cowshed(&format!("inspect --output=json {name}"));
+        (output.status.code(), serde_json::from_slice(&output.stdout).expect("JSON"))
+    }
+
+    fn victim(&self, name: &str) -> Victim {
+        Victim::open(&self.path(name))
+    }
+}
+
+fn contains_secret(bytes: &[u8]) -> bool {
+    bytes.windows(SECRET.len()).any(|window| window == SECRET)
+}
+
+/// Verbs that read data, with what comes before the image's name and after it.
+const READERS: [(&str, &str); 5] = [
+    ("convert -O raw --untrusted", " out"),
+    ("compare --untrusted", " secret"),
+    ("map --untrusted", ""),
+    ("measure -O qcow2 --untrusted", ""),
+    ("dd --untrusted", " of=out"),
+];
+
+fn line(verb: (&str, &str), allow: &str, name: &str) -> String {
+    let name = if verb.0.starts_with("dd") { format!("if={name}") } else { name.to_owned() };
+    format!("{}{allow} {name}{}", verb.0, verb.1)
+}
+
+/// An upload whose backing file is a file of the host: CVE-2015-5163; and, without a format, CVE-2008-2004.
+#[test]
+fn backing_file_disclosure() {
+    let bench = Bench::new();
+    let secret = bench.text("secret");
+    bench.make(&format!("create -q -u -f qcow2 -F raw -b {secret} evil 64k"));
+    bench.expect_ok("convert -O raw evil out");
+    assert!(bench.leaked(), "the attack works on who trusts the image");
+    for verb in READERS {
+        bench.expect_refused(&line(verb, "", "evil"), &secret);
+        bench.expect_refused(&line(verb, " --allow data-file,json", "evil"), &secret);
+    }
+    bench.expect_refused("info --untrusted --backing-chain evil", &secret);
+    // These look at the image alone.
+    bench.expect_ok("info --untrusted evil");
+    bench.expect_ok("check --untrusted evil");
+    bench.expect_ok("convert -O raw --untrusted --allow backing evil out");
+    assert!(bench.leaked(), "what is allowed is opened");
+
+    // Without a format the content of the backing file would choose it.
+    bench.victim("evil").file.write_all_at(&0xffff_fff0u32.to_be_bytes(), 112).unwrap();
+    bench.expect_refused("convert -O raw --untrusted --allow backing evil out", "forbids to guess");
+    bench.expect_refused("info --allow backing evil", "needs --untrusted");
+}
+
+/// An upload whose data file is a file of the host, by name or by description: CVE-2024-4467, CVE-2024-32498.
+#[test]
+fn data_file_disclosure() {
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 -o data_file=data,data_file_raw=on evil 64k");
+    std::fs::copy(bench.path("secret"), bench.path("data")).unwrap();
+    bench.make("convert -n -O raw evil secret");
+    bench.expect_ok("convert -O raw evil out");
+    assert!(bench.leaked(), "the attack works on who trusts the image");
+    for verb in READERS {
+        bench.expect_refused(&line(verb, "", "evil"), "'data'");
+    }
+    for verb in ["info --untrusted evil", "check --untrusted evil"] {
+        bench.expect_refused(verb, "'data'");
+    }
+    bench.expect_ok("convert -O raw --untrusted --allow data-file evil out");
+    assert!(bench.leaked(), "what is allowed is opened");
+
+    let victim = bench.victim("evil");
+    let mut header = victim.header.clone();
+    let name = format!(r#"json:{{"driver":"file","filename":"{}"}}"#, bench.text("data"));
+    header.set_extension(Extension::DataFile(name.into_bytes()));
+    victim.file.write_all_at(&header.encode().unwrap(), 0).unwrap();
+    for allow in ["", " --allow backing,data-file"] {
+        bench.expect_refused(&format!("info --untrusted{allow} evil"), "json:");
+        bench.expect_refused(&format!("convert --untrusted{allow} -O raw evil out"), "json:");
+    }
+    bench.expect_ok("convert -O raw --untrusted --allow data-file,json evil out");
+    assert!(bench.leaked());
+}
+
+/// A VMDK descriptor that names files of the host, given as an image whose format is guessed: CVE-2022-47951.
+#[test]
+fn descriptor_of_another_format() {
+    let bench = Bench::new();
+    let text = format!("# Disk DescriptorFile\nversion=1\nCID=1\nRW 128 FLAT \"{}\" 0\n", bench.text("secret"));
+    std::fs::write(bench.path("evil"), text).unwrap();
+    bench.expect_refused("convert -O raw evil out", "vmdk");
+    let (code, json) = bench.inspect("evil");
+    assert_eq!((code, json["verdict"].as_str(), json["format"].as_str()), (Some(2), Some("suspicious"), Some("vmdk")));
+}
+
+/// Tables that the format allows and that nobody needs, as in CVE-2014-0144, and larger ones.
+#[test]
+fn oversize_tables() {
+    for (field, offset, value) in
+        [("l1_size", 36, 4u32 << 20), ("refcount_table_clusters", 56, 128), ("nb_snapshots", 60, 65536)]
+    {
+        let bench = Bench::new();
+        bench.make("create -q -f qcow2 evil 64M");
+        let victim = bench.victim("evil");
+        // At the end of the file there is room for any table: a hole.
+        let end = 64 << 20;
+        victim.file.set_len(2 * end).unwrap();
+        victim.file.write_all_at(&value.to_be_bytes(), offset).unwrap();
+        match field {
+            "l1_size" => victim.set_word(40, end),
+            "refcount_table_clusters" => victim.set_word(48, end),
+            _ => victim.set_word(64, end),
+        }
+        for verb in ["map --untrusted evil", "info --untrusted evil", "convert --untrusted -O raw evil out"] {
+            bench.expect_refused(verb, field);
+        }
+        let (code, json) = bench.inspect("evil");
+        assert_eq!((code, json["verdict"].as_str()), (Some(2), Some("suspicious")), "{json}");
+        assert!(json["suspicions"].to_string().contains(field), "{json}");
+    }
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 -o cluster_size=2M evil 100T");
+    bench.expect_ok("info evil");
+    bench.expect_refused("info --untrusted evil", "size");
+    // Past what the format allows nobody opens it, trusting or not.
+    bench.victim("evil").file.write_all_at(&[0xff; 4], 36).unwrap();
+    bench.expect_refused("info evil", "l1_size");
+    assert_eq!(bench.inspect("evil").0, Some(2));
+}
+
+/// One compressed cluster that every entry of the table names.
+#[test]
+fn decompression_bomb() {
+    const CLUSTER_BYTES: u64 = 65536;
+    let bench = Bench::new();
+    std::fs::write(bench.path("source"), vec![7; 64 << 20]).unwrap();
+    bench.make("convert -c -f raw -O qcow2 source evil");
+    let victim = bench.victim("evil");
+    let entry = victim.word(victim.l2_entry(0));
+    (0..1024).for_each(|cluster| victim.set_word(victim.l2_entry(cluster), entry));
+    let policy = Policy { max_decompressed_bytes: 16 * CLUSTER_BYTES, ..Policy::untrusted() };
+    let disk = Disk::open(OpenRequest::file(bench.text("evil")).policy(policy)).unwrap();
+    let mut cluster = vec![0; CLUSTER_BYTES as usize];
+    for index in 0..16 {
+        disk.blocking().read(index * CLUSTER_BYTES, &mut cluster).unwrap();
+        assert!(cluster.iter().all(|byte| *byte == 7));
+    }
+    let error = disk.blocking().read(16 * CLUSTER_BYTES, &mut cluster).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
+    assert!(error.to_string().contains("decompressed") && error.to_string().contains("evil"), "{error}");
+    disk.close().unwrap();
+    bench.expect_ok("convert -O raw --untrusted evil out");
+}
+
+/// Chains that never end, or not soon.
+#[test]
+fn cyclic_and_long_chains() {
+    let bench = Bench::new();
+    bench.make("create -q -u -f qcow2 -F qcow2 -b b a 64k");
+    bench.make("create -q -u -f qcow2 -F qcow2 -b a b 64k");
+    bench.make("create -q -u -f qcow2 -F qcow2 -b ./self self 64k");
+    for (allow, name) in [("", "a"), ("", "self"), (" --untrusted --allow backing", "a")] {
+        bench.expect_refused(&format!("convert{allow} -O raw {name} out"), "loops");
+        bench.expect_refused(&format!("info{allow} --backing-chain {name}"), "loops");
+    }
+    bench.make("create -q -f qcow2 layer0 64k");
+    for layer in 1..20 {
+        bench.make(&format!("create -q -u -f qcow2 -F qcow2 -b layer{} layer{layer} 64k", layer - 1));
+    }
+    bench.expect_ok("map layer19");
+    bench.expect_ok("map --untrusted --allow backing layer15");
+    bench.expect_refused("map --untrusted --allow backing layer16", "longer than 16");
+}
+
+/// The verdict of `inspect`, which opens nothing but the file.
+#[test]
+fn inspection() {
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 good 64M");
+    bench.make("create -q -f raw plain 1M");
+    bench.make("create -q -u -f qcow2 -F raw -b /does/not/exist asks 64k");
+    bench.make("create -q -f qcow2 -o data_file=data parted 64k");
+    for (name, code, verdict) in [
+        ("good", 0, "harmless"),
+        ("plain", 0, "harmless"),
+        ("asks", 2, "asks-for-files"),
+        ("parted", 2, "asks-for-files"),
+    ] {
+        let (status, json) = bench.inspect(name);
+        assert_eq!((status, json["verdict"].as_str()), (Some(code), Some(verdict)), "{name}: {json}");
+        assert_eq!(bench.cowshed(&format!("inspect {name}")).status.code(), Some(code));
+    }
+    let (_, json) = bench.inspect("asks");
+    assert_eq!(json["asks-for"][0]["name"].as_str(), Some("/does/not/exist"));
+    assert_eq!(json["asks-for"][0]["format"].as_str(), Some("raw"));
+    assert_eq!(bench.cowshed("inspect absent").status.code(), Some(1));
+
+    // A name that would command the terminal is shown, not sent to it.
+    let victim = bench.victim("asks");
+    let mut header = victim.header.clone();
+    header.backing_file = Some(b"json:\x1b]0;owned\x07".to_vec());
+    header.compatible_features |= 1 << 60;
+    victim.file.write_all_at(&header.encode().unwrap(), 0).unwrap();
+    let (code, json) = bench.inspect("asks");
+    assert_eq!((code, json["verdict"].as_str()), (Some(2), Some("suspicious")), "{json}");
+    assert!(json["unknown-features"].to_string().contains("compatible bit 60"), "{json}");
+    let output = bench.cowshed("inspect asks");
+    assert!(!output.stdout.contains(&0x1b), "{output:?}");
+
+    // Wherever a file ends, there is a verdict; with less than magic and version it is no qcow2.
+    let whole = std::fs::read(bench.path("good")).unwrap();
+    for len in [0usize, 4, 8, 71, 72, 103, 104, 111, 200, 65535] {
+        std::fs::write(bench.path("cut"), &whole[..len]).unwrap();
+        let code = bench.cowshed("inspect cut").status.code();
+        assert_eq!(code, Some(if len < 8 { 0 } else { 2 }), "{len} bytes");
+    }
+    bench.qemu.expect_clean(&bench.path("good"));
+}
