@@ -221,8 +221,7 @@ impl Qcow2Driver {
             };
             (result, out, bytes)
         };
-        let (result, out, _) =
-            if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
+        let (result, out, _) = if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
         (result, out)
     }
 }
