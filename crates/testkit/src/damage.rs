@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Breaks images on purpose, one field at a time.
 
-use cowshed_layout::qcow2::{Geometry, Header, refcount};
+use cowshed_layout::qcow2::{Geometry, Header, Parsed, refcount, snapshot};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -80,5 +80,19 @@ impl Victim {
         self.file.read_exact_at(&mut bytes, block).expect("refcount block");
         refcount::set(&mut bytes, self.geometry.refcount_order(), (cluster % entries) as usize, value);
         self.file.write_all_at(&bytes, block).expect("write");
+    }
+
+    /// Leaves the first snapshot `keep` bytes of extra data.
+    pub fn shorten_snapshot(&self, keep: usize) {
+        let start = self.header.snapshots_offset;
+        let mut bytes = vec![0; 4096];
+        let len = self.file.read_at(&mut bytes, start).expect("snapshot table");
+        let parsed = snapshot::parse_table(&bytes[..len], self.header.nb_snapshots).expect("a valid table");
+        let Parsed::Complete { value: mut snapshots, len } = parsed else { panic!("the table does not end") };
+        snapshots[0].extra_data.truncate(keep);
+        let mut table: Vec<u8> = snapshots.iter().flat_map(|snapshot| snapshot.encode().expect("an entry")).collect();
+        assert!(table.len() <= len, "a table can only become shorter");
+        table.resize(len, 0);
+        self.file.write_all_at(&table, start).expect("write");
     }
 }

@@ -75,6 +75,13 @@ fn cases() -> Vec<Case> {
         ),
         filled("reserved bits", PLAIN, |v| (0..9).for_each(|n| v.flip(v.l2_entry(n), 0x10)), Repair::All),
         Case {
+            name: "incomplete snapshot",
+            options: "cluster_size=512",
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
+            damage: |v| v.shorten_snapshot(0),
+            repair: Repair::All,
+        },
+        Case {
             name: "snapshots",
             options: PLAIN,
             steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],

@@ -2,6 +2,7 @@
 //! Counting the clusters of every structure but guest data.
 
 use super::session::Session;
+use super::snapshots::SNAPSHOT_RULES_VERSION;
 use cowshed_block::Result;
 use cowshed_layout::qcow2::BitmapTableEntry;
 use cowshed_qcow2::check::{Counts, Finding, FindingKind, Ledger, Structure};
@@ -41,7 +42,7 @@ impl Session<'_> {
             marker.region(Structure::SnapshotTable, header.snapshots_offset, self.snapshot_table_len)?;
         }
         for snapshot in &self.snapshots {
-            if snapshot.validate(header.version, header.cluster_bits).is_ok() {
+            if snapshot.validate(SNAPSHOT_RULES_VERSION, header.cluster_bits).is_ok() {
                 marker.known(Structure::SnapshotL1, snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8)?;
             }
         }

@@ -11,6 +11,7 @@ mod rebuild;
 mod relocate;
 mod repair;
 mod session;
+mod snapshots;
 mod stale;
 mod sweep;
 mod undo;

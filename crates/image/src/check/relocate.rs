@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guest data that shares a cluster with metadata: the guest's entry gets a copy of the cluster, so that neither
+//! Copies of clusters that the repair makes before anything points to them. Guest data that shares a cluster with metadata: the guest's entry gets a copy of the cluster, so that neither
 //! writes into the other.
 
 use super::session::Session;
@@ -14,10 +14,8 @@ pub(super) struct Copy {
     pub cluster: u64,
     /// References that it will have.
     pub weight: u32,
-    /// Host offset of the entry.
-    pub at: u64,
-    /// The entry before.
-    pub entry: u64,
+    /// Where the pointer to it is in the file, and its value then; `None` where one to another cluster is enough.
+    pub pointer: Option<(u64, u64)>,
 }
 
 impl Session<'_> {
@@ -41,7 +39,10 @@ impl Session<'_> {
         for (cluster, overlap) in (self.file_clusters + 1..).zip(movable) {
             let bytes = self.read(L2Entry(overlap.entry).offset().0, cluster_size).await?;
             self.write(cluster << self.geometry.cluster_bits(), &bytes).await?;
-            copies.push(Copy { cluster, weight: overlap.weight, at: overlap.at, entry: overlap.entry });
+            let host = HostOffset(cluster << self.geometry.cluster_bits());
+            let zero = L2Entry(overlap.entry).is_zero();
+            let new = if zero { L2Entry::zero_allocated(host, false) } else { L2Entry::data(host, false) };
+            copies.push(Copy { cluster, weight: overlap.weight, pointer: Some((overlap.at, new.0)) });
         }
         if !copies.is_empty() {
             self.barrier().await?;
@@ -54,11 +55,8 @@ impl Session<'_> {
 
     /// Lets the entries point to the copies, which are counted by now, with a barrier. Bit 63 comes later.
     pub(super) async fn switch_to_copies(&self, copies: &[Copy]) -> Result<()> {
-        for copy in copies {
-            let host = HostOffset(copy.cluster << self.geometry.cluster_bits());
-            let old = L2Entry(copy.entry);
-            let new = if old.is_zero() { L2Entry::zero_allocated(host, false) } else { L2Entry::data(host, false) };
-            self.write(copy.at, &new.0.to_be_bytes()).await?;
+        for (at, new) in copies.iter().filter_map(|copy| copy.pointer) {
+            self.write(at, &new.to_be_bytes()).await?;
         }
         if !copies.is_empty() {
             self.barrier().await?;

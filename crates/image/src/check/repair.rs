@@ -68,11 +68,16 @@ impl Session<'_> {
             return Ok(false);
         }
         if self.options.repair == Repair::All {
-            let copies = self.copy_overlaps(overlaps, notes).await?;
+            let mut copies = self.copy_snapshot_table().await?;
+            let snapshot_table = copies.first().and_then(|copy| copy.pointer);
+            copies.extend(self.copy_overlaps(overlaps, notes).await?);
             changed |= !copies.is_empty();
             changed |= self.edit_entries(EditStep::Revoke).await?;
             changed |= self.raise_counts(hidden, &copies, notes).await?;
             self.switch_to_copies(&copies).await?;
+            if let Some((_, start)) = snapshot_table {
+                self.switched_snapshot_table(start);
+            }
             changed |= self.edit_entries(EditStep::Normalise).await?;
         }
         if self.stale_bitmaps {

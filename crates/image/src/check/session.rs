@@ -5,8 +5,7 @@ use super::journal::Journal;
 use super::{CheckOptions, Watch};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
-    BitmapEntry, Extension, Geometry, Header, L1Entry, Parsed, RefcountTableEntry, Snapshot, bitmap, features, limits,
-    snapshot,
+    BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, features, limits,
 };
 use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
 use cowshed_storage::{File, IoBuf};
@@ -29,6 +28,8 @@ pub(super) struct Session<'a> {
     /// The refcount table as on disk, as far as it lies in the file.
     pub refcount_table: Vec<u64>,
     pub snapshots: Vec<Snapshot>,
+    /// Snapshots lack fields that version 3 asks for.
+    pub incomplete_snapshots: bool,
     /// Bytes of the snapshot table.
     pub snapshot_table_len: u64,
     pub bitmaps: Vec<BitmapEntry>,
@@ -78,6 +79,7 @@ impl<'a> Session<'a> {
             l1: Vec::new(),
             refcount_table: Vec::new(),
             snapshots: Vec::new(),
+            incomplete_snapshots: false,
             snapshot_table_len: 0,
             bitmaps: Vec::new(),
             stale_bitmaps: false,
@@ -179,7 +181,7 @@ impl<'a> Session<'a> {
     }
 
     /// Part of a region that lies in the file, in bytes; a finding when it ends too far out.
-    fn within(&self, structure: Structure, offset: u64, len: u64, ledger: &mut Ledger) -> u64 {
+    pub(super) fn within(&self, structure: Structure, offset: u64, len: u64, ledger: &mut Ledger) -> u64 {
         if len == 0 {
             return 0;
         }
@@ -288,55 +290,6 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    async fn load_snapshots(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
-        let count = self.header.nb_snapshots;
-        if count == 0 {
-            return Ok(());
-        }
-        let start = self.header.snapshots_offset;
-        let (snapshots, len) = match self.read_snapshot_table(start, count).await {
-            Ok(read) => read,
-            Err(error) if error.kind() == ErrorKind::InvalidImage => {
-                self.unreadable(Structure::SnapshotTable, start, &error, ledger);
-                return Ok(());
-            }
-            Err(error) => return Err(error),
-        };
-        self.snapshot_table_len = len as u64;
-        let context = self.context;
-        for snapshot in &snapshots {
-            let offset = snapshot.l1_table_offset;
-            if let Err(error) = snapshot.validate(self.header.version, self.header.cluster_bits) {
-                self.unreadable(Structure::SnapshotL1, offset, &error, ledger);
-                continue;
-            }
-            let len = self.within(Structure::SnapshotL1, offset, u64::from(snapshot.l1_size) * 8, ledger);
-            self.read_numbers(offset, len / 8, |first, entries| {
-                add_l1_entries(&context, entries, first, None, refs, ledger)
-            })
-            .await?;
-        }
-        self.snapshots = snapshots;
-        Ok(())
-    }
-
-    async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Vec<Snapshot>, usize)> {
-        let mut len = 64 << 10;
-        loop {
-            let available = self.file.len().saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
-            let have = (len as u64).min(available) as usize;
-            let bytes = self.read(start, have).await?;
-            match snapshot::parse_table(&bytes, count)? {
-                Parsed::Complete { value, len } => return Ok((value, len)),
-                Parsed::Incomplete { need } if have as u64 == available => {
-                    let message = format!("the table needs {need} bytes, the file has {available} from there on");
-                    return Err(Error::invalid_image("snapshots_offset", format!("{start:#x}"), message));
-                }
-                Parsed::Incomplete { need } => len = need.max(have.saturating_mul(2)),
-            }
-        }
-    }
-
     async fn load_bitmaps(&mut self, ledger: &mut Ledger) -> Result<()> {
         let Some(extension) = self.header.bitmaps().cloned() else { return Ok(()) };
         // "If the bitmaps extension is present but this bit is unset, the bitmaps extension data must be considered
@@ -378,7 +331,7 @@ impl<'a> Session<'a> {
     }
 
     /// A structure that can't be counted: reported, and nothing is repaired.
-    fn unreadable(&mut self, structure: Structure, offset: u64, error: &Error, ledger: &mut Ledger) {
+    pub(super) fn unreadable(&mut self, structure: Structure, offset: u64, error: &Error, ledger: &mut Ledger) {
         let reason = error.message().to_owned();
         self.obstacles.push(format!("the {} at {offset:#x} can't be read: {reason}", structure.name()));
         ledger.add(Finding::at(FindingKind::Unreadable { structure, offset, reason }, offset, None));
@@ -402,7 +355,7 @@ async fn read_header(file: &File) -> Result<Header> {
 }
 
 /// Adds the entries of an L1 table, from the one with index `first` on. `active`: where the active table starts.
-fn add_l1_entries(
+pub(super) fn add_l1_entries(
     context: &ScanContext,
     entries: &[u64],
     first: u64,

@@ -105,6 +105,8 @@ pub enum FindingKind {
     RefcountBlockShared { index: u64, references: u64 },
     /// A cluster belongs to metadata and to something else.
     Overlap { structure: Structure, cluster: u64 },
+    /// A snapshot lacks fields that version 3 asks for.
+    SnapshotIncomplete { index: u32 },
     /// A structure can't be read by the rules of the format.
     Unreadable { structure: Structure, offset: u64, reason: String },
 }
@@ -156,6 +158,7 @@ impl Finding {
             FindingKind::RefcountTableReserved { .. } => "refcount-table-reserved",
             FindingKind::RefcountBlockShared { .. } => "refcount-block-shared",
             FindingKind::Overlap { .. } => "overlap",
+            FindingKind::SnapshotIncomplete { .. } => "snapshot-incomplete",
             FindingKind::Unreadable { .. } => "unreadable",
         }
     }
@@ -273,6 +276,9 @@ impl fmt::Display for Finding {
             }
             FindingKind::Overlap { structure, cluster } => {
                 write!(f, "{word} cluster {cluster}: {} overlaps with metadata", structure.name())
+            }
+            FindingKind::SnapshotIncomplete { index } => {
+                write!(f, "{word} snapshot table entry {index} is incomplete")
             }
             FindingKind::Unreadable { structure, offset, reason } => {
                 write!(f, "{word} {} at offset {offset:#x}: {reason}", structure.name())

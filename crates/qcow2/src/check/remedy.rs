@@ -23,6 +23,8 @@ pub enum Remedy {
     MakeZeroPlain,
     /// The guest's data gets a cluster of its own.
     CopyCluster,
+    /// The snapshot table is written anew, with the fields that are missing.
+    CompleteSnapshots,
     /// Refcount table and blocks are made anew.
     RebuildRefcounts,
 }
@@ -38,6 +40,7 @@ impl Remedy {
             Remedy::ClearCopiedFlag => "clear the copied flag".to_owned(),
             Remedy::MakeZeroPlain => "drop the offset of the zero cluster".to_owned(),
             Remedy::CopyCluster => "copy the guest's data to a cluster of its own".to_owned(),
+            Remedy::CompleteSnapshots => "write the snapshot table anew with the missing fields".to_owned(),
             Remedy::RebuildRefcounts => "make the refcount structure anew".to_owned(),
         }
     }
@@ -112,6 +115,7 @@ impl Outlook {
             FindingKind::ReservedL1 { .. } => finding.entry_offset.map(|_| Remedy::ClearReservedBits),
             FindingKind::ReservedL2 { .. } => Some(Remedy::ClearReservedBits),
             FindingKind::CompressedCopied { .. } => Some(Remedy::ClearCopiedFlag),
+            FindingKind::SnapshotIncomplete { .. } => Some(Remedy::CompleteSnapshots),
             FindingKind::RefcountBlockUnaligned { .. }
             | FindingKind::RefcountBlockPastEnd { .. }
             | FindingKind::RefcountTableReserved { .. }

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The snapshot table, and its repair where entries lack fields.
+
+use super::relocate::Copy;
+use super::session::{Session, add_l1_entries};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::{Parsed, Snapshot, limits, offset, snapshot};
+use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs};
+
+/// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
+/// missing, not wrong, and what the snapshot owns is known without them.
+pub(super) const SNAPSHOT_RULES_VERSION: u32 = 2;
+/// "Version 3 images must include extra data at least up to byte 55": size of the VM state and of the disk.
+const EXTRA_BYTES_MIN: usize = 16;
+
+impl Session<'_> {
+    pub(super) async fn load_snapshots(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
+        let count = self.header.nb_snapshots;
+        if count == 0 {
+            return Ok(());
+        }
+        let start = self.header.snapshots_offset;
+        let (snapshots, len) = match self.read_snapshot_table(start, count).await {
+            Ok(read) => read,
+            Err(error) if error.kind() == ErrorKind::InvalidImage => {
+                self.unreadable(Structure::SnapshotTable, start, &error, ledger);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        self.snapshot_table_len = len as u64;
+        let context = self.context;
+        let mut entry_offset = start;
+        for (snapshot, index) in snapshots.iter().zip(0..) {
+            let offset = snapshot.l1_table_offset;
+            if self.header.version >= 3 && snapshot.extra_data.len() < EXTRA_BYTES_MIN {
+                self.incomplete_snapshots = true;
+                ledger.add(Finding::at(FindingKind::SnapshotIncomplete { index }, entry_offset, None));
+            }
+            entry_offset = entry_offset.saturating_add(snapshot.encoded_len() as u64);
+            if let Err(error) = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits) {
+                self.unreadable(Structure::SnapshotL1, offset, &error, ledger);
+                continue;
+            }
+            let len = self.within(Structure::SnapshotL1, offset, u64::from(snapshot.l1_size) * 8, ledger);
+            self.read_numbers(offset, len / 8, |first, entries| {
+                add_l1_entries(&context, entries, first, None, refs, ledger)
+            })
+            .await?;
+        }
+        self.snapshots = snapshots;
+        Ok(())
+    }
+
+    async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Vec<Snapshot>, usize)> {
+        let mut len = 64 << 10;
+        loop {
+            let available = self.file.len().saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
+            let have = (len as u64).min(available) as usize;
+            let bytes = self.read(start, have).await?;
+            match snapshot::parse_table(&bytes, count)? {
+                Parsed::Complete { value, len } => return Ok((value, len)),
+                Parsed::Incomplete { need } if have as u64 == available => {
+                    let message = format!("the table needs {need} bytes, the file has {available} from there on");
+                    return Err(Error::invalid_image("snapshots_offset", format!("{start:#x}"), message));
+                }
+                Parsed::Incomplete { need } => len = need.max(have.saturating_mul(2)),
+            }
+        }
+    }
+
+    /// Writes the table with all its fields behind the end of the file, with a barrier. Nothing refers to it yet.
+    pub(super) async fn copy_snapshot_table(&mut self) -> Result<Vec<Copy>> {
+        if !self.incomplete_snapshots {
+            return Ok(Vec::new());
+        }
+        let mut table = Vec::new();
+        for snapshot in &self.snapshots {
+            table.extend(completed(snapshot, self.header.size).encode()?);
+        }
+        if table.len() as u64 > limits::SNAPSHOT_TABLE_BYTES {
+            return Err(Error::new(ErrorKind::Limit, "the snapshot table would become too large").value(table.len()));
+        }
+        let first = self.file_clusters + 1;
+        let clusters = self.geometry.clusters(table.len() as u64);
+        let start = first << self.geometry.cluster_bits();
+        // Whole clusters, so that the file ends with one.
+        table.resize((clusters << self.geometry.cluster_bits()) as usize, 0);
+        self.write(start, &table).await?;
+        self.barrier().await?;
+        self.file_grew();
+        self.needs_rebuild = true;
+        let pointer = |nth: u64| (nth == 0).then_some((offset::SNAPSHOTS_OFFSET, start));
+        Ok((0..clusters).map(|nth| Copy { cluster: first + nth, weight: 1, pointer: pointer(nth) }).collect())
+    }
+
+    /// The header points to the new table by now.
+    pub(super) fn switched_snapshot_table(&mut self, start: u64) {
+        self.header.snapshots_offset = start;
+        self.snapshot_table_len =
+            self.snapshots.iter().map(|snapshot| completed(snapshot, self.header.size).encoded_len() as u64).sum();
+        self.incomplete_snapshots = false;
+    }
+}
+
+/// The snapshot with the size of its VM state and of the disk, taken to be that of today.
+fn completed(snapshot: &Snapshot, disk_size: u64) -> Snapshot {
+    let mut snapshot = snapshot.clone();
+    let have = snapshot.extra_data.len();
+    if have < EXTRA_BYTES_MIN {
+        let fields = [u64::from(snapshot.vm_state_size_32).to_be_bytes(), disk_size.to_be_bytes()].concat();
+        // A field that is there only in part has no value.
+        let whole = have / 8 * 8;
+        snapshot.extra_data.truncate(whole);
+        snapshot.extra_data.extend_from_slice(&fields[whole..]);
+    }
+    snapshot
+}
