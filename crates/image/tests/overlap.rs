@@ -52,10 +52,13 @@ async fn attempt(name: &str, how: &str) -> (cowshed_block::Result<()>, String) {
     (result, later)
 }
 
+/// From the file's bytes and the offset of the L2 table: the host offset that the test points an entry at.
+type Place = fn(&[u8], usize) -> u64;
+
 #[test]
 fn writes_never_land_on_metadata() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let places: [(&str, fn(&[u8], usize) -> u64); 5] = [
+    let places: [(&str, Place); 5] = [
         ("refcount table", |bytes, _| word(bytes, 48)),
         ("refcount block", |bytes, _| word(bytes, word(bytes, 48) as usize)),
         ("active L1 table", |bytes, _| word(bytes, 40)),
