@@ -89,7 +89,8 @@ const CASES: &[(&str, Harm, End)] = &[
             v.file.write_all_at(&65536u32.to_be_bytes(), 60).unwrap();
             v.set_word(64, 1 << 30);
         },
-        End::Hopeless,
+        // Entries of nothing but zeroes are snapshots of nothing that lack version 3's fields.
+        End::Repaired,
     ),
 ];
 
