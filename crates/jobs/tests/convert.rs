@@ -170,6 +170,31 @@ fn an_existing_target_is_overwritten_with_zeroes_too() {
 }
 
 #[test]
+fn an_existing_target_that_is_zero_or_an_overlay_gets_only_what_differs() {
+    let bench = Bench::new();
+    bench.pattern("a.raw", 4 << 20, 32);
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "zero.qcow2", "4M"]);
+    let into = |target| ConvertOptions { skip_create: true, ..options(&bench, &["a.raw"], target, "") };
+    convert(&ConvertOptions { target_is_zero: true, ..into("zero.qcow2") }).expect("--target-is-zero");
+    bench.assert_clean("zero.qcow2", "--target-is-zero");
+    bench.assert_same("a.raw", "zero.qcow2", "--target-is-zero");
+
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "a.raw", "top.qcow2", "4M"]);
+    bench.qemu_io("top.qcow2", &["write -P 3 1M 64k", "write -z 2M 64k"]);
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "a.raw", "copy.qcow2", "4M"]);
+    let over = ConvertOptions {
+        skip_create: true,
+        backing_file: Some("a.raw".to_owned()),
+        backing_format: Some("raw".to_owned()),
+        ..options(&bench, &["top.qcow2"], "copy.qcow2", "")
+    };
+    let outcome = convert(&over).expect("-n -B");
+    assert!(outcome.data_bytes <= 128 << 10, "{outcome:?}");
+    bench.assert_clean("copy.qcow2", "-n -B");
+    bench.assert_same("top.qcow2", "copy.qcow2", "-n -B");
+}
+
+#[test]
 fn read_errors_name_their_offset_or_are_salvaged() {
     let bench = Bench::new();
     bench.pattern("a.raw", 4 << 20, 41);

@@ -137,6 +137,9 @@ impl Image<'_> {
             if entry & !(COPIED | OFFSET) != 0 {
                 return Err(format!("L1 entry {index} has reserved bits: {entry:#x}"));
             }
+            if l2 == 0 && entry != 0 {
+                return Err(format!("L1 entry {index} is {entry:#x}: a flag without a table"));
+            }
             if l2 == 0 {
                 continue;
             }
