@@ -81,9 +81,11 @@ fn qcow2_to_raw(settings: &Settings) -> Result<Vec<Row>, String> {
 fn compress(settings: &Settings) -> Result<Vec<Row>, String> {
     let source = fixture::full(settings)?;
     let zlib = ["-c", "-f", "raw", "-O", "qcow2"];
+    let wide = [&zlib[..], &["--compression-window", "32k"]].concat();
     let zstd = [&zlib[..], &["-o", "compression_type=zstd"]].concat();
     Ok(vec![
         convert(settings, "compress, zlib", "≥ 2×, size ≤ 103 %", &source, &zlib, &zlib)?,
+        convert(settings, "compress, zlib with a 32 KiB window", "≥ 3.5×, size ≤ 100 %", &source, &wide, &zlib)?,
         convert(settings, "compress, zstd", "≥ 1.5×", &source, &zstd, &zstd)?,
     ])
 }

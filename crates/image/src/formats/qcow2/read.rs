@@ -92,21 +92,7 @@ impl Qcow2Driver {
             _ => join_all(reads).await,
         };
         drop(pin);
-        let mut result = Ok(mapped);
-        let mut whole: Option<IoBuf> = None;
-        for (outcome, part) in parts {
-            if let (Err(error), Ok(_)) = (outcome, &result) {
-                result = Err(error);
-            }
-            whole = Some(join(whole, part));
-        }
-        match whole {
-            Some(whole) => (result, whole, rest),
-            None => {
-                let none = rest.split_to(0);
-                (Err(Error::internal("a mapping without extents")), none, rest)
-            }
-        }
+        join_parts(parts, mapped, rest)
     }
 
     async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -224,6 +210,20 @@ impl Qcow2Driver {
         let (result, out, _) = if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
         (result, out)
     }
+}
+
+/// What became of the parts of a buffer: the bytes done or the first error, the parts joined, and the rest.
+pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
+    let mut result = Ok(mapped);
+    let mut whole: Option<IoBuf> = None;
+    for (outcome, part) in parts {
+        if let (Err(error), Ok(_)) = (outcome, &result) {
+            result = Err(error);
+        }
+        whole = Some(join(whole, part));
+    }
+    let whole = whole.unwrap_or_else(|| rest.split_to(0));
+    (result, whole, rest)
 }
 
 /// Joins two neighbouring parts of one buffer.

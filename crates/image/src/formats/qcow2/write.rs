@@ -2,7 +2,7 @@
 //! Writes: in place without the owner where the clusters are ours, else through an allocation.
 
 use super::Qcow2Driver;
-use super::read::join;
+use super::read::{join, join_parts};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
@@ -101,16 +101,7 @@ impl Qcow2Driver {
             _ => join_all(writes).await,
         };
         drop(pin);
-        let mut result = Ok(mapped);
-        let mut whole: Option<IoBuf> = None;
-        for (outcome, part) in parts {
-            if let (Err(error), Ok(_)) = (outcome, &result) {
-                result = Err(error);
-            }
-            whole = Some(join(whole, part));
-        }
-        let whole = whole.unwrap_or_else(|| rest.split_to(0));
-        (result, whole, rest)
+        join_parts(parts, mapped, rest)
     }
 
     async fn write_extent(&self, extent: Extent, buf: IoBuf) -> (Result<()>, IoBuf) {
