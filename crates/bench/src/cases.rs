@@ -4,6 +4,7 @@
 use crate::Settings;
 use crate::fixture;
 use crate::measure::alternate;
+use crate::memory;
 use crate::random_io;
 use crate::table::{Outcome, Row};
 use cowshed_testkit::bigimage::{self, Placement};
@@ -121,6 +122,7 @@ fn convert(
     };
     let prepared = |program: &Path, options: &[&str], output: &Path| {
         clear()?;
+        memory::back(settings.size_mib)?;
         Ok(command(program, &[&["convert"], options].concat(), &[source, output]))
     };
     let bytes_of = |recipe: &dyn Fn() -> Result<Command, String>, output: &Path| {

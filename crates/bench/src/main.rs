@@ -6,6 +6,7 @@
 mod cases;
 mod fixture;
 mod measure;
+mod memory;
 mod random_io;
 mod table;
 
@@ -49,6 +50,11 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: Vec<String>) -> Result<(), String> {
+    if let [option, mib] = arguments.as_slice()
+        && option == memory::TOUCH
+    {
+        return memory::touch(mib);
+    }
     let (settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {
         cases::CASES.iter().for_each(|case| println!("{:24} {}", case.name, case.about));

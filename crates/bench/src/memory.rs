@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory that the machine really has before a run starts.
+//!
+//! A virtual machine may give free pages back to its host (free page reporting, balloons). Whoever uses such a page first
+//! pays for the host's page fault, which takes longer than copying the page: with it, the wall and system time of one and
+//! the same conversion varies by a factor of five.
+
+use std::process::Command;
+
+/// The option by which this program starts itself to touch memory.
+pub const TOUCH: &str = "--touch-mib";
+
+const PAGE_BYTES: usize = 4096;
+
+/// Has the host back `mib` MiB of free memory. In a process of its own, so that the peak of the measured ones stays theirs.
+pub fn back(mib: u64) -> Result<(), String> {
+    let own = std::env::current_exe().map_err(|e| e.to_string())?;
+    let status = Command::new(own).arg(TOUCH).arg(mib.to_string()).status().map_err(|e| e.to_string())?;
+    if status.success() { Ok(()) } else { Err(format!("touching {mib} MiB of memory: {status}")) }
+}
+
+/// What the started process does: writes to each page once.
+pub fn touch(mib: &str) -> Result<(), String> {
+    let mib: usize = mib.parse().map_err(|_| format!("{mib} is no number"))?;
+    let mut pages = vec![0u8; mib << 20];
+    for page in pages.chunks_mut(PAGE_BYTES) {
+        page[0] = 1;
+    }
+    std::hint::black_box(&pages);
+    Ok(())
+}
