@@ -9,6 +9,7 @@ use std::process::Command;
 const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-block", &[]),
     ("cowshed-layout", &["cowshed-block"]),
+    ("cowshed-qmp", &[]),
     ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-storage", &["cowshed-block"]),
     ("cowshed-image", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage"]),
@@ -36,7 +37,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that must build without a runtime, the C library or a way to reach the operating system.
-const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-qcow2"];
+const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-qmp"];
 
 /// What none of [`PURE`] may reach, however far down.
 const RUNTIMES: &[&str] = &[

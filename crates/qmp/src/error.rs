@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a command answers when it fails.
+
+use serde_json::{Value, json};
+use std::fmt;
+
+/// Result with [`QmpError`].
+pub type QmpResult<T> = Result<T, QmpError>;
+
+/// The class of an error: what a program may depend on, as opposed to the description.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// Everything that has no class of its own.
+    Generic,
+    /// No such command, or not in this mode.
+    CommandNotFound,
+    /// A device or object that doesn't exist.
+    DeviceNotFound,
+    /// A block job that doesn't run.
+    DeviceNotActive,
+}
+
+impl ErrorClass {
+    /// The class as it is written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ErrorClass::Generic => "GenericError",
+            ErrorClass::CommandNotFound => "CommandNotFound",
+            ErrorClass::DeviceNotFound => "DeviceNotFound",
+            ErrorClass::DeviceNotActive => "DeviceNotActive",
+        }
+    }
+}
+
+/// An error with its class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QmpError {
+    /// The class.
+    pub class: ErrorClass,
+    /// For people.
+    pub description: String,
+}
+
+impl QmpError {
+    /// An error of any class.
+    pub fn new(class: ErrorClass, description: impl Into<String>) -> Self {
+        QmpError { class, description: description.into() }
+    }
+
+    /// `GenericError`.
+    pub fn generic(description: impl Into<String>) -> Self {
+        Self::new(ErrorClass::Generic, description)
+    }
+
+    /// The value of the member `error` of a reply.
+    pub fn to_value(&self) -> Value {
+        json!({"class": self.class.as_str(), "desc": self.description})
+    }
+}
+
+impl fmt::Display for QmpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.description)
+    }
+}
+
+impl std::error::Error for QmpError {}

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The QEMU machine protocol (QMP) without I/O: JSON as it streams in, the schema of commands and events, the session
+//! of one client. Whoever has a socket feeds bytes in and writes out what comes back.
+
+mod codec;
+mod error;
+mod parse;
+mod schema;
+mod session;
+mod stream;
+mod types;
+
+pub use codec::{Event, Timestamp, encode, greeting, reply};
+pub use error::{ErrorClass, QmpError, QmpResult};
+pub use schema::{Schema, Strictness};
+pub use session::{Command, Incoming, Session};
+pub use stream::{JsonStream, MAX_DEPTH, MAX_TEXT_BYTES};
+pub use types::{Alternative, Member, ObjectType, Type};
