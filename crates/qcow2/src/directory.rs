@@ -4,6 +4,7 @@
 //! Readers walk it without a lock. It grows by sharing its chunks with a longer directory, so a reader that still
 //! holds the shorter one sees every change in the part that it knows.
 
+use crate::interleaving;
 use crate::slice::Slice;
 use arc_swap::{ArcSwap, ArcSwapOption};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,6 +55,7 @@ impl Directory {
     }
 
     fn with_table<T>(&self, index: usize, look: impl FnOnce(&Table) -> T) -> Option<T> {
+        interleaving::point();
         self.chunks.load().get(index / CHUNK).map(|chunk| look(&chunk[index % CHUNK]))
     }
 

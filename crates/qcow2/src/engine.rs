@@ -4,6 +4,7 @@
 use crate::config::Config;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
+use crate::interleaving;
 use crate::overlap::MetadataMap;
 use crate::pins::{Pin, Pins};
 use crate::reclaim::Freed;
@@ -13,7 +14,7 @@ use cowshed_block::{Error, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 /// A table or a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -156,7 +157,16 @@ impl Engine {
 
     /// Becomes the owner. A panic of an owner is a bug; the state behind it can't be trusted any more.
     pub(crate) fn own(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|_| panic!("an earlier panic left the mapping of the image half changed"))
+        const PANICKED: &str = "an earlier panic left the mapping of the image half changed";
+        interleaving::point();
+        while interleaving::is_simulated() {
+            match self.state.try_lock() {
+                Ok(state) => return state,
+                Err(TryLockError::WouldBlock) => interleaving::point(),
+                Err(TryLockError::Poisoned(_)) => panic!("{PANICKED}"),
+            }
+        }
+        self.state.lock().unwrap_or_else(|_| panic!("{PANICKED}"))
     }
 
     /// Facts given at open.

@@ -5,6 +5,7 @@
 //! mapping away tags what it pointed to with the current epoch and then starts a new one; the host range may be used
 //! for something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
 
+use crate::interleaving;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Epochs that can have pins at the same time.
@@ -55,7 +56,9 @@ impl Pins {
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
             let counter = &shard[epoch as usize % LIVE_EPOCHS];
+            interleaving::point();
             counter.fetch_add(1, Ordering::SeqCst);
+            interleaving::point();
             if self.epoch.load(Ordering::SeqCst) == epoch {
                 return Pin { counter };
             }
@@ -78,6 +81,7 @@ impl Pins {
     fn try_advance(&self) {
         let epoch = self.epoch.load(Ordering::SeqCst);
         if self.is_slot_empty(epoch + 1) {
+            interleaving::point();
             self.epoch.store(epoch + 1, Ordering::SeqCst);
         }
     }

@@ -7,6 +7,7 @@
 //! stage of its own: a lowered count may reach the disk at any time after.
 
 use crate::engine::{Engine, Planned, State};
+use crate::interleaving;
 use cowshed_block::HostOffset;
 use std::collections::BTreeMap;
 
@@ -39,7 +40,10 @@ impl Engine {
     pub(crate) fn retire(&self, state: &mut State, clusters: impl IntoIterator<Item = u64>) {
         let mut tag = None;
         for cluster in clusters {
-            let tag = *tag.get_or_insert_with(|| self.pins.advance());
+            let tag = *tag.get_or_insert_with(|| {
+                interleaving::point();
+                self.pins.advance()
+            });
             state.freed.push_back(Freed { cluster, cycle: state.open_cycle, tag });
             // Never pack into a cluster that is on its way out.
             if state.pack_next.is_some_and(|next| self.geometry.host_cluster(next) == cluster) {

@@ -18,6 +18,8 @@ pub struct CrashScene {
     pub chain: Chain,
     /// The machine.
     pub config: Config,
+    /// Queues that the guest's requests come from.
+    pub queues: usize,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
 }
@@ -73,7 +75,9 @@ impl CrashScene {
             in_order: random.chance(10),
             ..Config::new(seed)
         };
-        CrashScene { seed, chain: Chain { layers }, config, whole_sectors: random.chance(80) }
+        let whole_sectors = random.chance(80);
+        let queues = random.pick(&[1, 2, 3, 4]);
+        CrashScene { seed, chain: Chain { layers }, config, queues, whole_sectors }
     }
 
     fn spec(&self) -> &Qcow2Spec {
@@ -95,6 +99,7 @@ impl CrashScene {
             format!("refcount_bits={}", spec.refcount_bits),
             format!("sector={}", self.config.sector_bytes),
             format!("direct={}", self.config.direct),
+            format!("queues={}", self.queues),
         ];
         let more = [
             (spec.is_v2, "v2"),
@@ -127,7 +132,7 @@ impl CrashScene {
     /// What is done to the image, with `faults` on the machine.
     pub fn trial(&self, steps: Vec<Step>, effort: &Effort, faults: Vec<Fault>) -> Trial {
         let plan = CrashPlan { max_distinct: effort.states, ..CrashPlan::new(self.seed) };
-        Trial { config: self.config.clone(), faults, steps, plan, sample_qemu: effort.sample_qemu }
+        Trial { config: self.config.clone(), faults, steps, queues: self.queues, plan, sample_qemu: effort.sample_qemu }
     }
 
     /// Runs the case.

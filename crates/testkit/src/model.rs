@@ -196,6 +196,24 @@ impl Model {
         self.check(offset, bytes, usize::MAX, began)
     }
 
+    /// As [`Model::check_read`], on a machine where a read beside a write may see a part of the write inside of a sector.
+    ///
+    /// # Errors
+    /// The first word that may not be so, and what it might have been.
+    pub fn check_torn_read(&self, began: u64, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        if self.check_read(began, offset, bytes).is_ok() {
+            return Ok(());
+        }
+        let mut at = offset;
+        while at < offset + bytes.len() as u64 {
+            let end = ((at / 8 + 1) * 8).min(offset + bytes.len() as u64);
+            let word = &bytes[(at - offset) as usize..(end - offset) as usize];
+            self.check_sector(at / GUEST_SECTOR_BYTES, at, word, usize::MAX, began)?;
+            at = end;
+        }
+        Ok(())
+    }
+
     /// Checks what stands at `offset` after a power cut with `position` entries in the log.
     ///
     /// # Errors

@@ -4,12 +4,11 @@
 use crate::model::{Model, fill};
 use crate::operations::{Op, Step};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::sim::World;
+use cowshed_storage::sim::{QueueStart, World, interleave};
 use cowshed_storage::{IoBuf, rt};
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A disk that a guest can use: an image, or a toy of a test.
 pub trait GuestDisk: 'static {
@@ -50,70 +49,164 @@ impl Outcome {
 
 struct Shared<D> {
     disk: D,
-    world: World,
-    state: RefCell<Outcome>,
+    /// `None`: a real machine, whose power nobody cuts.
+    world: Option<World>,
+    state: Mutex<Outcome>,
+    /// Reads and writes of one sector at the same time may mix inside of the sector.
+    tears_inside_of_sectors: bool,
+}
+
+impl<D> Shared<D> {
+    fn new(disk: D, world: Option<&World>, model: Model) -> Arc<Self> {
+        let state = Mutex::new(Outcome::untouched(model));
+        Arc::new(Shared { disk, world: world.cloned(), state, tears_inside_of_sectors: world.is_none() })
+    }
+
+    fn end_run(self: Arc<Self>) -> (Outcome, D) {
+        match Arc::try_unwrap(self) {
+            Ok(shared) => (shared.state.into_inner().unwrap_or_else(PoisonError::into_inner), shared.disk),
+            Err(_) => unreachable!("all tasks have ended"),
+        }
+    }
 }
 
 /// Runs `steps` on `disk`. Each promise that the disk makes to the guest is marked in the world's log. To be called
 /// inside of [`World::run`].
 pub async fn run_steps<D: GuestDisk>(disk: D, world: &World, model: Model, steps: &[Step]) -> (Outcome, D) {
-    let state = RefCell::new(Outcome::untouched(model));
-    let shared = Rc::new(Shared { disk, world: world.clone(), state });
-    for phase in steps.chunk_by(|step, next| !is_resize(step) && !is_resize(next)) {
-        let mut streams: BTreeMap<u8, Vec<Step>> = BTreeMap::new();
-        phase.iter().for_each(|step| streams.entry(step.stream).or_default().push(*step));
-        let tasks = streams.into_values().map(|steps| rt::spawn(run_stream(Rc::clone(&shared), steps)));
-        for task in tasks.collect::<Vec<_>>() {
-            task.await;
+    let shared = Shared::new(disk, Some(world), model);
+    for phase in phases(steps, shared.disk.size()) {
+        run_streams(&shared, phase).await;
+    }
+    shared.end_run()
+}
+
+/// As [`run_steps`], the streams spread over `queues` queues of the machine, whose turns are drawn from `seed`. To be
+/// called outside of [`World::run`].
+pub fn run_steps_on_queues<D: GuestDisk + Send + Sync>(
+    disk: D,
+    world: &World,
+    model: Model,
+    steps: &[Step],
+    queues: usize,
+    seed: u64,
+) -> (Outcome, D) {
+    let shared = Shared::new(disk, Some(world), model);
+    for (number, phase) in phases(steps, shared.disk.size()).into_iter().enumerate() {
+        let starts = spread(phase, queues).into_iter().map(|steps| {
+            let shared = Arc::clone(&shared);
+            let start: QueueStart<'_> = Box::new(move || {
+                cowshed_qcow2::set_interleaving_hook(Some(interleave));
+                Box::pin(async move { run_streams(&shared, &steps).await })
+            });
+            start
+        });
+        world.run_queues(seed.wrapping_add(number as u64), starts.collect());
+    }
+    shared.end_run()
+}
+
+/// Runs `steps` on a disk of the real machine, the streams spread over `threads` threads that run side by side.
+pub fn run_steps_on_threads<D: GuestDisk + Send + Sync>(
+    disk: D,
+    model: Model,
+    steps: &[Step],
+    threads: usize,
+) -> (Outcome, D) {
+    let shared = Shared::new(disk, None, model);
+    for phase in phases(steps, shared.disk.size()) {
+        std::thread::scope(|scope| {
+            for steps in spread(phase, threads) {
+                let shared = &shared;
+                scope.spawn(move || rt::block_on(run_streams(shared, &steps)));
+            }
+        });
+    }
+    shared.end_run()
+}
+
+/// The steps of each queue: whole streams, dealt out in turn.
+fn spread(steps: &[Step], queues: usize) -> Vec<Vec<Step>> {
+    let queues = queues.max(1);
+    let mut dealt = vec![Vec::new(); queues];
+    steps.iter().for_each(|step| dealt[usize::from(step.stream) % queues].push(*step));
+    dealt.retain(|steps| !steps.is_empty());
+    dealt
+}
+
+/// A shrink runs alone: what it cuts off while something is under way there, nobody could say. `bytes`: the size of
+/// the disk at the start.
+fn phases(steps: &[Step], mut bytes: u64) -> Vec<&[Step]> {
+    let mut phases = Vec::new();
+    let mut start = 0;
+    for (index, step) in steps.iter().enumerate() {
+        let Op::Resize { bytes: new } = step.op else { continue };
+        if new < bytes {
+            phases.extend([&steps[start..index], &steps[index..=index]]);
+            start = index + 1;
         }
+        bytes = new;
     }
-    match Rc::try_unwrap(shared) {
-        Ok(shared) => (shared.state.into_inner(), shared.disk),
-        Err(_) => unreachable!("all tasks have ended"),
-    }
+    phases.push(&steps[start..]);
+    phases.retain(|phase| !phase.is_empty());
+    phases
 }
 
-/// A resize runs alone: what it cuts off while something is under way there, nobody could say.
-fn is_resize(step: &Step) -> bool {
-    matches!(step.op, Op::Resize { .. })
-}
-
-async fn run_stream<D: GuestDisk>(shared: Rc<Shared<D>>, steps: Vec<Step>) {
-    for step in steps {
-        shared.run(step).await;
+async fn run_streams<D: GuestDisk>(shared: &Arc<Shared<D>>, steps: &[Step]) {
+    let runs_alone = steps.len() == 1;
+    let mut streams: BTreeMap<u8, Vec<Step>> = BTreeMap::new();
+    steps.iter().for_each(|step| streams.entry(step.stream).or_default().push(*step));
+    let tasks = streams.into_values().map(|steps| {
+        let shared = Arc::clone(shared);
+        rt::spawn(async move {
+            for step in steps {
+                shared.run(step, runs_alone).await;
+            }
+        })
+    });
+    for task in tasks.collect::<Vec<_>>() {
+        task.await;
     }
 }
 
 impl<D: GuestDisk> Shared<D> {
-    async fn run(&self, step: Step) {
-        let position = || self.world.position();
+    fn position(&self) -> usize {
+        self.world.as_ref().map_or(0, World::position)
+    }
+
+    fn state(&self) -> MutexGuard<'_, Outcome> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn run(&self, step: Step, runs_alone: bool) {
+        let position = || self.position();
         let (offset, len) = step.op.range();
-        if offset + len > self.disk.size() {
-            // A request made for a size that a shorter list of requests doesn't reach.
+        let shrinks = matches!(step.op, Op::Resize { bytes } if bytes < self.disk.size());
+        if offset + len > self.disk.size() || (shrinks && !runs_alone) {
+            // A request made for a size that the disk doesn't have: a shorter list of requests, or an earlier failure.
             return;
         }
         let result = match step.op {
             Op::Write { offset, len, stamp } => {
                 let mut buf = IoBuf::zeroed(len as usize);
                 fill(stamp, offset, &mut buf);
-                let request = self.state.borrow_mut().model.begin_write(offset, len, stamp, position());
+                let request = self.state().model.begin_write(offset, len, stamp, position());
                 let result = self.disk.write(offset, buf).await.0;
                 self.end(result, |model| model.end(request, position()))
             }
             Op::Zero { offset, len, may_unmap } => {
-                let request = self.state.borrow_mut().model.begin_zero(offset, len, position());
+                let request = self.state().model.begin_zero(offset, len, position());
                 let result = self.disk.write_zeroes(offset, len, may_unmap).await;
                 self.end(result, |model| model.end(request, position()))
             }
             Op::Discard { offset, len } => {
-                let request = self.state.borrow_mut().model.begin_discard(offset, len, position());
+                let request = self.state().model.begin_discard(offset, len, position());
                 let result = self.disk.discard(offset, len).await;
                 self.end(result, |model| model.end(request, position()))
             }
             Op::Compressed { offset, len, stamp } => {
                 let mut buf = IoBuf::zeroed(len as usize);
                 fill(stamp, offset, &mut buf);
-                let request = self.state.borrow_mut().model.begin_write(offset, len, stamp, position());
+                let request = self.state().model.begin_write(offset, len, stamp, position());
                 match self.disk.write_compressed(offset, buf).await {
                     // Over something allocated, for one.
                     Err(error) if error.kind() == ErrorKind::InvalidArgument => Ok(()),
@@ -121,38 +214,44 @@ impl<D: GuestDisk> Shared<D> {
                 }
             }
             Op::Resize { bytes } => {
-                let request = self.state.borrow_mut().model.begin_resize(bytes, position());
+                let request = self.state().model.begin_resize(bytes, position());
                 let result = self.disk.resize(bytes).await;
                 self.end(result, |model| model.end_resize(request, position()))
             }
             Op::Flush => {
-                let flush = self.state.borrow_mut().model.begin_flush(position());
+                let flush = self.state().model.begin_flush(position());
                 let result = self.disk.flush().await;
                 self.end(result, |model| {
-                    self.world.mark(0);
+                    if let Some(world) = &self.world {
+                        world.mark(0);
+                    }
                     model.end_flush(flush, position());
                 })
             }
             Op::Read { offset, len } => self.read(step, offset, len).await,
         };
         if let Err(error) = result {
-            self.state.borrow_mut().errors.push((step, error));
+            self.state().errors.push((step, error));
         }
     }
 
     fn end(&self, result: Result<()>, settle: impl FnOnce(&mut Model)) -> Result<()> {
         if result.is_ok() {
-            settle(&mut self.state.borrow_mut().model);
+            settle(&mut self.state().model);
         }
         result
     }
 
     async fn read(&self, step: Step, offset: u64, len: u64) -> Result<()> {
-        let began = self.state.borrow_mut().model.begin_read();
+        let began = self.state().model.begin_read();
         let (result, buf) = self.disk.read(offset, IoBuf::zeroed(len as usize)).await;
         result?;
-        let state = &mut *self.state.borrow_mut();
-        if let Err(complaint) = state.model.check_read(began, offset, &buf) {
+        let mut state = self.state();
+        let checked = match self.tears_inside_of_sectors {
+            true => state.model.check_torn_read(began, offset, &buf),
+            false => state.model.check_read(began, offset, &buf),
+        };
+        if let Err(complaint) = checked {
             state.wrong_reads.push(format!("{step}: {complaint}"));
         }
         Ok(())

@@ -8,7 +8,7 @@ use crate::images::{Chain, Qcow2Spec, QemuIo};
 use crate::model::Model;
 use crate::operations::{OpGen, Step, print_steps, shrink};
 use crate::qemu::{Qemu, temp_dir};
-use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
+use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
@@ -87,6 +87,8 @@ pub struct Trial {
     pub faults: Vec<Fault>,
     /// The guest's requests.
     pub steps: Vec<Step>,
+    /// Queues that the guest's streams are spread over; 1: all on one executor.
+    pub queues: usize,
     /// How hard the power cuts are tried.
     pub plan: CrashPlan,
     /// One of so many distinct states is handed to the real `qemu-img`; 0: none.
@@ -167,20 +169,21 @@ impl Prepared {
 
     fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
-        let run = async {
-            let disk = ImageDisk::open(&self.top, true, trial.config.direct).await;
-            let disk = match disk {
-                // Nothing happened, nothing was promised.
-                Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
-                disk => disk?,
-            };
-            let (outcome, disk) = run_steps(disk, world, model, &trial.steps).await;
-            match disk.0.close().await {
-                Err(error) if !trial.may_fail() => Err(error),
-                _ => Ok(outcome),
-            }
+        let failed = |error: Error| format!("the run itself: {error}");
+        let disk = world.run(ImageDisk::open(&self.top, true, trial.config.direct));
+        let disk = match disk {
+            // Nothing happened, nothing was promised.
+            Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
+            disk => disk.map_err(failed)?,
         };
-        let outcome = world.run(run).map_err(|error: Error| format!("the run itself: {error}"))?;
+        let (outcome, disk) = match trial.queues {
+            0 | 1 => world.run(run_steps(disk, world, model, &trial.steps)),
+            queues => run_steps_on_queues(disk, world, model, &trial.steps, queues, trial.config.seed),
+        };
+        match world.run(disk.0.close()) {
+            Err(error) if !trial.may_fail() => return Err(failed(error)),
+            _ => {}
+        }
         match outcome.errors.first() {
             Some((step, error)) if !trial.may_fail() => return Err(format!("the run itself: {step}: {error}")),
             Some((step, error)) if error.kind() == ErrorKind::Internal => {

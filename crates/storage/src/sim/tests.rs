@@ -5,6 +5,8 @@ use super::*;
 use crate::{IoBuf, OpenOptions};
 use cowshed_block::Errno;
 use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 fn world(seed: u64, bytes: &[u8]) -> World {
@@ -227,4 +229,89 @@ fn the_same_seed_gives_the_same_run() {
 #[should_panic(expected = "nothing can wake")]
 fn a_deadlock_is_told() {
     world(1, &[]).run(std::future::pending::<()>());
+}
+
+/// Three queues that write and note in what order; what they leave.
+fn run_three_queues(seed: u64) -> (Vec<u64>, PageMap) {
+    let world = world(seed, &[0; 4096]);
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let queue = |number: u64| {
+        let (file, order) = (open(&world), Arc::clone(&order));
+        let start: QueueStart<'_> = Box::new(move || {
+            Box::pin(async move {
+                for round in 0..4 {
+                    write(&file, number * 1024 + round * 16, &[number as u8 + 1; 16]).await.unwrap();
+                    order.lock().unwrap().push(number);
+                    interleave();
+                }
+                file.sync().await.unwrap();
+            })
+        });
+        start
+    };
+    world.run_queues(seed, (0..3).map(queue).collect());
+    let order = order.lock().unwrap().clone();
+    (order, world.contents("a").unwrap())
+}
+
+#[test]
+fn queues_run_in_an_order_that_follows_from_the_seed() {
+    let mut orders = BTreeSet::new();
+    for seed in 0..12 {
+        let (order, contents) = run_three_queues(seed);
+        let (again, same) = run_three_queues(seed);
+        assert_eq!((&order, contents.hash()), (&again, same.hash()), "seed {seed}");
+        assert_eq!(order.len(), 12);
+        orders.insert(order);
+    }
+    assert!(orders.len() > 8, "{} orders of 12 seeds", orders.len());
+}
+
+#[test]
+fn queues_wake_each_other_and_share_the_clock() {
+    for seed in 0..8 {
+        let world = world(seed, &[0; 512]);
+        let letter: Arc<Mutex<(Option<Duration>, Option<Waker>)>> = Arc::default();
+        let (sender, receiver) = (Arc::clone(&letter), letter);
+        let (early, late) = (world.clone(), world.clone());
+        let sends: QueueStart<'_> = Box::new(move || {
+            Box::pin(async move {
+                crate::rt::sleep(Duration::from_millis(5)).await;
+                let mut letter = sender.lock().unwrap();
+                letter.0 = Some(early.now());
+                letter.1.take().map(Waker::wake);
+            })
+        });
+        let receives: QueueStart<'_> = Box::new(move || {
+            Box::pin(async move {
+                let sent = std::future::poll_fn(|context| {
+                    let mut letter = receiver.lock().unwrap();
+                    letter.1 = Some(context.waker().clone());
+                    letter.0.map_or(Poll::Pending, Poll::Ready)
+                })
+                .await;
+                assert!(sent >= Duration::from_millis(5) && sent <= late.now());
+            })
+        });
+        world.run_queues(seed, vec![sends, receives]);
+    }
+}
+
+#[test]
+fn the_panic_of_a_queue_ends_all_of_them() {
+    let world = world(9, &[0; 512]);
+    let waits: QueueStart<'_> = Box::new(|| Box::pin(std::future::pending()));
+    let panics: QueueStart<'_> = Box::new(|| {
+        Box::pin(async {
+            crate::rt::sleep(Duration::from_millis(1)).await;
+            panic!("this one");
+        })
+    });
+    let run = std::panic::AssertUnwindSafe(|| world.run_queues(1, vec![waits, panics]));
+    let payload = std::panic::catch_unwind(run).unwrap_err();
+    assert_eq!(payload.downcast_ref::<&str>(), Some(&"this one"));
+    let waits: QueueStart<'_> = Box::new(|| Box::pin(std::future::pending()));
+    let run = std::panic::AssertUnwindSafe(|| world.run_queues(1, vec![waits]));
+    let payload = std::panic::catch_unwind(run).unwrap_err();
+    assert!(payload.downcast_ref::<String>().is_some_and(|text| text.contains("nothing can wake")));
 }

@@ -6,6 +6,7 @@ use super::file::SimFile;
 use super::log::{Applied, Change, Event, FileId, OpId};
 use super::pages::{PAGE_BYTES, PageMap};
 use super::pending::{Completion, Outcome, Pending, Request, Sleep, Slot, Value};
+use super::queues::interleave;
 use super::rng::Rng;
 use crate::OpenOptions;
 use cowshed_block::{Errno, Error, Result};
@@ -305,6 +306,7 @@ impl World {
     }
 
     pub(super) fn submit(&self, file: FileId, request: Request) -> Completion {
+        interleave();
         let op = self.lock().submit(file, request);
         Completion::new(self.clone(), op)
     }

@@ -15,7 +15,8 @@ struct Pending<'a> {
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        if let Some(allocation) = self.allocation.take() {
+        // After a panic nobody may touch the engine; panicking once more here would end the process.
+        if let Some(allocation) = self.allocation.take().filter(|_| !std::thread::panicking()) {
             self.driver.engine.abort_compressed(allocation, false);
             self.driver.events.notify();
         }

@@ -20,7 +20,7 @@ struct Running<'a> {
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        if let Some(cycle) = self.cycle.take() {
+        if let Some(cycle) = self.cycle.take().filter(|_| !std::thread::panicking()) {
             // Its writes may still be on their way: nothing may be written to the same places any more.
             self.driver.abandoned.store(true, Ordering::Relaxed);
             self.driver.engine.end_cycle(cycle, false);

@@ -200,7 +200,7 @@ impl Qcow2Driver {
         struct Guard<'a>(&'a Qcow2Driver, Option<Load>);
         impl Drop for Guard<'_> {
             fn drop(&mut self) {
-                if let Some(load) = self.1.take() {
+                if let Some(load) = self.1.take().filter(|_| !std::thread::panicking()) {
                     self.0.engine.load_failed(&load);
                 }
                 self.0.events.notify();
