@@ -16,6 +16,7 @@ mod open;
 mod preallocate;
 mod read;
 mod resize;
+mod span;
 mod status;
 mod write;
 mod zero;

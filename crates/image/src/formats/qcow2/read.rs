@@ -2,10 +2,10 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::Qcow2Driver;
+use super::span::{Direct, MapSpan};
 use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, Mapping, Result};
-use cowshed_qcow2::ExtentList;
+use cowshed_qcow2::Engine;
 use cowshed_storage::{IoBuf, rt};
-use futures_util::future::join_all;
 use std::sync::atomic::Ordering;
 
 /// Decompression of clusters above this size is given to the pool.
@@ -14,29 +14,18 @@ const OFFLOAD_BYTES: u64 = 16 << 10;
 impl Qcow2Driver {
     /// Fills `buf` from `offset`. The node has checked the range.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        {
-            let seen = self.events.now();
-            let pin = self.engine.pin();
-            let mut extents = ExtentList::default();
-            let len = buf.len() as u64;
-            match self.engine.map(GuestOffset(offset), len, &mut extents) {
-                Ok(mapped) => {
-                    if mapped == len
-                        && let [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] = *extents
-                    {
-                        let done = self.stored_in(file).read_at(buf, host.0).await;
-                        drop(pin);
-                        return done;
-                    }
-                }
-                // Who is told to load a table must do it: everybody else waits for that.
-                Err(stall) => {
-                    drop(pin);
-                    if let Err(error) = self.settle(stall, seen).await {
-                        return (Err(error), buf);
-                    }
+        match self.direct(Engine::map, offset, buf.len() as u64) {
+            Direct::Plain(pin, file, host) => {
+                let done = file.read_at(buf, host.0).await;
+                drop(pin);
+                return done;
+            }
+            Direct::Stalled(stall, seen) => {
+                if let Err(error) = self.settle(stall, seen).await {
+                    return (Err(error), buf);
                 }
             }
+            Direct::Other => {}
         }
         self.read_range(offset, buf).await
     }
@@ -45,54 +34,10 @@ impl Qcow2Driver {
     pub(super) async fn read_range(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let inside = self.size().saturating_sub(offset).min(buf.len() as u64) as usize;
         buf[inside..].fill(0);
-        let mut rest = buf;
-        let mut done: Option<IoBuf> = None;
-        let mut at = offset;
         let end = offset + inside as u64;
-        while at < end {
-            match self.read_some(at, (end - at) as usize, rest).await {
-                (Ok(bytes), part, left) => {
-                    at += bytes;
-                    done = Some(join(done, part));
-                    rest = left;
-                }
-                (Err(error), part, left) => {
-                    return (Err(error), join(Some(join(done, part)), left));
-                }
-            }
-        }
-        (Ok(()), join(done, rest))
-    }
-
-    /// Reads as far as one plan reaches. Returns the bytes done, the part of the buffer that they are in, and the rest.
-    async fn read_some(&self, at: u64, len: usize, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
-        let mut extents = ExtentList::default();
-        let (pin, mapped) = loop {
-            let seen = self.events.now();
-            let pin = self.engine.pin();
-            match self.engine.map(GuestOffset(at), len as u64, &mut extents) {
-                Ok(mapped) => break (pin, mapped),
-                Err(stall) => {
-                    drop(pin);
-                    if let Err(error) = self.settle(stall, seen).await {
-                        let none = buf.split_to(0);
-                        return (Err(error), none, buf);
-                    }
-                }
-            }
-        };
-        let mut rest = buf;
-        let mut reads = Vec::with_capacity(extents.len());
-        for extent in extents.iter() {
-            let part = rest.split_to(extent.len as usize);
-            reads.push(self.read_extent(*extent, part));
-        }
-        let parts = match reads.len() {
-            1 => vec![reads.remove(0).await],
-            _ => join_all(reads).await,
-        };
-        drop(pin);
-        join_parts(parts, mapped, rest)
+        let map: MapSpan = Engine::map;
+        self.step_by_step(offset, end, buf, |at, rest| self.by_extents(map, at, end - at, rest, Self::read_extent))
+            .await
     }
 
     async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -209,30 +154,5 @@ impl Qcow2Driver {
         };
         let (result, out, _) = if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
         (result, out)
-    }
-}
-
-/// What became of the parts of a buffer: the bytes done or the first error, the parts joined, and the rest.
-pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
-    let mut result = Ok(mapped);
-    let mut whole: Option<IoBuf> = None;
-    for (outcome, part) in parts {
-        if let (Err(error), Ok(_)) = (outcome, &result) {
-            result = Err(error);
-        }
-        whole = Some(join(whole, part));
-    }
-    let whole = whole.unwrap_or_else(|| rest.split_to(0));
-    (result, whole, rest)
-}
-
-/// Joins two neighbouring parts of one buffer.
-pub(super) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
-    match first {
-        None => next,
-        Some(mut first) => match first.unsplit(next) {
-            Ok(()) => first,
-            Err(_) => panic!("parts of one buffer are joined in the order they were split"),
-        },
     }
 }

@@ -2,11 +2,10 @@
 //! Writes: in place without the owner where the clusters are ours, else through an allocation.
 
 use super::Qcow2Driver;
-use super::read::{join, join_parts};
+use super::span::{Direct, Partly, join};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
-use cowshed_qcow2::ExtentList;
+use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
-use futures_util::future::join_all;
 
 impl Qcow2Driver {
     /// Writes `buf` at `offset`. The node has checked the range.
@@ -15,27 +14,18 @@ impl Qcow2Driver {
             return (self.check_writable(), buf);
         }
         if self.cipher.is_none() {
-            let seen = self.events.now();
-            let pin = self.engine.pin();
-            let mut extents = ExtentList::default();
-            let len = buf.len() as u64;
-            match self.engine.map_overwrite(GuestOffset(offset), len, &mut extents) {
-                Ok(mapped) => {
-                    if mapped == len
-                        && let [Extent { mapping: Mapping::Data { host, file, .. }, .. }] = *extents
-                    {
-                        let done = self.stored_in(file).write_at(buf, host.0).await;
-                        drop(pin);
-                        return done;
-                    }
-                }
-                // Who is told to load a table must do it: everybody else waits for that.
-                Err(stall) => {
+            match self.direct(Engine::map_overwrite, offset, buf.len() as u64) {
+                Direct::Plain(pin, file, host) => {
+                    let done = file.write_at(buf, host.0).await;
                     drop(pin);
+                    return done;
+                }
+                Direct::Stalled(stall, seen) => {
                     if let Err(error) = self.settle(stall, seen).await {
                         return (Err(error), buf);
                     }
                 }
+                Direct::Other => {}
             }
         }
         self.write_range(offset, buf).await
@@ -46,62 +36,19 @@ impl Qcow2Driver {
             return (Err(error), buf);
         }
         let end = offset + buf.len() as u64;
-        let mut rest = buf;
-        let mut done: Option<IoBuf> = None;
-        let mut at = offset;
-        while at < end {
-            let (result, part, left) = match self.write_in_place(at, rest).await {
-                (Ok(0), part, left) => {
-                    done = Some(join(done, part));
-                    self.write_allocating(at, left).await
-                }
-                other => other,
-            };
-            done = Some(join(done, part));
-            rest = left;
-            match result {
-                Ok(bytes) => at += bytes,
-                Err(error) => return (Err(error), join(done, rest)),
-            }
-        }
-        (Ok(()), join(done, rest))
+        self.step_by_step(offset, end, buf, |at, rest| self.write_some(at, rest)).await
     }
 
-    /// Writes the front of `buf` as far as it lies in clusters of ours. Returns the bytes written (0: the first byte
-    /// needs an allocation), that part of the buffer, and the rest.
-    async fn write_in_place(&self, at: u64, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
-        let mut extents = ExtentList::default();
+    /// Writes the front of `buf`: in place as far as it lies in clusters of ours, else as far as one allocation reaches.
+    async fn write_some(&self, at: u64, buf: IoBuf) -> Partly {
         let len = buf.len() as u64;
-        let (pin, mapped) = loop {
-            let seen = self.events.now();
-            let pin = self.engine.pin();
-            match self.engine.map_overwrite(GuestOffset(at), len, &mut extents) {
-                Ok(mapped) => break (pin, mapped),
-                Err(stall) => {
-                    drop(pin);
-                    if let Err(error) = self.settle(stall, seen).await {
-                        let none = buf.split_to(0);
-                        return (Err(error), none, buf);
-                    }
-                }
+        match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await {
+            (Ok(0), none, rest) => {
+                let (result, part, rest) = self.write_allocating(at, rest).await;
+                (result, join(Some(none), part), rest)
             }
-        };
-        if mapped == 0 {
-            let none = buf.split_to(0);
-            return (Ok(0), none, buf);
+            in_place => in_place,
         }
-        let mut rest = buf;
-        let mut writes = Vec::with_capacity(extents.len());
-        for extent in extents.iter() {
-            let part = rest.split_to(extent.len as usize);
-            writes.push(self.write_extent(*extent, part));
-        }
-        let parts = match writes.len() {
-            1 => vec![writes.remove(0).await],
-            _ => join_all(writes).await,
-        };
-        drop(pin);
-        join_parts(parts, mapped, rest)
     }
 
     async fn write_extent(&self, extent: Extent, buf: IoBuf) -> (Result<()>, IoBuf) {

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A span of the virtual disk on its way to the files: mapped under a pin, cut at the borders of its extents, the parts
+//! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
+
+use super::Qcow2Driver;
+use cowshed_block::{Extent, GuestOffset, HostOffset, Mapping, Result};
+use cowshed_qcow2::{Engine, ExtentList, Pin, Planned, Stall};
+use cowshed_storage::{File, IoBuf};
+use futures_util::future::join_all;
+use std::future::Future;
+
+/// How a span is mapped: [`Engine::map`] or [`Engine::map_overwrite`].
+pub(super) type MapSpan = fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>;
+
+/// What a buffer turned into: the bytes done (or the first error), the part that they are in, and the rest.
+pub(super) type Partly = (Result<u64>, IoBuf, IoBuf);
+
+/// What can be said of a request without waiting.
+pub(super) enum Direct<'a> {
+    /// It is one plain range of a file; the pin stays until the I/O is done.
+    Plain(Pin<'a>, &'a File, HostOffset),
+    /// Several extents, or one that isn't plain data.
+    Other,
+    /// First this has to be settled, with the count of events from before.
+    Stalled(Stall, u64),
+}
+
+impl Qcow2Driver {
+    /// The short way of a request: no future, no memory.
+    #[inline]
+    pub(super) fn direct(
+        &self,
+        map: impl Fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>,
+        offset: u64,
+        len: u64,
+    ) -> Direct<'_> {
+        let seen = self.events.now();
+        let pin = self.engine.pin();
+        let mut extents = ExtentList::default();
+        match map(&self.engine, GuestOffset(offset), len, &mut extents) {
+            Ok(mapped) => match *extents {
+                [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] if mapped == len => {
+                    Direct::Plain(pin, self.stored_in(file), host)
+                }
+                _ => Direct::Other,
+            },
+            // Who is told to load a table must do it: everybody else waits for that.
+            Err(stall) => Direct::Stalled(stall, seen),
+        }
+    }
+
+    /// Maps the front of `buf`, as far as one plan reaches, and has `carry_out` do each of its extents.
+    pub(super) async fn by_extents<'a, F>(
+        &'a self,
+        map: MapSpan,
+        at: u64,
+        len: u64,
+        mut buf: IoBuf,
+        carry_out: impl Fn(&'a Self, Extent, IoBuf) -> F,
+    ) -> Partly
+    where
+        F: Future<Output = (Result<()>, IoBuf)>,
+    {
+        let mut extents = ExtentList::default();
+        let (pin, mapped) = loop {
+            let seen = self.events.now();
+            let pin = self.engine.pin();
+            match map(&self.engine, GuestOffset(at), len, &mut extents) {
+                Ok(mapped) => break (pin, mapped),
+                Err(stall) => {
+                    drop(pin);
+                    if let Err(error) = self.settle(stall, seen).await {
+                        let none = buf.split_to(0);
+                        return (Err(error), none, buf);
+                    }
+                }
+            }
+        };
+        let mut rest = buf;
+        let mut requests = Vec::with_capacity(extents.len());
+        for extent in extents.iter() {
+            let part = rest.split_to(extent.len as usize);
+            requests.push(carry_out(self, *extent, part));
+        }
+        let parts = match requests.len() {
+            1 => vec![requests.remove(0).await],
+            _ => join_all(requests).await,
+        };
+        drop(pin);
+        join_parts(parts, mapped, rest)
+    }
+
+    /// Has `step` do the front of `buf` again and again, for `offset..end`, until nothing is left or one fails.
+    pub(super) async fn step_by_step<F>(
+        &self,
+        offset: u64,
+        end: u64,
+        buf: IoBuf,
+        step: impl Fn(u64, IoBuf) -> F,
+    ) -> (Result<()>, IoBuf)
+    where
+        F: Future<Output = Partly>,
+    {
+        let mut rest = buf;
+        let mut done: Option<IoBuf> = None;
+        let mut at = offset;
+        while at < end {
+            let (result, part, left) = step(at, rest).await;
+            done = Some(join(done, part));
+            rest = left;
+            match result {
+                Ok(bytes) => at += bytes,
+                Err(error) => return (Err(error), join(done, rest)),
+            }
+        }
+        (Ok(()), join(done, rest))
+    }
+}
+
+/// The parts of one plan joined again: an error of one is an error of all.
+pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest: IoBuf) -> Partly {
+    let mut result = Ok(mapped);
+    let mut whole: Option<IoBuf> = None;
+    for (outcome, part) in parts {
+        if let (Err(error), Ok(_)) = (outcome, &result) {
+            result = Err(error);
+        }
+        whole = Some(join(whole, part));
+    }
+    let whole = whole.unwrap_or_else(|| rest.split_to(0));
+    (result, whole, rest)
+}
+
+/// Joins two neighbouring parts of one buffer.
+pub(super) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
+    match first {
+        None => next,
+        Some(mut first) => match first.unsplit(next) {
+            Ok(()) => first,
+            Err(_) => panic!("parts of one buffer are joined in the order they were split"),
+        },
+    }
+}
