@@ -5,8 +5,10 @@
 
 mod error;
 mod extent;
+mod name;
 mod offset;
 
 pub use error::{Errno, Error, ErrorKind, Result};
 pub use extent::{Compression, Extent, Mapping, StoredIn};
+pub use name::{name_of_text, shown_name, text_of_name};
 pub use offset::{GuestOffset, HostOffset};

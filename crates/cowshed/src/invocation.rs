@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Under which name the program was called, and what follows from it.
 
+use cowshed_block::text_of_name;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 /// The version of qemu-img whose options and output we follow; `qemu-img --version` reports it, because scripts
@@ -37,10 +39,8 @@ pub struct Invocation {
 
 impl Invocation {
     /// Takes the whole argument vector, program name first. `cowshed img ARGS` is `qemu-img ARGS`.
-    ///
-    /// An argument that is not UTF-8 is an error: image files keep names of other files as text, so a name that is
-    /// not text can't be kept in one.
-    pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Result<Self, (Persona, String)> {
+    /// Arguments that are not UTF-8 become text by [`cowshed_block::text_of_name`].
+    pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Self {
         let mut argv = argv.into_iter();
         let program = argv.next().unwrap_or_default();
         let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
@@ -48,18 +48,12 @@ impl Invocation {
             Some("qemu-img") => Persona::QemuImg,
             _ => Persona::Cowshed,
         };
-        let mut arguments = Vec::new();
-        for argument in argv {
-            match argument.into_string() {
-                Ok(argument) => arguments.push(argument),
-                Err(raw) => return Err((persona, format!("the argument '{}' is not UTF-8", raw.to_string_lossy()))),
-            }
-        }
+        let mut arguments: Vec<String> = argv.map(|argument| text_of_name(argument.as_bytes()).into_owned()).collect();
         if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img") {
             arguments.remove(0);
             persona = Persona::QemuImg;
         }
-        Ok(Self { persona, arguments })
+        Self { persona, arguments }
     }
 }
 
@@ -68,7 +62,7 @@ mod tests {
     use super::*;
 
     fn invocation(argv: &[&str]) -> Invocation {
-        Invocation::from_argv(argv.iter().map(Into::into)).unwrap()
+        Invocation::from_argv(argv.iter().map(Into::into))
     }
 
     #[test]

@@ -10,13 +10,7 @@ use output::Console;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let invocation = match Invocation::from_argv(std::env::args_os()) {
-        Ok(invocation) => invocation,
-        Err((persona, message)) => {
-            Console::new(persona).complain(message);
-            return ExitCode::FAILURE;
-        }
-    };
+    let invocation = Invocation::from_argv(std::env::args_os());
     let mut console = Console::new(invocation.persona);
     let code = commands::dispatch(&invocation, &mut console);
     let name = invocation.persona.name();

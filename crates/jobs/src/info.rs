@@ -2,6 +2,7 @@
 //! What is known of an image without reading its data.
 
 use crate::layer::{Qcow2Layer, qcow2_layer};
+use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Compression, Error, Result};
 use cowshed_image::Node;
@@ -19,12 +20,17 @@ pub struct InfoOptions {
     pub image: ImageSpec,
     /// `--backing-chain`: the layers below too.
     pub backing_chain: bool,
+    /// `--limits`: alignments and sizes of requests.
+    pub limits: bool,
 }
 
 /// One layer; `Serialize` gives qemu-img's JSON keys in its order.
 #[derive(Clone, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
+    /// Limits of requests, where they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limits: Option<BlockLimits>,
     /// The file and data-file nodes below (QEMU 8 and later).
     pub children: Vec<ChildInfo>,
     /// Internal snapshots.
@@ -96,6 +102,20 @@ pub struct SnapshotInfo {
 /// Most layers of a chain that are looked at.
 const MAX_CHAIN_DEPTH: usize = 200;
 
+impl ImageInfo {
+    /// Adds the limits of the node that this is about, and of its children.
+    fn with_limits(mut self, node: &Node) -> Self {
+        self.limits = Some(BlockLimits::of(node));
+        for child in &mut self.children {
+            let below = node.children().iter().find(|below| below.role.as_str() == child.name);
+            if let Some(below) = below {
+                *child.info = child.info.as_ref().clone().with_limits(&below.node);
+            }
+        }
+        self
+    }
+}
+
 /// Looks: one layer, or with `backing_chain` all, the top first.
 pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo>> {
     let mut layers: Vec<ImageInfo> = Vec::new();
@@ -104,7 +124,7 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
         job.pause_point().await?;
         // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
         let node = spec.open(spec.request()?.no_backing().no_io()).await?;
-        let info = image_info(&node).await;
+        let info = image_info(&node).await.map(|info| if options.limits { info.with_limits(&node) } else { info });
         let closed = node.close().await;
         let info = info?;
         closed?;
@@ -158,6 +178,7 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
     let file = node.file().or_else(|| node.child(ChildRole::File).and_then(|child| child.file()));
     let format = node.driver_name();
     Ok(ImageInfo {
+        limits: None,
         children,
         snapshots: Vec::new(),
         backing_filename_format: None,

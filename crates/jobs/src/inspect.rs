@@ -9,8 +9,7 @@ use cowshed_image::formats::{self, PROBE_BYTES};
 use cowshed_image::open::Policy;
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, COMPAT_KNOWN, FeatureKind};
 use cowshed_layout::qcow2::{Extension, Header};
-use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions};
-use std::path::Path;
+use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions, path_of_text};
 
 /// What came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -101,7 +100,7 @@ impl Inspection {
 /// Inspects the file `path`, which is taken as a path whatever it looks like.
 pub async fn run(path: &str) -> Result<Inspection> {
     let options = OpenOptions { cache: CacheMode::default(), locking: Locking::Off, ..OpenOptions::default() };
-    let file = File::open(Path::new(path), &options)?;
+    let file = File::open(&path_of_text(path), &options)?;
     let first_bytes = usize::try_from(file.len()).unwrap_or(usize::MAX).min(PROBE_BYTES);
     let (result, first) = file.read_at(IoBuf::zeroed(first_bytes), 0).await;
     result?;

@@ -13,6 +13,7 @@ pub mod info;
 pub mod inspect;
 pub mod job;
 mod layer;
+pub mod limits;
 pub mod map;
 pub mod measure;
 mod rate;

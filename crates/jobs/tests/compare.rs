@@ -153,7 +153,7 @@ fn info_is_that_of_qemu_img() {
         let full = bench.path(image);
         let theirs = bench.qemu_img(&["info", "--backing-chain", "--output=json", &full]);
         let theirs: serde_json::Value = serde_json::from_str(&theirs).expect("json");
-        let options = InfoOptions { image: ImageSpec::file(&full), backing_chain: true };
+        let options = InfoOptions { image: ImageSpec::file(&full), backing_chain: true, limits: false };
         let ours = run(info::run(&options, &JobHandle::new())).expect(image);
         let mut ours = serde_json::to_value(ours).expect("json");
         if theirs[0].get("children").is_none() {

@@ -7,10 +7,11 @@ use crate::flush::{FlushGate, Turn};
 use crate::host::HostFile;
 use crate::lock::{LockState, Locking, Permissions};
 use crate::medium::{Medium, Space};
+use crate::names::text_of_path;
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
 use crate::sim::SimFile;
-use crate::{Alignment, DataRange, IoBuf, NullOptions, OpenOptions, rt};
+use crate::{Alignment, DataRange, DeviceQueue, IoBuf, NullOptions, OpenOptions, rt};
 use cowshed_block::{Errno, Error, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,7 +44,7 @@ impl File {
     /// Opens a regular file or block device. A folder, socket or pipe is refused by name. In a simulation it opens that
     /// world's files.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<File> {
-        let name = path.display().to_string();
+        let name = text_of_path(path);
         if let Some(simulation) = rt::current_simulation()
             && let Some(opened) = simulation.open(&name, options)
         {
@@ -69,7 +70,7 @@ impl File {
         locks.change(&host, options.permissions.unwrap_or(Permissions::NONE))?;
         let len = host.measure().map_err(|errno| Error::os(errno, "could not get the size"))?;
         let file = Inner {
-            name: path.display().to_string(),
+            name: text_of_path(path),
             is_writable,
             no_flush: options.cache.no_flush,
             alignment: host.alignment(),
@@ -193,6 +194,23 @@ impl File {
             Medium::Host(host) => host.identity(),
             Medium::Faulty(faulty) => faulty.base().identity(),
             Medium::Null(_) | Medium::Sim(_) => None,
+        }
+    }
+
+    /// What the kernel says of a block device's queue.
+    pub fn device_queue(&self) -> Option<DeviceQueue> {
+        match &self.0.medium {
+            Medium::Host(host) => host.device_queue(),
+            Medium::Faulty(faulty) => faulty.base().device_queue(),
+            Medium::Null(_) | Medium::Sim(_) => None,
+        }
+    }
+
+    /// The most that one operation moves, in bytes, where that is limited (a file with faults).
+    pub fn max_transfer(&self) -> Option<u64> {
+        match &self.0.medium {
+            Medium::Faulty(faulty) => faulty.max_transfer(),
+            Medium::Host(_) | Medium::Null(_) | Medium::Sim(_) => None,
         }
     }
 

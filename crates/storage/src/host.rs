@@ -7,7 +7,7 @@ use crate::payload::Payload;
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
-use crate::{Alignment, DataRange, Engine, IoBuf, OpenOptions};
+use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, StatxFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -74,6 +74,22 @@ impl HostFile {
     /// Device and inode number.
     pub(crate) fn identity(&self) -> Option<(u64, u64)> {
         rustix::fs::fstat(&self.fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
+    }
+
+    /// What the kernel says of a device's queue. Partitions have no queue of their own.
+    pub(crate) fn device_queue(&self) -> Option<DeviceQueue> {
+        let device = rustix::fs::fstat(&self.fd).ok().filter(|_| self.is_device)?.st_rdev;
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        let folder = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
+        let queue = [folder.join("queue"), folder.join("../queue")].into_iter().find(|queue| queue.is_dir())?;
+        let number = |name: &str| std::fs::read_to_string(queue.join(name)).ok()?.trim().parse::<u64>().ok();
+        let limit = |name: &str| number(name).filter(|value| *value > 0);
+        Some(DeviceQueue {
+            logical_block_bytes: limit("logical_block_size"),
+            max_transfer_bytes: limit("max_sectors_kb").and_then(|kib| kib.checked_mul(1024)),
+            max_segments: limit("max_segments"),
+            discard_granularity_bytes: limit("discard_granularity"),
+        })
     }
 
     pub(crate) fn truncate_now(&self) -> SysResult<()> {

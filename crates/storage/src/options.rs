@@ -64,6 +64,19 @@ pub struct Alignment {
     pub offset: u64,
 }
 
+/// What the kernel says of a block device's queue; sizes in bytes. `None` where it doesn't say, or there is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceQueue {
+    /// The smallest unit that can be addressed.
+    pub logical_block_bytes: Option<u64>,
+    /// The most that one request moves.
+    pub max_transfer_bytes: Option<u64>,
+    /// Buffers of one request.
+    pub max_segments: Option<u64>,
+    /// The smallest unit that can be given back.
+    pub discard_granularity_bytes: Option<u64>,
+}
+
 /// A run of data or a hole, from [`crate::File::next_data`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataRange {

@@ -41,7 +41,7 @@ struct InfoArgs {
     /// Open the image even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Show block limits (not yet supported)
+    /// Show alignments and largest sizes of requests
     #[arg(long)]
     limits: bool,
     /// Text or JSON
@@ -55,15 +55,12 @@ struct InfoArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = InfoArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
-    if args.limits {
-        return Err(Failure::not_yet("--limits"));
-    }
     let image = ImageSpec {
         force_share: args.force_share,
         cache: cache_mode("", args.cache.as_ref())?,
         ..args.naming.spec(file, args.format.as_ref())?
     };
-    let options = InfoOptions { image, backing_chain: args.backing_chain };
+    let options = InfoOptions { image, backing_chain: args.backing_chain, limits: args.limits };
     let layers = work::run_quietly(async |job| info::run(&options, &job).await)
         .map_err(|error| Failure::open(console.persona, file, &error))?;
     let layers = layers.iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>();

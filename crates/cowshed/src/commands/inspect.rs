@@ -5,6 +5,7 @@ use super::arguments::{OutputFormat, one_file};
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::shown_name;
 use cowshed_jobs::inspect::{self, Inspection, Verdict};
 
 pub const VERB: Verb = Verb {
@@ -84,5 +85,5 @@ fn print_human(inspection: &Inspection, console: &mut Console) {
 /// Text from a stranger: what could command a terminal is shown as an escape.
 fn printable(text: &str) -> String {
     let visible = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    text.chars().map(visible).collect()
+    shown_name(text).chars().map(visible).collect()
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs a job to its end: with progress, and stopped by Ctrl-C or SIGTERM.
+//! Runs a job to its end: with progress, on SIGUSR1 too, and stopped by Ctrl-C or SIGTERM.
 
 use crate::invocation::Persona;
 use crate::output::Failure;
-use crate::output::progress::Progress;
+use crate::output::progress::{Progress, report_percent};
 use cowshed_block::{Error, ErrorKind};
 use cowshed_jobs::JobHandle;
 use cowshed_storage::rt;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,7 +29,8 @@ impl Foreground {
         let shown = Arc::clone(&progress);
         let handle = JobHandle::watched(move |state| lock(&shown).update(state.offset, state.len));
         let signal = Arc::new(AtomicI32::new(0));
-        cancel_on_signals(handle.clone(), Arc::clone(&signal))?;
+        let is_hidden = matches!(*lock(&progress), Progress::Hidden);
+        heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
         Ok(Self { handle, progress, signal })
     }
 
@@ -66,12 +67,19 @@ fn signal_exit_code(signal: i32) -> u8 {
 }
 
 /// The first signal asks the job to stop, so that it can leave the target closed in order; the second one ends the
-/// process at once.
-fn cancel_on_signals(handle: JobHandle, noted: Arc<AtomicI32>) -> Result<(), Failure> {
+/// process at once. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
+fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(failed)?;
     let watch = move || {
         for signal in &mut signals {
+            if signal == SIGUSR1 {
+                if tells {
+                    let state = handle.progress();
+                    report_percent(state.offset, state.len);
+                }
+                continue;
+            }
             if noted.swap(signal, Ordering::AcqRel) != 0 {
                 std::process::exit(i32::from(signal_exit_code(signal)));
             }

@@ -2,6 +2,7 @@
 //! Standard output and standard error, as one place that knows the manners and never panics.
 
 use crate::invocation::Persona;
+use cowshed_block::name_of_text;
 use std::fmt::Display;
 use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
 
@@ -23,10 +24,11 @@ impl Console {
         Self { persona, out: BufWriter::new(io::stdout()), failed: None }
     }
 
-    /// Prints text as it is.
+    /// Prints text as it is, file names in it as they are on disk.
     pub fn print(&mut self, text: impl Display) {
         if self.failed.is_none() {
-            self.failed = write!(self.out, "{text}").err();
+            let text = text.to_string();
+            self.failed = self.out.write_all(&name_of_text(&text)).err();
         }
     }
 
@@ -45,7 +47,7 @@ impl Console {
     /// Prints to standard error, after what was printed before. There is nobody to tell when that fails.
     pub fn error_text(&mut self, text: &str) {
         self.flush();
-        let _ = io::stderr().lock().write_all(text.as_bytes());
+        let _ = io::stderr().lock().write_all(&name_of_text(text));
     }
 
     /// Hands what was printed on to the reader.

@@ -60,8 +60,8 @@ impl Text {
         let is_protocol = !path.is_empty() && children.is_empty();
         self.general(image, is_protocol);
         self.backing(image);
-        self.snapshots(image);
         self.limits(image);
+        self.snapshots(image);
         self.specific(image);
         for child in children {
             let role = string(child, "name");

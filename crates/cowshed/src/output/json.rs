@@ -4,12 +4,22 @@
 //! QEMU's order of keys is fixed (it comes from the hashes of their names), so one list can hold it. Some callers
 //! compare the text, so we keep to it.
 
+use cowshed_block::shown_name;
 use serde_json::{Map, Value};
 
 /// Every key of `info`, `check` and `measure`, in the order of QEMU's output (observed with 7.2 and 11.1). Keys of
 /// different objects stand here together: the order is the same wherever two of them meet.
 const ORDER: &[&str] = &[
     "limits",
+    "write-zeroes-alignment",
+    "request-alignment",
+    "min-mem-alignment",
+    "max-transfer",
+    "max-hw-transfer",
+    "discard-alignment",
+    "opt-mem-alignment",
+    "max-iov",
+    "max-hw-iov",
     "icount",
     "image-end-offset",
     "compressed-clusters",
@@ -136,10 +146,10 @@ fn indent(text: &mut String, depth: usize) {
     }
 }
 
-/// QEMU escapes everything outside ASCII, as UTF-16 code units, and DEL.
+/// QEMU escapes everything outside ASCII, as UTF-16 code units, and DEL; what is no UTF-8 is U+FFFD.
 fn write_string(text: &mut String, string: &str) {
     text.push('"');
-    for character in string.chars() {
+    for character in shown_name(string).chars() {
         match character {
             '"' => text.push_str("\\\""),
             '\\' => text.push_str("\\\\"),

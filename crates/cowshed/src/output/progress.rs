@@ -121,6 +121,13 @@ fn print_percent(hundredths: u64) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
+/// Says once how far it is, on standard error. There is nobody to tell when that fails.
+pub fn report_percent(done: u64, total: u64) {
+    let hundredths = hundredths(done, total);
+    let text = format!("    ({}.{:02}/100%)\n", hundredths / 100, hundredths % 100);
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
 fn end_percent_line() {
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(b"\n").and_then(|()| out.flush());

@@ -2,6 +2,7 @@
 //! Warnings about an image that was opened, on standard error.
 
 use crate::invocation::Persona;
+use cowshed_block::name_of_text;
 use std::io::Write;
 use std::sync::OnceLock;
 
@@ -16,7 +17,7 @@ pub fn set_persona(persona: Persona) {
 pub fn print(text: &str) {
     let persona = PERSONA.get().copied().unwrap_or(Persona::Cowshed);
     if let Some(text) = worded(persona, text) {
-        let _ = std::io::stderr().lock().write_all(text.as_bytes());
+        let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
     }
 }
 

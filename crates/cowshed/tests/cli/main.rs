@@ -6,6 +6,8 @@ mod check;
 mod documents;
 mod golden;
 mod in_use;
+mod limits;
+mod names;
 mod oracle;
 mod running;
 mod stranger;

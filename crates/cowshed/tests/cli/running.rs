@@ -2,7 +2,7 @@
 //! Long work: it shows progress, stops when asked to, and doesn't depend on anyone reading its output.
 
 use crate::oracle::Oracle;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -61,6 +61,36 @@ fn a_closed_output_does_not_stop_a_conversion() {
     assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]), "{output:?}");
     let (source, target) = (oracle.work().join("source.raw"), oracle.work().join("target.qcow2"));
     assert!(oracle.qemu.is_equal((&source, "raw"), (&target, "qcow2")));
+}
+
+#[test]
+fn a_signal_asks_for_the_progress() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 64M");
+    oracle.io(&["write -P 7 0 64M"], "source.raw");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(["convert", "-r", "1M", "-O", "qcow2", "source.raw", "target.qcow2"])
+        .current_dir(oracle.work())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("our own binary runs");
+    let id = child.id().to_string();
+    let send = |signal: &str| {
+        let killed = Command::new("kill").args([&format!("-{signal}"), &id]).status();
+        assert!(killed.expect("kill runs").success());
+    };
+    // Signals are watched for before the target is made.
+    while !oracle.work().join("target.qcow2").exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    send("USR1");
+    let mut line = String::new();
+    let mut stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+    stderr.read_line(&mut line).expect("text");
+    assert!(line.starts_with("    (") && line.ends_with("/100%)\n"), "{line:?}");
+    send("INT");
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+    assert!(oracle.work().join("target.qcow2").exists(), "the partial target stays, as qemu-img leaves it");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::node::Preallocation;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf, OpenOptions, Permissions};
+use cowshed_storage::{File, IoBuf, OpenOptions, Permissions, path_of_text};
 use std::path::Path;
 
 /// Zeroes are written in pieces of so many bytes.
@@ -31,7 +31,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> R
     // The layout first: what can't be laid out must not cost an existing file its contents.
     FreshLayout::of(options)?.header(options)?;
     if let Some(name) = &options.data_file {
-        create_data_file(path, Path::new(name), options).await.map_err(|error| error.file(name))?;
+        create_data_file(path, &path_of_text(name), options).await.map_err(|error| error.file(name))?;
     }
     write_fresh_qcow2(&create_file(path).await?, options).await
 }

@@ -6,7 +6,7 @@
 //! stand behind it, and at the end each preallocated L2 table with its data clusters.
 
 use super::qcow2::{Qcow2CreateOptions, too_large};
-use cowshed_block::{Compression, Result};
+use cowshed_block::{Compression, Result, name_of_text};
 use cowshed_layout::qcow2::{Extension, Header, features, refcount};
 use std::collections::BTreeMap;
 
@@ -129,7 +129,7 @@ impl FreshLayout {
         }
         if let Some(name) = &options.data_file {
             header.incompatible_features |= features::INCOMPAT_DATA_FILE;
-            header.extensions.insert(0, Extension::DataFile(name.as_bytes().to_vec()));
+            header.extensions.insert(0, Extension::DataFile(name_of_text(name).into_owned()));
         }
         if options.data_file_raw {
             header.autoclear_features |= features::AUTOCLEAR_RAW_DATA;
@@ -137,7 +137,7 @@ impl FreshLayout {
         if let Some(format) = &options.backing_format {
             header.extensions.insert(0, Extension::BackingFormat(format.as_bytes().to_vec()));
         }
-        header.backing_file = options.backing_file.as_ref().map(|name| name.as_bytes().to_vec());
+        header.backing_file = options.backing_file.as_ref().map(|name| name_of_text(name).into_owned());
         header.encode()
     }
 

@@ -9,9 +9,10 @@ pub mod schema;
 use crate::node::Preallocation;
 use crate::open::{OpenRequest, open, resolve_name};
 use cowshed_block::{Error, Result};
+use cowshed_storage::path_of_text;
 use qcow2::{Qcow2CreateOptions, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 pub use file::{write_fresh_qcow2, write_fresh_raw};
 
@@ -128,7 +129,7 @@ fn path_of(filename: &str) -> Result<PathBuf> {
     if filename.starts_with("json:") {
         return Err(Error::unsupported("an image can't be created under a json: name"));
     }
-    Ok(Path::new(filename.strip_prefix("file:").unwrap_or(filename)).to_owned())
+    Ok(path_of_text(filename.strip_prefix("file:").unwrap_or(filename)))
 }
 
 impl CreatePlan {

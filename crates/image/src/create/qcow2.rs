@@ -3,7 +3,7 @@
 
 use super::schema::OptionValues;
 use crate::node::Preallocation;
-use cowshed_block::{Compression, Error, Result};
+use cowshed_block::{Compression, Error, Result, name_of_text};
 
 /// Largest L1 table, bytes: QEMU opens no image with a larger one.
 pub const MAX_L1_BYTES: u64 = 32 << 20;
@@ -204,12 +204,13 @@ impl Qcow2CreateOptions {
             if name.contains('\0') {
                 return Err(Error::invalid_argument("the file name contains a NUL").field(field));
             }
-            if name.len() > MAX_BACKING_NAME_BYTES {
+            let bytes = name_of_text(name).len();
+            if bytes > MAX_BACKING_NAME_BYTES {
                 return Err(Error::invalid_argument(format!(
                     "the file name is longer than the {MAX_BACKING_NAME_BYTES} bytes that a header may hold"
                 ))
                 .field(field)
-                .value(format!("{} bytes", name.len())));
+                .value(format!("{bytes} bytes")));
             }
         }
         Ok(())

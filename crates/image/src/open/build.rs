@@ -16,10 +16,9 @@ use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
 };
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, rt};
+use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -235,8 +234,8 @@ impl Opener {
         result?;
         let format = formats::probe(&first);
         let written = !draft.settings.read_only;
+        draft.settings.probed_raw = format == "raw";
         if format == "raw" && written {
-            draft.settings.probed_raw = true;
             self.warnings.borrow_mut().push(format!(
                 "{name}: the image format was not given and is guessed to be raw; writes to its start are restricted, \
                  name the format 'raw' to lift that"
@@ -295,8 +294,8 @@ impl Opener {
 
     fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
         let options = FileOptions::new(&draft.options);
-        let path = Path::new(&options.filename);
-        check_file_kind(driver, self.files.kind(path)).map_err(|error| error.file(options.filename.clone()))?;
+        let path = path_of_text(&options.filename);
+        check_file_kind(driver, self.files.kind(&path)).map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,
             create: false,
@@ -305,7 +304,7 @@ impl Opener {
             locking: options.locking,
             ..OpenOptions::default()
         };
-        let file = match self.files.open(path, &open_options) {
+        let file = match self.files.open(&path, &open_options) {
             Err(error)
                 if open_options.write
                     && draft.place.auto_read_only
@@ -313,7 +312,7 @@ impl Opener {
             {
                 open_options.write = false;
                 draft.settings.read_only = true;
-                self.files.open(path, &open_options)?
+                self.files.open(&path, &open_options)?
             }
             result => result?,
         };

@@ -4,7 +4,7 @@
 use super::policy::{FileKind, Files};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, Result};
-use std::path::Path;
+use cowshed_storage::path_of_text;
 
 /// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.
 pub(super) fn protocol(name: &str) -> Option<&str> {
@@ -32,7 +32,7 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
 
 /// The protocol driver for a path whose options don't say one.
 pub(super) fn driver_for(path: &str, files: &dyn Files) -> &'static str {
-    match files.kind(Path::new(path)) {
+    match files.kind(&path_of_text(path)) {
         Some(FileKind::BlockDevice) => "host_device",
         _ => "file",
     }

@@ -6,8 +6,8 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::check as image_check;
 pub use cowshed_image::check::UndoReport;
-use cowshed_storage::{File, OpenOptions};
-use std::path::Path;
+use cowshed_storage::{File, OpenOptions, path_of_text};
+use std::path::{Path, PathBuf};
 
 /// An empty log is no longer than this, in bytes: nothing was written to the image.
 const EMPTY_LOG_BYTES: u64 = 64;
@@ -18,7 +18,7 @@ pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoR
     if image.force_share {
         return Err(Error::invalid_argument("an undo can't share the image with writers"));
     }
-    let log = File::open(Path::new(log), &OpenOptions { write: true, ..OpenOptions::default() })?;
+    let log = File::open(&path_of_text(log), &OpenOptions { write: true, ..OpenOptions::default() })?;
     let node = image.open(image.request()?.writable(true).for_check()).await?;
     job.pause_point().await?;
     let result = match plain_file(&node) {
@@ -34,19 +34,20 @@ pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoR
 /// A log that is being written.
 pub(super) struct NewLog {
     pub file: File,
-    path: String,
+    path: PathBuf,
 }
 
 impl NewLog {
     /// Creates the file, which must not be there yet: an older log may be the only way back. Its name is durable
     /// before the first change is.
-    pub fn create(path: &str) -> Result<NewLog> {
-        let failed = |error: std::io::Error| Error::io(&error, "could not create the undo log").file(path);
-        std::fs::File::create_new(path).map_err(failed)?;
-        let folder = Path::new(path).parent().filter(|folder| !folder.as_os_str().is_empty());
+    pub fn create(text: &str) -> Result<NewLog> {
+        let failed = |error: std::io::Error| Error::io(&error, "could not create the undo log").file(text);
+        let path = path_of_text(text);
+        std::fs::File::create_new(&path).map_err(failed)?;
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         std::fs::File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all()).map_err(failed)?;
-        let file = File::open(Path::new(path), &OpenOptions { write: true, ..OpenOptions::default() })?;
-        Ok(NewLog { file, path: path.to_owned() })
+        let file = File::open(&path, &OpenOptions { write: true, ..OpenOptions::default() })?;
+        Ok(NewLog { file, path })
     }
 
     /// Takes the file away again when a check failed before it changed anything.

@@ -8,7 +8,7 @@ use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::codec::Codec;
 use cowshed_image::create::{self, CreateRequest};
-use std::path::Path;
+use cowshed_storage::path_of_text;
 use std::sync::Arc;
 
 /// The open target and what is known of it.
@@ -71,7 +71,7 @@ fn set_codec(node: &Node, options: &ConvertOptions) -> Result<()> {
 /// A block device keeps its old contents under a new image.
 fn is_device(name: &str) -> bool {
     use std::os::unix::fs::FileTypeExt;
-    std::fs::metadata(Path::new(name)).is_ok_and(|metadata| metadata.file_type().is_block_device())
+    std::fs::metadata(path_of_text(name)).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 fn writable(spec: &ImageSpec) -> ImageSpec {

@@ -7,7 +7,7 @@ use super::features::{
 };
 use super::{BitmapsExtension, EncryptionHeader, Extension, FeatureNames, Geometry, extension_type, limits, validate};
 use crate::bytes::{array_at, be32_at, be64_at};
-use cowshed_block::{Compression, Error, Result};
+use cowshed_block::{Compression, Error, Result, text_of_name};
 use std::borrow::Cow;
 
 /// The first four bytes of every qcow2 file, as a number.
@@ -367,9 +367,9 @@ impl Header {
         })
     }
 
-    /// The backing file's name as text; bytes that aren't UTF-8 are replaced.
+    /// The backing file's name as text, see [`text_of_name`].
     pub fn backing_file_name(&self) -> Option<Cow<'_, str>> {
-        self.backing_file.as_deref().map(String::from_utf8_lossy)
+        self.backing_file.as_deref().map(text_of_name)
     }
 
     /// The backing file's format as text.
@@ -380,10 +380,10 @@ impl Header {
         })
     }
 
-    /// The external data file's name as text.
+    /// The external data file's name as text, see [`text_of_name`].
     pub fn data_file_name(&self) -> Option<Cow<'_, str>> {
         self.extensions.iter().find_map(|extension| match extension {
-            Extension::DataFile(name) => Some(String::from_utf8_lossy(name)),
+            Extension::DataFile(name) => Some(text_of_name(name)),
             _ => None,
         })
     }

@@ -49,6 +49,11 @@ impl FaultyFile {
         &self.base
     }
 
+    pub(crate) fn max_transfer(&self) -> Option<u64> {
+        // Without a limit it is the largest multiple of the alignment.
+        (self.max_transfer_bytes < u64::MAX / 2).then_some(self.max_transfer_bytes)
+    }
+
     pub(crate) fn alignment(&self) -> Alignment {
         self.alignment
     }

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! File names as text. On Linux a name is any bytes; options, JSON and messages want text.
+//!
+//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte, and so do the bytes
+//! of such characters themselves. Every name has exactly one text, so nothing is lost on the way from the command
+//! line through options and errors back to the file system or into an image's header.
+
+use std::borrow::Cow;
+
+/// The character of byte 0, if that one needed any.
+const ESCAPES: u32 = 0x10_fe00;
+
+/// The byte that a private character stands for.
+fn escaped_byte(character: char) -> Option<u8> {
+    let byte = u32::from(character).checked_sub(ESCAPES)?;
+    u8::try_from(byte).ok().filter(|byte| *byte >= 0x80)
+}
+
+fn escape(text: &mut String, byte: u8) {
+    text.extend(char::from_u32(ESCAPES + u32::from(byte)));
+}
+
+/// The text of a name.
+pub fn text_of_name(name: &[u8]) -> Cow<'_, str> {
+    if let Ok(text) = std::str::from_utf8(name)
+        && !text.chars().any(|character| escaped_byte(character).is_some())
+    {
+        return Cow::Borrowed(text);
+    }
+    let mut text = String::with_capacity(name.len() + 8);
+    for chunk in name.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            match escaped_byte(character) {
+                None => text.push(character),
+                Some(_) => character.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| escape(&mut text, byte)),
+            }
+        }
+        chunk.invalid().iter().for_each(|byte| escape(&mut text, *byte));
+    }
+    Cow::Owned(text)
+}
+
+/// The name that a text stands for.
+pub fn name_of_text(text: &str) -> Cow<'_, [u8]> {
+    if !text.chars().any(|character| escaped_byte(character).is_some()) {
+        return Cow::Borrowed(text.as_bytes());
+    }
+    let mut name = Vec::with_capacity(text.len());
+    for character in text.chars() {
+        match escaped_byte(character) {
+            Some(byte) => name.push(byte),
+            None => name.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes()),
+        }
+    }
+    Cow::Owned(name)
+}
+
+/// The text with U+FFFD for each byte that is no part of UTF-8: for what must be Unicode and is only looked at.
+pub fn shown_name(text: &str) -> Cow<'_, str> {
+    match name_of_text(text) {
+        Cow::Borrowed(_) => Cow::Borrowed(text),
+        Cow::Owned(name) => Cow::Owned(String::from_utf8_lossy(&name).into_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_comes_back() {
+        let private = "\u{10feff}".as_bytes();
+        for name in [&b""[..], b"disk.raw", "k\u{fc}he/\u{1f404}".as_bytes(), b"a\xff/b\xc3", b"\x80\xfe\xff", private]
+        {
+            let text = text_of_name(name).into_owned();
+            assert_eq!(name_of_text(&text), name, "{name:?}");
+            assert_eq!(text_of_name(&name_of_text(&text)), text, "{name:?}");
+        }
+        assert!(matches!(text_of_name(b"plain"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn what_is_no_text_is_shown_as_such() {
+        assert_eq!(shown_name(&text_of_name(b"a\xff.raw")), "a\u{fffd}.raw");
+        assert_eq!(shown_name("plain"), "plain");
+    }
+}

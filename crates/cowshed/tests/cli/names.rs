@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! File names that are no text: any bytes but a slash and a zero are a name on Linux.
+
+use crate::oracle::Oracle;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::process::{Command, Output};
+
+struct Folder(Oracle);
+
+/// `text` with each `~` replaced by a byte that is no part of UTF-8.
+fn name(text: &str) -> OsString {
+    OsString::from_vec(text.bytes().map(|byte| if byte == b'~' { 0xff } else { byte }).collect())
+}
+
+impl Folder {
+    fn run(&self, program: impl AsRef<OsStr>, line: &str) -> Output {
+        let words: Vec<OsString> = line.split(' ').map(name).collect();
+        Command::new(program).args(words).current_dir(self.0.work()).output().expect("the program runs")
+    }
+
+    /// Ours, which must succeed; standard output.
+    #[track_caller]
+    fn ours(&self, line: &str) -> Vec<u8> {
+        let output = self.run(env!("CARGO_BIN_EXE_cowshed"), line);
+        assert!(output.status.success(), "{line}: {output:?}");
+        output.stdout
+    }
+
+    #[track_caller]
+    fn real(&self, line: &str) -> Vec<u8> {
+        let output = self.run(self.0.qemu.img_path(), line);
+        assert!(output.status.success(), "qemu-img {line}: {output:?}");
+        output.stdout
+    }
+}
+
+fn contains(bytes: &[u8], part: &OsStr) -> bool {
+    bytes.windows(part.len()).any(|window| window == part.as_bytes())
+}
+
+#[test]
+fn every_verb_takes_names_that_are_no_text() {
+    let folder = Folder(Oracle::new());
+    std::fs::write(folder.0.work().join(name("s~urce.raw")), vec![7; 1 << 20]).expect("the source");
+    folder.ours("convert -q -f raw -O qcow2 s~urce.raw b~se.qcow2");
+    folder.ours("create -q -f qcow2 -b b~se.qcow2 -F qcow2 t~p.qcow2");
+    let text = folder.ours("info t~p.qcow2");
+    assert!(contains(&text, &name("image: t~p.qcow2")) && contains(&text, &name("backing file: b~se.qcow2")));
+    let json = folder.ours("info --output=json t~p.qcow2");
+    let json: serde_json::Value = serde_json::from_slice(&json).expect("JSON is text");
+    assert_eq!(json["backing-filename"], "b\u{fffd}se.qcow2");
+    folder.ours("info --backing-chain t~p.qcow2");
+    folder.ours("convert -O raw t~p.qcow2 c~py.raw");
+    folder.ours("convert -O qcow2 -o data_file=d~ta,data_file_raw=on c~py.raw p~rted.qcow2");
+    folder.ours("check b~se.qcow2");
+    folder.ours("check p~rted.qcow2");
+    folder.ours("compare t~p.qcow2 p~rted.qcow2");
+    folder.ours("map t~p.qcow2");
+    folder.ours("measure -O qcow2 t~p.qcow2");
+    folder.ours("resize t~p.qcow2 8M");
+    folder.ours("dd if=t~p.qcow2 of=d~d.raw bs=64k count=2");
+    folder.ours("inspect b~se.qcow2");
+    folder.ours("map --image-opts driver=qcow2,file.filename=t~p.qcow2");
+    folder.ours("check -r all --undo-log l~g b~se.qcow2");
+    // QEMU finds the same files by the names in our headers, and we by those in its.
+    folder.real("compare t~p.qcow2 t~p.qcow2 -U");
+    folder.real("check p~rted.qcow2");
+    folder.real("create -q -f qcow2 -b b~se.qcow2 -F qcow2 th~irs.qcow2");
+    folder.ours("map th~irs.qcow2");
+}
+
+#[test]
+fn messages_hold_the_name_as_it_is() {
+    let folder = Folder(Oracle::new());
+    let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), "info mi~~ing");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(contains(&output.stderr, &name("mi~~ing: could not open: No such file")), "{output:?}");
+}

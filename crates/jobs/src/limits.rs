@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a node asks of its requests: `info --limits`, with QEMU's keys.
+
+use crate::layer::{geometry, qcow2_layer};
+use cowshed_image::Node;
+use cowshed_image::node::ChildRole;
+use cowshed_storage::DeviceQueue;
+
+/// What memory is aligned to where there is a choice, and the largest number of buffers of one request (`IOV_MAX`).
+const OPT_MEM_ALIGNMENT_BYTES: u64 = 4096;
+const MAX_IOV: u64 = 1024;
+const SECTOR_BYTES: u64 = 512;
+
+/// Limits of one node; sizes in bytes. What is `None` has no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BlockLimits {
+    /// Zeroes in whole units of this size cost no data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_zeroes_alignment: Option<u64>,
+    /// Of offset and length.
+    pub request_alignment: u64,
+    /// Of memory: what is less aligned is copied.
+    pub min_mem_alignment: u64,
+    /// The most that one request moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_transfer: Option<u64>,
+    /// The most that one request of the device moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_hw_transfer: Option<u64>,
+    /// Only whole units of this size can be given back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub discard_alignment: Option<u64>,
+    /// Of memory, for speed.
+    pub opt_mem_alignment: u64,
+    /// Buffers of one request.
+    pub max_iov: u64,
+    /// Buffers of one request of the device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_hw_iov: Option<u64>,
+}
+
+impl BlockLimits {
+    /// The limits of a node, from its driver and its file.
+    pub fn of(node: &Node) -> BlockLimits {
+        let below = node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image)).map(|child| Self::of(child));
+        match (node.driver_name(), below) {
+            ("raw", Some(below)) => BlockLimits {
+                write_zeroes_alignment: None,
+                // A guessed format is watched sector by sector.
+                request_alignment: if node.is_probed_raw() { SECTOR_BYTES } else { 1 },
+                ..below
+            },
+            ("qcow2", Some(below)) => {
+                let geometry = geometry(node);
+                let encrypted = qcow2_layer(node).is_some_and(|layer| layer.header.crypt_method != 0);
+                BlockLimits {
+                    write_zeroes_alignment: geometry.map(|geometry| geometry.allocation_unit_bytes),
+                    request_alignment: if encrypted { SECTOR_BYTES } else { 1 },
+                    discard_alignment: geometry.map(|geometry| geometry.cluster_bytes),
+                    max_transfer: None,
+                    ..below
+                }
+            }
+            ("blkdebug", Some(below)) => BlockLimits {
+                request_alignment: node.file().map_or(1, |file| file.alignment().offset),
+                max_transfer: node.file().and_then(|file| file.max_transfer()),
+                ..below
+            },
+            (_, Some(below)) => below,
+            (driver, None) => Self::of_protocol(node, driver),
+        }
+    }
+
+    fn of_protocol(node: &Node, driver: &str) -> BlockLimits {
+        let alignment = node.file().map(|file| file.alignment());
+        let offset = alignment.map_or(1, |alignment| alignment.offset);
+        let memory = alignment.map_or(1, |alignment| alignment.memory as u64);
+        // What bypasses the page cache never asks for less than a sector, nor does a disk that is nothing.
+        let is_direct = offset > 1 || driver == "null-co";
+        let queue = node.file().and_then(|file| file.device_queue());
+        let logical = |queue: &DeviceQueue| queue.logical_block_bytes.filter(|_| !is_direct);
+        BlockLimits {
+            write_zeroes_alignment: queue.as_ref().and_then(logical),
+            request_alignment: offset,
+            min_mem_alignment: if is_direct { memory.max(SECTOR_BYTES) } else { memory },
+            max_transfer: None,
+            max_hw_transfer: queue.as_ref().and_then(|queue| queue.max_transfer_bytes),
+            discard_alignment: queue.as_ref().and_then(|queue| queue.discard_granularity_bytes),
+            opt_mem_alignment: OPT_MEM_ALIGNMENT_BYTES,
+            max_iov: MAX_IOV,
+            max_hw_iov: queue.and_then(|queue| queue.max_segments),
+        }
+    }
+}
