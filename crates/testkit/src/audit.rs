@@ -16,6 +16,8 @@ pub struct Audit {
     pub dirty: bool,
     /// Guest clusters that are mapped.
     pub mapped: u64,
+    /// Clusters of the tables that move when they grow: L1 table and refcount table.
+    pub moving_table_clusters: u64,
 }
 
 const COPIED: u64 = 1 << 63;
@@ -79,6 +81,8 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
         return Err("the corrupt bit is set".to_owned());
     }
     let (l1, l1_len) = (word(40), byte32(36));
+    let l1_clusters = (l1_len * 8).div_ceil(1 << image.cluster_bits);
+    image.audit.moving_table_clusters = l1_clusters + (image.refcount_table_len >> image.cluster_bits);
     image.use_metadata(0, 1, "header")?;
     image.use_metadata(l1, l1_len * 8, "L1 table")?;
     image.walk_l1(l1, l1_len)?;
@@ -103,6 +107,20 @@ impl Image<'_> {
 
     fn l2_entry_bytes(&self) -> u64 {
         if self.extended_l2 { 16 } else { 8 }
+    }
+
+    /// The entries of the L2 table at `l2`, with their places: descriptor and (with subclusters) bitmap. Empty ones are
+    /// left out.
+    fn table(&self, l2: u64) -> Vec<(u64, (u64, u64))> {
+        let mut bytes = vec![0; self.cluster_bytes() as usize];
+        self.file.read(l2, &mut bytes);
+        let step = self.l2_entry_bytes();
+        let word = |at: usize| u64::from_be_bytes(std::array::from_fn(|index| bytes[at + index]));
+        let entries = (0..self.cluster_bytes()).step_by(step as usize).map(|at| {
+            let at = at as usize;
+            (l2 + at as u64, (word(at), if step == 16 { word(at + 8) } else { 0 }))
+        });
+        entries.filter(|(_, entry)| *entry != (0, 0)).collect()
     }
 
     fn use_range(&mut self, offset: u64, len: u64, what: &str) -> Result<(), String> {
@@ -145,8 +163,8 @@ impl Image<'_> {
             }
             self.aligned(l2, "L2 table")?;
             self.use_metadata(l2, self.cluster_bytes(), "L2 table")?;
-            for entry in (l2..l2 + self.cluster_bytes()).step_by(self.l2_entry_bytes() as usize) {
-                self.use_entry(read(self.file, entry, 8), entry)?;
+            for (at, entry) in self.table(l2) {
+                self.use_entry(entry.0, at)?;
             }
         }
         Ok(())
@@ -233,13 +251,12 @@ impl Image<'_> {
                 continue;
             }
             self.check_flag(entry, "L1")?;
-            for at in (l2..l2 + self.cluster_bytes()).step_by(self.l2_entry_bytes() as usize) {
-                let entry = read(self.file, at, 8);
+            for (at, (entry, bitmap)) in self.table(l2) {
                 if entry & COMPRESSED == 0 && entry & OFFSET != 0 && !self.data_file {
                     self.check_flag(entry, "L2")?;
                 }
                 if self.extended_l2 {
-                    self.check_bitmap(entry, read(self.file, at + 8, 8), at)?;
+                    self.check_bitmap(entry, bitmap, at)?;
                 }
             }
         }

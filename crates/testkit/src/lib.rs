@@ -4,6 +4,7 @@
 
 pub mod audit;
 pub mod bigimage;
+pub mod campaign;
 pub mod crash;
 pub mod damage;
 pub mod images;
@@ -14,3 +15,4 @@ pub mod qemu;
 pub mod random;
 pub mod runner;
 pub mod scenario;
+pub mod tally;

@@ -7,7 +7,7 @@ use crate::operations::{OpGen, Step};
 use crate::random::Random;
 use crate::scenario::{Prepared, Trial};
 use cowshed_storage::sim::{Config, Fault, Features};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// One case: what image, on what machine.
 #[derive(Clone, Debug)]
@@ -91,6 +91,33 @@ impl CrashScene {
         self.spec().cluster_size == 512 && self.chain.layers.last().is_some_and(|layer| layer.size >= 2 << 20)
     }
 
+    fn compresses(&self) -> bool {
+        self.spec().data_file.is_none() && self.seed.is_multiple_of(3)
+    }
+
+    /// Cluster size in bytes and refcount width in bits.
+    pub fn sizes(&self) -> (u64, u64) {
+        let spec = self.spec();
+        (spec.cluster_size, if spec.is_v2 { 16 } else { spec.refcount_bits })
+    }
+
+    /// The combination of the image's features that the published table counts by: all but cluster size and refcount
+    /// width.
+    pub fn combination(&self) -> String {
+        let spec = self.spec();
+        let words = [
+            (spec.is_v2, "v2"),
+            (spec.extended_l2, "extended L2"),
+            (spec.lazy_refcounts, "lazy"),
+            (self.chain.layers.len() > 1, "backing"),
+            (self.compresses(), "compressed"),
+            (spec.data_file == Some(DataFile::Mapped), "data file"),
+            (spec.data_file == Some(DataFile::Raw), "raw data file"),
+        ];
+        let words: Vec<&str> = words.into_iter().filter(|(is_so, _)| *is_so).map(|(_, word)| word).collect();
+        if words.is_empty() { "plain".to_owned() } else { words.join(" + ") }
+    }
+
     /// What makes this case special, a word each, for counting states.
     pub fn features(&self) -> Vec<String> {
         let spec = self.spec();
@@ -123,7 +150,7 @@ impl CrashScene {
         let requests = prepared.requests();
         let align_bytes = if self.whole_sectors { 512 } else { 1 };
         let spec = self.spec();
-        let compressed = spec.data_file.is_none() && self.seed.is_multiple_of(3);
+        let compressed = self.compresses();
         // Growing a v2 image over a longer backing file has no way to hide what is there.
         let resizes = !spec.is_v2 && self.seed % 4 == 1;
         OpGen { align_bytes, compressed, resizes, ..requests }.steps(self.seed, count)
@@ -142,25 +169,27 @@ impl CrashScene {
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
         let prepared = Prepared::new(&self.chain);
         let steps = self.steps(&prepared, effort.requests);
-        if let Some(room_bytes) = effort.room_bytes {
-            let mut full = self.clone();
-            full.config.capacity_bytes = Some(prepared.allocated_bytes() + room_bytes);
-            return full.run_prepared(&prepared, steps, effort, faults);
-        }
-        self.run_prepared(&prepared, steps, effort, faults)
-    }
-
-    fn run_prepared(
-        &self,
-        prepared: &Prepared,
-        steps: Vec<Step>,
-        effort: &Effort,
-        faults: Vec<Fault>,
-    ) -> Result<CrashReport, String> {
-        prepared.crash_or_shrink(&self.trial(steps, effort, faults.clone())).map_err(|complaint| {
+        prepared.crash_or_shrink(&self.trial_on(&prepared, steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
             format!("seed {} ({features}), {effort:?}, faults {faults:?}:\n{complaint}", self.seed)
         })
+    }
+
+    /// Runs the case with the guest's requests given; a failure is not shrunk.
+    ///
+    /// # Errors
+    /// What went wrong.
+    pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
+        let prepared = Prepared::new(&self.chain);
+        prepared.crash(&self.trial_on(&prepared, steps, effort, faults))
+    }
+
+    fn trial_on(&self, prepared: &Prepared, steps: Vec<Step>, effort: &Effort, faults: Vec<Fault>) -> Trial {
+        let mut trial = self.trial(steps, effort, faults);
+        if let Some(room_bytes) = effort.room_bytes {
+            trial.config.capacity_bytes = Some(prepared.allocated_bytes() + room_bytes);
+        }
+        trial
     }
 }
 
@@ -218,33 +247,4 @@ fn fill(random: &mut Random, spec: &Qcow2Spec, size: u64, count: usize) -> Vec<i
     let resize = ops.iter().position(|op| matches!(op, images::Op::Resize { .. }));
     ops.truncate(resize.unwrap_or(ops.len()));
     ops
-}
-
-/// States tried, for each feature that an image or machine can have.
-#[derive(Clone, Debug, Default)]
-pub struct Tally {
-    /// Over all cases.
-    pub total: CrashReport,
-    features: BTreeMap<String, (u64, u64)>,
-}
-
-impl Tally {
-    /// Counts a case.
-    pub fn add(&mut self, scene: &CrashScene, report: &CrashReport) {
-        self.total.add(report);
-        for feature in scene.features() {
-            let (cases, states) = self.features.entry(feature).or_default();
-            *cases += 1;
-            *states += report.distinct;
-        }
-    }
-}
-
-impl std::fmt::Display for Tally {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (feature, (cases, states)) in &self.features {
-            writeln!(f, "{feature:>20}: {states:>8} states in {cases} cases")?;
-        }
-        write!(f, "{:>20}: {}", "all", self.total)
-    }
 }

@@ -7,7 +7,7 @@
 //! a flush began that was acknowledged. So overlapping requests may win in either order, and what was not flushed may
 //! be there or not, sector by sector.
 
-use cowshed_storage::sim::Rng;
+use crate::random::Random;
 
 /// Unit of atomicity in bytes: a sector of the guest holds one version or another, never a mixture.
 pub const GUEST_SECTOR_BYTES: u64 = 512;
@@ -82,7 +82,7 @@ pub fn fill(stamp: u64, offset: u64, bytes: &mut [u8]) {
         if at / 8 != word_at {
             word_at = at / 8;
             let empty = stamp >= COMPRESSIBLE && word_at % 8 != 0;
-            let random = || Rng::new(stamp.rotate_left(32) ^ word_at).next_u64();
+            let random = || Random::new(stamp.rotate_left(32) ^ word_at).next_u64();
             word = if empty { 0 } else { random() }.to_le_bytes();
         }
         *byte = word[(at % 8) as usize];
@@ -220,6 +220,24 @@ impl Model {
     /// The first byte or sector that may not be so, and what it might have been.
     pub fn check_after_cut(&self, position: usize, offset: u64, bytes: &[u8]) -> Result<(), String> {
         self.check(offset, bytes, position, self.settled(position))
+    }
+
+    /// Ranges of the disk that requests under way at a power cut, or not covered by the flush before the last one that
+    /// was acknowledged, have changed: what they allocated or freed may be leaked. In units of `unit_bytes`, each unit
+    /// once for each request.
+    pub fn unsettled_units(&self, position: usize, unit_bytes: u64) -> u64 {
+        let mut acknowledged: Vec<u64> = self
+            .flushes
+            .iter()
+            .filter(|flush| flush.ended.is_some_and(|moment| moment.position <= position))
+            .map(|flush| flush.began.tick)
+            .collect();
+        acknowledged.sort_unstable();
+        let settled = acknowledged.len().checked_sub(2).map_or(0, |index| acknowledged[index]);
+        let unsettled = self.versions.iter().filter(|version| {
+            version.began.position <= position && version.ended.is_none_or(|ended| ended.tick >= settled)
+        });
+        unsettled.map(|version| version.end.div_ceil(unit_bytes) - version.start / unit_bytes).sum()
     }
 
     /// What ended before this tick is durable after a power cut at `position`.

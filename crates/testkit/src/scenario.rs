@@ -2,7 +2,7 @@
 //! The real engine on the simulated disk: images of every kind are written to by several streams, the power is cut
 //! everywhere, and each disk that is left is audited, opened, read, and some handed to the real `qemu-img`.
 
-use crate::audit::{audit, metadata_ranges};
+use crate::audit::{Audit, audit, metadata_ranges};
 use crate::crash::{CrashCase, CrashFailure, CrashPlan, CrashReport, explore};
 use crate::images::{Chain, Qcow2Spec, QemuIo};
 use crate::model::Model;
@@ -10,10 +10,11 @@ use crate::operations::{OpGen, Step, print_steps, shrink};
 use crate::qemu::{Qemu, temp_dir};
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
-use cowshed_storage::IoBuf;
 use cowshed_storage::sim::{Config, Fault, PageMap, Replay, Snapshot, World};
+use cowshed_storage::{File, IoBuf, OpenOptions};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -112,6 +113,7 @@ pub struct Prepared {
     /// What the guest's disk holds.
     pub content: Vec<u8>,
     spec: Qcow2Spec,
+    leaks_at_start: u64,
     qemu: Qemu,
 }
 
@@ -132,7 +134,8 @@ impl Prepared {
             other => panic!("the top of the chain must be qcow2, not {other:?}"),
         };
         let top = built.path.to_string_lossy().into_owned();
-        Prepared { folder, top, files, content, spec, qemu }
+        let leaks_at_start = files.get(&top).and_then(|file| audit(file).ok()).map_or(0, |audit| audit.leaks);
+        Prepared { folder, top, files, content, spec, leaks_at_start, qemu }
     }
 
     /// Space that the files take, in bytes.
@@ -158,7 +161,7 @@ impl Prepared {
         trial.faults.iter().for_each(|fault| world.add_fault(fault.clone()));
         let outcome = told(|| self.run(&world, trial))?;
         let report = explore(&world.trace(), &trial.plan, |case| {
-            told(|| self.verify(&outcome.model, case, &trial.config))?;
+            told(|| self.verify(&outcome.model, case, trial))?;
             match trial.sample_qemu > 0 && case.number % trial.sample_qemu == trial.sample_qemu - 1 {
                 true => self.verify_by_qemu(&outcome.model, case),
                 false => Ok(()),
@@ -191,9 +194,51 @@ impl Prepared {
             }
             _ => {}
         }
-        match outcome.wrong_reads.first() {
-            Some(complaint) => Err(format!("the run itself: {complaint}")),
-            None => self.check_overlaps(world).map(|()| outcome),
+        if let Some(complaint) = outcome.wrong_reads.first() {
+            return Err(format!("the run itself: {complaint}"));
+        }
+        self.check_overlaps(world)?;
+        if !trial.may_fail() {
+            self.check_leaks_at_end(world)?;
+        }
+        Ok(outcome)
+    }
+
+    /// A run without faults and cuts leaks nothing.
+    fn check_leaks_at_end(&self, world: &World) -> std::result::Result<(), String> {
+        let contents = world.contents(&self.top).ok_or("the image is gone")?;
+        let end = audit(&contents).map_err(|complaint| format!("audit of the closed image: {complaint}"))?;
+        match end.leaks > self.leaks_at_start {
+            true => Err(format!("the run itself: {} leaked clusters after closing", end.leaks)),
+            false => Ok(()),
+        }
+    }
+
+    /// What the design allows a cut to leak: what requests since the flush before the last one have allocated, what they
+    /// have freed, an L2 table for each of their clusters at most, and tables that were just moved.
+    fn check_leak_bound(&self, model: &Model, case: &CrashCase<'_>, found: &Audit) -> std::result::Result<(), String> {
+        let units = model.unsettled_units(case.position, self.spec.cluster_size);
+        let tables = found.moving_table_clusters;
+        let bound = self.leaks_at_start + 3 * units + 3 * tables;
+        match found.leaks > bound {
+            true => Err(format!("{} clusters are leaked, more than the {bound} that the design allows", found.leaks)),
+            false => Ok(()),
+        }
+    }
+
+    /// The product's own check must find no error either; with the dirty bit set, none after its repair.
+    fn verify_by_check(&self, case: &CrashCase<'_>, dirty: bool) -> std::result::Result<(), String> {
+        let world = World::with_files(Config::new(0), &case.state.files);
+        let told = |error: Error| format!("our own check: {error}");
+        let repair = if dirty { Repair::All } else { Repair::None };
+        let report = world.run(async {
+            let options = OpenOptions { write: dirty, ..OpenOptions::default() };
+            let file = File::open(Path::new(&self.top), &options).map_err(told)?;
+            check(&file, &CheckOptions { repair, ..CheckOptions::default() }, &|_, _| true).await.map_err(told)
+        })?;
+        match report.counters.corruptions == 0 && report.counters.check_errors == 0 {
+            true => Ok(()),
+            false => Err(format!("our own check: {:?} {:?}", report.counters, report.findings)),
         }
     }
 
@@ -214,10 +259,16 @@ impl Prepared {
 
     /// Our own look at a state: audit, open for writing (recovers a dirty image), read everything, now and then write
     /// on, close, audit.
-    fn verify(&self, model: &Model, case: &CrashCase<'_>, config: &Config) -> std::result::Result<(), String> {
+    fn verify(&self, model: &Model, case: &CrashCase<'_>, trial: &Trial) -> std::result::Result<(), String> {
         let contents = case.state.files.get(&self.top).ok_or("the image is gone")?;
-        audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
-        let config = Config { in_order: true, capacity_bytes: None, ..config.clone() };
+        let before = audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
+        if !trial.may_fail() {
+            self.check_leak_bound(model, case, &before)?;
+        }
+        if case.number % 16 == 3 {
+            self.verify_by_check(case, before.dirty)?;
+        }
+        let config = Config { in_order: true, capacity_bytes: None, ..trial.config.clone() };
         let world = World::with_files(config.clone(), &case.state.files);
         let writes_on = case.number % 8 == 1;
         world.run(async {
@@ -239,7 +290,9 @@ impl Prepared {
         if after.dirty {
             return Err("the dirty bit is still set after a clean close".to_owned());
         }
-        if !writes_on && case.number.is_multiple_of(32) { self.verify_twice(model, case, &world) } else { Ok(()) }
+        // A recovery that changes much is cut more often.
+        let often = if before.dirty { 6 } else { 32 };
+        if !writes_on && case.number.is_multiple_of(often) { self.verify_twice(model, case, &world) } else { Ok(()) }
     }
 
     /// Cuts the power a second time, while the image is opened and recovered.

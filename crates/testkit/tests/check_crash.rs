@@ -198,7 +198,7 @@ fn repairs_survive_power_cuts() {
         }
     }
     println!("repair: {total}");
-    assert!(total.distinct > 100, "{total}");
+    assert!(total.distinct() > 100, "{total}");
 }
 
 fn open_for_writing(name: &str) -> cowshed_block::Result<File> {
@@ -265,5 +265,5 @@ fn undo_logs_survive_power_cuts() {
         total.add(&again);
     }
     println!("undo: {total}");
-    assert!(total.distinct > 100, "{total}");
+    assert!(total.distinct() > 100, "{total}");
 }

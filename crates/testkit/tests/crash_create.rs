@@ -47,5 +47,5 @@ fn a_cut_creation_leaves_a_whole_image_or_none() {
         report.add(&tried.unwrap_or_else(|failure| panic!("case {case}: {failure}")));
     }
     println!("create: {report}");
-    assert!(report.distinct > 30, "{report}");
+    assert!(report.distinct() > 30, "{report}");
 }

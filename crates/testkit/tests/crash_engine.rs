@@ -5,8 +5,9 @@
 
 use cowshed_block::Errno;
 use cowshed_storage::sim::{Effect, Fault, OpKind};
-use cowshed_testkit::matrix::{CrashScene, Effort, Tally};
+use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::random::seeds;
+use cowshed_testkit::tally::Tally;
 
 fn run_all(seeds: std::ops::Range<u64>, effort: &Effort, faults: impl Fn(u64) -> Vec<Fault>) -> Tally {
     let (mut tally, mut failures) = (Tally::default(), Vec::new());
@@ -28,7 +29,7 @@ fn no_power_cut_harms_an_image() {
     let cases = seeds(32);
     let count = cases.end - cases.start;
     let tally = run_all(cases, &effort, |_| Vec::new());
-    assert!(tally.total.distinct > 40 * count, "too few states to mean anything: {}", tally.total);
+    assert!(tally.total.distinct() > 40 * count, "too few states to mean anything: {}", tally.total);
 }
 
 #[test]

@@ -25,7 +25,7 @@ fn survives(layers: Vec<Layer>, config: &Config, faults: &[Fault], requests: &st
             sample_qemu: 0,
         };
         let report = prepared.crash(&trial).unwrap_or_else(|complaint| panic!("seed {seed}: {complaint}"));
-        assert!(report.distinct > 2, "{report}");
+        assert!(report.distinct() > 2, "{report}");
     }
 }
 

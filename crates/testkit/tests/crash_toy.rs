@@ -239,7 +239,7 @@ fn the_right_protocol_survives_every_cut() {
         }
     }
     println!("toy: {report} in {:?}", started.elapsed());
-    assert!(report.distinct > 2000, "{report}");
+    assert!(report.distinct() > 2000, "{report}");
 }
 
 #[test]

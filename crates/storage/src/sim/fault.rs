@@ -26,6 +26,8 @@ pub enum OpKind {
 pub enum Effect {
     /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them.
     Fail(Errno),
+    /// A sync that says it is done and makes nothing durable: a disk that lies. Other operations are not changed.
+    Lie,
     /// A write, of which some random sectors are written before it fails.
     Torn(Errno),
     /// A read or write that moves only this many bytes (at least one sector in direct mode) and says so.

@@ -470,12 +470,12 @@ pub struct CrashState {
 }
 
 impl CrashState {
-    /// A hash of all names and contents: two states with the same hash are the same disk.
+    /// A hash of all names (without their folders) and contents: two states with the same hash are the same disk.
     pub fn hash(&self) -> u128 {
         let mut sum: u128 = 0;
         for (name, contents) in &self.files {
             let mut salt: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-            for byte in name.bytes() {
+            for byte in name.rsplit('/').next().unwrap_or_default().bytes() {
                 salt = (salt ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
             }
             sum = sum.wrapping_add((contents.hash() ^ (salt >> 64)).wrapping_mul(salt | 1));

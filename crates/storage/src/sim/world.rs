@@ -416,7 +416,9 @@ impl State {
             Request::Sync => {
                 let failed =
                     if let Some(Effect::Fail(errno) | Effect::Torn(errno)) = effect { Some(errno) } else { None };
-                self.log.push(if failed.is_some() { Event::SyncFailed { op } } else { Event::SyncDone { op } });
+                if effect != Some(Effect::Lie) {
+                    self.log.push(if failed.is_some() { Event::SyncFailed { op } } else { Event::SyncDone { op } });
+                }
                 Outcome { result: failed.map_or(Ok(Value::Count(0)), Err), bufs: Vec::new() }
             }
             Request::Write { change, bufs } => {

@@ -56,14 +56,8 @@ pub fn explore(
     plan: &CrashPlan,
     mut verify: impl FnMut(&CrashCase<'_>) -> Result<(), String>,
 ) -> Result<CrashReport, Box<CrashFailure>> {
-    let mut search = Search {
-        plan,
-        rng: Rng::new(plan.seed),
-        seen: HashSet::new(),
-        contents: HashSet::new(),
-        promises: 0,
-        report: CrashReport::default(),
-    };
+    let mut search =
+        Search { plan, rng: Rng::new(plan.seed), seen: HashSet::new(), promises: 0, report: CrashReport::default() };
     let mut replay = Replay::new(trace);
     // The disk before the first entry must be right too.
     search.try_cut(&replay.cut(), None, &mut verify)?;
@@ -79,7 +73,7 @@ pub fn explore(
             Event::Completed { .. } | Event::SyncIssued { .. } | Event::FolderSynced => continue,
         };
         search.try_cut(&replay.cut(), newest, &mut verify)?;
-        if search.contents.len() >= plan.max_distinct {
+        if search.report.contents.len() >= plan.max_distinct {
             break;
         }
     }
@@ -92,7 +86,6 @@ struct Search<'a> {
     rng: Rng,
     /// Contents together with the number of promises that they were held against.
     seen: HashSet<(u128, u64)>,
-    contents: HashSet<u128>,
     promises: u64,
     report: CrashReport,
 }
@@ -115,9 +108,9 @@ impl Search<'_> {
             if !self.seen.insert((hash, self.promises)) {
                 continue;
             }
-            self.contents.insert(hash);
-            self.report.distinct = self.contents.len() as u64;
-            let case = CrashCase { state: &state, position: cut.position(), number: self.contents.len() - 1 };
+            self.report.contents.insert(hash as u64);
+            let number = self.report.contents.len() - 1;
+            let case = CrashCase { state: &state, position: cut.position(), number };
             if let Err(complaint) = verify(&case) {
                 return Err(self.failure(cut, choices, complaint, verify));
             }

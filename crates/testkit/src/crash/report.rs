@@ -2,6 +2,7 @@
 //! What an exploration has tried, and what it has found.
 
 use cowshed_storage::sim::{Choice, CrashState, Cut};
+use std::collections::HashSet;
 use std::fmt;
 
 /// What was tried.
@@ -13,24 +14,29 @@ pub struct CrashReport {
     pub exhaustive_cuts: u64,
     /// Disks made.
     pub tried: u64,
-    /// Disks whose contents had not been seen before.
-    pub distinct: u64,
+    /// Hashes of the contents of the disks, each once.
+    pub contents: HashSet<u64>,
 }
 
 impl CrashReport {
+    /// Number of disks with different contents.
+    pub fn distinct(&self) -> u64 {
+        self.contents.len() as u64
+    }
+
     /// Adds another run's numbers.
     pub fn add(&mut self, other: &CrashReport) {
         self.cuts += other.cuts;
         self.exhaustive_cuts += other.exhaustive_cuts;
         self.tried += other.tried;
-        self.distinct += other.distinct;
+        self.contents.extend(&other.contents);
     }
 }
 
 impl fmt::Display for CrashReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let CrashReport { cuts, exhaustive_cuts, tried, distinct } = self;
-        write!(f, "{distinct} distinct states of {tried} tried at {cuts} cuts ({exhaustive_cuts} completely)")
+        let CrashReport { cuts, exhaustive_cuts, tried, .. } = self;
+        write!(f, "{} distinct states of {tried} tried at {cuts} cuts ({exhaustive_cuts} completely)", self.distinct())
     }
 }
 
