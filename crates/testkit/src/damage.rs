@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Breaks images on purpose, one field at a time.
 
+use crate::random::Random;
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, refcount, snapshot};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -53,6 +54,11 @@ impl Victim {
         self.header.l1_table_offset + index * 8
     }
 
+    /// Where the entry `index` of the first snapshot's L1 table is.
+    pub fn snapshot_l1_entry(&self, index: u64) -> u64 {
+        self.word(self.header.snapshots_offset) + index * 8
+    }
+
     /// Where the L2 entry for the guest's cluster `cluster` is.
     pub fn l2_entry(&self, cluster: u64) -> u64 {
         let entries = self.geometry.l2_entries();
@@ -94,5 +100,101 @@ impl Victim {
         assert!(table.len() <= len, "a table can only become shorter");
         table.resize(len, 0);
         self.file.write_all_at(&table, start).expect("write");
+    }
+}
+
+/// A piece of metadata.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// What it is part of.
+    pub what: &'static str,
+    /// Host offset in bytes.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+
+impl Victim {
+    /// All metadata of an image that is whole, piece by piece.
+    pub fn sites(&self) -> Vec<Site> {
+        let header = &self.header;
+        let cluster_size = self.geometry.cluster_size();
+        let mut sites = vec![Site { what: "header", start: 0, len: header.header_length.into() }];
+        if !header.extensions.is_empty() {
+            sites.push(Site { what: "header extensions", start: header.header_length.into(), len: 64 });
+        }
+        sites.push(Site { what: "L1", start: header.l1_table_offset, len: u64::from(header.l1_size) * 8 });
+        self.l2_sites(header.l1_table_offset, header.l1_size, "L2", &mut sites);
+        let table = Site { what: "refcount table", start: header.refcount_table_offset, len: 64 };
+        let blocks: Vec<Site> = (0..8)
+            .map(|index| self.word(table.start + index * 8))
+            .filter(|block| *block != 0)
+            .map(|start| Site { what: "refcount block", start, len: cluster_size })
+            .collect();
+        sites.push(table);
+        sites.extend(blocks);
+        if header.nb_snapshots != 0 {
+            let start = header.snapshots_offset;
+            sites.push(Site { what: "snapshot table", start, len: 64 * u64::from(header.nb_snapshots) });
+            let l1_size = self.word(start + 8) >> 32;
+            let l1 = Site { what: "snapshot L1", start: self.word(start), len: l1_size * 8 };
+            sites.push(l1);
+            self.l2_sites(l1.start, l1_size as u32, "snapshot L2", &mut sites);
+        }
+        if let Some(bitmaps) = header.bitmaps() {
+            let start = bitmaps.directory_offset;
+            sites.push(Site { what: "bitmap directory", start, len: bitmaps.directory_size });
+            let len = (self.word(start + 8) >> 32) * 8;
+            sites.push(Site { what: "bitmap table", start: self.word(start), len });
+        }
+        sites
+    }
+
+    fn l2_sites(&self, l1: u64, entries: u32, what: &'static str, sites: &mut Vec<Site>) {
+        let len = self.geometry.cluster_size();
+        let tables = (0..u64::from(entries)).map(|index| self.word(l1 + index * 8) & OFFSET_MASK);
+        sites.extend(tables.filter(|table| *table != 0).map(|start| Site { what, start, len }));
+    }
+
+    /// One random change of metadata at one of `sites`; says what was done, for messages.
+    pub fn harm(&self, sites: &[Site], random: &mut Random) -> String {
+        let mut kinds: Vec<&str> = sites.iter().map(|site| site.what).collect();
+        kinds.dedup();
+        let kind = random.pick(&kinds);
+        let of_kind: Vec<Site> = sites.iter().filter(|site| site.what == kind).copied().collect();
+        let site = random.pick(&of_kind);
+        let at = self.random_word(site, random);
+        let old = self.word(at);
+        let cluster_size = self.geometry.cluster_size();
+        let new = match random.below(12) {
+            0..=4 => old ^ 1 << random.below(64),
+            5 => old ^ random.below(256) << (8 * random.below(8)),
+            6 => 0,
+            7 => {
+                let other = random.pick(sites);
+                self.word(self.random_word(other, random))
+            }
+            8 => old.wrapping_add(random.pick(&[1, 512, cluster_size, cluster_size.wrapping_neg(), 1 << 40])),
+            9 => random.pick(sites).start & !(cluster_size - 1) | random.pick(&[0, COPIED]),
+            10 => random.next_u64(),
+            _ => old ^ random.pick(&[COPIED, 1 << 62, 1, 0x1fe, 1 << 56, 1 << 32]),
+        };
+        self.set_word(at, new);
+        format!("{kind} at {:#x}+{:#x}: {old:#018x} -> {new:#018x}", site.start, at - site.start)
+    }
+
+    /// An aligned word of a site, mostly one that isn't 0.
+    fn random_word(&self, site: Site, random: &mut Random) -> u64 {
+        let words = (site.len / 8).max(1);
+        let mut at = site.start;
+        for _ in 0..if random.chance(80) { 200 } else { 1 } {
+            at = site.start + random.below(words) * 8;
+            if self.word(at) != 0 {
+                break;
+            }
+        }
+        at
     }
 }

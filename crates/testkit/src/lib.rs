@@ -16,3 +16,4 @@ pub mod random;
 pub mod runner;
 pub mod scenario;
 pub mod tally;
+pub mod specimens;

@@ -4,138 +4,15 @@
 
 use cowshed_image::check::Finding;
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
-
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
 use cowshed_testkit::bigimage::{self, Placement};
 use cowshed_testkit::damage::{COPIED, Victim};
-use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::Random;
+use cowshed_testkit::specimens::{SPECIMENS, Workbench};
 use serde_json::Value;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-
-/// What an image is made of: options of `create`, then commands of qemu-io (several in one run by "; ") and "snapshot NAME" and "bitmap NAME".
-struct Base {
-    name: &'static str,
-    options: &'static str,
-    steps: &'static [&'static str],
-}
-
-const SIZE: u64 = 8 << 20;
-
-const BASES: &[Base] = &[
-    Base {
-        name: "plain",
-        options: "cluster_size=64k",
-        steps: &["write -P 1 0 1M", "write -P 2 2M 1M", "write -z 1M 128k"],
-    },
-    Base { name: "v2", options: "compat=0.10", steps: &["write -P 1 0 1M", "write -P 2 3M 200k"] },
-    Base { name: "tiny", options: "cluster_size=512", steps: &["write -P 1 0 300k", "write -P 2 5M 100k"] },
-    Base { name: "bits1", options: "refcount_bits=1,cluster_size=4k", steps: &["write -P 1 0 300k"] },
-    Base {
-        name: "bits2",
-        options: "refcount_bits=2,cluster_size=4k",
-        steps: &["write -P 1 0 300k", "snapshot a", "write -P 3 4k 9k"],
-    },
-    Base { name: "bits4", options: "refcount_bits=4,cluster_size=4k", steps: &["write -P 1 0 300k", "snapshot a"] },
-    Base {
-        name: "bits32",
-        options: "refcount_bits=32",
-        steps: &["write -P 1 0 300k", "snapshot a", "write -P 2 0 64k"],
-    },
-    Base { name: "data-file", options: "data_file={dir}/data.raw", steps: &["write -P 1 0 300k", "write -P 2 2M 1M"] },
-    Base {
-        name: "raw-data-file",
-        options: "data_file={dir}/raw.raw,data_file_raw=on",
-        steps: &["write -P 1 0 300k", "write -P 2 2M 1M"],
-    },
-    Base { name: "bits8", options: "refcount_bits=8", steps: &["write -P 1 0 300k", "write -c -P 3 1M 64k"] },
-    Base { name: "bits64", options: "refcount_bits=64", steps: &["write -P 1 0 300k"] },
-    Base {
-        name: "snapshots",
-        options: "cluster_size=16k",
-        steps: &[
-            "write -P 1 0 256k",
-            "snapshot a",
-            "write -P 2 0 64k",
-            "write -P 3 2M 64k",
-            "snapshot b",
-            "write -P 4 64k 16k",
-        ],
-    },
-    Base {
-        name: "bitmaps",
-        options: "cluster_size=64k",
-        steps: &["write -P 1 0 256k", "bitmap b0", "bitmap b1", "write -P 2 1M 1M"],
-    },
-    Base {
-        name: "subclusters",
-        options: "extended_l2=on,cluster_size=64k",
-        steps: &["write -P 1 0 256k", "write -P 2 300k 2k", "write -z 0 6k", "write -P 3 1M 2k"],
-    },
-    Base {
-        name: "compressed",
-        options: "cluster_size=64k",
-        steps: &[
-            "write -P 9 0 64k",
-            "write -c -P 1 64k 64k; write -c -P 2 128k 64k; write -c -P 3 192k 64k",
-            "write -P 4 1M 64k",
-        ],
-    },
-    Base { name: "lazy", options: "lazy_refcounts=on", steps: &["write -P 1 0 1M"] },
-];
-
-struct Bench {
-    dir: tempfile::TempDir,
-    qemu: Qemu,
-}
-
-impl Bench {
-    fn new() -> Bench {
-        Bench { dir: temp_dir(), qemu: Qemu::system() }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(format!("{name}.qcow2"))
-    }
-
-    fn copy(&self, from: &Path, name: &str) -> PathBuf {
-        let to = self.path(name);
-        std::fs::copy(from, &to).expect("copy");
-        to
-    }
-
-    fn base(&self, name: &str) -> PathBuf {
-        let base = BASES.iter().find(|base| base.name == name).expect("a base image of that name");
-        let path = self.path(&format!("base-{name}"));
-        let options = base.options.replace("{dir}", self.dir.path().to_str().expect("text path"));
-        self.qemu.create(&path, "qcow2", &options, SIZE);
-        for step in base.steps {
-            let text = path.to_str().expect("text path");
-            match step.split_once(' ') {
-                Some(("snapshot", id)) => drop(self.qemu.img(["snapshot", "-c", id, text]).expect_ok()),
-                Some(("bitmap", id)) => drop(self.qemu.img(["bitmap", "--add", text, id]).expect_ok()),
-                _ => {
-                    let commands: Vec<String> = step.split("; ").map(str::to_owned).collect();
-                    self.qemu.io_commands(&path, "qcow2", &commands).expect_ok();
-                }
-            }
-        }
-        self.qemu.expect_clean(&path);
-        path
-    }
-
-    /// The guest's bytes, `None` where qemu-img can't read them.
-    fn content(&self, image: &Path) -> Option<Vec<u8>> {
-        let raw = image.with_extension("raw");
-        let (from, to) = (image.to_str()?, raw.to_str()?);
-        let output = self.qemu.img(["convert", "-f", "qcow2", "-O", "raw", from, to]);
-        let bytes = std::fs::read(&raw).ok();
-        let _ = std::fs::remove_file(&raw);
-        bytes.filter(|_| output.code == 0)
-    }
-}
+use std::path::Path;
 
 fn options(image: &Path, repair: Repair) -> CheckOptions {
     let image = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
@@ -169,8 +46,8 @@ fn key(finding: &Finding) -> ((u8, u64), &'static str) {
 }
 
 /// Repairs with an undo log, and returns also what an undo made of a copy of the repaired image.
-fn run_with_undo_log(bench: &Bench, image: &Path, repair: Repair) -> (CheckOutcome, Vec<u8>) {
-    let log = bench.dir.path().join("undo.log");
+fn run_with_undo_log(bench: &Workbench, image: &Path, repair: Repair) -> (CheckOutcome, Vec<u8>) {
+    let log = bench.folder().join("undo.log");
     let _ = std::fs::remove_file(&log);
     let undo_log = log.to_str().map(str::to_owned);
     let logged = CheckOptions { undo_log, ..options(image, repair) };
@@ -265,7 +142,19 @@ fn cases() -> Vec<Case> {
         case("zero cluster not aligned", "plain", |v| v.flip(v.l2_entry(3), 0x201), (2, 0)),
         case("reserved bits in L2", "plain", |v| v.flip(v.l2_entry(3), 0x10), (2, 0)),
         case("high reserved bits in L2", "plain", |v| v.flip(v.l2_entry(3), 1 << 57), (2, 0)),
+        other(Stricter, case("zero flag in version 2", "v2", |v| v.flip(v.l2_entry(3), 1), (2, 0))),
         case("reserved bits in L1", "plain", |v| v.flip(v.l1_entry(0), 1 << 58), (2, 0)),
+        other(Code, case("flag without a table in L1", "tiny", |v| v.set_word(v.l1_entry(200), COPIED), (2, 0))),
+        other(
+            Code,
+            case(
+                "flag without a table in a snapshot's L1",
+                "tiny-snapshots",
+                |v| v.set_word(v.snapshot_l1_entry(200), COPIED),
+                (2, 0),
+            ),
+        ),
+        case("reserved bits in a snapshot's L1", "snapshots", |v| v.flip(v.snapshot_l1_entry(0), 1 << 58), (2, 0)),
         case("copied on compressed", "compressed", |v| v.flip(v.l2_entry(2), COPIED), (2, 0)),
         case("compressed behind the end", "compressed", |v| v.flip(v.l2_entry(2), 1 << 30), (2, 2)),
         case(
@@ -347,7 +236,7 @@ fn cases() -> Vec<Case> {
 /// What LUKS images of qemu-img own besides is counted, also without the secret; repairs keep the data.
 #[test]
 fn encrypted_images() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let image = bench.path("luks");
     let text = image.to_str().expect("text path");
     let secret = ["--object", "secret,id=s,data=abc"];
@@ -381,7 +270,7 @@ fn encrypted_images() {
     assert!(!output.stdout.contains("failed"), "{}", output.stdout);
 }
 
-fn compare_verdicts(case: &Case, bench: &Bench, image: &Path) {
+fn compare_verdicts(case: &Case, bench: &Workbench, image: &Path) {
     let theirs = bench.qemu.check(image, "qcow2");
     let ours = run(image, Repair::None);
     let what = format!("{}\nours {:?}\n{}\nqemu {}", case.name, ours.report.counters, ours_lines(&ours), theirs.stderr);
@@ -401,7 +290,7 @@ fn ours_lines(outcome: &CheckOutcome) -> String {
 
 #[test]
 fn damaged_images() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let mut failures = Vec::new();
     for case in cases() {
         let image = bench.base(case.base);
@@ -445,7 +334,7 @@ fn damaged_images() {
 /// What QEMU has repaired is clean for us too.
 #[test]
 fn images_that_qemu_repaired() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     for case in cases().iter().filter(|case| case.agreement == Agreement::Exact) {
         let image = bench.base(case.base);
         (case.damage)(&Victim::open(&image));
@@ -459,8 +348,8 @@ fn images_that_qemu_repaired() {
 
 #[test]
 fn whole_images_are_clean_and_stay_untouched() {
-    let bench = Bench::new();
-    for base in BASES {
+    let bench = Workbench::new();
+    for base in SPECIMENS {
         let image = bench.base(base.name);
         let bytes = std::fs::read(&image).expect("image");
         for repair in [Repair::None, Repair::Leaks, Repair::All] {
@@ -477,7 +366,7 @@ fn whole_images_are_clean_and_stay_untouched() {
 /// Passes over windows of clusters, and more threads, say the same as one pass on one thread.
 #[test]
 fn passes_and_threads_agree() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let image = bench.base("tiny");
     let victim = Victim::open(&image);
     victim.set_refcount(victim.host_cluster(1), 0);
@@ -505,7 +394,7 @@ fn passes_and_threads_agree() {
 /// A writer that finds an image dirty counts its refcounts anew before it trusts them.
 #[test]
 fn a_dirty_image_is_recovered_when_a_writer_opens_it() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let image = bench.base("lazy");
     let before = bench.content(&image);
     let victim = Victim::open(&image);
@@ -522,7 +411,7 @@ fn a_dirty_image_is_recovered_when_a_writer_opens_it() {
 /// …and refuses when it can't make sense of the image; nothing is written then but counts that had to rise.
 #[test]
 fn a_dirty_image_beyond_recovery_is_refused() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let image = bench.base("lazy");
     let victim = Victim::open(&image);
     victim.set_word(72, 1);
@@ -535,7 +424,7 @@ fn a_dirty_image_beyond_recovery_is_refused() {
 
 #[test]
 fn repair_refuses_what_it_can_not_count() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let image = bench.base("plain");
     let victim = Victim::open(&image);
     victim.set_refcount(victim.host_cluster(1), 2);
@@ -550,7 +439,7 @@ fn repair_refuses_what_it_can_not_count() {
 /// Random bytes in the metadata: no panic, and a repair that reports success has kept what could be read.
 #[test]
 fn random_damage() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     let rounds: u64 = std::env::var("COWSHED_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(6);
     for base in ["plain", "tiny", "snapshots", "bitmaps", "subclusters", "compressed", "bits1"] {
         let image = bench.base(base);
@@ -587,7 +476,7 @@ fn random_damage() {
 
 #[test]
 fn big_images() {
-    let bench = Bench::new();
+    let bench = Workbench::new();
     for (placement, fragmented) in [(Placement::Contiguous, false), (Placement::Scattered, true)] {
         let image = bench.path("big");
         bigimage::build(&image, 1 << 30, 16, placement).expect("image");

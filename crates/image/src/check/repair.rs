@@ -79,6 +79,7 @@ impl Session<'_> {
                 self.switched_snapshot_table(start);
             }
             changed |= self.edit_entries(EditStep::Normalise).await?;
+            changed |= self.normalise_snapshot_l1s().await?;
         }
         if self.stale_bitmaps {
             match self.drop_stale_bitmaps().await? {

@@ -283,7 +283,7 @@ impl<'a> Session<'a> {
         let context = self.context;
         self.read_numbers(offset, len / 8, |first, entries| {
             l1.extend_from_slice(entries);
-            add_l1_entries(&context, entries, first, Some(offset), refs, ledger)
+            add_l1_entries(&context, entries, first, (offset, true), refs, ledger)
         })
         .await?;
         self.l1 = l1;
@@ -354,25 +354,29 @@ async fn read_header(file: &File) -> Result<Header> {
     Err(Error::invalid_image("header_length", len, "the header does not end"))
 }
 
-/// Adds the entries of an L1 table, from the one with index `first` on. `active`: where the active table starts.
+/// Adds the entries of an L1 table, from the one with index `first` on. `table`: where it starts, and whether it is the
+/// active one.
 pub(super) fn add_l1_entries(
     context: &ScanContext,
     entries: &[u64],
     first: u64,
-    active: Option<u64>,
+    (start, active): (u64, bool),
     refs: &mut TableRefs,
     ledger: &mut Ledger,
 ) -> Result<()> {
     let cluster_size = context.geometry.cluster_size();
     for (index, raw) in entries.iter().enumerate().filter(|(_, raw)| **raw != 0) {
         let l1_index = first + index as u64;
-        let at = |kind| Finding { entry_offset: active.map(|start| start + l1_index * 8), ..Finding::new(kind) };
+        let at = |kind| Finding::at(kind, start + l1_index * 8, None);
         let entry = L1Entry(*raw);
         if entry.reserved_bits() != 0 {
             ledger.add(at(FindingKind::ReservedL1 { entry: *raw }));
         }
         let offset = entry.offset().0;
         if offset == 0 {
+            if entry.is_copied() {
+                ledger.add(at(FindingKind::FlagWithoutTable { entry: *raw }));
+            }
             continue;
         }
         if context.geometry.in_cluster(offset) != 0 {
@@ -381,7 +385,7 @@ pub(super) fn add_l1_entries(
             let kind = FindingKind::PastEnd { structure: Structure::L2Table, offset, len: cluster_size };
             ledger.add(at(kind));
         } else {
-            let l1_index = if active.is_some() { l1_index as u32 } else { INACTIVE };
+            let l1_index = if active { l1_index as u32 } else { INACTIVE };
             refs.add(offset, l1_index)?;
         }
     }

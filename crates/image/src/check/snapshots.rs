@@ -4,8 +4,8 @@
 use super::relocate::Copy;
 use super::session::{Session, add_l1_entries};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_layout::qcow2::{Parsed, Snapshot, limits, offset, snapshot};
-use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs};
+use cowshed_layout::qcow2::{L1Entry, Parsed, Snapshot, limits, offset, snapshot};
+use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs, normal_l1_entry};
 
 /// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
 /// missing, not wrong, and what the snapshot owns is known without them.
@@ -44,7 +44,7 @@ impl Session<'_> {
             }
             let len = self.within(Structure::SnapshotL1, offset, u64::from(snapshot.l1_size) * 8, ledger);
             self.read_numbers(offset, len / 8, |first, entries| {
-                add_l1_entries(&context, entries, first, None, refs, ledger)
+                add_l1_entries(&context, entries, first, (offset, false), refs, ledger)
             })
             .await?;
         }
@@ -52,10 +52,43 @@ impl Session<'_> {
         Ok(())
     }
 
+    /// Gives entries of the snapshots' L1 tables a valid form, with a barrier.
+    pub(super) async fn normalise_snapshot_l1s(&self) -> Result<bool> {
+        self.edit_snapshot_l1s(normal_l1_entry).await
+    }
+
+    /// Replaces entries of the snapshots' L1 tables, with a barrier when it wrote anything.
+    pub(super) async fn edit_snapshot_l1s(&self, edit: impl Fn(L1Entry) -> L1Entry) -> Result<bool> {
+        let mut edits = Vec::new();
+        for snapshot in &self.snapshots {
+            let (start, len) = (snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
+            let valid = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits).is_ok();
+            if !valid || self.context.is_past_end(start, len) {
+                continue;
+            }
+            self.read_numbers(start, len / 8, |first, entries| {
+                let places = entries.iter().zip((first..).map(|index| start + index * 8));
+                let changed = places.map(|(raw, at)| (at, *raw, edit(L1Entry(*raw)).0));
+                edits.extend(changed.filter(|(at, old, new)| old != new && !self.is_claimed_twice(*at)));
+                Ok(())
+            })
+            .await?;
+        }
+        for (at, _, new) in &edits {
+            self.write(*at, &new.to_be_bytes()).await?;
+        }
+        if !edits.is_empty() {
+            self.barrier().await?;
+        }
+        Ok(!edits.is_empty())
+    }
+
     async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Vec<Snapshot>, usize)> {
         let mut len = 64 << 10;
         loop {
-            let available = self.file.len().saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
+            // The file's last cluster may be incomplete: what isn't there reads as zeroes.
+            let end = self.file_clusters << self.geometry.cluster_bits();
+            let available = end.saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
             let have = (len as u64).min(available) as usize;
             let bytes = self.read(start, have).await?;
             match snapshot::parse_table(&bytes, count)? {

@@ -497,16 +497,17 @@ impl<'a> Iterator for Extensions<'a> {
         // Less than a type and a length can't be an extension: old version 2 images end here without an end mark.
         let kind = u32::from_be_bytes(array_at(left, 0)?);
         let len = be32_at(left, 4)?;
-        if kind == extension_type::END {
-            self.at = self.end;
-            return None;
-        }
         let at = self.at;
+        // The end mark's length has no meaning, but one out of bounds shows damage.
         let Some(data) = usize::try_from(len).ok().and_then(|len| left.get(8..len.checked_add(8)?)) else {
             self.at = self.end;
             let message = format!("header extension {kind:#010x} is longer than the space for extensions");
             return Some(Err(Error::invalid_image("header_extension", len, message).offset(at as u64)));
         };
+        if kind == extension_type::END {
+            self.at = self.end;
+            return None;
+        }
         // No overflow: the data lie within the slice.
         self.at = (self.at + 8 + data.len()).next_multiple_of(8);
         Some(Ok((kind, data)))

@@ -45,7 +45,8 @@ fn normalised(context: &ScanContext, entry: L2Entry) -> L2Entry {
     if entry.is_compressed() {
         return if context.data_file { entry } else { entry.with_copied(false) };
     }
-    let entry = L2Entry(entry.0 & !entry.reserved_bits());
+    let reserved = entry.reserved_bits() | u64::from(context.version < 3);
+    let entry = L2Entry(entry.0 & !reserved);
     let has_zero_flag = context.version >= 3 && !context.geometry.extended_l2();
     let aligned = context.geometry.in_cluster(entry.offset().0) == 0;
     if has_zero_flag && entry.is_zero() && !aligned { L2Entry::ZERO_PLAIN } else { entry }
@@ -89,14 +90,19 @@ fn wanted_flag(context: &ScanContext, counts: &Counts, step: EditStep, cluster: 
     }
 }
 
-/// The edits of `step` in a piece of the active L1 table: (index of the entry, its new value).
+/// An L1 entry that says the same in a valid way: without reserved bits, and without a flag where there is no table.
+pub fn normal_l1_entry(entry: L1Entry) -> L1Entry {
+    if entry.is_allocated() { L1Entry(entry.0 & !entry.reserved_bits()) } else { L1Entry::UNALLOCATED }
+}
+
+/// The edits of `step` in the active L1 table: (index of the entry, its new value).
 pub fn edit_l1(context: &ScanContext, counts: &Counts, step: EditStep, entries: &[u64]) -> Vec<(usize, u64)> {
     let edited = entries.iter().enumerate().filter(|(_, raw)| **raw != 0).map(|(index, raw)| {
         let entry = L1Entry(*raw);
         let offset = entry.offset().0;
         let cluster = offset >> context.geometry.cluster_bits();
         let new = match step {
-            EditStep::Normalise => L1Entry(raw & !entry.reserved_bits()),
+            EditStep::Normalise => normal_l1_entry(entry),
             _ if offset == 0 || context.geometry.in_cluster(offset) != 0 => entry,
             _ => entry.with_copied(wanted_flag(context, counts, step, cluster, entry.is_copied())),
         };

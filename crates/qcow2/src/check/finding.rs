@@ -83,6 +83,8 @@ pub enum FindingKind {
     Unaligned { structure: Structure, offset: u64 },
     /// Reserved bits of an L1 entry are set.
     ReservedL1 { entry: u64 },
+    /// An L1 entry without an L2 table has bit 63 set.
+    FlagWithoutTable { entry: u64 },
     /// Reserved bits of an L2 entry are set.
     ReservedL2 { entry: u64 },
     /// Bit 63 is set in the entry of a compressed cluster.
@@ -147,6 +149,7 @@ impl Finding {
             FindingKind::UnalignedL2 { .. } => "unaligned-l2",
             FindingKind::Unaligned { .. } => "unaligned",
             FindingKind::ReservedL1 { .. } => "reserved-l1",
+            FindingKind::FlagWithoutTable { .. } => "flag-without-table",
             FindingKind::ReservedL2 { .. } => "reserved-l2",
             FindingKind::CompressedCopied { .. } => "compressed-copied",
             FindingKind::CompressedInDataFile { .. } => "compressed-in-data-file",
@@ -246,6 +249,9 @@ impl fmt::Display for Finding {
                 write!(f, "{word} offset={offset:x}: {} is not cluster aligned", structure.name())
             }
             FindingKind::ReservedL1 { entry } => write!(f, "{word} found L1 entry with reserved bits set: {entry:x}"),
+            FindingKind::FlagWithoutTable { entry } => {
+                write!(f, "{word} L1 entry without an L2 table has its copied flag set: {entry:x}")
+            }
             FindingKind::ReservedL2 { entry } => write!(f, "{word} found l2 entry with reserved bits set: {entry:x}"),
             FindingKind::CompressedCopied { offset } => {
                 write!(f, "{word}: coffset={offset:#x}: copied flag must never be set for compressed clusters")

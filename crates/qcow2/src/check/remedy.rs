@@ -111,10 +111,10 @@ impl Outlook {
                 (references <= self.refcount_max).then_some(Remedy::RaiseRefcount { to: references })
             }
             FindingKind::UnalignedData { zero, .. } => (zero && self.has_zero_flag).then_some(Remedy::MakeZeroPlain),
-            // Only the active L1 table is written; its findings have a place.
-            FindingKind::ReservedL1 { .. } => finding.entry_offset.map(|_| Remedy::ClearReservedBits),
-            FindingKind::ReservedL2 { .. } => Some(Remedy::ClearReservedBits),
-            FindingKind::CompressedCopied { .. } => Some(Remedy::ClearCopiedFlag),
+            FindingKind::ReservedL1 { .. } | FindingKind::ReservedL2 { .. } => Some(Remedy::ClearReservedBits),
+            FindingKind::CompressedCopied { .. } | FindingKind::FlagWithoutTable { .. } => {
+                Some(Remedy::ClearCopiedFlag)
+            }
             FindingKind::SnapshotIncomplete { .. } => Some(Remedy::CompleteSnapshots),
             FindingKind::RefcountBlockUnaligned { .. }
             | FindingKind::RefcountBlockPastEnd { .. }
