@@ -4,12 +4,14 @@
 pub mod check;
 pub mod codec;
 pub mod create;
+mod events;
 pub mod filters;
 pub mod formats;
 pub mod graph;
 pub mod node;
 pub mod open;
 pub mod options;
+pub mod stats;
 
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
 pub use open::{OpenRequest, open};

@@ -81,7 +81,7 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
 }
 
 fn plain_file(node: &Node) -> Result<File> {
-    let file = node.child(ChildRole::File).and_then(|child| child.file()).cloned();
+    let file = node.child(ChildRole::File).and_then(|child| child.file().cloned());
     file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))
 }
 

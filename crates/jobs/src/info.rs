@@ -175,7 +175,8 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
             children.push(ChildInfo { name: child.role.as_str().to_owned(), info });
         }
     }
-    let file = node.file().or_else(|| node.child(ChildRole::File).and_then(|child| child.file()));
+    let own = node.file().cloned();
+    let file = own.or_else(|| node.child(ChildRole::File).and_then(|child| child.file().cloned()));
     let format = node.driver_name();
     Ok(ImageInfo {
         limits: None,

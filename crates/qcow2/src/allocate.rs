@@ -300,7 +300,7 @@ impl Engine {
         if bytes.is_empty() {
             return Fill::None;
         }
-        let backed = self.config.backing_size.is_some_and(|size| bytes.start < size);
+        let backed = self.backing_size().is_some_and(|size| bytes.start < size);
         let unallocated = if backed { Fill::Copy } else { Fill::Zero };
         match found.cluster {
             Cluster::Compressed(_) => Fill::Copy,
@@ -371,7 +371,7 @@ impl Engine {
                 true => SubclusterBitmap::UNALLOCATED,
                 false => SubclusterBitmap(old.1),
             };
-            let bitmap = match preallocation && self.config.backing_size.is_some() {
+            let bitmap = match preallocation && self.backing_size().is_some() {
                 true => bitmap,
                 false => bitmap.with_data(written),
             };

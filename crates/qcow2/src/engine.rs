@@ -10,6 +10,7 @@ use crate::pins::{Pin, Pins};
 use crate::reclaim::Freed;
 use crate::refcounts::Refcounts;
 use crate::tables::Tables;
+use crate::tuning::Tuning;
 use cowshed_block::{Error, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{HashSet, VecDeque};
@@ -117,6 +118,7 @@ pub struct Engine {
     pub(crate) directory: Directory,
     pub(crate) pins: Pins,
     pub(crate) metadata: MetadataMap,
+    pub(crate) tuning: Tuning,
     size: AtomicU64,
     state: Mutex<State>,
 }
@@ -147,11 +149,13 @@ impl Engine {
             pins: Pins::new(),
             size: AtomicU64::new(config.size),
             metadata: MetadataMap::default(),
+            tuning: Tuning::new(&config),
             state: Mutex::new(state),
             config,
         };
-        let overlapping = engine.mark_at_open(l1);
-        engine.own().overlapping_tables = overlapping;
+        let mut state = engine.own();
+        state.overlapping_tables = engine.mark_known(&state, l1);
+        drop(state);
         engine
     }
 
@@ -240,9 +244,9 @@ impl Engine {
     /// True when enough of the cache is dirty that the caller should run a write-back cycle before going on.
     pub fn wants_writeback(&self) -> bool {
         let state = self.own();
-        let limit = (self.config.l2_cache_bytes / 2).max(8 * self.config.l2_slice_bytes);
+        let limit = (self.cache_limits().0 / 2).max(8 * self.config.l2_slice_bytes);
         state.tables.dirty_slices() as u64 * self.config.l2_slice_bytes > limit
-            || state.refcounts.dirty_bytes() > self.config.refcount_cache_bytes.max(16 << 20)
+            || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)
     }
 
     /// Number of the guest cluster at `guest`.

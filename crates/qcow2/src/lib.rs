@@ -23,6 +23,7 @@ mod refcounts;
 mod resize;
 mod slice;
 mod tables;
+mod tuning;
 mod writeback;
 mod zero;
 

@@ -59,6 +59,14 @@ impl OverlapSet {
         if checked { OverlapSet(self.0 | 1 << structure as u16) } else { self }
     }
 
+    pub(crate) const fn bits(self) -> u16 {
+        self.0
+    }
+
+    pub(crate) const fn from_bits(bits: u16) -> OverlapSet {
+        OverlapSet(bits)
+    }
+
     /// True when the structure is checked.
     pub const fn contains(self, structure: Structure) -> bool {
         self.0 >> structure as u16 & 1 != 0
@@ -125,6 +133,11 @@ impl MetadataMap {
         chunks.chunk(number).is_some_and(|chunk| chunk[word].load(Ordering::Acquire) & mask != 0)
     }
 
+    /// Forgets all.
+    pub(crate) fn clear(&self) {
+        self.chunks.store(Arc::default());
+    }
+
     /// Sets bits and calls `taken` with the index of each item that has a cluster whose bit was set before.
     pub(crate) fn insert_all(&self, items: impl Iterator<Item = Range<u64>>, mut taken: impl FnMut(usize)) {
         // Copied only when a chunk is missing, and then once for all items.
@@ -184,31 +197,31 @@ impl MetadataMap {
 impl Engine {
     /// Marks clusters of a structure, if it is checked. True when something else had them marked already.
     pub(crate) fn mark(&self, structure: Structure, clusters: Range<u64>) -> bool {
-        self.config.overlap.contains(structure) && self.metadata.insert(clusters)
+        self.overlap_set().contains(structure) && self.metadata.insert(clusters)
     }
 
     pub(crate) fn unmark(&self, structure: Structure, clusters: Range<u64>) {
-        if self.config.overlap.contains(structure) {
+        if self.overlap_set().contains(structure) {
             self.metadata.remove(clusters);
         }
     }
 
-    /// Marks what is known when the image is opened. Returns the L1 indices of L2 tables that overlap something.
-    pub(crate) fn mark_at_open(&self, l1: &[u64]) -> Vec<usize> {
+    /// Marks what is known without reading anything. Returns the L1 indices of L2 tables that overlap something.
+    pub(crate) fn mark_known(&self, state: &State, l1: &[u64]) -> Vec<usize> {
         let bits = self.geometry.cluster_bits();
         let clusters = |offset: u64, bytes: u64| offset >> bits..(offset + bytes).div_ceil(1 << bits);
         self.mark(Structure::MainHeader, 0..1);
-        self.mark(Structure::ActiveL1, clusters(self.config.l1_offset, l1.len() as u64 * 8));
-        let table_bytes = self.config.refcount_table_clusters << bits;
-        self.mark(Structure::RefcountTable, clusters(self.config.refcount_table_offset, table_bytes));
+        self.mark(Structure::ActiveL1, clusters(state.tables.l1_offset, l1.len() as u64 * 8));
+        let table_bytes = state.refcounts.table_clusters << bits;
+        self.mark(Structure::RefcountTable, clusters(state.refcounts.table_offset, table_bytes));
         for (structure, offset, bytes) in &self.config.other_metadata {
             self.mark(*structure, clusters(*offset, *bytes));
         }
         let mut overlapping = Vec::new();
-        if self.config.overlap.contains(Structure::ActiveL2) {
+        if self.overlap_set().contains(Structure::ActiveL2) {
             // Tables past the end of the file are refused where they are used.
             let table_of =
-                |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..self.config.file_len).contains(o));
+                |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..state.refcounts.high_water).contains(o));
             let tables: Vec<(usize, u64)> =
                 l1.iter().enumerate().filter_map(|(index, entry)| Some((index, table_of(entry)? >> bits))).collect();
             let ranges = tables.iter().map(|(_, cluster)| *cluster..*cluster + 1);

@@ -76,6 +76,10 @@ impl Refcounts {
         }
     }
 
+    pub(crate) fn set_cap(&mut self, bytes: u64) {
+        self.cap = (bytes / self.cluster_size).max(4) as usize;
+    }
+
     pub(crate) fn cached(&self) -> usize {
         self.blocks.len()
     }
@@ -107,7 +111,8 @@ impl Refcounts {
         self.blocks.insert(index, block);
     }
 
-    fn evict(&mut self) {
+    /// Lets clean blocks go until there is room for one more.
+    pub(crate) fn evict(&mut self) {
         while self.blocks.len() >= self.cap {
             let idle = self.blocks.iter().filter(|(_, block)| block.dirt == Dirt::Clean);
             let Some(oldest) = idle.min_by_key(|(_, block)| block.used).map(|(index, _)| *index) else { return };
@@ -137,7 +142,7 @@ impl Engine {
     /// Marks the blocks of a table that was just read; those that share a cluster with other metadata are never written.
     pub(crate) fn mark_refcount_blocks(&self, state: &mut State) {
         let bits = self.geometry.cluster_bits();
-        if !self.config.overlap.contains(Structure::RefcountBlock) {
+        if !self.overlap_set().contains(Structure::RefcountBlock) {
             return;
         }
         let table = state.refcounts.table.as_deref().unwrap_or_default().iter();

@@ -95,6 +95,11 @@ impl Tables {
         }
     }
 
+    pub(crate) fn set_cap(&mut self, config: &Config, bytes: u64) {
+        let slice_memory = Slice::memory_bytes(config.l2_slice_bytes as usize / 8) as u64;
+        self.cap = (bytes / slice_memory).max(2) as usize;
+    }
+
     pub(crate) fn cached(&self) -> usize {
         self.slices.len()
     }
@@ -184,6 +189,18 @@ impl Engine {
                 self.directory.set_slice(l1_index, index, None);
             }
         }
+    }
+
+    /// Lets go what is more than the limits allow.
+    pub(crate) fn shrink_caches(&self, state: &mut State) {
+        // Each walk of the hand is bounded and gives referenced slices a second chance: two rounds see everything.
+        for _ in 0..state.tables.clock.len() / 16 + 2 {
+            if state.tables.slices.len() < state.tables.cap {
+                break;
+            }
+            self.evict(state);
+        }
+        state.refcounts.evict();
     }
 
     /// Drops all slices of a table that is no longer part of the image, dirty or not.

@@ -58,7 +58,7 @@ impl Engine {
         state.cycle_runs = true;
         let number = state.open_cycle;
         state.open_cycle += 1;
-        let lots = state.refcounts.dirty_bytes() > self.config.refcount_cache_bytes.max(16 << 20);
+        let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
         let mut cycle = Cycle {
             number,
             set_dirty_bit: std::mem::take(&mut state.want_dirty_bit),
@@ -69,7 +69,7 @@ impl Engine {
             fresh: state.tables.fresh.clone(),
         };
         self.collect_slices(state, &mut cycle);
-        if with_refcounts || lots || !self.config.lazy_refcounts {
+        if with_refcounts || lots || !self.lazy_refcounts() {
             self.collect_blocks(state, &mut cycle);
             self.collect_refcount_table(state, &mut cycle);
         }

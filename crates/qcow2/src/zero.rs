@@ -71,7 +71,7 @@ impl Engine {
     }
 
     fn backed(&self, guest: u64) -> bool {
-        self.config.backing_size.is_some_and(|size| guest < size)
+        self.backing_size().is_some_and(|size| guest < size)
     }
 
     fn zero_cluster(
@@ -104,7 +104,7 @@ impl Engine {
         let has_zero_flag = self.config.format.version >= 3;
         let cluster = old.cluster(self.config.format)?;
         let is_discard = mode == ZeroMode::Discard;
-        let keeps = mode == ZeroMode::Keep || (is_discard && self.config.discard_no_unref);
+        let keeps = mode == ZeroMode::Keep || (is_discard && self.discard_no_unref());
         Ok(match cluster {
             Cluster::Unallocated if is_discard || !self.backed(guest) => old,
             Cluster::Zero { host: None } => old,
@@ -113,7 +113,7 @@ impl Engine {
                 L2Entry::zero_allocated(host, true)
             }
             _ if has_zero_flag => L2Entry::ZERO_PLAIN,
-            _ if is_discard && self.config.backing_size.is_some() => old,
+            _ if is_discard && self.backing_size().is_some() => old,
             _ if mode != ZeroMode::Keep && !self.backed(guest) => L2Entry::UNALLOCATED,
             _ => return Err(Error::unsupported("version 2 of the format has no zero clusters")),
         })
@@ -134,7 +134,7 @@ impl Engine {
         let to = (range.end.min(guest + self.geometry.cluster_size()) - guest).div_ceil(size);
         let touched = from as u32..to as u32;
         let is_whole = touched == (0..32);
-        let keeps = mode == ZeroMode::Keep || (is_discard && self.config.discard_no_unref);
+        let keeps = mode == ZeroMode::Keep || (is_discard && self.discard_no_unref());
         if matches!(cluster, Cluster::Compressed(_)) {
             return match (is_whole, is_discard) {
                 (true, _) => Ok((0, SubclusterBitmap::ALL_ZERO.0)),

@@ -14,7 +14,7 @@ use crate::sim::SimFile;
 use crate::{Alignment, DataRange, DeviceQueue, IoBuf, NullOptions, OpenOptions, rt};
 use cowshed_block::{Errno, Error, Result};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The largest alignment that a file with faults can ask for, in bytes.
@@ -30,7 +30,7 @@ pub struct File(Arc<Inner>);
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) name: String,
-    pub(crate) is_writable: bool,
+    pub(crate) is_writable: AtomicBool,
     pub(crate) no_flush: bool,
     pub(crate) alignment: Alignment,
     pub(crate) len: AtomicU64,
@@ -71,7 +71,7 @@ impl File {
         let len = host.measure().map_err(|errno| Error::os(errno, "could not get the size"))?;
         let file = Inner {
             name: text_of_path(path),
-            is_writable,
+            is_writable: AtomicBool::new(is_writable),
             no_flush: options.cache.no_flush,
             alignment: host.alignment(),
             len: AtomicU64::new(len),
@@ -102,7 +102,7 @@ impl File {
     fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {
         File(Arc::new(Inner {
             name,
-            is_writable,
+            is_writable: AtomicBool::new(is_writable),
             no_flush: false,
             alignment: medium.alignment(),
             len: AtomicU64::new(len),
@@ -136,7 +136,7 @@ impl File {
         let medium = Medium::Faulty(Box::new(FaultyFile::new(self.clone(), faults, alignment, transfer)));
         Ok(File(Arc::new(Inner {
             name: self.0.name.clone(),
-            is_writable: self.0.is_writable,
+            is_writable: AtomicBool::new(self.is_writable()),
             no_flush: self.0.no_flush,
             alignment,
             len: AtomicU64::new(self.len()),
@@ -153,6 +153,10 @@ impl File {
             Medium::Faulty(faulty) => Some(faulty.faults()),
             _ => None,
         }
+    }
+
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.0
     }
 
     pub(crate) fn medium(&self) -> &Medium {
@@ -176,7 +180,7 @@ impl File {
 
     /// True when it was opened for writing.
     pub fn is_writable(&self) -> bool {
-        self.0.is_writable
+        self.0.is_writable.load(Ordering::Relaxed)
     }
 
     /// True for a block device, whose length can't change.
@@ -404,7 +408,7 @@ impl File {
 
     /// Refuses what can't or mustn't be written.
     fn check_change(&self, offset: u64, len: u64, grows: bool) -> Result<()> {
-        if !self.0.is_writable {
+        if !self.is_writable() {
             return Err(Error::new(cowshed_block::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));
         }
         self.check_range(offset, len)?;

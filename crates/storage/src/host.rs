@@ -10,7 +10,7 @@ use crate::sys::{self, SysResult};
 use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, StatxFlags};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
@@ -60,6 +60,21 @@ impl HostFile {
 
     pub(crate) fn alignment(&self) -> Alignment {
         self.alignment
+    }
+
+    /// Opens the same file for writing under the same descriptor number. `prepare` sees the new description before the
+    /// old one goes.
+    pub(crate) fn make_writable(&self, prepare: impl FnOnce(BorrowedFd<'_>) -> Result<()>) -> Result<()> {
+        let flags =
+            rustix::fs::fcntl_getfl(&self.fd).map_err(|error| os_error(error, "could not read the file's flags"))?;
+        // By its descriptor: the name may mean another file by now.
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        let flags = (flags & OFlags::DIRECT) | OFlags::RDWR | OFlags::CLOEXEC;
+        let fresh = rustix::fs::open(path, flags, Mode::empty())
+            .map_err(|error| os_error(error, "could not open for writing"))?;
+        prepare(fresh.as_fd())?;
+        sys::replace_description(&self.fd, &fresh)
+            .map_err(|errno| Error::os(errno, "could not switch to the writable descriptor"))
     }
 
     pub(crate) fn is_device(&self) -> bool {

@@ -16,6 +16,7 @@ mod names;
 mod null;
 pub mod options;
 mod payload;
+mod reopen;
 mod ring;
 pub mod rt;
 pub mod sim;

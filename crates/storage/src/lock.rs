@@ -9,7 +9,7 @@
 use crate::sys::{self, ByteLock};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use std::ops::{BitAnd, BitOr, Not};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// First byte of the "used" range.
 const USED_AT: u64 = 100;
@@ -147,6 +147,15 @@ impl LockState {
 
     pub(crate) fn held(&self) -> Permissions {
         self.held
+    }
+
+    /// Takes the locks that are held on another open file description of the same file: shared locks don't conflict.
+    pub(crate) fn copy_to(&self, file: BorrowedFd<'_>) -> Result<()> {
+        if self.mode == Locking::Off {
+            return Ok(());
+        }
+        let all = Bytes { used: self.held.used, unshared: self.held.unshared() };
+        all.lock(file).map_err(|(byte, errno)| lock_error(byte, errno))
     }
 
     /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file.

@@ -5,7 +5,7 @@ use crate::payload::Payload;
 use crate::ring::Direction;
 use cowshed_block::Errno;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 /// Result of a system call.
 pub(crate) type SysResult<T> = std::result::Result<T, Errno>;
@@ -27,6 +27,18 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> SysResult<T>) -> SysResult<T> {
             result => return result,
         }
     }
+}
+
+/// Makes the number of `fd` stand for the open file description of `fresh`.
+pub(crate) fn replace_description(fd: &OwnedFd, fresh: &OwnedFd) -> SysResult<()> {
+    retry(|| {
+        // SAFETY: both descriptors are open for the time of the call. The number of `fd` goes on to be open and owned
+        // by `fd`; operations in flight keep a reference of their own to the description that they began with.
+        match unsafe { libc::dup3(fresh.as_raw_fd(), fd.as_raw_fd(), libc::O_CLOEXEC) } {
+            -1 => Err(last_errno()),
+            _ => Ok(()),
+        }
+    })
 }
 
 /// The number of a `rustix` error.

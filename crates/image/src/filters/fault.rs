@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Error injection: requests that match an armed rule fail with its errno.
 
-use crate::node::{Node, Preallocation, ZeroFlags};
+use super::Below;
+use crate::node::{Preallocation, ZeroFlags};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::IoBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Which requests a [`FaultRule`] is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,19 +83,18 @@ impl FaultRule {
 
 /// The filter. Without armed rules a request costs one load of an atomic more than without the filter.
 pub struct Fault {
-    child: Arc<Node>,
+    below: Below,
     armed: AtomicBool,
     rules: Mutex<Vec<FaultRule>>,
 }
 
 impl Fault {
-    pub(crate) fn new(child: Arc<Node>, rules: Vec<FaultRule>) -> Fault {
-        Fault { child, armed: AtomicBool::new(!rules.is_empty()), rules: Mutex::new(rules) }
+    pub(crate) fn new(below: Below, rules: Vec<FaultRule>) -> Fault {
+        Fault { below, armed: AtomicBool::new(!rules.is_empty()), rules: Mutex::new(rules) }
     }
 
-    /// The node behind the filter.
-    pub fn child(&self) -> &Arc<Node> {
-        &self.child
+    pub(crate) fn below(&self) -> &Below {
+        &self.below
     }
 
     /// Adds a rule; it counts from now on.
@@ -116,19 +116,20 @@ impl Fault {
         let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(at) = rules.iter_mut().position(|rule| rule.hit(op, offset, len)) else { return Ok(()) };
         let rule = if rules[at].once { rules.remove(at) } else { rules[at].clone() };
-        Err(Error::os(rule.errno, "injected error").offset(offset).file(self.child.filename()))
+        let error = Error::os(rule.errno, "injected error").offset(offset);
+        Err(self.below.node().map_or(error.clone(), |child| error.file(child.filename())))
     }
 
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match self.check(FaultOp::Read, offset, buf.len() as u64) {
-            Ok(()) => self.child.read_boxed(offset, buf).await,
+            Ok(()) => self.below.read(offset, buf).await,
             Err(error) => (Err(error), buf),
         }
     }
 
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match self.check(FaultOp::Write, offset, buf.len() as u64) {
-            Ok(()) => self.child.write_boxed(offset, buf).await,
+            Ok(()) => self.below.write(offset, buf).await,
             Err(error) => (Err(error), buf),
         }
     }
@@ -137,26 +138,26 @@ impl Fault {
         for (offset, buf) in &clusters {
             self.check(FaultOp::Write, *offset, buf.len() as u64)?;
         }
-        self.child.write_compressed_boxed(clusters).await
+        self.below.write_compressed(clusters).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.check(FaultOp::WriteZeroes, offset, len)?;
-        self.child.write_zeroes_boxed(offset, len, flags).await
+        self.below.write_zeroes(offset, len, flags).await
     }
 
     pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check(FaultOp::Discard, offset, len)?;
-        self.child.discard_boxed(offset, len).await
+        self.below.discard(offset, len).await
     }
 
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check(FaultOp::Flush, 0, 0)?;
-        self.child.flush_boxed().await
+        self.below.flush().await
     }
 
     pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         self.check(FaultOp::Resize, 0, u64::MAX)?;
-        self.child.resize_boxed(size, preallocation).await
+        self.below.resize(size, preallocation).await
     }
 }

@@ -5,6 +5,11 @@ mod fault;
 
 pub use fault::{Fault, FaultOp, FaultRule};
 
+use crate::node::{Link, Node, Preallocation, ZeroFlags};
+use cowshed_block::{Error, Result};
+use cowshed_storage::{IoBuf, Permissions};
+use std::sync::Arc;
+
 /// A filter: one line of [`FILTERS`].
 #[derive(Clone, Copy, Debug)]
 pub struct FilterInfo {
@@ -16,3 +21,120 @@ pub struct FilterInfo {
 
 /// The filters there are.
 pub const FILTERS: &[FilterInfo] = &[FilterInfo { name: "fault", about: "fails chosen requests with a chosen errno" }];
+
+/// The end of a filter's edge to the node behind it.
+#[derive(Clone)]
+pub(crate) struct Below(Arc<Link>);
+
+impl Below {
+    pub(crate) fn new(link: Arc<Link>) -> Below {
+        Below(link)
+    }
+
+    /// The node behind the filter.
+    pub(crate) fn node(&self) -> Result<Arc<Node>> {
+        self.0.get().ok_or_else(|| Error::internal("a filter without a child"))
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.0.load().as_ref().map_or(0, |child| child.size())
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match &*self.0.load() {
+            Some(child) => child.read_boxed(offset, buf).await,
+            None => (Err(Error::internal("a filter without a child")), buf),
+        }
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match &*self.0.load() {
+            Some(child) => child.write_boxed(offset, buf).await,
+            None => (Err(Error::internal("a filter without a child")), buf),
+        }
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        self.node()?.write_compressed_boxed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.node()?.write_zeroes_boxed(offset, len, flags).await
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.node()?.discard_boxed(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.node()?.flush_boxed().await
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        self.node()?.resize_boxed(size, preallocation).await
+    }
+}
+
+/// A filter node's driver: static dispatch over the filters.
+pub(crate) enum Filter {
+    Fault(Fault),
+}
+
+/// The same expression for each filter.
+macro_rules! each {
+    ($filter:expr, |$one:ident| $work:expr) => {
+        match $filter {
+            Filter::Fault($one) => $work,
+        }
+    };
+}
+
+impl Filter {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Filter::Fault(_) => "fault",
+        }
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        each!(self, |one| one.below())
+    }
+
+    /// What the filter asks of its child when its users have `wanted`.
+    pub(crate) fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
+        match self {
+            Filter::Fault(_) => {
+                let _ = read_only;
+                wanted
+            }
+        }
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        each!(self, |one| one.read(offset, buf).await)
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        each!(self, |one| one.write(offset, buf).await)
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        each!(self, |one| one.write_compressed(clusters).await)
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        each!(self, |one| one.write_zeroes(offset, len, flags).await)
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        each!(self, |one| one.discard(offset, len).await)
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        each!(self, |one| one.flush().await)
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        each!(self, |one| one.resize(size, preallocation).await)
+    }
+}

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
 
-use crate::node::{Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::filters::Below;
+use crate::node::{Link, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
 /// A raw image over a child node.
 pub(crate) struct RawDriver {
-    child: Arc<Node>,
+    child: Below,
     /// The child's file when the child is a plain protocol node: saves a hop on every request.
     file: Option<File>,
     /// First byte of the window in the child.
@@ -22,7 +23,7 @@ pub(crate) struct RawDriver {
 
 impl RawDriver {
     /// A window of `child`. `offset` and `size` are in bytes; the window must lie inside the child.
-    pub(crate) fn new(child: Arc<Node>, offset: u64, size: Option<u64>) -> Result<RawDriver> {
+    pub(crate) fn new(child: &Node, link: Arc<Link>, offset: u64, size: Option<u64>) -> Result<RawDriver> {
         let available = child.size().checked_sub(offset).ok_or_else(|| {
             Error::invalid_argument(format!("'offset' is past the end of the file ({} bytes)", child.size()))
                 .value(offset)
@@ -37,7 +38,7 @@ impl RawDriver {
             .value(size));
         }
         let file = child.file().cloned();
-        Ok(RawDriver { child, file, offset, size })
+        Ok(RawDriver { child: Below::new(link), file, offset, size })
     }
 
     pub(crate) fn size(&self) -> u64 {
@@ -59,35 +60,35 @@ impl RawDriver {
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match &self.file {
             Some(file) => file.read_at(buf, self.host(offset)).await,
-            None => self.child.read_boxed(self.host(offset), buf).await,
+            None => self.child.read(self.host(offset), buf).await,
         }
     }
 
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match &self.file {
             Some(file) => file.write_at(buf, self.host(offset)).await,
-            None => self.child.write_boxed(self.host(offset), buf).await,
+            None => self.child.write(self.host(offset), buf).await,
         }
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         match &self.file {
             Some(file) => zero_file(file, self.host(offset), len, flags).await,
-            None => self.child.write_zeroes_boxed(self.host(offset), len, flags).await,
+            None => self.child.write_zeroes(self.host(offset), len, flags).await,
         }
     }
 
     pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         match &self.file {
             Some(file) => discard_file(file, self.host(offset), len).await,
-            None => self.child.discard_boxed(self.host(offset), len).await,
+            None => self.child.discard(self.host(offset), len).await,
         }
     }
 
     pub(crate) async fn flush(&self) -> Result<()> {
         match &self.file {
             Some(file) => file.sync().await,
-            None => self.child.flush_boxed().await,
+            None => self.child.flush().await,
         }
     }
 
@@ -98,11 +99,11 @@ impl RawDriver {
         let end = self.offset.checked_add(size).filter(|&end| i64::try_from(end).is_ok());
         let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
         // Through the node, so that its size follows.
-        self.child.resize_boxed(end, preallocation).await
+        self.child.resize(end, preallocation).await
     }
 
     pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let mut runs = self.child.block_status_boxed(self.host(offset), len, max_runs).await?;
+        let mut runs = self.child.node()?.block_status_boxed(self.host(offset), len, max_runs).await?;
         for run in &mut runs {
             run.start -= self.offset;
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers behind a node: static dispatch over one enum.
 
-use crate::filters::Fault;
+use crate::filters::Filter;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use cowshed_block::Result;
@@ -29,7 +29,7 @@ pub(crate) enum Driver {
     File(FileDriver),
     Raw(RawDriver),
     Qcow2(Box<Qcow2Driver>),
-    Fault(Fault),
+    Filter(Filter),
 }
 
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
@@ -46,7 +46,7 @@ impl Driver {
             Driver::File(file) => file.name,
             Driver::Raw(_) => "raw",
             Driver::Qcow2(_) => "qcow2",
-            Driver::Fault(_) => "fault",
+            Driver::Filter(filter) => filter.name(),
         }
     }
 
@@ -56,7 +56,7 @@ impl Driver {
             Driver::File(file) => whole_sectors(file.file.len()),
             Driver::Raw(raw) => raw.size(),
             Driver::Qcow2(qcow2) => qcow2.size(),
-            Driver::Fault(fault) => fault.child().size(),
+            Driver::Filter(filter) => filter.below().size(),
         }
     }
 
@@ -65,7 +65,7 @@ impl Driver {
         match self {
             Driver::File(file) => Some(&file.file),
             Driver::Raw(raw) => raw.whole_file(),
-            Driver::Qcow2(_) | Driver::Fault(_) => None,
+            Driver::Qcow2(_) | Driver::Filter(_) => None,
         }
     }
 
@@ -77,7 +77,7 @@ impl Driver {
                 // Whoever still holds the node keeps the file open, but not its locks.
                 synced.and(file.file.unlock())
             }
-            Driver::Raw(_) | Driver::Fault(_) => Ok(()),
+            Driver::Raw(_) | Driver::Filter(_) => Ok(()),
         }
     }
 }

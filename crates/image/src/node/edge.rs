@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The children of a node.
+//! The children of a node: edges whose lower end can be moved to another node while no request runs.
 
 use super::Node;
-use std::sync::Arc;
+use arc_swap::{ArcSwapOption, Guard};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a child is to its parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,35 +35,91 @@ impl ChildRole {
 pub struct Child {
     /// What it is to the parent.
     pub role: ChildRole,
-    /// The child.
+    /// The child at the moment of asking.
     pub node: Arc<Node>,
+}
+
+/// The lower end of an edge. Reading it takes no lock; it is moved only while the parent is drained.
+#[derive(Default)]
+pub(crate) struct Link(ArcSwapOption<Node>);
+
+impl Link {
+    pub(crate) fn to(node: Option<Arc<Node>>) -> Arc<Link> {
+        Arc::new(Link(ArcSwapOption::new(node)))
+    }
+
+    /// The child, for the time of a request.
+    pub(crate) fn load(&self) -> Guard<Option<Arc<Node>>> {
+        self.0.load()
+    }
+
+    /// The child, to keep.
+    pub(crate) fn get(&self) -> Option<Arc<Node>> {
+        self.0.load_full()
+    }
+
+    pub(crate) fn set(&self, node: Option<Arc<Node>>) {
+        self.0.store(node);
+    }
+}
+
+/// One child edge; the driver shares the link.
+#[derive(Clone)]
+pub(crate) struct ChildLink {
+    pub role: ChildRole,
+    pub link: Arc<Link>,
 }
 
 /// The children of one parent. Each has an edge of that parent; dropping the set takes the edges back, so that an
 /// open that fails half-way leaves no permission behind on nodes that were there before.
 pub(crate) struct Children {
     parent: String,
-    list: Vec<Child>,
+    links: Mutex<Vec<ChildLink>>,
 }
 
 impl Children {
     pub(crate) fn of(parent: &str) -> Children {
-        Children { parent: parent.to_owned(), list: Vec::new() }
+        Children { parent: parent.to_owned(), links: Mutex::default() }
     }
 
     /// Adds a child that the parent is attached to already.
-    pub(crate) fn push(&mut self, role: ChildRole, node: Arc<Node>) {
-        self.list.push(Child { role, node });
+    pub(crate) fn push(&self, role: ChildRole, link: Arc<Link>) {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner).push(ChildLink { role, link });
     }
 
-    pub(crate) fn as_slice(&self) -> &[Child] {
-        &self.list
+    /// Puts the driver's own link in the place of the one with this role, or adds it.
+    pub(crate) fn share(&self, role: ChildRole, link: Arc<Link>) {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        match links.iter_mut().find(|child| child.role == role) {
+            Some(child) => child.link = link,
+            None => links.push(ChildLink { role, link }),
+        }
+    }
+
+    pub(crate) fn links(&self) -> Vec<ChildLink> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn link(&self, role: ChildRole) -> Option<Arc<Link>> {
+        self.links().into_iter().find(|child| child.role == role).map(|child| child.link)
+    }
+
+    /// The children, which the parent has no edge to any more.
+    pub(crate) fn take(&self) -> Vec<Child> {
+        let children = self.list();
+        self.links.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        children
+    }
+
+    pub(crate) fn list(&self) -> Vec<Child> {
+        let with_node = |child: ChildLink| Some(Child { role: child.role, node: child.link.get()? });
+        self.links().into_iter().filter_map(with_node).collect()
     }
 }
 
 impl Drop for Children {
     fn drop(&mut self) {
-        for child in &self.list {
+        for child in self.list() {
             child.node.release(&self.parent);
         }
     }

@@ -4,21 +4,27 @@
 use super::driver::{Driver, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::formats::{self, raw};
+use crate::graph::outcome_of;
+use crate::stats::{IoKind, Outcome};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 
 impl Node {
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.check_range(offset, buf.len() as u64) {
+        let len = buf.len() as u64;
+        if let Err(error) = self.check_range(offset, len) {
+            self.counters.count(IoKind::Read, len, Outcome::Invalid);
             return (Err(error), buf);
         }
-        match &self.driver {
+        let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
             Driver::Raw(raw) => raw.read(offset, buf).await,
             Driver::File(file) => file.file.read_at(buf, offset).await,
-            Driver::Fault(fault) => fault.read(offset, buf).await,
-        }
+            Driver::Filter(filter) => filter.read(offset, buf).await,
+        };
+        self.counters.count(IoKind::Read, len, outcome_of(&result));
+        (result, buf)
     }
 
     /// As [`Node::read`], in a box: for drivers that read from another node.
@@ -49,17 +55,20 @@ impl Node {
 
     /// Writes `buf` at `offset`; it is durable after the next [`Node::flush`] (at once in a writethrough mode).
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.check_write(offset, buf.len() as u64) {
+        let len = buf.len() as u64;
+        if let Err(error) = self.check_write(offset, len) {
+            self.counters.count(IoKind::Write, len, Outcome::Invalid);
             return (Err(error), buf);
         }
-        if self.settings.probed_raw
+        if self.settings.is_probed_raw()
             && offset < formats::PROBE_BYTES as u64
             && let Err(error) = self.check_probed_raw(offset, &buf).await
         {
             return (Err(error), buf);
         }
-        if self.settings.detect_zeroes != DetectZeroes::Off && is_zero(&buf) {
-            let may_unmap = self.settings.detect_zeroes == DetectZeroes::Unmap;
+        let detect = self.settings.detect_zeroes();
+        if detect != DetectZeroes::Off && is_zero(&buf) {
+            let may_unmap = detect == DetectZeroes::Unmap;
             let flags = ZeroFlags { may_unmap, no_fallback: false };
             return (self.write_zeroes(offset, buf.len() as u64, flags).await, buf);
         }
@@ -67,9 +76,10 @@ impl Node {
             Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
             Driver::Raw(raw) => raw.write(offset, buf).await,
             Driver::File(file) => file.file.write_at(buf, offset).await,
-            Driver::Fault(fault) => fault.write(offset, buf).await,
+            Driver::Filter(filter) => filter.write(offset, buf).await,
         };
-        if result.is_ok() && self.settings.writethrough {
+        self.counters.count(IoKind::Write, len, outcome_of(&result));
+        if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush().await, buf);
         }
         (result, buf)
@@ -86,13 +96,15 @@ impl Node {
         if len == 0 {
             return Ok(());
         }
-        let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discard, ..flags };
-        match &self.driver {
+        let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
+        let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
             Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
-            Driver::Fault(fault) => fault.write_zeroes(offset, len, flags).await,
-        }?;
+            Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
+        };
+        self.counters.count(IoKind::WriteZeroes, len, outcome_of(&result));
+        result?;
         self.flush_if_writethrough().await
     }
 
@@ -104,15 +116,17 @@ impl Node {
     /// Gives a range back: a hint. Afterwards it reads as before or as zeroes, never as older backing data.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check_write(offset, len)?;
-        if len == 0 || !self.settings.discard {
+        if len == 0 || !self.settings.discards() {
             return Ok(());
         }
-        match &self.driver {
+        let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
             Driver::Raw(raw) => raw.discard(offset, len).await,
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
-            Driver::Fault(fault) => fault.discard(offset, len).await,
-        }?;
+            Driver::Filter(filter) => filter.discard(offset, len).await,
+        };
+        self.counters.count(IoKind::Discard, len, outcome_of(&result));
+        result?;
         self.flush_if_writethrough().await
     }
 
@@ -124,15 +138,17 @@ impl Node {
     /// Makes everything written so far durable, metadata included.
     pub async fn flush(&self) -> Result<()> {
         self.check_open()?;
-        if self.settings.read_only {
+        if self.settings.is_read_only() {
             return Ok(());
         }
-        match &self.driver {
+        let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
             Driver::Raw(raw) => raw.flush().await,
             Driver::File(file) => file.file.sync().await,
-            Driver::Fault(fault) => fault.flush().await,
-        }
+            Driver::Filter(filter) => filter.flush().await,
+        };
+        self.counters.count(IoKind::Flush, 0, outcome_of(&result));
+        result
     }
 
     /// As [`Node::flush`], in a box.
@@ -141,7 +157,7 @@ impl Node {
     }
 
     async fn flush_if_writethrough(&self) -> Result<()> {
-        if self.settings.writethrough { self.flush().await } else { Ok(()) }
+        if self.settings.is_writethrough() { self.flush().await } else { Ok(()) }
     }
 
     /// Writes whole clusters compressed (already-compressible check inside: a cluster that doesn't shrink is written
@@ -152,7 +168,7 @@ impl Node {
         }
         match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await?,
-            Driver::Fault(fault) => fault.write_compressed(clusters).await?,
+            Driver::Filter(filter) => filter.write_compressed(clusters).await?,
             Driver::Raw(_) | Driver::File(_) => {
                 let message = format!("driver '{}' can't write compressed data", self.driver_name());
                 return Err(Error::unsupported(message).file(self.filename.clone()));
@@ -178,7 +194,7 @@ impl Node {
             Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
-            Driver::Fault(fault) => fault.resize(size, preallocation).await,
+            Driver::Filter(filter) => filter.resize(size, preallocation).await,
         }
     }
 
@@ -200,7 +216,7 @@ impl Node {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if self.settings.read_only {
+        if self.settings.is_read_only() {
             return Err(Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone()));
         }
         Ok(())

@@ -4,20 +4,29 @@
 mod driver;
 mod edge;
 mod io;
+mod live;
+mod settings;
 mod status;
+mod users;
 
 pub use driver::LocalFuture;
 pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
-pub(crate) use edge::Children;
 pub use edge::{Child, ChildRole};
+pub(crate) use edge::{ChildLink, Children, Link};
+pub(crate) use live::raise_heights;
+use settings::LiveSettings;
+pub(crate) use users::MONITOR;
 
+use crate::filters::Filter;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::Graph;
 use crate::open::Edge;
-use cowshed_block::{Error, ErrorKind, Result};
+use crate::options::BlockdevOptions;
+use crate::stats::{NodeCounters, NodeStats};
+use cowshed_block::{Error, Result};
+use cowshed_storage::File;
 use cowshed_storage::fault::Faults;
-use cowshed_storage::{File, PermissionSet};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
@@ -99,16 +108,19 @@ pub struct Node {
     filename: String,
     driver: Driver,
     children: Children,
-    settings: NodeSettings,
+    settings: LiveSettings,
+    /// The options as they count now, for reopening.
+    options: Mutex<BlockdevOptions>,
     /// What the users of this node (parents, exports, jobs) may do with it.
     users: Mutex<Vec<Edge>>,
+    counters: NodeCounters,
     graph: Arc<Graph>,
     warnings: Vec<String>,
     closed: AtomicBool,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
-    height: u32,
+    height: AtomicU32,
 }
 
 /// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or from time to time as
@@ -133,6 +145,7 @@ pub(crate) struct NodeParts {
     pub driver: Driver,
     pub children: Children,
     pub settings: NodeSettings,
+    pub options: BlockdevOptions,
     pub graph: Arc<Graph>,
     pub warnings: Vec<String>,
 }
@@ -143,16 +156,18 @@ impl Node {
         if i64::try_from(size).is_err() {
             return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
         }
-        let height = 1 + parts.children.as_slice().iter().map(|child| child.node.height).max().unwrap_or(0);
+        let height = height_over(&parts.children);
         Ok(Arc::new_cyclic(|this| Node {
             this: this.clone(),
-            height,
+            height: AtomicU32::new(height),
             name: parts.name,
             filename: parts.filename,
             driver: parts.driver,
             children: parts.children,
-            settings: parts.settings,
+            settings: LiveSettings::new(parts.settings),
+            options: Mutex::new(parts.options),
             users: Mutex::default(),
+            counters: NodeCounters::default(),
             graph: parts.graph,
             warnings: parts.warnings,
             closed: AtomicBool::new(false),
@@ -181,36 +196,36 @@ impl Node {
 
     /// True when it was opened for reading only.
     pub fn is_read_only(&self) -> bool {
-        self.settings.read_only
+        self.settings.is_read_only()
     }
 
     /// True when [`Node::discard`] and `may_unmap` do something (`discard=unmap`).
     pub fn discards(&self) -> bool {
-        self.settings.discard
+        self.settings.discards()
     }
 
     /// True when each write is durable before it returns (cache modes `writethrough` and `directsync`).
     pub fn is_writethrough(&self) -> bool {
-        self.settings.writethrough
+        self.settings.is_writethrough()
     }
 
     /// True when the format "raw" was guessed from the content.
     pub fn is_probed_raw(&self) -> bool {
-        self.settings.probed_raw
+        self.settings.is_probed_raw()
     }
 
     /// The children, in the order they were opened: `file`, `data-file`, `backing`, …
-    pub fn children(&self) -> &[Child] {
-        self.children.as_slice()
+    pub fn children(&self) -> Vec<Child> {
+        self.children.list()
     }
 
     /// The child with this role.
-    pub fn child(&self, role: ChildRole) -> Option<&Arc<Node>> {
-        self.children().iter().find(|child| child.role == role).map(|child| &child.node)
+    pub fn child(&self, role: ChildRole) -> Option<Arc<Node>> {
+        self.children.link(role)?.get()
     }
 
     /// The backing file's node.
-    pub fn backing(&self) -> Option<&Arc<Node>> {
+    pub fn backing(&self) -> Option<Arc<Node>> {
         self.child(ChildRole::Backing)
     }
 
@@ -229,9 +244,9 @@ impl Node {
     }
 
     /// The faults of a `blkdebug` node, or of the one directly below a format: to arm and disarm rules at run time.
-    pub fn faults(&self) -> Option<&Arc<Faults>> {
-        let own = self.file().and_then(File::faults);
-        own.or_else(|| self.child(ChildRole::File).and_then(|child| child.file()?.faults()))
+    pub fn faults(&self) -> Option<Arc<Faults>> {
+        let own = self.file().and_then(File::faults).cloned();
+        own.or_else(|| self.child(ChildRole::File).and_then(|child| child.file()?.faults().cloned()))
     }
 
     /// The qcow2 driver, for what only that format has.
@@ -245,9 +260,24 @@ impl Node {
     /// The fault filter, when this node is one.
     pub fn fault(&self) -> Option<&crate::filters::Fault> {
         match &self.driver {
-            Driver::Fault(fault) => Some(fault),
+            Driver::Filter(Filter::Fault(fault)) => Some(fault),
             _ => None,
         }
+    }
+
+    /// True for nodes that pass requests on to their one child (throttle, copy-on-read, fault).
+    pub fn is_filter(&self) -> bool {
+        matches!(self.driver, Driver::Filter(_))
+    }
+
+    /// Requests that reached this node so far. Requests of a format to its own file go past the file's node.
+    pub fn statistics(&self) -> NodeStats {
+        self.counters.snapshot()
+    }
+
+    /// The options of the node as they count now.
+    pub fn options(&self) -> BlockdevOptions {
+        self.options.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The graph that the node is part of.
@@ -261,28 +291,6 @@ impl Node {
         &self.warnings
     }
 
-    /// Gives `edge` its permissions on this node, or says which other user stands in the way.
-    pub(crate) fn attach(&self, edge: Edge) -> Result<()> {
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        for other in users.iter() {
-            edge.check_against(other, &self.name)?;
-        }
-        if edge.permissions.used.contains(PermissionSet::WRITE) && self.settings.read_only {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("node '{}' is read-only", self.name)));
-        }
-        users.push(edge);
-        Ok(())
-    }
-
-    /// Takes back what [`Node::attach`] gave to `user`. True when nobody uses the node any more.
-    pub(crate) fn release(&self, user: &str) -> bool {
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = users.iter().position(|edge| edge.user == user) {
-            users.swap_remove(at);
-        }
-        users.is_empty()
-    }
-
     /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance
     /// to learn that something didn't reach the disk. Children that nobody else uses are closed too. A second call
     /// does nothing.
@@ -290,8 +298,8 @@ impl Node {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        let mut result = self.driver.close(self.settings.read_only).await;
-        for child in self.children() {
+        let mut result = self.driver.close(self.settings.is_read_only()).await;
+        for child in self.children.take() {
             if child.node.release(&self.name) {
                 let closed = child.node.close_boxed().await;
                 result = result.and(closed);
@@ -307,7 +315,7 @@ impl Node {
 
     /// The node as a task can hold it, where a request for it should go on as one.
     fn on_new_stack(&self) -> Option<Arc<Node>> {
-        if self.height.is_multiple_of(NESTED_POLLS) { self.this.upgrade() } else { None }
+        if self.height.load(Ordering::Relaxed).is_multiple_of(NESTED_POLLS) { self.this.upgrade() } else { None }
     }
 
     fn check_open(&self) -> Result<()> {
@@ -316,6 +324,11 @@ impl Node {
         }
         Ok(())
     }
+}
+
+/// The height of a node over these children.
+fn height_over(children: &Children) -> u32 {
+    1 + children.list().iter().map(|child| child.node.height.load(Ordering::Relaxed)).max().unwrap_or(0)
 }
 
 impl Drop for Node {

@@ -5,6 +5,7 @@ use super::driver::{Driver, FileDriver};
 use super::{LocalFuture, Node, StatusExtent, boxed};
 use crate::formats::raw;
 use cowshed_block::Result;
+use std::sync::Arc;
 
 impl Node {
     /// What this layer alone says of a range: runs in order without gaps, `present == false` where the backing file
@@ -19,7 +20,7 @@ impl Node {
             Driver::Qcow2(qcow2) => qcow2.block_status(offset, len, max_runs).await,
             Driver::Raw(raw) => raw.block_status(offset, len, max_runs).await,
             Driver::File(file) => file.block_status(offset, len, max_runs).await,
-            Driver::Fault(fault) => fault.child().block_status_boxed(offset, len, max_runs).await,
+            Driver::Filter(filter) => filter.below().node()?.block_status_boxed(offset, len, max_runs).await,
         }
     }
 
@@ -47,7 +48,7 @@ impl Node {
             match below {
                 None => runs.push(run),
                 Some((child, depth)) => {
-                    if !self.resolve_below(child, depth, &run, max_runs, &mut runs).await? {
+                    if !self.resolve_below(&child, depth, &run, max_runs, &mut runs).await? {
                         break;
                     }
                 }
@@ -96,10 +97,10 @@ impl Node {
     }
 
     /// The node that decides what this one doesn't, and how many layers down it counts.
-    fn chain_child(&self) -> Option<(&Node, u32)> {
+    fn chain_child(&self) -> Option<(Arc<Node>, u32)> {
         match &self.driver {
-            Driver::Fault(fault) => Some((fault.child(), 0)),
-            _ => self.backing().map(|node| (&**node, 1)),
+            Driver::Filter(filter) => filter.below().node().ok().map(|node| (node, 0)),
+            _ => self.backing().map(|node| (node, 1)),
         }
     }
 }

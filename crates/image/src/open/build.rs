@@ -4,13 +4,14 @@
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Edge, OpenRequest, Source};
-use crate::filters::Fault;
+use crate::filters::{Below, Fault, Filter};
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
 use crate::graph::Graph;
 use crate::node::{
-    ChildRole, Children, DetectZeroes, Driver, FileDriver, LocalFuture, NESTED_POLLS, Node, NodeParts, NodeSettings,
+    ChildRole, Children, DetectZeroes, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts,
+    NodeSettings,
 };
 use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
@@ -61,7 +62,11 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
     let node = opener.node(options, place).await?;
-    node.attach(Edge::of(ROOT, writable && !node.is_read_only(), share_all))?;
+    let user = match request.for_monitor {
+        true => Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE },
+        false => Edge::of(ROOT, writable && !node.is_read_only(), share_all),
+    };
+    node.attach(user)?;
     Ok(node)
 }
 
@@ -176,7 +181,8 @@ impl Opener {
             "fault" => {
                 let child = self.file_child(&mut draft).await?;
                 let filename = child.filename();
-                (Driver::Fault(Fault::new(child, options::fault_rules(&draft.options))), filename)
+                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
+                (Driver::Filter(Filter::Fault(Fault::new(below, options::fault_rules(&draft.options)))), filename)
             }
             other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
         };
@@ -187,6 +193,7 @@ impl Opener {
             driver,
             children: draft.children,
             settings: draft.settings,
+            options: draft.options,
             graph: Arc::clone(&self.graph),
             warnings,
         })?;
@@ -234,6 +241,7 @@ impl Opener {
         result?;
         let format = formats::probe(&first);
         let written = !draft.settings.read_only;
+        // Also where it is only read: it may become writable.
         draft.settings.probed_raw = format == "raw";
         if format == "raw" && written {
             self.warnings.borrow_mut().push(format!(
@@ -250,8 +258,8 @@ impl Opener {
 
     /// The child `file`, opened once.
     async fn file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
-        if let Some(open) = draft.children.as_slice().iter().find(|child| child.role == ChildRole::File) {
-            return Ok(Arc::clone(&open.node));
+        if let Some(open) = draft.children.link(ChildRole::File).and_then(|link| link.get()) {
+            return Ok(open);
         }
         let spec = draft.options.get("file").cloned().unwrap_or(Value::Null);
         let place = draft.place.storage("file", !draft.settings.read_only);
@@ -280,6 +288,7 @@ impl Opener {
                 );
             }
         };
+        let is_filter = draft.options.text("driver").and_then(DriverSchema::find).is_some_and(is_plain_filter);
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
             draft.settings.read_only = true;
@@ -287,8 +296,10 @@ impl Opener {
         } else {
             edge
         };
+        // A filter asks for what its users ask of it, and so far it has none.
+        let edge = if is_filter { Edge { permissions: Permissions::NONE, ..edge } } else { edge };
         node.attach(edge)?;
-        draft.children.push(role, Arc::clone(&node));
+        draft.children.push(role, Link::to(Some(Arc::clone(&node))));
         Ok(node)
     }
 
@@ -364,7 +375,9 @@ impl Opener {
             }
             filename = named.with("file", draft.options.get("file").cloned().unwrap_or(Value::Null)).to_json_name();
         }
-        let raw = RawDriver::new(child, options.offset, options.size).map_err(|error| error.file(filename.clone()))?;
+        let link = draft.children.link(ChildRole::File).unwrap_or_default();
+        let raw =
+            RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(filename.clone()))?;
         Ok((Driver::Raw(raw), filename))
     }
 
@@ -390,8 +403,14 @@ impl Opener {
         self.policy.check_header(&header).map_err(in_file)?;
         let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
         let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
+        draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));
         Ok((Driver::Qcow2(Box::new(driver)), filename))
     }
+}
+
+/// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself.
+fn is_plain_filter(schema: &DriverSchema) -> bool {
+    schema.kind == DriverKind::Filter && schema.name != "blkdebug"
 }
 
 /// A folder, or a file where a device is wanted.

@@ -50,6 +50,7 @@ pub struct OpenRequest {
     no_io: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
+    for_monitor: bool,
     files: Arc<dyn Files>,
 }
 
@@ -67,6 +68,7 @@ impl OpenRequest {
             no_io: false,
             policy: Policy::default(),
             graph: None,
+            for_monitor: false,
             files: Arc::new(HostFiles),
         }
     }
@@ -167,6 +169,18 @@ impl OpenRequest {
     pub fn graph(mut self, graph: Arc<Graph>) -> Self {
         self.graph = Some(graph);
         self
+    }
+
+    /// As a node that a graph holds by its name: writable, discards ignored unless the options pass them on.
+    pub(crate) fn for_monitor(mut self, graph: &Arc<Graph>) -> Self {
+        self.graph = Some(Arc::clone(graph));
+        self.for_monitor = true;
+        self.writable(true).discard(false)
+    }
+
+    /// True when the options name the node.
+    pub(crate) fn has_node_name(&self) -> bool {
+        matches!(&self.source, Source::Options(options) if options.text("node-name").is_some())
     }
 
     /// Where protocol nodes get their files from.

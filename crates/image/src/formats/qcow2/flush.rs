@@ -32,7 +32,7 @@ impl Drop for Running<'_> {
 impl Qcow2Driver {
     /// Makes everything written so far durable, metadata included.
     pub async fn flush(&self) -> Result<()> {
-        if !self.writable {
+        if !self.writable.load(Ordering::Relaxed) {
             return Ok(());
         }
         self.write_back(false).await
@@ -55,7 +55,7 @@ impl Qcow2Driver {
     pub(super) async fn cycle(&self, with_refcounts: bool) -> Result<()> {
         self.check_writable()?;
         let covers = self.flushes_asked.load(Ordering::SeqCst);
-        if self.engine.config().lazy_refcounts && self.engine.is_dirty() && !self.header().is_dirty() {
+        if self.engine.lazy_refcounts() && self.engine.is_dirty() && !self.header().is_dirty() {
             self.engine.want_dirty_bit();
         }
         let mut running = Running { driver: self, cycle: Some(self.engine.begin_cycle(with_refcounts)) };
@@ -130,7 +130,7 @@ impl Qcow2Driver {
             if reclaim.is_empty() {
                 return Ok(());
             }
-            if self.punch {
+            if self.punch.load(Ordering::Relaxed) {
                 for (host, len) in &reclaim.holes {
                     // Only space is lost where a hole can't be punched.
                     if let Err(error) = self.file.punch_hole(host.0, *len).await
@@ -177,9 +177,14 @@ impl Qcow2Driver {
 
     /// Flushes, clears the dirty bit, gives the tail of the file back.
     pub async fn close(&self) -> Result<()> {
-        if !self.writable || self.closed.swap(true, Ordering::SeqCst) {
+        if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
+        self.settle_all().await
+    }
+
+    /// Makes the image on disk complete, as a close leaves it. No request may run.
+    pub(super) async fn settle_all(&self) -> Result<()> {
         self.engine.stop_packing();
         // Each round may free clusters whose lowered counts the next one writes; no requests run any more.
         for _ in 0..8 {
@@ -195,7 +200,7 @@ impl Qcow2Driver {
                 self.engine.truncated(needed);
             }
         }
-        if self.engine.config().lazy_refcounts && self.header().is_dirty() {
+        if self.engine.lazy_refcounts() && self.header().is_dirty() {
             if self.engine.is_dirty() {
                 return Err(self.error(Error::internal("refcounts are still dirty at close")));
             }

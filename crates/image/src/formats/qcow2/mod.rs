@@ -8,13 +8,13 @@
 mod allocate;
 mod cipher;
 mod compressed;
-mod events;
 mod flush;
 mod header;
 mod holes;
 mod open;
 mod preallocate;
 mod read;
+mod reopen;
 mod resize;
 mod span;
 mod status;
@@ -25,13 +25,13 @@ pub use cipher::Cipher;
 
 use super::OpenContext;
 use crate::codec::Codec;
-use crate::node::Node;
+use crate::events::Events;
+use crate::node::Link;
 use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics};
 use cowshed_storage::{File, IoBuf};
-use events::Events;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -41,7 +41,7 @@ pub struct Qcow2Driver {
     file: File,
     file_name: String,
     data_file: Option<File>,
-    backing: Option<Arc<Node>>,
+    backing: Arc<Link>,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
     codec: Mutex<Codec>,
@@ -50,9 +50,9 @@ pub struct Qcow2Driver {
     max_decompressed_bytes: u64,
     /// The header as it is on disk.
     header: Mutex<Header>,
-    writable: bool,
+    writable: AtomicBool,
     /// Freed clusters get holes punched.
-    punch: bool,
+    punch: AtomicBool,
     /// Something about the mapping has changed: those who wait plan again.
     events: Events,
     /// Held by the one write-back cycle, refcount or L1 growth that may run.
@@ -130,7 +130,7 @@ impl Qcow2Driver {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if !self.writable {
+        if !self.writable.load(Ordering::Relaxed) {
             return Err(self.error(Error::new(ErrorKind::ReadOnly, "the image is open for reading only")));
         }
         if self.abandoned.load(Ordering::Relaxed) {

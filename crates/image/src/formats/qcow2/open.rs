@@ -4,7 +4,7 @@
 use super::{Cipher, Events, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
-use crate::node::Node;
+use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
 use cowshed_layout::qcow2::{Header, L2Format};
@@ -66,13 +66,13 @@ impl Qcow2Driver {
             file: context.file,
             file_name: context.file_name,
             data_file: context.data_file,
-            backing: context.backing,
+            backing: Link::to(context.backing),
             no_backing: context.no_backing && header.backing_file.is_some(),
             cipher,
             header: Mutex::new(header),
             // Opened to be checked: the check writes past the driver, whose view of the file is stale after a repair.
-            writable: context.writable && !context.check,
-            punch,
+            writable: AtomicBool::new(context.writable && !context.check),
+            punch: AtomicBool::new(punch),
             events: Events::default(),
             cycle_lock: futures_util::lock::Mutex::new(()),
             flushes_asked: AtomicU64::new(0),
@@ -86,7 +86,7 @@ impl Qcow2Driver {
 }
 
 /// Refuses to write what can't be kept right yet.
-fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
+pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
     if header.is_corrupt() {
         let message = "the image is marked as corrupt: it can only be opened for reading, or repaired";
         return Err(Error::new(ErrorKind::InvalidImage, message)
@@ -152,7 +152,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     })
 }
 
-fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
+pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
     let checks = &options.overlap_check;
     OverlapSet::NONE
         .with(Structure::MainHeader, checks.main_header)
@@ -178,7 +178,7 @@ fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
 
 /// L2 and refcount cache in bytes. Of `l2-cache-size`, `refcount-cache-size` and `cache-size` any two decide the third;
 /// of one alone, L2 gets what is left after the least that the refcount cache needs.
-fn cache_sizes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> (u64, u64) {
+pub(super) fn cache_sizes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> (u64, u64) {
     let least = REFCOUNT_BLOCKS * cluster_size;
     match (options.cache_bytes, options.l2_cache_bytes, options.refcount_cache_bytes) {
         (Some(both), Some(l2), _) => (l2, both.saturating_sub(l2).max(least)),
@@ -190,7 +190,7 @@ fn cache_sizes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> (u64, u64) {
 
 impl Qcow2Driver {
     /// Clears autoclear bits that we don't know, as the specification asks of the first writer.
-    async fn clear_unknown_autoclear(&self) -> Result<()> {
+    pub(super) async fn clear_unknown_autoclear(&self) -> Result<()> {
         let unknown = self.header().autoclear_features & !AUTOCLEAR_KNOWN;
         if unknown == 0 {
             return Ok(());

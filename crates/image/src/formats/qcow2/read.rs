@@ -59,7 +59,7 @@ impl Qcow2Driver {
                 buf.fill(0);
                 (Ok(()), buf)
             }
-            Mapping::Unallocated => match &self.backing {
+            Mapping::Unallocated => match &*self.backing.load() {
                 Some(backing) => backing.read_padded(extent.guest.0, buf).await,
                 None if self.no_backing => {
                     let message = "this range is in the backing file, which was left out";

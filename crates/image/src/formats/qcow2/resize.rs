@@ -84,7 +84,7 @@ impl Qcow2Driver {
         if old < cluster_end && !self.reads_zero(old, cluster_end - old).await? {
             self.write_zero_data(old, cluster_end - old).await?;
         }
-        let backing_end = self.engine.config().backing_size.unwrap_or(0).min(new);
+        let backing_end = self.engine.backing_size().unwrap_or(0).min(new);
         if cluster_end < backing_end {
             // Up to a whole cluster: behind `new` there is no disk.
             let stop = backing_end.next_multiple_of(self.cluster_size());

@@ -56,7 +56,7 @@ impl Qcow2Driver {
                 file: host.and_then(|_| file_of(self.data_place())),
                 ..nothing
             },
-            Mapping::Unallocated => StatusExtent { zero: self.backing.is_none() && !self.no_backing, ..nothing },
+            Mapping::Unallocated => StatusExtent { zero: self.backing.load().is_none() && !self.no_backing, ..nothing },
             Mapping::Compressed { .. } => StatusExtent { data: true, present: true, compressed: true, ..nothing },
         }
     }

@@ -6,11 +6,12 @@ use super::span::{Direct, Partly, join};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
+use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
     /// Writes `buf` at `offset`. The node has checked the range.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if !self.writable {
+        if !self.writable.load(Ordering::Relaxed) {
             return (self.check_writable(), buf);
         }
         if self.cipher.is_none() {

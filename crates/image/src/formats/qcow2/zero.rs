@@ -79,7 +79,7 @@ impl Qcow2Driver {
     /// True when the mapping alone says that a range reads as zeroes.
     pub(super) async fn reads_zero(&self, start: u64, len: u64) -> Result<bool> {
         let mut at = start;
-        let backing_size = self.engine.config().backing_size.unwrap_or(0);
+        let backing_size = self.engine.backing_size().unwrap_or(0);
         while at < start + len {
             let mut extents = ExtentList::default();
             let mapped = self.plan(|engine| engine.map(GuestOffset(at), start + len - at, &mut extents)).await?;

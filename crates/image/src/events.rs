@@ -8,7 +8,7 @@ use std::task::{Poll, Waker};
 /// A counter of changes. Read it, look at the state, and wait for it to move if the state didn't suit: no change in
 /// between is missed.
 #[derive(Default)]
-pub(super) struct Events {
+pub(crate) struct Events {
     /// Changed with the list locked, read without.
     count: AtomicU64,
     waiting: Mutex<Vec<Waker>>,
@@ -20,12 +20,12 @@ impl Events {
     }
 
     /// The present count.
-    pub(super) fn now(&self) -> u64 {
+    pub(crate) fn now(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }
 
     /// Counts a change and wakes everybody.
-    pub(super) fn notify(&self) {
+    pub(crate) fn notify(&self) {
         let waiting = {
             let mut waiting = self.lock();
             self.count.fetch_add(1, Ordering::SeqCst);
@@ -35,7 +35,7 @@ impl Events {
     }
 
     /// Waits until the count isn't `seen` any more.
-    pub(super) async fn wait(&self, seen: u64) {
+    pub(crate) async fn wait(&self, seen: u64) {
         std::future::poll_fn(|context| {
             let mut waiting = self.lock();
             if self.now() != seen {

@@ -1,20 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The block graph: the nodes by name. A reader sees one immutable snapshot; a change builds the next and swaps it in.
+//! The block graph: the nodes by name, what is attached to them, and how they change under running requests.
+//!
+//! The names are one immutable snapshot that is swapped whole. Edges (attachment to node, parent to child) are moved
+//! while the attachments above them are drained: a request sees the graph before or after a change, never in between.
+
+mod attachment;
+mod drain;
+mod gate;
+mod moves;
+mod owned;
+mod snapshot;
+mod writing;
+
+pub(crate) use attachment::outcome_of;
+pub use attachment::{AttachRequest, Attachment, Queue};
+pub use drain::Drained;
 
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
+use owned::Owned;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 /// Longest node-name in bytes, as QEMU has it.
 const MAX_NAME_BYTES: usize = 31;
 
-/// A set of named nodes. The graph knows its nodes and doesn't keep them alive: their users and parents do.
-#[derive(Debug, Default)]
+/// A set of named nodes. The graph keeps the nodes alive that were added by name ([`Graph::add`]); the others are kept by
+/// their users and parents.
+#[derive(Default)]
 pub struct Graph {
     snapshot: RwLock<Arc<GraphSnapshot>>,
     generated: AtomicU32,
+    owned: Mutex<Owned>,
+    /// Held for the time of a change: one at a time.
+    change: futures_util::lock::Mutex<()>,
 }
 
 /// The nodes of a [`Graph`] at one moment.
@@ -62,6 +82,11 @@ impl Graph {
     /// The node with this name.
     pub fn find(&self, name: &str) -> Option<Arc<Node>> {
         self.snapshot().find(name)
+    }
+
+    /// Waits until no other change of the graph is under way.
+    async fn changing(&self) -> futures_util::lock::MutexGuard<'_, ()> {
+        self.change.lock().await
     }
 
     /// Builds the next snapshot and swaps it in.
@@ -121,6 +146,12 @@ impl Drop for Reservation {
         if !self.kept {
             self.graph.remove(&self.name);
         }
+    }
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Graph").field("snapshot", &self.snapshot()).finish_non_exhaustive()
     }
 }
 

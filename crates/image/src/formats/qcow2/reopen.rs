@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What changes while the image stays open. The graph sees to it that no request runs meanwhile.
+
+use super::Qcow2Driver;
+use super::open::{cache_sizes, check_may_write, overlap_set};
+use crate::formats::Qcow2RuntimeOptions;
+use crate::node::{Link, Node};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_qcow2::OverlapSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl Qcow2Driver {
+    /// The edge to the backing file.
+    pub(crate) fn backing_link(&self) -> &Arc<Link> {
+        &self.backing
+    }
+
+    /// True when the image names a backing file that was left out at open.
+    pub(crate) fn lacks_backing(&self) -> bool {
+        self.no_backing
+    }
+
+    /// Another backing file, or none. The header isn't changed.
+    pub(crate) fn set_backing(&self, backing: Option<Arc<Node>>) {
+        self.engine.set_backing_size(backing.as_deref().map(Node::size));
+        self.backing.set(backing);
+    }
+
+    /// Makes the image on disk complete, as a close would, and goes on.
+    pub(crate) async fn complete(&self) -> Result<()> {
+        if !self.writable.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.settle_all().await
+    }
+
+    /// Refuses writes from now on. [`Qcow2Driver::complete`] has run before.
+    pub(crate) fn stop_writing(&self) {
+        self.writable.store(false, Ordering::Release);
+    }
+
+    /// Takes writes from now on; the file has become writable.
+    pub(crate) async fn start_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        let header = self.header();
+        check_may_write(&header, self.cipher.is_some()).map_err(|error| self.error(error))?;
+        if header.is_dirty() {
+            let message = "the image was not closed cleanly: close it and open it for writing, which repairs it";
+            return Err(self.error(Error::new(ErrorKind::InvalidImage, message)));
+        }
+        self.writable.store(true, Ordering::Release);
+        let started = self.prepare_writing(options).await;
+        if started.is_err() {
+            self.writable.store(false, Ordering::Release);
+        }
+        started
+    }
+
+    async fn prepare_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        self.engine.set_overlap(overlap_set(options));
+        self.set_lazy(options);
+        self.plan(|engine| engine.require_refcount_table()).await?;
+        self.clear_unknown_autoclear().await
+    }
+
+    /// Applies the run-time options. [`Qcow2Driver::complete`] has run before.
+    pub(crate) fn apply(&self, options: &Qcow2RuntimeOptions) {
+        let (l2, refcounts) = cache_sizes(options, self.cluster_size());
+        self.engine.set_cache_limits(l2, refcounts);
+        self.engine.set_discard_no_unref(options.discard_no_unref);
+        self.punch.store(options.pass_discard_request, Ordering::Relaxed);
+        if self.writable.load(Ordering::Relaxed) {
+            self.engine.set_overlap(overlap_set(options));
+            self.set_lazy(options);
+        } else {
+            self.engine.set_overlap(OverlapSet::NONE);
+        }
+    }
+
+    fn set_lazy(&self, options: &Qcow2RuntimeOptions) {
+        let header = self.header();
+        let lazy = header.version >= 3 && options.lazy_refcounts.unwrap_or_else(|| header.has_lazy_refcounts());
+        self.engine.set_lazy_refcounts(lazy);
+    }
+}

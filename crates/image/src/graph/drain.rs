@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Drains: no request runs in a part of the graph while it is changed.
+
+use super::Graph;
+use super::attachment::Attachment;
+use crate::node::Node;
+use std::sync::Arc;
+
+/// While it lives, the drained attachments let no request in; those that come wait and go on afterwards.
+#[must_use = "requests go on when the guard is dropped"]
+pub struct Drained {
+    attachments: Vec<Arc<Attachment>>,
+}
+
+impl Drained {
+    /// Closes the gates, lets throttled requests go, and waits until no request is left.
+    pub(super) async fn of(attachments: Vec<Arc<Attachment>>) -> Drained {
+        for attachment in &attachments {
+            attachment.gate().close();
+        }
+        // Made before the wait: dropped half-way, it opens the gates again.
+        let drained = Drained { attachments };
+        for attachment in &drained.attachments {
+            attachment.gate().empty().await;
+        }
+        drained
+    }
+}
+
+impl Drop for Drained {
+    fn drop(&mut self) {
+        for attachment in &self.attachments {
+            attachment.gate().open();
+        }
+    }
+}
+
+/// A node and everything below it, each once.
+pub(super) fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut seen: Vec<Arc<Node>> = Vec::new();
+    let mut next = vec![Arc::clone(top)];
+    while let Some(node) = next.pop() {
+        if seen.iter().any(|known| Arc::ptr_eq(known, &node)) {
+            continue;
+        }
+        next.extend(node.children().into_iter().map(|child| child.node));
+        seen.push(node);
+    }
+    seen
+}
+
+/// True when `node` is `top` or below it.
+pub(super) fn reaches(top: &Arc<Node>, node: &Arc<Node>) -> bool {
+    nodes_below(top).iter().any(|known| Arc::ptr_eq(known, node))
+}
+
+impl Graph {
+    /// Drains everything that can send requests to one of these nodes.
+    pub async fn drain(&self, nodes: &[&Arc<Node>]) -> Drained {
+        let affected = |attachment: &Arc<Attachment>| {
+            let below = nodes_below(&attachment.node());
+            nodes.iter().any(|node| below.iter().any(|known| Arc::ptr_eq(known, node)))
+        };
+        Drained::of(self.attachments().into_iter().filter(affected).collect()).await
+    }
+}

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Putting one node in the place of another for all its users at once: replacing, inserting and removing filters,
+//! another backing file.
+
+use super::drain::{nodes_below, reaches};
+use super::owned::quoted;
+use super::{Attachment, Graph};
+use crate::node::{ChildLink, ChildRole, Node, raise_heights};
+use crate::open::Edge;
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::Permissions;
+use std::sync::Arc;
+
+/// A user that moves from one node to another.
+enum User {
+    Attachment(Arc<Attachment>),
+    Parent(Arc<Node>, ChildLink),
+}
+
+impl User {
+    fn name(&self) -> String {
+        match self {
+            User::Attachment(attachment) => attachment.user(),
+            User::Parent(parent, _) => parent.name().to_owned(),
+        }
+    }
+
+    fn point_to(&self, node: &Arc<Node>) {
+        match self {
+            User::Attachment(attachment) => attachment.point_to(Arc::clone(node)),
+            User::Parent(parent, child) => match parent.qcow2() {
+                Some(qcow2) if child.role == ChildRole::Backing => qcow2.set_backing(Some(Arc::clone(node))),
+                _ => child.link.set(Some(Arc::clone(node))),
+            },
+        }
+    }
+}
+
+impl Graph {
+    /// Puts `new` in the place of `old` for all users of `old`, but for those that `new` itself stands on. While they
+    /// are moved their requests wait.
+    pub async fn replace(self: &Arc<Self>, old: &Arc<Node>, new: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[old, new]).await;
+        self.move_users(old, new)
+    }
+
+    /// Opens a filter (`options` without its `file`) above a node and puts it between the node and its users.
+    pub async fn insert_filter(self: &Arc<Self>, node: &Arc<Node>, options: BlockdevOptions) -> Result<Arc<Node>> {
+        let filter = self.add(options.with("file", node.name())).await?;
+        let inserted = match filter.is_filter() {
+            true => self.replace(node, &filter).await,
+            false => Err(Error::invalid_argument(format!("'{}' is not a filter", filter.driver_name()))),
+        };
+        if let Err(error) = inserted {
+            if let Err(error) = self.delete(filter.name()).await {
+                tracing::warn!("{error}");
+            }
+            return Err(error);
+        }
+        Ok(filter)
+    }
+
+    /// Takes a filter out: its users go on with the node behind it, and the filter is closed.
+    pub async fn remove_filter(self: &Arc<Self>, filter: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let child = match filter.child(ChildRole::File) {
+            Some(child) if filter.is_filter() => child,
+            _ => {
+                let message = format!("node '{}' is not a filter", filter.name());
+                return Err(Error::invalid_argument(message));
+            }
+        };
+        {
+            let _drained = self.drain(&[filter]).await;
+            self.move_users(filter, &child)?;
+        }
+        if self.owns(filter) {
+            return self.delete_locked(filter.name()).await;
+        }
+        filter.close().await
+    }
+
+    /// Gives an image another backing file, or none, without writing that into its header.
+    pub async fn set_backing(self: &Arc<Self>, node: &Arc<Node>, backing: Option<&Arc<Node>>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[node]).await;
+        let unused = self.set_backing_drained(node, backing)?;
+        match unused {
+            Some(unused) => unused.close().await,
+            None => Ok(()),
+        }
+    }
+
+    /// As [`Graph::set_backing`], drained already. Returns the old backing node when nobody uses it any more.
+    pub(super) fn set_backing_drained(
+        &self,
+        node: &Arc<Node>,
+        backing: Option<&Arc<Node>>,
+    ) -> Result<Option<Arc<Node>>> {
+        let name = node.name();
+        let Some(qcow2) = node.qcow2() else {
+            let message = format!("node '{name}' ({}) can't have a backing file", node.driver_name());
+            return Err(Error::invalid_argument(message));
+        };
+        if qcow2.lacks_backing() {
+            let message = format!("node '{name}' was opened without its backing file");
+            return Err(Error::invalid_argument(message));
+        }
+        let old = node.backing();
+        if let Some(backing) = backing {
+            if old.as_ref().is_some_and(|old| Arc::ptr_eq(old, backing)) {
+                return Ok(None);
+            }
+            if reaches(backing, node) {
+                let message = format!("making '{}' a backing file of '{name}' would make a loop", backing.name());
+                return Err(Error::invalid_argument(message));
+            }
+            backing.attach(Edge { user: name.to_owned(), permissions: Permissions::READ })?;
+        }
+        qcow2.set_backing(backing.cloned());
+        raise_heights(self.snapshot().nodes());
+        Ok(old.filter(|old| old.release(name)))
+    }
+
+    pub(super) fn owns(&self, node: &Arc<Node>) -> bool {
+        self.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node))
+    }
+
+    /// Who uses `old`, but for what `new` stands on. An error when there is one that can't be moved.
+    fn movable_users(&self, old: &Arc<Node>, new: &Arc<Node>) -> Result<Vec<User>> {
+        let stay = nodes_below(new);
+        let mut users = Vec::new();
+        let mut staying = Vec::new();
+        for attachment in self.attachments() {
+            if Arc::ptr_eq(&attachment.node(), old) {
+                users.push(User::Attachment(attachment));
+            }
+        }
+        for parent in self.snapshot().nodes() {
+            for child in parent.child_links() {
+                if !child.link.get().is_some_and(|node| Arc::ptr_eq(&node, old)) {
+                    continue;
+                }
+                if stay.iter().any(|known| Arc::ptr_eq(known, &parent)) {
+                    staying.push(parent.name().to_owned());
+                } else if child.role == ChildRole::Backing || parent.is_filter() {
+                    users.push(User::Parent(Arc::clone(&parent), child));
+                } else {
+                    let message = format!(
+                        "node '{}' stores its data in '{}' and can't move to another node while it is open",
+                        parent.name(),
+                        old.name()
+                    );
+                    return Err(Error::new(ErrorKind::Busy, message));
+                }
+            }
+        }
+        let known: Vec<String> = users.iter().map(User::name).chain(staying).collect();
+        let others: Vec<String> = old.user_names().into_iter().filter(|user| !known.contains(user)).collect();
+        if !others.is_empty() {
+            let message = format!("node '{}' is in use by {}, which can't be moved", old.name(), quoted(&others));
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        Ok(users)
+    }
+
+    /// Moves all users of `old` to `new`, or none. They are drained.
+    pub(super) fn move_users(&self, old: &Arc<Node>, new: &Arc<Node>) -> Result<()> {
+        if Arc::ptr_eq(old, new) {
+            return Ok(());
+        }
+        let users = self.movable_users(old, new)?;
+        let edge = |user: &User| {
+            let permissions = old.permissions_of(&user.name()).unwrap_or(Permissions::NONE);
+            Edge { user: user.name(), permissions }
+        };
+        let edges: Vec<Edge> = users.iter().map(edge).collect();
+        // All leave before the first comes: `new` may pass what it grants on to `old`.
+        for edge in &edges {
+            old.release(&edge.user);
+        }
+        for (at, edge) in edges.iter().enumerate() {
+            if let Err(error) = new.attach(edge.clone()) {
+                for done in &edges[..at] {
+                    new.release(&done.user);
+                }
+                for edge in edges {
+                    // It had these permissions a moment ago.
+                    if let Err(error) = old.attach(edge) {
+                        tracing::error!("{error}");
+                    }
+                }
+                return Err(error);
+            }
+        }
+        for user in &users {
+            user.point_to(new);
+        }
+        raise_heights(self.snapshot().nodes());
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a graph holds itself: nodes that were added by name, and the list of attachments.
+
+use super::{AttachRequest, Attachment, Graph};
+use crate::node::Node;
+use crate::open::{OpenRequest, open};
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+
+#[derive(Default)]
+pub(super) struct Owned {
+    nodes: BTreeMap<String, Arc<Node>>,
+    attachments: BTreeMap<String, Weak<Attachment>>,
+}
+
+impl Graph {
+    pub(super) fn owned(&self) -> MutexGuard<'_, Owned> {
+        self.owned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens a node with everything below it, as `blockdev-add` does: it needs a `node-name`, is opened for writing
+    /// unless the options say otherwise, and stays until [`Graph::delete`].
+    pub async fn add(self: &Arc<Self>, options: BlockdevOptions) -> Result<Arc<Node>> {
+        self.add_with(OpenRequest::options(options)).await
+    }
+
+    /// As [`Graph::add`], for a request that says more (a policy, a place for files).
+    pub async fn add_with(self: &Arc<Self>, request: OpenRequest) -> Result<Arc<Node>> {
+        if !request.has_node_name() {
+            return Err(Error::invalid_argument("'node-name' must be specified for the root node"));
+        }
+        let _one_change = self.changing().await;
+        let node = open(request.for_monitor(self)).await?;
+        self.owned().nodes.insert(node.name().to_owned(), Arc::clone(&node));
+        Ok(node)
+    }
+
+    /// Closes a node that was added by name. Refused while somebody uses it.
+    pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
+        let _one_change = self.changing().await;
+        self.delete_locked(name).await
+    }
+
+    pub(super) async fn delete_locked(&self, name: &str) -> Result<()> {
+        let node = match self.owned().nodes.get(name) {
+            Some(node) => Arc::clone(node),
+            None if self.find(name).is_some() => {
+                let message = format!("node '{name}' is not owned by the monitor: it goes with the node that uses it");
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+            None => return Err(no_such_node(name)),
+        };
+        let users = node.user_names();
+        if !users.is_empty() {
+            let message = format!("node '{name}' is in use by {}", quoted(&users));
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        self.owned().nodes.remove(name);
+        node.close().await
+    }
+
+    /// The nodes that were added by name.
+    pub fn owned_nodes(&self) -> Vec<Arc<Node>> {
+        self.owned().nodes.values().cloned().collect()
+    }
+
+    /// Attaches an export or a job to a node. Its name must be new among the attachments.
+    pub async fn attach(self: &Arc<Self>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
+        let _one_change = self.changing().await;
+        if let Some(known) = self.find_attachment(request.name()) {
+            let message = format!("there is an attachment '{}' already", known.name());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        let attachment = Attachment::new(self, node, request)?;
+        self.owned().attachments.insert(attachment.name().to_owned(), Arc::downgrade(&attachment));
+        Ok(attachment)
+    }
+
+    /// The attachments, ordered by name.
+    pub fn attachments(&self) -> Vec<Arc<Attachment>> {
+        self.owned().attachments.values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The attachment with this name.
+    pub fn find_attachment(&self, name: &str) -> Option<Arc<Attachment>> {
+        self.owned().attachments.get(name).and_then(Weak::upgrade)
+    }
+
+    pub(super) fn forget_attachment(&self, attachment: &Attachment) {
+        let mut owned = self.owned();
+        // Its name may be another one's by now.
+        if owned.attachments.get(attachment.name()).is_some_and(|known| std::ptr::eq(known.as_ptr(), attachment)) {
+            owned.attachments.remove(attachment.name());
+        }
+    }
+
+    /// The node with this name, or an error that names it.
+    pub fn node(&self, name: &str) -> Result<Arc<Node>> {
+        self.find(name).ok_or_else(|| no_such_node(name))
+    }
+
+    /// Closes every node that was added by name, users first. The first error is returned, after all were tried.
+    pub async fn close_all(self: &Arc<Self>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let mut result = Ok(());
+        loop {
+            let nodes = std::mem::take(&mut self.owned().nodes);
+            if nodes.is_empty() {
+                return result;
+            }
+            let (used, unused): (Vec<_>, Vec<_>) =
+                nodes.into_iter().partition(|(_, node)| !node.user_names().is_empty());
+            if unused.is_empty() {
+                // Attachments are still there: their nodes are closed all the same, they get errors.
+                for (_, node) in used {
+                    result = result.and(node.close().await);
+                }
+                return result;
+            }
+            self.owned().nodes.extend(used);
+            for (_, node) in unused {
+                result = result.and(node.close().await);
+            }
+        }
+    }
+}
+
+/// The error for a name that no node has.
+pub(super) fn no_such_node(name: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("cannot find node '{name}'"))
+}
+
+/// Names for a message.
+pub(super) fn quoted(names: &[String]) -> String {
+    names.iter().map(|name| format!("'{name}'")).collect::<Vec<_>>().join(", ")
+}

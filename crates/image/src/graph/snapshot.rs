@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Live snapshots: a new overlay under running clients.
+
+use super::Graph;
+use super::drain::reaches;
+use super::owned::quoted;
+use crate::node::Node;
+use cowshed_block::{Error, ErrorKind, Result};
+use std::sync::Arc;
+
+impl Graph {
+    /// Puts `overlay` on top of `node` for everybody who uses `node`, which becomes its read-only backing file.
+    ///
+    /// Everything written before is in `node` and durable, everything written after is in the overlay; requests that
+    /// come meanwhile wait, and none fails. The overlay must be an image without a backing node (`backing: null`)
+    /// that nobody uses; its header isn't changed. On an error everything is as before.
+    pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing().await;
+        check_overlay(node, overlay)?;
+        let _drained = self.drain(&[node, overlay]).await;
+        let was_writable = !node.is_read_only();
+        // What can fail for reasons outside of this process comes first, and changes nothing that anybody sees.
+        node.complete().await?;
+        // The users leave first, so that nobody writes to the node when it becomes a backing file.
+        self.move_users(node, overlay)?;
+        let linked = match self.make_read_only(node).await {
+            Ok(()) => self.set_backing_drained(overlay, Some(node)).map(drop),
+            Err(error) => Err(error),
+        };
+        if linked.is_err() {
+            let writable = if was_writable { self.make_writable(node).await } else { Ok(()) };
+            if let Err(error) = writable.and_then(|()| self.move_users(overlay, node)) {
+                tracing::error!("could not go back to the node below the overlay: {error}");
+            }
+        }
+        linked
+    }
+}
+
+fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
+    let refuse = |kind: ErrorKind, message: String| Err(Error::new(kind, message));
+    let name = overlay.name();
+    if overlay.qcow2().is_none() {
+        let message = format!("the overlay '{name}' ({}) can't have a backing file", overlay.driver_name());
+        return refuse(ErrorKind::InvalidArgument, message);
+    }
+    if reaches(node, overlay) {
+        return refuse(ErrorKind::InvalidArgument, format!("the overlay '{name}' is in use below '{}'", node.name()));
+    }
+    let users = overlay.user_names();
+    if !users.is_empty() {
+        return refuse(ErrorKind::Busy, format!("the overlay '{name}' is already in use by {}", quoted(&users)));
+    }
+    if let Some(backing) = overlay.backing() {
+        let message = format!("the overlay '{name}' already has a backing image, '{}'", backing.name());
+        return refuse(ErrorKind::InvalidArgument, message);
+    }
+    if overlay.is_read_only() && !node.is_read_only() {
+        return refuse(ErrorKind::ReadOnly, format!("the overlay '{name}' is read-only"));
+    }
+    Ok(())
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Turning nodes read-only and back, with their files and the locks on those.
+
+use super::Graph;
+use crate::node::{ChildRole, LocalFuture, Node};
+use crate::open::Edge;
+use cowshed_block::{Error, ErrorKind, Result};
+use std::sync::Arc;
+
+impl Graph {
+    /// Makes a node read-only or writable, with the files that store it. Refused while somebody writes to it, or where
+    /// its file may not be written.
+    pub async fn set_read_only(self: &Arc<Self>, node: &Arc<Node>, read_only: bool) -> Result<()> {
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[node]).await;
+        match read_only {
+            true => {
+                node.complete().await?;
+                self.make_read_only(node).await
+            }
+            false => self.make_writable(node).await,
+        }
+    }
+
+    /// [`Node::complete`] has run, and no request runs.
+    pub(super) fn make_read_only<'a>(&'a self, node: &'a Arc<Node>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if node.is_read_only() {
+                return Ok(());
+            }
+            if node.has_writer() {
+                return Err(Error::new(ErrorKind::Busy, format!("node '{}' has a writer", node.name())));
+            }
+            node.stop_writing()?;
+            for child in node.children() {
+                if child.role == ChildRole::Backing {
+                    continue;
+                }
+                // Asking for less can't meet a conflict.
+                child.node.change_user(node.name(), Edge::of(node.name(), false, false).permissions)?;
+                if !node.is_filter() && !child.node.has_writer() {
+                    self.make_read_only(&child.node).await?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// No request runs. On an error everything is as before.
+    pub(super) fn make_writable<'a>(&'a self, node: &'a Arc<Node>) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if !node.is_read_only() {
+                return Ok(());
+            }
+            let mut done: Vec<Arc<Node>> = Vec::new();
+            let result = self.make_children_writable(node, &mut done).await;
+            let result = match result {
+                Ok(()) => node.start_writing().await,
+                error => error,
+            };
+            if result.is_err() {
+                for child in done {
+                    let permissions = Edge::of(node.name(), false, false).permissions;
+                    let undone = child.change_user(node.name(), permissions);
+                    if let Err(error) = undone.and(self.make_read_only(&child).await) {
+                        tracing::error!("{error}");
+                    }
+                }
+            }
+            result
+        })
+    }
+
+    async fn make_children_writable(&self, node: &Arc<Node>, done: &mut Vec<Arc<Node>>) -> Result<()> {
+        for child in node.children() {
+            if child.role == ChildRole::Backing {
+                continue;
+            }
+            let was_read_only = child.node.is_read_only();
+            self.make_writable(&child.node).await?;
+            if was_read_only {
+                done.push(Arc::clone(&child.node));
+            }
+            if !node.is_filter() {
+                child.node.change_user(node.name(), Edge::of(node.name(), true, false).permissions)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the graph changes about a node while it stays open. No request runs meanwhile.
+
+use super::driver::Driver;
+use super::{ChildLink, Node, height_over};
+use crate::open::Edge;
+use crate::options;
+use cowshed_block::Result;
+use cowshed_storage::Permissions;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl Node {
+    /// The child edges.
+    pub(crate) fn child_links(&self) -> Vec<ChildLink> {
+        self.children.links()
+    }
+
+    /// Makes what is on disk complete, as a close would leave it.
+    pub(crate) async fn complete(&self) -> Result<()> {
+        let result = match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.complete().await,
+            _ => self.flush().await,
+        };
+        result.map_err(|error| error.file(self.filename.clone()))
+    }
+
+    /// Refuses writes from now on and lets others write to the file as little as before. [`Node::complete`] has run.
+    pub(crate) fn stop_writing(&self) -> Result<()> {
+        match &self.driver {
+            Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
+            Driver::Qcow2(qcow2) => qcow2.stop_writing(),
+            Driver::Raw(_) | Driver::Filter(_) => {}
+        }
+        self.settings.set_read_only(true);
+        self.options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert("read-only", true);
+        Ok(())
+    }
+
+    /// Takes writes from now on; the children that store it are writable already.
+    pub(crate) async fn start_writing(&self) -> Result<()> {
+        match &self.driver {
+            Driver::File(file) => file.file.make_writable(Permissions::WRITE)?,
+            Driver::Qcow2(qcow2) => {
+                let options = options::qcow2_options(&self.options(), self.discards())?;
+                qcow2.start_writing(&options).await?;
+            }
+            Driver::Raw(_) | Driver::Filter(_) => {}
+        }
+        self.settings.set_read_only(false);
+        self.options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert("read-only", false);
+        Ok(())
+    }
+}
+
+/// Counts again how many nodes stand below one another, after edges were moved.
+pub(crate) fn raise_heights(nodes: impl Iterator<Item = Arc<Node>>) {
+    let nodes: Vec<Arc<Node>> = nodes.collect();
+    // Each round settles at least the nodes over settled ones; there is no loop in the graph.
+    for _ in 0..nodes.len() {
+        let mut changed = false;
+        for node in &nodes {
+            let height = height_over(&node.children);
+            changed |= node.height.swap(height, Ordering::Relaxed) != height;
+        }
+        if !changed {
+            break;
+        }
+    }
+}

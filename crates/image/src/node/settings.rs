@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The generic settings of a node; some of them change while it is in use, always when no request runs.
+
+use super::{DetectZeroes, NodeSettings};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+/// [`NodeSettings`] as a running node has them.
+#[derive(Debug)]
+pub(crate) struct LiveSettings {
+    read_only: AtomicBool,
+    discard: AtomicBool,
+    detect_zeroes: AtomicU8,
+    writethrough: bool,
+    probed_raw: bool,
+}
+
+impl LiveSettings {
+    pub(crate) fn new(settings: NodeSettings) -> LiveSettings {
+        let live = LiveSettings {
+            read_only: AtomicBool::new(settings.read_only),
+            discard: AtomicBool::new(settings.discard),
+            detect_zeroes: AtomicU8::new(0),
+            writethrough: settings.writethrough,
+            probed_raw: settings.probed_raw,
+        };
+        live.set_detect_zeroes(settings.detect_zeroes);
+        live
+    }
+
+    #[inline]
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.read_only.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_read_only(&self, read_only: bool) {
+        self.read_only.store(read_only, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn discards(&self) -> bool {
+        self.discard.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_discards(&self, discards: bool) {
+        self.discard.store(discards, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn detect_zeroes(&self) -> DetectZeroes {
+        match self.detect_zeroes.load(Ordering::Relaxed) {
+            0 => DetectZeroes::Off,
+            1 => DetectZeroes::On,
+            _ => DetectZeroes::Unmap,
+        }
+    }
+
+    pub(crate) fn set_detect_zeroes(&self, detect: DetectZeroes) {
+        let code = match detect {
+            DetectZeroes::Off => 0,
+            DetectZeroes::On => 1,
+            DetectZeroes::Unmap => 2,
+        };
+        self.detect_zeroes.store(code, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn is_writethrough(&self) -> bool {
+        self.writethrough
+    }
+
+    #[inline]
+    pub(crate) fn is_probed_raw(&self) -> bool {
+        self.probed_raw
+    }
+}

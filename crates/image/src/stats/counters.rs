@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Plain counters, spread so that threads don't share cache lines.
+
+use super::{IoKind, KINDS};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was carried out.
+    Done,
+    /// It was carried out and failed.
+    Failed,
+    /// It asked for something that can't be: outside of the disk, or a write where only reading is allowed.
+    Invalid,
+}
+
+/// Counters of one kind of request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KindStats {
+    /// Requests that were carried out.
+    pub operations: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Requests that were joined with another one before they got here.
+    pub merged: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Requests that were refused as impossible.
+    pub invalid: u64,
+    /// Time that the requests carried out took, all together, in nanoseconds.
+    pub total_ns: u64,
+}
+
+impl KindStats {
+    pub(crate) fn add(&mut self, other: &KindStats) {
+        self.operations += other.operations;
+        self.bytes += other.bytes;
+        self.merged += other.merged;
+        self.failed += other.failed;
+        self.invalid += other.invalid;
+        self.total_ns += other.total_ns;
+    }
+}
+
+#[derive(Debug, Default)]
+struct LaneKind {
+    operations: AtomicU64,
+    bytes: AtomicU64,
+    merged: AtomicU64,
+    failed: AtomicU64,
+    invalid: AtomicU64,
+    total_ns: AtomicU64,
+}
+
+/// Adds without a locked instruction: only one thread writes a lane.
+#[inline]
+fn bump(counter: &AtomicU64, by: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(by), Ordering::Relaxed);
+}
+
+/// Counters that one thread writes and any thread reads.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct LaneCounters {
+    kinds: [LaneKind; KINDS],
+    highest_written_byte: AtomicU64,
+    last_end_ns: AtomicU64,
+}
+
+impl LaneCounters {
+    /// Counts a request that ended. Only the lane's thread calls this.
+    #[inline]
+    pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, outcome: Outcome, start_ns: u64, end_ns: u64) {
+        let counters = &self.kinds[kind as usize];
+        match outcome {
+            Outcome::Done => {
+                bump(&counters.operations, 1);
+                bump(&counters.bytes, len);
+                bump(&counters.total_ns, end_ns.saturating_sub(start_ns));
+                let end = offset.saturating_add(len);
+                if matches!(kind, IoKind::Write | IoKind::WriteZeroes)
+                    && end > self.highest_written_byte.load(Ordering::Relaxed)
+                {
+                    self.highest_written_byte.store(end, Ordering::Relaxed);
+                }
+            }
+            Outcome::Failed => bump(&counters.failed, 1),
+            Outcome::Invalid => bump(&counters.invalid, 1),
+        }
+        self.last_end_ns.store(end_ns, Ordering::Relaxed);
+    }
+
+    /// Counts a request that became part of another one. Only the lane's thread calls this.
+    pub(crate) fn count_merged(&self, kind: IoKind) {
+        bump(&self.kinds[kind as usize].merged, 1);
+    }
+
+    /// Adds the counters to `into`.
+    pub(crate) fn collect(&self, into: &mut [KindStats; KINDS]) {
+        for (kind, sum) in self.kinds.iter().zip(into) {
+            sum.add(&KindStats {
+                operations: kind.operations.load(Ordering::Relaxed),
+                bytes: kind.bytes.load(Ordering::Relaxed),
+                merged: kind.merged.load(Ordering::Relaxed),
+                failed: kind.failed.load(Ordering::Relaxed),
+                invalid: kind.invalid.load(Ordering::Relaxed),
+                total_ns: kind.total_ns.load(Ordering::Relaxed),
+            });
+        }
+    }
+
+    pub(crate) fn highest_written_byte(&self) -> u64 {
+        self.highest_written_byte.load(Ordering::Relaxed)
+    }
+
+    /// When the last request ended; 0 before the first one.
+    pub(crate) fn last_end_ns(&self) -> u64 {
+        self.last_end_ns.load(Ordering::Relaxed)
+    }
+}
+
+/// Counters of a node, by [`IoKind`] as index. Times are kept per attachment only: a node is below many of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeStats {
+    /// Requests, bytes and failures; `merged` and `total_ns` stay 0.
+    pub kinds: [KindStats; KINDS],
+}
+
+impl NodeStats {
+    /// The counters of a kind.
+    pub fn kind(&self, kind: IoKind) -> &KindStats {
+        &self.kinds[kind as usize]
+    }
+}
+
+/// Threads share a shard when there are more of them than shards.
+const SHARDS: usize = 8;
+
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Shard([[AtomicU64; 4]; KINDS]);
+
+/// The counters of one node.
+#[derive(Debug, Default)]
+pub(crate) struct NodeCounters([Shard; SHARDS]);
+
+fn shard_of_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+    }
+    SHARD.with(|shard| *shard)
+}
+
+impl NodeCounters {
+    /// Counts a request that ended.
+    #[inline]
+    pub(crate) fn count(&self, kind: IoKind, len: u64, outcome: Outcome) {
+        let [operations, bytes, failed, invalid] = &self.0[shard_of_thread()].0[kind as usize];
+        match outcome {
+            Outcome::Done => {
+                operations.fetch_add(1, Ordering::Relaxed);
+                bytes.fetch_add(len, Ordering::Relaxed);
+            }
+            Outcome::Failed => {
+                failed.fetch_add(1, Ordering::Relaxed);
+            }
+            Outcome::Invalid => {
+                invalid.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> NodeStats {
+        let mut stats = NodeStats::default();
+        for shard in &self.0 {
+            for (kind, [operations, bytes, failed, invalid]) in stats.kinds.iter_mut().zip(&shard.0) {
+                kind.operations += operations.load(Ordering::Relaxed);
+                kind.bytes += bytes.load(Ordering::Relaxed);
+                kind.failed += failed.load(Ordering::Relaxed);
+                kind.invalid += invalid.load(Ordering::Relaxed);
+            }
+        }
+        stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lanes_count_outcomes_apart() {
+        let lane = LaneCounters::default();
+        lane.count(IoKind::Write, 4096, 512, Outcome::Done, 100, 350);
+        lane.count(IoKind::Write, 0, 512, Outcome::Failed, 0, 400);
+        lane.count(IoKind::Write, 1 << 60, 512, Outcome::Invalid, 0, 450);
+        lane.count_merged(IoKind::Read);
+        let mut kinds = [KindStats::default(); KINDS];
+        lane.collect(&mut kinds);
+        lane.collect(&mut kinds);
+        let write = KindStats { operations: 2, bytes: 1024, merged: 0, failed: 2, invalid: 2, total_ns: 500 };
+        assert_eq!(kinds[IoKind::Write as usize], write);
+        assert_eq!(kinds[IoKind::Read as usize].merged, 2);
+        assert_eq!((lane.highest_written_byte(), lane.last_end_ns()), (4608, 450));
+    }
+
+    #[test]
+    fn counts_of_many_threads_are_all_seen() {
+        let node = NodeCounters::default();
+        std::thread::scope(|scope| {
+            for _ in 0..12 {
+                scope.spawn(|| (0..1000).for_each(|_| node.count(IoKind::Read, 3, Outcome::Done)));
+            }
+        });
+        assert_eq!(
+            (node.snapshot().kind(IoKind::Read).operations, node.snapshot().kind(IoKind::Read).bytes),
+            (12000, 36000)
+        );
+    }
+}

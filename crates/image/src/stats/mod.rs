@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Statistics: accumulators without clocks or threads of their own, and the snapshots that QMP, OpenMetrics and `top`
+//! render. Time is passed in, in nanoseconds from any fixed start.
+
+mod counters;
+mod histogram;
+mod interval;
+
+pub use counters::{KindStats, NodeStats, Outcome};
+pub(crate) use counters::{LaneCounters, NodeCounters};
+pub use histogram::{Histogram, HistogramSnapshot};
+pub use interval::{Interval, IntervalStats, LatencyStats};
+
+/// Kinds of requests that are counted apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum IoKind {
+    /// Reads.
+    Read,
+    /// Writes of data.
+    Write,
+    /// Writes of zeroes.
+    WriteZeroes,
+    /// Discards.
+    Discard,
+    /// Flushes.
+    Flush,
+}
+
+/// How many kinds there are.
+pub const KINDS: usize = 5;
+
+impl IoKind {
+    /// All kinds.
+    pub const ALL: [IoKind; KINDS] = [IoKind::Read, IoKind::Write, IoKind::WriteZeroes, IoKind::Discard, IoKind::Flush];
+
+    /// A short name: "read", "write", "write-zeroes", "discard", "flush".
+    pub const fn name(self) -> &'static str {
+        match self {
+            IoKind::Read => "read",
+            IoKind::Write => "write",
+            IoKind::WriteZeroes => "write-zeroes",
+            IoKind::Discard => "discard",
+            IoKind::Flush => "flush",
+        }
+    }
+}
+
+/// What is known of the requests that went through one attachment (an export, a job).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttachmentStats {
+    /// Counters, by [`IoKind`] as index.
+    pub kinds: [KindStats; KINDS],
+    /// End of the furthest byte written so far.
+    pub highest_written_byte: u64,
+    /// Time since the last request ended, in nanoseconds; `None` before the first one and while one runs.
+    pub idle_ns: Option<u64>,
+    /// Requests in flight now, waiting ones included.
+    pub in_flight: u64,
+    /// The user-chosen intervals, in the order they were given.
+    pub intervals: Vec<IntervalStats>,
+    /// The latency histograms that were asked for, by [`IoKind`] as index.
+    pub histograms: [Option<HistogramSnapshot>; KINDS],
+}
+
+impl AttachmentStats {
+    /// The counters of a kind.
+    pub fn kind(&self, kind: IoKind) -> &KindStats {
+        &self.kinds[kind as usize]
+    }
+}
