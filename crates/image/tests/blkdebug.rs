@@ -117,7 +117,7 @@ fn rules_are_armed_and_disarmed_at_run_time() {
     let node = bench.open("");
     write(&node, 0, 1).unwrap();
     rt::block_on(node.flush()).unwrap();
-    let faults = Arc::clone(node.faults().unwrap());
+    let faults = node.faults().unwrap();
     let reads = FaultRule { io_type: Some(IoType::Read), ..FaultRule::new(FaultAction::Fail(Errno::EIO)) };
     let id = faults.arm(reads.clone());
     assert_eq!(read(&node, 0).unwrap_err().errno(), Errno::EIO);
@@ -149,7 +149,7 @@ fn torn_and_lost_writes() {
     let node = bench.open("");
     write(&node, 0, 1).unwrap();
     rt::block_on(node.flush()).unwrap();
-    let faults = Arc::clone(node.faults().unwrap());
+    let faults = node.faults().unwrap();
     let writes = |action| FaultRule { io_type: Some(IoType::Write), times: 1, ..FaultRule::new(action) };
     faults.arm(writes(FaultAction::Torn { errno: Errno::EIO, bytes: Some(1500) }));
     assert_eq!(write(&node, 0, 2).unwrap_err().errno(), Errno::EIO);

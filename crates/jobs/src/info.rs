@@ -107,7 +107,7 @@ impl ImageInfo {
     fn with_limits(mut self, node: &Node) -> Self {
         self.limits = Some(BlockLimits::of(node));
         for child in &mut self.children {
-            let below = node.children().iter().find(|below| below.role.as_str() == child.name);
+            let below = node.children().into_iter().find(|below| below.role.as_str() == child.name);
             if let Some(below) = below {
                 *child.info = child.info.as_ref().clone().with_limits(&below.node);
             }

@@ -43,7 +43,7 @@ pub struct BlockLimits {
 impl BlockLimits {
     /// The limits of a node, from its driver and its file.
     pub fn of(node: &Node) -> BlockLimits {
-        let below = node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image)).map(|child| Self::of(child));
+        let below = node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image)).map(|child| Self::of(&child));
         match (node.driver_name(), below) {
             ("raw", Some(below)) => BlockLimits {
                 write_zeroes_alignment: None,

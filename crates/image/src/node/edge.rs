@@ -3,6 +3,7 @@
 
 use super::Node;
 use arc_swap::{ArcSwapOption, Guard};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a child is to its parent.
@@ -75,11 +76,13 @@ pub(crate) struct ChildLink {
 pub(crate) struct Children {
     parent: String,
     links: Mutex<Vec<ChildLink>>,
+    /// The edges were given back: the parent is closed.
+    released: AtomicBool,
 }
 
 impl Children {
     pub(crate) fn of(parent: &str) -> Children {
-        Children { parent: parent.to_owned(), links: Mutex::default() }
+        Children { parent: parent.to_owned(), links: Mutex::default(), released: AtomicBool::new(false) }
     }
 
     /// Adds a child that the parent is attached to already.
@@ -104,11 +107,10 @@ impl Children {
         self.links().into_iter().find(|child| child.role == role).map(|child| child.link)
     }
 
-    /// The children, which the parent has no edge to any more.
+    /// The children, to which the caller gives the parent's edges back.
     pub(crate) fn take(&self) -> Vec<Child> {
-        let children = self.list();
-        self.links.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        children
+        self.released.store(true, Ordering::Release);
+        self.list()
     }
 
     pub(crate) fn list(&self) -> Vec<Child> {
@@ -119,6 +121,9 @@ impl Children {
 
 impl Drop for Children {
     fn drop(&mut self) {
+        if self.released.load(Ordering::Acquire) {
+            return;
+        }
         for child in self.list() {
             child.node.release(&self.parent);
         }
