@@ -161,7 +161,7 @@ impl HostFile {
             let (result, back) = match self.worker() {
                 Worker::Ring(ring) => {
                     let (result, back) = ring.transfer(&self.fd, direction, payload, skip, offset).await;
-                    (ring_result(result), back)
+                    (sys::ring_result(result), back)
                 }
                 Worker::Pool => {
                     let work = move |fd: BorrowedFd<'_>| {
@@ -193,7 +193,7 @@ impl HostFile {
     pub(crate) async fn sync(&self) -> SysResult<()> {
         loop {
             let result = match self.worker() {
-                Worker::Ring(ring) => ring_result(ring.sync(&self.fd).await.0).map(drop),
+                Worker::Ring(ring) => sys::ring_result(ring.sync(&self.fd).await.0).map(drop),
                 Worker::Pool | Worker::Inline => self.call(|fd| rustix::fs::fdatasync(fd).map_err(sys::errno)).await,
             };
             // An interrupted flush has neither flushed nor reported an error yet.
@@ -224,7 +224,7 @@ impl HostFile {
             let (result, back) = match self.worker() {
                 Worker::Ring(ring) => {
                     let (result, back) = ring.fallocate(&self.fd, payload, mode, offset, len).await;
-                    (ring_result(result).map(drop), back)
+                    (sys::ring_result(result).map(drop), back)
                 }
                 Worker::Pool | Worker::Inline => {
                     self.call(move |fd| (sys::fallocate(fd, mode, offset, len), payload)).await
@@ -336,10 +336,6 @@ impl AsFd for HostFile {
 
 fn os_error(error: rustix::io::Errno, doing: &str) -> Error {
     Error::os(sys::errno(error), doing)
-}
-
-fn ring_result(result: i32) -> SysResult<usize> {
-    usize::try_from(result).map_err(|_| Errno(-result))
 }
 
 fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {

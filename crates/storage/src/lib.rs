@@ -20,6 +20,7 @@ mod reopen;
 mod ring;
 pub mod rt;
 pub mod sim;
+pub mod socket;
 mod sys;
 mod transfer;
 
@@ -28,3 +29,4 @@ pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, text_of_path};
 pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, NullOptions, OpenOptions};
+pub use socket::{Listener, Socket, SocketAddress, Want};

@@ -30,8 +30,15 @@ impl Bufs {
     }
 
     /// The memory behind the first `skip` bytes, as far as one system call takes it.
-    pub(crate) fn vectors(&self, mut skip: usize) -> Vec<libc::iovec> {
+    pub(crate) fn vectors(&self, skip: usize) -> Vec<libc::iovec> {
         let mut vectors = Vec::with_capacity(self.slice().len().min(MAX_VECTORS));
+        self.vectors_into(skip, &mut vectors);
+        vectors
+    }
+
+    /// As [`Bufs::vectors`], in place of what `vectors` held.
+    pub(crate) fn vectors_into(&self, mut skip: usize, vectors: &mut Vec<libc::iovec>) {
+        vectors.clear();
         let mut room = MAX_TRANSFER;
         for buf in self.slice() {
             if buf.len() <= skip {
@@ -48,7 +55,6 @@ impl Bufs {
                 break;
             }
         }
-        vectors
     }
 }
 

@@ -2,7 +2,7 @@
 //! System calls that `rustix` lacks, and the blocking forms of the operations that the ring also has.
 
 use crate::payload::Payload;
-use crate::ring::Direction;
+use crate::ring::{Direction, Message};
 use cowshed_block::Errno;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -73,6 +73,45 @@ pub(crate) fn transfer(
         };
         usize::try_from(done).map_err(|_| last_errno())
     })
+}
+
+/// The kernel's result of an operation on the ring.
+pub(crate) fn ring_result(result: i32) -> SysResult<usize> {
+    usize::try_from(result).map_err(|_| Errno(-result))
+}
+
+/// One `recv` into the payload's one buffer behind its first `skip` bytes, without waiting: `EAGAIN` when nothing is there.
+pub(crate) fn receive(socket: impl AsFd, payload: &Payload, skip: usize) -> SysResult<usize> {
+    let fd = socket.as_fd().as_raw_fd();
+    let Some(buf) = payload.bufs.slice().first() else { return Ok(0) };
+    let (start, len) = (buf.as_raw().wrapping_add(skip), buf.len() - skip);
+    retry(|| {
+        // SAFETY: `skip` is within the buffer, which the payload owns alone and which is borrowed until the call is over;
+        // nobody looks at the bytes meanwhile.
+        let done = unsafe { libc::recv(fd, start.cast(), len, libc::MSG_DONTWAIT) };
+        usize::try_from(done).map_err(|_| last_errno())
+    })
+}
+
+/// One `sendmsg` of the payload behind its first `skip` bytes, without waiting: `EAGAIN` when there is no room.
+pub(crate) fn send(socket: impl AsFd, payload: &Payload, skip: usize) -> SysResult<usize> {
+    let fd = socket.as_fd().as_raw_fd();
+    let mut message = Message::default();
+    message.point_to(&payload.bufs, skip);
+    retry(|| {
+        // SAFETY: the message points to memory that `payload` owns, and both are borrowed until the call is over.
+        let done = unsafe { libc::sendmsg(fd, message.header(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        usize::try_from(done).map_err(|_| last_errno())
+    })
+}
+
+/// Sets the flag by which the programs that this one starts don't get the descriptor. An error: it isn't open.
+pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
+    // SAFETY: a call on numbers.
+    match unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } {
+        0.. => Ok(()),
+        _ => Err(last_errno()),
+    }
 }
 
 /// `fallocate` with raw mode bits.

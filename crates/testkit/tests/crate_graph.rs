@@ -12,7 +12,13 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-qmp", &[]),
     ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-storage", &["cowshed-block"]),
-    ("cowshed-image", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage"]),
+    (
+        "cowshed-image",
+        &["cowshed-block", "cowshed-layout", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-qcow2", "cowshed-storage"],
+    ),
+    ("cowshed-nbd-proto", &["cowshed-block"]),
+    ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
     (
         "cowshed",
@@ -37,7 +43,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that must build without a runtime, the C library or a way to reach the operating system.
-const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-qmp"];
+const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-nbd-proto", "cowshed-qcow2", "cowshed-qmp"];
 
 /// What none of [`PURE`] may reach, however far down.
 const RUNTIMES: &[&str] = &[
@@ -49,6 +55,8 @@ const RUNTIMES: &[&str] = &[
     "libc",
     "mio",
     "nix",
+    "ring",
+    "rustls",
     "rustix",
     "smol",
     "tempfile",

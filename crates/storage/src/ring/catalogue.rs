@@ -56,6 +56,39 @@ impl Ring {
         RingOp::start(Rc::clone(self), file, Payload::empty(None), Vec::new(), entry)
     }
 
+    /// Receives into the payload's one buffer behind its first `skip` bytes; `all`: until it is full.
+    pub(crate) fn receive<'a>(
+        self: Rc<Self>,
+        socket: &'a Arc<OwnedFd>,
+        payload: Payload,
+        skip: usize,
+        all: bool,
+    ) -> RingOp<'a> {
+        let (start, len) = match payload.bufs.slice().first() {
+            Some(buf) => (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(MAX_TRANSFER) as u32),
+            None => (std::ptr::null_mut(), 0),
+        };
+        let flags = if all { libc::MSG_WAITALL } else { 0 };
+        let entry = opcode::Recv::new(types::Fd(socket.as_raw_fd()), start, len).flags(flags).build();
+        RingOp::start(self, socket, payload, Vec::new(), entry).cancelled_on_drop()
+    }
+
+    /// Sends the payload behind its first `skip` bytes, all of it unless the peer goes away.
+    pub(crate) fn send<'a>(self: Rc<Self>, socket: &'a Arc<OwnedFd>, payload: Payload, skip: usize) -> RingOp<'a> {
+        let mut message = self.messages.borrow_mut().pop().unwrap_or_default();
+        message.point_to(&payload.bufs, skip);
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+        let entry = opcode::SendMsg::new(types::Fd(socket.as_raw_fd()), message.header()).flags(flags as u32).build();
+        RingOp::start_message(self, socket, payload, message, entry).cancelled_on_drop()
+    }
+
+    /// Waits until the socket can be received from, or accepted on.
+    pub(crate) fn readable<'a>(self: Rc<Self>, socket: &'a Arc<OwnedFd>) -> RingOp<'a> {
+        let events = (libc::POLLIN | libc::POLLHUP | libc::POLLERR) as u32;
+        let entry = opcode::PollAdd::new(types::Fd(socket.as_raw_fd()), events).build();
+        RingOp::start(self, socket, Payload::empty(None), Vec::new(), entry).cancelled_on_drop()
+    }
+
     /// `fallocate` with the mode bits of the system call.
     pub(crate) fn fallocate<'a>(
         self: &Rc<Self>,

@@ -10,9 +10,11 @@
 //! by the operation's slot, and a slot is emptied only when its completion has been seen.
 
 mod catalogue;
+mod message;
 mod op;
 
 pub(crate) use catalogue::Direction;
+pub(crate) use message::Message;
 pub(crate) use op::RingOp;
 
 use io_uring::types::{SubmitArgs, Timespec};
@@ -39,6 +41,8 @@ pub(crate) struct Ring {
     slots: RefCell<Slab<Slot>>,
     /// Kept so that a round of completions needs no allocation.
     wakers: RefCell<Vec<Waker>>,
+    /// Kept so that sending needs no allocation.
+    messages: RefCell<Vec<Box<Message>>>,
     /// Operations in flight that nobody waits for.
     orphans: Cell<usize>,
     wake_armed: Cell<bool>,
@@ -65,6 +69,9 @@ impl Ring {
             opcode::Fsync::CODE,
             opcode::Fallocate::CODE,
             opcode::AsyncCancel::CODE,
+            opcode::Recv::CODE,
+            opcode::SendMsg::CODE,
+            opcode::PollAdd::CODE,
         ];
         if !needed.iter().all(|&code| probe.is_supported(code)) {
             return Err(std::io::Error::from_raw_os_error(libc::ENOSYS));
@@ -75,6 +82,7 @@ impl Ring {
             uring: RefCell::new(uring),
             slots: RefCell::new(Slab::with_capacity(SUBMISSION_ENTRIES as usize)),
             wakers: RefCell::default(),
+            messages: RefCell::default(),
             orphans: Cell::new(0),
             wake_armed: Cell::new(false),
             wake_count: Box::new(Cell::new(0)),
@@ -210,6 +218,20 @@ impl Ring {
                 self.orphans.set(self.orphans.get() - 1);
                 finished.push(slots.remove(key).into_held());
             }
+        }
+    }
+
+    /// Asks the kernel to give up an operation, whose completion comes all the same.
+    fn cancel(&self, key: u64) {
+        self.push(&catalogue::cancel(key).user_data(CANCEL));
+    }
+
+    /// Takes a message back for the next one.
+    fn keep_message(&self, message: Box<Message>) {
+        const KEPT: usize = 64;
+        let mut messages = self.messages.borrow_mut();
+        if messages.len() < KEPT {
+            messages.push(message);
         }
     }
 

@@ -2,6 +2,7 @@
 //! An operation in flight and the future that waits for it.
 
 use super::Ring;
+use super::message::Message;
 use crate::payload::Payload;
 use io_uring::squeue;
 use std::future::Future;
@@ -17,6 +18,8 @@ pub(super) struct Held {
     /// Pointers into `payload`, for the vectored operations.
     #[allow(dead_code, reason = "read by the kernel")]
     vectors: Vec<libc::iovec>,
+    /// What a message to a socket consists of: pointers into `payload` too.
+    message: Option<Box<Message>>,
     /// Set when the future is gone, whose borrow kept the descriptor open until then.
     #[allow(dead_code, reason = "held for its drop")]
     file: Option<Arc<OwnedFd>>,
@@ -58,6 +61,7 @@ pub(crate) struct RingOp<'a> {
     ring: Rc<Ring>,
     key: Option<usize>,
     file: &'a Arc<OwnedFd>,
+    cancel_on_drop: bool,
 }
 
 impl<'a> RingOp<'a> {
@@ -69,10 +73,30 @@ impl<'a> RingOp<'a> {
         vectors: Vec<libc::iovec>,
         entry: squeue::Entry,
     ) -> Self {
-        let held = Held { payload, vectors, file: None };
+        Self::start_held(ring, file, Held { payload, vectors, message: None, file: None }, entry)
+    }
+
+    /// As [`RingOp::start`], for an entry that points to `message`.
+    pub(super) fn start_message(
+        ring: Rc<Ring>,
+        file: &'a Arc<OwnedFd>,
+        payload: Payload,
+        message: Box<Message>,
+        entry: squeue::Entry,
+    ) -> Self {
+        Self::start_held(ring, file, Held { payload, vectors: Vec::new(), message: Some(message), file: None }, entry)
+    }
+
+    fn start_held(ring: Rc<Ring>, file: &'a Arc<OwnedFd>, held: Held, entry: squeue::Entry) -> Self {
         let key = ring.slots.borrow_mut().insert(Slot { state: State::InFlight(None), held });
         ring.push(&entry.user_data(key as u64));
-        RingOp { ring, key: Some(key), file }
+        RingOp { ring, key: Some(key), file, cancel_on_drop: false }
+    }
+
+    /// For what may never complete by itself: waiting for a peer.
+    pub(super) fn cancelled_on_drop(mut self) -> Self {
+        self.cancel_on_drop = true;
+        self
     }
 }
 
@@ -88,6 +112,9 @@ impl Future for RingOp<'_> {
                 let slot = slots.remove(key);
                 drop(slots);
                 self.key = None;
+                if let Some(message) = slot.held.message {
+                    self.ring.keep_message(message);
+                }
                 return Poll::Ready((result, slot.held.payload));
             }
             State::InFlight(Some(waker)) if waker.will_wake(context.waker()) => None,
@@ -116,5 +143,8 @@ impl Drop for RingOp<'_> {
         drop(slots);
         drop(state);
         self.ring.orphans.set(self.ring.orphans.get() + 1);
+        if self.cancel_on_drop {
+            self.ring.cancel(key as u64);
+        }
     }
 }

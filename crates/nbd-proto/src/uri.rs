@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `nbd://`, `nbds://`, `nbd+unix://`, `nbds+unix://`, and QEMU's older `nbd:HOST:PORT` and `nbd:unix:PATH`.
+
+use cowshed_block::{Error, Result};
+use std::fmt;
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// A host name or address, and a port.
+    Tcp {
+        /// Host name, IPv4 address, or IPv6 address without brackets.
+        host: String,
+        /// Port.
+        port: u16,
+    },
+    /// The path of a Unix socket; an abstract one starts with NUL.
+    Unix {
+        /// The path.
+        path: String,
+    },
+}
+
+/// An export on a server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct NbdUri {
+    /// The server.
+    pub place: Place,
+    /// The export's name, "" for the default one.
+    pub export: String,
+    /// Encryption is a must (`nbds`).
+    pub tls: bool,
+    /// `tls-hostname`: the name in the server's certificate.
+    pub tls_hostname: Option<String>,
+    /// `tls-verify-peer`: whether the server's certificate is looked at.
+    pub tls_verify_peer: Option<bool>,
+}
+
+impl NbdUri {
+    /// True for names that [`NbdUri::parse`] is for.
+    pub fn is_one(name: &str) -> bool {
+        ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", "nbd+tcp:", "nbds+tcp:"]
+            .iter()
+            .any(|scheme| name.get(..scheme.len()).is_some_and(|start| start.eq_ignore_ascii_case(scheme)))
+    }
+
+    /// From a file name.
+    pub fn parse(name: &str) -> Result<NbdUri> {
+        let wrong = |why: &str| Error::invalid_argument(format!("not a valid NBD address: {why}")).file(name);
+        let Some((scheme, rest)) = name.split_once(':') else { return Err(wrong("no scheme")) };
+        let Some(rest) = rest.strip_prefix("//") else {
+            return match scheme {
+                "nbd" => parse_legacy(rest).map_err(|why| wrong(&why)),
+                _ => Err(wrong("'//' is missing behind the scheme")),
+            };
+        };
+        let (tls, unix) = match scheme.to_ascii_lowercase().as_str() {
+            "nbd" | "nbd+tcp" => (false, false),
+            "nbds" | "nbds+tcp" => (true, false),
+            "nbd+unix" => (false, true),
+            "nbds+unix" => (true, true),
+            _ => return Err(wrong("unknown scheme")),
+        };
+        parse_rest(rest, tls, unix).map_err(|why| wrong(&why))
+    }
+}
+
+fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
+    if rest.contains('#') {
+        return Err("it has a fragment".into());
+    }
+    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let (authority, path) = match rest.find('/') {
+        Some(at) => (&rest[..at], &rest[at + 1..]),
+        None => (rest, ""),
+    };
+    let export = decode(path)?;
+    if export.contains('\0') || export.len() > crate::MAX_STRING_BYTES {
+        return Err("the export's name holds a NUL or is too long".into());
+    }
+    let (mut socket, mut tls_hostname, mut tls_verify_peer) = (None, None, None);
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let value = decode(value)?;
+        match key {
+            "socket" => socket = Some(value),
+            "tls-hostname" => tls_hostname = Some(value),
+            "tls-verify-peer" => {
+                tls_verify_peer = Some(match value.as_str() {
+                    "0" | "false" => false,
+                    "1" | "true" => true,
+                    _ => return Err("'tls-verify-peer' is neither 0 nor 1".into()),
+                });
+            }
+            "tls-type" if value == "x509" => {}
+            "tls-type" => return Err(format!("'tls-type' {value} is not supported, only x509 is")),
+            other => return Err(format!("unknown parameter '{other}'")),
+        }
+    }
+    let place = if unix {
+        match socket {
+            Some(path) if !path.is_empty() => Place::Unix { path },
+            _ => return Err("the parameter 'socket' is missing".into()),
+        }
+    } else {
+        if socket.is_some() {
+            return Err("'socket' is for the schemes with '+unix'".into());
+        }
+        tcp(authority)?
+    };
+    Ok(NbdUri { place, export, tls, tls_hostname, tls_verify_peer })
+}
+
+/// `[USER@]HOST[:PORT]`, where an IPv6 address stands in brackets.
+fn tcp(authority: &str) -> Result<Place, String> {
+    let (_, host_port) = authority.rsplit_once('@').unwrap_or(("", authority));
+    let (host, port) = match host_port.strip_prefix('[') {
+        Some(rest) => {
+            let (host, port) = rest.split_once(']').ok_or("']' is missing behind the address")?;
+            let port = match port {
+                "" => "",
+                port => port.strip_prefix(':').ok_or("only a port may follow ']'")?,
+            };
+            (host.to_owned(), port)
+        }
+        None => match host_port.rsplit_once(':') {
+            Some((host, port)) => (decode(host)?, port),
+            None => (decode(host_port)?, ""),
+        },
+    };
+    let host = if host.is_empty() { "localhost".to_owned() } else { host };
+    let port = match port {
+        "" => crate::DEFAULT_PORT,
+        port => port.parse().ok().filter(|&port| port != 0).ok_or_else(|| format!("'{port}' is no port"))?,
+    };
+    Ok(Place::Tcp { host, port })
+}
+
+/// `HOST:PORT[:exportname=NAME]` or `unix:PATH[:exportname=NAME]`.
+fn parse_legacy(rest: &str) -> Result<NbdUri, String> {
+    let (rest, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
+    let place = match rest.strip_prefix("unix:") {
+        Some("") => return Err("the path of the socket is missing".into()),
+        Some(path) => Place::Unix { path: path.to_owned() },
+        None => tcp(rest)?,
+    };
+    Ok(NbdUri { place, export: export.to_owned(), tls: false, tls_hostname: None, tls_verify_peer: None })
+}
+
+/// Turns `%XX` into the byte.
+fn decode(text: &str) -> Result<String, String> {
+    if !text.contains('%') {
+        return Ok(text.to_owned());
+    }
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        rest = tail;
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let digit = |at: usize| rest.get(at).and_then(|&byte| char::from(byte).to_digit(16));
+        match (digit(0), digit(1)) {
+            (Some(high), Some(low)) => bytes.push((high * 16 + low) as u8),
+            _ => return Err("'%' is not followed by two hexadecimal digits".into()),
+        }
+        rest = &rest[2..];
+    }
+    String::from_utf8(bytes).map_err(|_| "it is not UTF-8".into())
+}
+
+/// Writes `text` with everything escaped that has a meaning in a URI. `keep`: characters that may stand.
+fn encode(text: &str, keep: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for byte in text.bytes() {
+        let plain = byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || keep.as_bytes().contains(&byte);
+        match plain {
+            true => write!(f, "{}", char::from(byte))?,
+            false => write!(f, "%{byte:02X}")?,
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for NbdUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.tls { "nbds" } else { "nbd" })?;
+        let mut parameters: Vec<(&str, &str)> = Vec::new();
+        match &self.place {
+            Place::Tcp { host, port } => {
+                f.write_str("://")?;
+                match host.contains(':') {
+                    true => write!(f, "[{host}]")?,
+                    false => encode(host, "", f)?,
+                }
+                if *port != crate::DEFAULT_PORT {
+                    write!(f, ":{port}")?;
+                }
+            }
+            Place::Unix { path } => {
+                f.write_str("+unix://")?;
+                parameters.push(("socket", path));
+            }
+        }
+        if !self.export.is_empty() || !parameters.is_empty() {
+            f.write_str("/")?;
+            encode(&self.export, "/:@!$,", f)?;
+        }
+        if let Some(name) = &self.tls_hostname {
+            parameters.push(("tls-hostname", name));
+        }
+        if let Some(verify) = self.tls_verify_peer {
+            parameters.push(("tls-verify-peer", if verify { "1" } else { "0" }));
+        }
+        for (index, (key, value)) in parameters.iter().enumerate() {
+            write!(f, "{}{key}=", if index == 0 { '?' } else { '&' })?;
+            encode(value, "/:", f)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parts(name: &str) -> (String, String) {
+        let uri = NbdUri::parse(name).unwrap();
+        let place = match uri.place {
+            Place::Tcp { host, port } => format!("{host} {port}"),
+            Place::Unix { path } => path,
+        };
+        (place, uri.export)
+    }
+
+    #[test]
+    fn the_examples_of_the_standard() {
+        for (name, place, export) in [
+            ("nbd://example.com/disk", "example.com 10809", "disk"),
+            ("nbd+unix:///disk?socket=sock", "sock", "disk"),
+            ("nbd://example.com/", "example.com 10809", ""),
+            ("nbd://example.com", "example.com 10809", ""),
+            ("nbd://example.com//disk", "example.com 10809", "/disk"),
+            ("nbd://example.com/hello%20world", "example.com 10809", "hello world"),
+            ("nbd+unix:///?socket=%00/abstract", "\0/abstract", ""),
+            ("nbd://[::1]:10810/a", "::1 10810", "a"),
+            ("nbd://user@h:1/a", "h 1", "a"),
+            ("nbd:localhost:10809", "localhost 10809", ""),
+            ("nbd:localhost:10810:exportname=a:b", "localhost 10810", "a:b"),
+            ("nbd:unix:/run/x.sock:exportname=top", "/run/x.sock", "top"),
+            ("nbd:[::1]:99", "::1 99", ""),
+        ] {
+            assert_eq!(parts(name), (place.to_owned(), export.to_owned()), "{name}");
+        }
+        assert!(NbdUri::parse("nbds://h/").unwrap().tls);
+        let uri = NbdUri::parse("nbds+unix:///?socket=s&tls-hostname=n&tls-verify-peer=0").unwrap();
+        assert_eq!((uri.tls_hostname.as_deref(), uri.tls_verify_peer), (Some("n"), Some(false)));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (name, part) in [
+            ("nbd+unix:///disk", "'socket'"),
+            ("nbd://h/?colour=red", "'colour'"),
+            ("nbd://h:99999/", "'99999'"),
+            ("nbd://h:0/", "'0'"),
+            ("nbd://[::1/", "']'"),
+            ("nbd://h/%4", "'%'"),
+            ("nbd://h/a%00b", "NUL"),
+            ("nbds:h:1", "'//'"),
+            ("nbd://h/?tls-type=psk", "psk"),
+            ("nbd:unix:", "path"),
+        ] {
+            let error = NbdUri::parse(name).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains(name), "{error}");
+        }
+        assert!(NbdUri::is_one("nbd:x") && NbdUri::is_one("NBD+unix:///") && !NbdUri::is_one("nbdx:"));
+    }
+
+    proptest! {
+        #[test]
+        fn uris_survive_printing(export in "\\PC{0,20}", path in "/\\PC{1,20}", port in 1u16.., unix: bool, tls: bool) {
+            let place = match unix {
+                true => Place::Unix { path },
+                false => Place::Tcp { host: "fe80::1".into(), port },
+            };
+            let uri = NbdUri { place, export, tls, tls_hostname: None, tls_verify_peer: None };
+            prop_assert_eq!(NbdUri::parse(&uri.to_string()).unwrap(), uri);
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_fall(text in "nbds?(\\+unix)?:(//)?\\PC*") {
+            let _ = NbdUri::parse(&text);
+        }
+    }
+}

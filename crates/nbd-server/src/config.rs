@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How a server is set up, and what it tells its owner.
+
+use cowshed_block::{Error, Result};
+use cowshed_nbd::ServerTls;
+use cowshed_nbd_proto::PORTABLE_PAYLOAD_BYTES;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How a [`crate::Server`] works.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Threads that serve clients, each connection on one of them in turn: 1 to 256.
+    pub queues: usize,
+    /// What clients may take of this process.
+    pub limits: Limits,
+    /// Credentials; none: no encryption.
+    pub tls: Option<ServerTls>,
+    /// With credentials: clients must encrypt. Else they may.
+    pub tls_required: bool,
+    /// Called for what happens, on the threads that serve: it must be quick and must not wait for the server.
+    pub events: Option<EventHandler>,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        ServerConfig { queues: 1, limits: Limits::default(), tls: None, tls_required: true, events: None }
+    }
+}
+
+impl ServerConfig {
+    pub(crate) fn check(&self) -> Result<()> {
+        if !(1..=256).contains(&self.queues) {
+            return Err(Error::invalid_argument("a server has 1 to 256 queues").value(self.queues));
+        }
+        let limits = &self.limits;
+        if limits.max_requests == 0 || limits.max_connections == 0 || limits.max_payload_bytes < 1 << 16 {
+            let message = "a server takes at least one connection, one request of it and payloads of 64 KiB";
+            return Err(Error::invalid_argument(message));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn tell(&self, event: Event) {
+        if let Some(EventHandler(handler)) = &self.events {
+            handler(event);
+        }
+    }
+}
+
+/// What clients may take of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at a time; further ones wait to be accepted.
+    pub max_connections: usize,
+    /// Requests in flight of one connection; further ones wait on the wire.
+    pub max_requests: usize,
+    /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
+    pub max_bytes_in_flight: u64,
+    /// Longest read or write, in bytes; the block sizes of an export can make it smaller. A longer write than that (or than
+    /// 32 MiB, whichever is more) costs the client its connection.
+    pub max_payload_bytes: u32,
+    /// From accepting a client to its first request; zero: for ever.
+    pub handshake_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            max_connections: 100,
+            max_requests: 128,
+            max_bytes_in_flight: 64 << 20,
+            max_payload_bytes: PORTABLE_PAYLOAD_BYTES,
+            handshake_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A client has chosen an export.
+    ClientConnected {
+        /// The export's name.
+        export: String,
+        /// The client for people.
+        peer: String,
+    },
+    /// It is gone.
+    ClientDisconnected {
+        /// The export's name.
+        export: String,
+        /// The client for people.
+        peer: String,
+        /// What was wrong; none: it said goodbye, or was told to go.
+        error: Option<String>,
+    },
+    /// A client was sent away, or went away, before it had chosen an export.
+    ClientRefused {
+        /// The client for people.
+        peer: String,
+        /// Why.
+        reason: String,
+    },
+    /// An export is gone, and all its clients.
+    ExportRemoved {
+        /// Its name.
+        name: String,
+    },
+}
+
+/// What is called for each [`Event`].
+#[derive(Clone)]
+pub struct EventHandler(pub Arc<dyn Fn(Event) + Send + Sync>);
+
+impl fmt::Debug for EventHandler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EventHandler")
+    }
+}

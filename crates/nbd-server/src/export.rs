@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports: disks under a name.
+
+use crate::Disk;
+use cowshed_block::{Error, Result};
+use cowshed_nbd_proto::MAX_STRING_BYTES;
+use cowshed_nbd_proto::option::BlockSizes;
+
+/// A disk, and how it is shown to clients.
+#[derive(Debug)]
+pub struct Export<D> {
+    /// What clients ask for: any text without NUL, at most 4,096 bytes. "" is what a client gets that asks for nothing.
+    pub name: String,
+    /// For people; may be empty.
+    pub description: String,
+    /// What is served.
+    pub disk: D,
+    /// Clients may write. Without it the export is read-only whatever the disk allows.
+    pub writable: bool,
+    /// Clients that give no name get this one, if none is named "".
+    pub is_default: bool,
+    /// Several connections of one client see one disk: what one has flushed, all have. True for every disk of ours, also
+    /// when it is written to; false forbids clients to rely on it.
+    pub multi_conn: bool,
+    /// The context `qemu:allocation-depth` is offered.
+    pub allocation_depth: bool,
+    /// Names of dirty bitmaps whose contexts are offered.
+    pub bitmaps: Vec<String>,
+    /// Advertised and enforced, in bytes.
+    pub block_sizes: BlockSizes,
+}
+
+impl<D: Disk> Export<D> {
+    /// A read-only export with the defaults.
+    pub fn new(name: impl Into<String>, disk: D) -> Export<D> {
+        Export {
+            name: name.into(),
+            description: String::new(),
+            disk,
+            writable: false,
+            is_default: false,
+            multi_conn: true,
+            allocation_depth: false,
+            bitmaps: Vec::new(),
+            block_sizes: BlockSizes::UNSAID,
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let name = &self.name;
+        let is_string = |text: &str| text.len() <= MAX_STRING_BYTES && !text.contains('\0');
+        if !is_string(name) || !is_string(&self.description) {
+            let message = "the name and the description of an export have no NUL and at most 4096 bytes";
+            return Err(Error::invalid_argument(message));
+        }
+        if self.writable && self.disk.is_read_only() {
+            return Err(Error::invalid_argument(format!("export '{name}' can't be writable, its disk is read-only")));
+        }
+        self.block_sizes.check().map_err(|error| Error::invalid_argument(format!("export '{name}': {error}")))?;
+        if !self.disk.size().is_multiple_of(self.block_sizes.minimum.into()) {
+            let message = format!("the size of export '{name}' is no multiple of its smallest block");
+            return Err(Error::invalid_argument(message).value(self.disk.size()));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn is_read_only(&self) -> bool {
+        !self.writable
+    }
+}
+
+/// How an export is removed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Removal {
+    /// Only when no client uses it; an error otherwise.
+    #[default]
+    Safe,
+    /// Its clients are disconnected, after the replies to what they have asked for.
+    Hard,
+}
+
+/// An export as others see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportInfo {
+    /// Its name.
+    pub name: String,
+    /// For people.
+    pub description: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Clients may write.
+    pub writable: bool,
+    /// Connections that use it.
+    pub clients: usize,
+    /// It is being removed.
+    pub shutting_down: bool,
+}

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Serves disks over NBD.
+//!
+//! ```text
+//! Server::new(config) ─ listen(address) ─ add_export(Export { name, disk, … }) … remove_export(name, mode) ─ stop(grace)
+//! ```
+//! What is served is anything that is a [`Disk`]; a node of the block graph is one.
+//!
+//! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
+//!   threads
+//! - `negotiation`: from the greeting to the transmission phase
+//! - `session`: requests of one client; `intake` reads them, `outbox` sends the replies, `budget` bounds their memory,
+//!   `commands` carries them out, `status` answers block status
+
+mod budget;
+mod commands;
+mod config;
+mod disk;
+mod export;
+mod intake;
+mod negotiation;
+mod outbox;
+mod queue;
+mod registry;
+mod server;
+mod session;
+mod signal;
+mod status;
+
+pub use config::{Event, EventHandler, Limits, ServerConfig};
+pub use disk::{DirtyRun, Disk, DiskRun};
+pub use export::{Export, ExportInfo, Removal};
+pub use server::Server;

@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! From the greeting to the transmission phase: option haggling in fixed newstyle.
+
+use crate::registry::{Registry, Served, Stay};
+use crate::{Disk, Export};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_nbd::{Receiver, Stream};
+use cowshed_nbd_proto::context::{self, Purpose};
+use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
+use cowshed_nbd_proto::greeting;
+use cowshed_nbd_proto::option::{
+    BlockSizes, InfoRequest, MetaContextRequest, OPTION_HEADER_BYTES, OptionHeader, OptionReply, code,
+    parse_export_name, rep,
+};
+use cowshed_nbd_proto::{HeaderStyle, Malformed, ReplyStyle};
+use cowshed_storage::{IoBuf, rt};
+use futures_util::future::{Either, select};
+use std::pin::pin;
+use std::sync::Arc;
+
+/// Options with more data than that are refused.
+const MAX_OPTION_BYTES: u32 = 32 << 10;
+/// Options with more data than that cost the connection.
+const MAX_SKIPPED_BYTES: u32 = 1 << 20;
+/// More options than anybody needs: a flood.
+const MAX_OPTIONS: u32 = 4096;
+/// Replies are sent when they have become so long.
+const REPLY_BYTES: usize = 32 << 10;
+
+/// A metadata context that the client has chosen. Its number is its place in the list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Context {
+    /// `base:allocation`.
+    Allocation,
+    /// `qemu:allocation-depth`.
+    Depth,
+    /// `qemu:dirty-bitmap:…`, with the name of the bitmap.
+    Bitmap(String),
+}
+
+impl Context {
+    fn name(&self) -> String {
+        match self {
+            Context::Allocation => context::BASE_ALLOCATION.to_owned(),
+            Context::Depth => context::QEMU_ALLOCATION_DEPTH.to_owned(),
+            Context::Bitmap(bitmap) => format!("{}{bitmap}", context::QEMU_DIRTY_BITMAP),
+        }
+    }
+
+    fn of<D>(export: &Export<D>) -> Vec<Context> {
+        let depth = export.allocation_depth.then_some(Context::Depth);
+        let bitmaps = export.bitmaps.iter().cloned().map(Context::Bitmap);
+        [Context::Allocation].into_iter().chain(depth).chain(bitmaps).collect()
+    }
+}
+
+/// What client and server have agreed on.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    pub replies: ReplyStyle,
+    pub headers: HeaderStyle,
+    pub contexts: Vec<Context>,
+    pub flags: TransmissionFlags,
+    pub block_sizes: BlockSizes,
+}
+
+/// Haggles until the client has chosen an export; `None` when it said goodbye before, or when the server stops.
+pub(crate) async fn negotiate<D: Disk>(
+    registry: &Arc<Registry<D>>,
+    stream: &Stream,
+    receiver: &mut Receiver,
+) -> Result<Option<(Stay<D>, Terms)>> {
+    let timeout = registry.config.limits.handshake_timeout;
+    let mut negotiation = Negotiation {
+        registry,
+        stream,
+        receiver,
+        fixed: false,
+        no_zeroes: false,
+        replies: ReplyStyle::Simple,
+        chosen: None,
+        out: Vec::new(),
+    };
+    let haggling = pin!(negotiation.run());
+    let given_up = pin!(async {
+        let stopping = pin!(registry.wait_for_stop());
+        if timeout.is_zero() {
+            stopping.await;
+            return None;
+        }
+        match select(stopping, pin!(rt::sleep(timeout))).await {
+            Either::Left(_) => None,
+            Either::Right(_) => Some(Error::new(ErrorKind::Limit, "the client took too long to choose an export")),
+        }
+    });
+    match select(haggling, given_up).await {
+        Either::Left((result, _)) => result,
+        Either::Right((None, _)) => Ok(None),
+        Either::Right((Some(error), _)) => Err(error),
+    }
+}
+
+struct Negotiation<'a, D: Disk> {
+    registry: &'a Arc<Registry<D>>,
+    stream: &'a Stream,
+    receiver: &'a mut Receiver,
+    fixed: bool,
+    no_zeroes: bool,
+    replies: ReplyStyle,
+    /// The contexts of the last `NBD_OPT_SET_META_CONTEXT` and the export that it was about.
+    chosen: Option<(Arc<Served<D>>, Vec<Context>)>,
+    /// Replies that haven't been sent.
+    out: Vec<u8>,
+}
+
+/// What follows an option.
+enum Next<D: Disk> {
+    Option,
+    Transmission(Box<(Stay<D>, Terms)>),
+    Goodbye,
+}
+
+fn broken(why: Malformed) -> Error {
+    Error::new(ErrorKind::Io, format!("the client breaks the protocol: {why}"))
+}
+
+fn refused(why: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidArgument, why)
+}
+
+impl<D: Disk> Negotiation<'_, D> {
+    async fn run(&mut self) -> Result<Option<(Stay<D>, Terms)>> {
+        self.out.extend_from_slice(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES));
+        self.send().await?;
+        if self.receiver.peek(self.stream, 4).await?.is_none() {
+            return Ok(None);
+        }
+        let flags = greeting::parse_client_flags(self.receiver.array(self.stream).await?).map_err(broken)?;
+        self.fixed = flags.contains(ClientFlags::FIXED_NEWSTYLE);
+        self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
+        for _ in 0..MAX_OPTIONS {
+            if self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.is_none() {
+                return Ok(None);
+            }
+            let header = OptionHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
+            let next = self.option(header).await?;
+            self.send().await?;
+            match next {
+                Next::Option => {}
+                Next::Goodbye => return Ok(None),
+                Next::Transmission(agreed) => return Ok(Some(*agreed)),
+            }
+        }
+        Err(refused(format!("the client sent more than {MAX_OPTIONS} options")))
+    }
+
+    async fn send(&mut self) -> Result<()> {
+        if self.out.is_empty() {
+            return Ok(());
+        }
+        let buf = IoBuf::copy_from(&self.out);
+        self.out.clear();
+        self.stream.send(vec![buf]).await.0
+    }
+
+    async fn reply(&mut self, option: u32, reply: OptionReply<'_>) -> Result<()> {
+        reply.append(option, &mut self.out);
+        if self.out.len() >= REPLY_BYTES { self.send().await } else { Ok(()) }
+    }
+
+    async fn refuse(&mut self, option: u32, kind: u32, message: &str) -> Result<Next<D>> {
+        self.reply(option, OptionReply::Refused(kind, message)).await?;
+        Ok(Next::Option)
+    }
+
+    async fn option(&mut self, header: OptionHeader) -> Result<Next<D>> {
+        let OptionHeader { option, len } = header;
+        if len > MAX_OPTION_BYTES {
+            if len > MAX_SKIPPED_BYTES || option == code::EXPORT_NAME {
+                return Err(refused(format!("the client sent an option of {len} bytes")));
+            }
+            self.receiver.skip(self.stream, len.into()).await?;
+            return self.refuse(option, rep::ERR_TOO_BIG, "the option is too long").await;
+        }
+        let data = match self.receiver.peek(self.stream, len as usize).await? {
+            Some(data) => data.to_vec(),
+            None if len == 0 => Vec::new(),
+            None => return Err(refused("the client left in the middle of an option")),
+        };
+        self.receiver.consume(data.len());
+        let config = &self.registry.config;
+        let must_encrypt = config.tls.is_some() && config.tls_required && !self.stream.is_encrypted();
+        if must_encrypt && !matches!(option, code::STARTTLS | code::ABORT) {
+            if option == code::EXPORT_NAME {
+                return Err(refused("the client didn't start TLS, which is required"));
+            }
+            return self.refuse(option, rep::ERR_TLS_REQD, "TLS is required").await;
+        }
+        match option {
+            code::EXPORT_NAME => self.export_name(&data).await,
+            code::ABORT => {
+                // The client may be gone already, and that is fine.
+                let _ = self.reply(option, OptionReply::Ack).await;
+                let _ = self.send().await;
+                Ok(Next::Goodbye)
+            }
+            code::LIST if data.is_empty() => self.list().await,
+            code::STARTTLS if data.is_empty() => self.start_tls().await,
+            code::STRUCTURED_REPLY if data.is_empty() => self.structured_reply().await,
+            code::EXTENDED_HEADERS if data.is_empty() => {
+                self.replies = ReplyStyle::Extended;
+                self.reply(option, OptionReply::Ack).await?;
+                Ok(Next::Option)
+            }
+            code::LIST | code::STARTTLS | code::STRUCTURED_REPLY | code::EXTENDED_HEADERS => {
+                self.refuse(option, rep::ERR_INVALID, "this option has no data").await
+            }
+            code::INFO | code::GO => self.info(option, &data).await,
+            code::LIST_META_CONTEXT | code::SET_META_CONTEXT => self.meta_context(option, &data).await,
+            _ => self.refuse(option, rep::ERR_UNSUP, "unknown option").await,
+        }
+    }
+
+    async fn export_name(&mut self, data: &[u8]) -> Result<Next<D>> {
+        let name = parse_export_name(data).map_err(broken)?;
+        if self.replies == ReplyStyle::Extended {
+            return Err(refused("the client asks for an export in the old way after extended headers"));
+        }
+        let served = self.registry.find(name).ok_or_else(|| refused(format!("there is no export '{name}'")))?;
+        let Some((stay, terms)) = self.enter(&served) else {
+            return Err(refused(format!("export '{name}' is being removed")));
+        };
+        self.out.extend_from_slice(&greeting::encode_export(served.export.disk.size(), terms.flags));
+        if !self.no_zeroes {
+            self.out.extend_from_slice(&[0; greeting::EXPORT_NAME_ZEROES]);
+        }
+        Ok(Next::Transmission(Box::new((stay, terms))))
+    }
+
+    async fn list(&mut self) -> Result<Next<D>> {
+        for served in self.registry.all() {
+            let Export { name, description, .. } = &served.export;
+            self.reply(code::LIST, OptionReply::Server { name, description }).await?;
+        }
+        self.reply(code::LIST, OptionReply::Ack).await?;
+        Ok(Next::Option)
+    }
+
+    async fn start_tls(&mut self) -> Result<Next<D>> {
+        let option = code::STARTTLS;
+        let Some(credentials) = self.registry.config.tls.clone().filter(|_| self.fixed) else {
+            return self.refuse(option, rep::ERR_UNSUP, "this server has no TLS").await;
+        };
+        if self.stream.is_encrypted() {
+            return self.refuse(option, rep::ERR_INVALID, "TLS was started already").await;
+        }
+        if !self.receiver.is_empty() {
+            // Whoever sits in between could have put it there; it must not count as said under TLS.
+            return Err(refused("the client went on without waiting for TLS"));
+        }
+        self.reply(option, OptionReply::Ack).await?;
+        self.send().await?;
+        self.stream.start_server_tls(&credentials).await?;
+        self.replies = ReplyStyle::Simple;
+        self.chosen = None;
+        Ok(Next::Option)
+    }
+
+    async fn structured_reply(&mut self) -> Result<Next<D>> {
+        let option = code::STRUCTURED_REPLY;
+        if self.replies == ReplyStyle::Extended {
+            let message = "extended headers were chosen already";
+            return self.refuse(option, rep::ERR_EXT_HEADER_REQD, message).await;
+        }
+        self.replies = ReplyStyle::Structured;
+        self.reply(option, OptionReply::Ack).await?;
+        Ok(Next::Option)
+    }
+
+    async fn info(&mut self, option: u32, data: &[u8]) -> Result<Next<D>> {
+        let request = match InfoRequest::parse(data) {
+            Ok(request) => request,
+            Err(Malformed(why)) => return self.refuse(option, rep::ERR_INVALID, why).await,
+        };
+        if self.registry.is_stopping() {
+            return self.refuse(option, rep::ERR_SHUTDOWN, "the server is stopping").await;
+        }
+        let Some(served) = self.registry.find(request.name) else {
+            let message = format!("there is no export '{}'", request.name);
+            return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
+        };
+        let export = &served.export;
+        let entered = if option == code::GO { self.enter(&served) } else { None };
+        if option == code::GO && entered.is_none() {
+            return self.refuse(option, rep::ERR_UNKNOWN, "the export is being removed").await;
+        }
+        let flags = entered.as_ref().map_or_else(|| self.terms(&served).flags, |(_, terms)| terms.flags);
+        self.reply(option, OptionReply::Export(export.disk.size(), flags)).await?;
+        if request.canonical_name {
+            self.reply(option, OptionReply::Name(&export.name)).await?;
+        }
+        if request.description && !export.description.is_empty() {
+            self.reply(option, OptionReply::Description(&export.description)).await?;
+        }
+        if request.block_size {
+            self.reply(option, OptionReply::BlockSize(self.block_sizes(export))).await?;
+        }
+        self.reply(option, OptionReply::Ack).await?;
+        Ok(match entered {
+            Some(agreed) => Next::Transmission(Box::new(agreed)),
+            None => Next::Option,
+        })
+    }
+
+    async fn meta_context(&mut self, option: u32, data: &[u8]) -> Result<Next<D>> {
+        let purpose = if option == code::SET_META_CONTEXT { Purpose::Set } else { Purpose::List };
+        if purpose == Purpose::Set {
+            self.chosen = None;
+        }
+        if self.replies == ReplyStyle::Simple {
+            return self.refuse(option, rep::ERR_INVALID, "this needs structured replies").await;
+        }
+        let request = match MetaContextRequest::parse(data) {
+            Ok(request) => request,
+            Err(Malformed(why)) => return self.refuse(option, rep::ERR_INVALID, why).await,
+        };
+        if request.too_many {
+            return self.refuse(option, rep::ERR_TOO_BIG, "too many queries").await;
+        }
+        let Some(served) = self.registry.find(request.name) else {
+            let message = format!("there is no export '{}'", request.name);
+            return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
+        };
+        let mut contexts = Context::of(&served.export);
+        contexts.retain(|context| context::is_wanted(&context.name(), &request.queries, purpose));
+        for (number, context) in contexts.iter().enumerate() {
+            // The number means nothing in a list.
+            let number = if purpose == Purpose::Set { number as u32 } else { 0 };
+            self.reply(option, OptionReply::MetaContext(number, &context.name())).await?;
+        }
+        self.reply(option, OptionReply::Ack).await?;
+        if purpose == Purpose::Set {
+            self.chosen = Some((served, contexts));
+        }
+        Ok(Next::Option)
+    }
+
+    /// The client's stay at an export; none when the export is on its way out.
+    fn enter(&self, served: &Arc<Served<D>>) -> Option<(Stay<D>, Terms)> {
+        let stay = served.enter(self.stream.socket())?;
+        Some((stay, self.terms(served)))
+    }
+
+    /// What the export offers to a client that has negotiated what this one has.
+    fn terms(&self, served: &Arc<Served<D>>) -> Terms {
+        type Flags = TransmissionFlags;
+        let export = &served.export;
+        let contexts = match &self.chosen {
+            Some((other, contexts)) if Arc::ptr_eq(other, served) => contexts.clone(),
+            _ => Vec::new(),
+        };
+        let extended = self.replies == ReplyStyle::Extended;
+        let writing = Flags::SEND_TRIM | Flags::SEND_WRITE_ZEROES | Flags::SEND_FAST_ZERO;
+        let flags = (Flags::HAS_FLAGS | Flags::SEND_FLUSH | Flags::SEND_FUA | Flags::SEND_CACHE)
+            .with(Flags::READ_ONLY, export.is_read_only())
+            .with(writing, !export.is_read_only())
+            .with(Flags::SEND_DF, self.replies != ReplyStyle::Simple)
+            .with(Flags::CAN_MULTI_CONN, export.multi_conn)
+            .with(Flags::BLOCK_STATUS_PAYLOAD, extended && !contexts.is_empty());
+        let headers = if extended { HeaderStyle::Extended } else { HeaderStyle::Compact };
+        Terms { replies: self.replies, headers, contexts, flags, block_sizes: self.block_sizes(export) }
+    }
+
+    /// The export's block sizes within the limits of the server.
+    fn block_sizes(&self, export: &Export<D>) -> BlockSizes {
+        let BlockSizes { minimum, preferred, maximum } = export.block_sizes;
+        let maximum = maximum.min(self.registry.config.limits.max_payload_bytes);
+        BlockSizes { minimum, preferred, maximum: (maximum - maximum % minimum).max(minimum) }
+    }
+}

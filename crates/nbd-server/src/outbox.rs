@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Replies on their way out: whoever has one and finds nobody sending sends for all.
+
+use crate::budget::Permit;
+use cowshed_block::{Error, Result};
+use cowshed_nbd::Stream;
+use cowshed_nbd_proto::reply::Head;
+use cowshed_storage::IoBuf;
+use cowshed_storage::rt;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::task::{Poll, Waker};
+
+/// Buffers of one system call.
+const MAX_BUFFERS: usize = 256;
+/// Bytes of one system call, about: enough for the wire, few enough that memory is given back in time.
+const MAX_BYTES: usize = 4 << 20;
+/// Room for the headers of one system call.
+const HEAD_BYTES: usize = 4096;
+/// Replies that wait; who has one more waits with it.
+const MAX_WAITING: usize = 1024;
+
+/// A part of a reply. The parts of one reply stand next to one another in the queue.
+#[derive(Debug)]
+pub(crate) enum Piece {
+    Head(Head),
+    Data(IoBuf),
+    /// What the data before it counted for, given back when it is sent.
+    Sent(Permit),
+}
+
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    queue: RefCell<VecDeque<Piece>>,
+    is_sending: Cell<bool>,
+    /// Who waits for room in the queue.
+    waiting: RefCell<Vec<Waker>>,
+    error: RefCell<Option<Error>>,
+    /// Kept for the next call.
+    buffers: RefCell<Vec<IoBuf>>,
+}
+
+impl Outbox {
+    pub(crate) fn new() -> Outbox {
+        Outbox {
+            queue: RefCell::default(),
+            is_sending: Cell::new(false),
+            waiting: RefCell::default(),
+            error: RefCell::default(),
+            buffers: RefCell::default(),
+        }
+    }
+
+    /// The first failure; nothing is sent after it.
+    pub(crate) fn take_error(&self) -> Option<Error> {
+        self.error.take()
+    }
+
+    /// Queues a reply. [`Outbox::send`] must follow.
+    pub(crate) fn push(&self, pieces: impl IntoIterator<Item = Piece>) {
+        self.queue.borrow_mut().extend(pieces);
+    }
+
+    /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's
+    /// wait saves system calls.
+    pub(crate) async fn send(&self, stream: &Stream, crowded: bool) {
+        if self.is_sending.replace(true) {
+            self.wait_for_room().await;
+            return;
+        }
+        if crowded {
+            rt::yield_now().await;
+        }
+        while let Some((buffers, permits)) = self.take() {
+            let result = if self.error.borrow().is_none() { self.send_buffers(stream, buffers).await } else { Ok(()) };
+            if let Err(error) = result {
+                // Whoever reads requests learns it from the socket.
+                stream.socket().shutdown();
+                self.error.borrow_mut().get_or_insert(error);
+            }
+            drop(permits);
+            self.waiting.take().into_iter().for_each(Waker::wake);
+        }
+        self.is_sending.set(false);
+    }
+
+    async fn send_buffers(&self, stream: &Stream, buffers: Vec<IoBuf>) -> Result<()> {
+        let (result, mut buffers) = stream.send(buffers).await;
+        buffers.clear();
+        self.buffers.replace(buffers);
+        result
+    }
+
+    async fn wait_for_room(&self) {
+        poll_fn(|context| {
+            if self.queue.borrow().len() < MAX_WAITING {
+                return Poll::Ready(());
+            }
+            self.waiting.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// The buffers of the next system call, and what is given back after it; `None` when nothing waits.
+    fn take(&self) -> Option<(Vec<IoBuf>, Vec<Permit>)> {
+        let mut queue = self.queue.borrow_mut();
+        if queue.is_empty() {
+            return None;
+        }
+        let mut buffers = self.buffers.take();
+        let mut permits = Vec::new();
+        let mut heads = IoBuf::scratch(HEAD_BYTES);
+        // Headers that no buffer has been made of yet: so many bytes at the start of `heads`.
+        let mut filled = 0;
+        let mut bytes = 0;
+        while let Some(piece) = queue.pop_front() {
+            match piece {
+                Piece::Head(head) => {
+                    if filled + head.len() > heads.len() {
+                        queue.push_front(Piece::Head(head));
+                        break;
+                    }
+                    heads[filled..filled + head.len()].copy_from_slice(&head);
+                    filled += head.len();
+                }
+                Piece::Data(data) => {
+                    if filled > 0 {
+                        buffers.push(heads.split_to(filled));
+                        filled = 0;
+                    }
+                    bytes += data.len();
+                    buffers.push(data);
+                }
+                Piece::Sent(permit) => permits.push(permit),
+            }
+            let is_full = buffers.len() + 2 >= MAX_BUFFERS || bytes >= MAX_BYTES;
+            if is_full && !matches!(queue.front(), Some(Piece::Sent(_))) {
+                break;
+            }
+        }
+        if filled > 0 {
+            buffers.push(heads.split_to(filled));
+        }
+        Some((buffers, permits))
+    }
+}

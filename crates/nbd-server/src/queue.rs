@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The threads that serve: each has its connections, which never leave it.
+
+use crate::Disk;
+use crate::config::Event;
+use crate::negotiation::negotiate;
+use crate::registry::Registry;
+use crate::session;
+use crate::signal::{Mailbox, Watched};
+use cowshed_block::{Error, Result};
+use cowshed_nbd::{Receiver, Stream};
+use cowshed_storage::rt::JoinHandle;
+use cowshed_storage::{Listener, Socket, rt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Between two attempts to accept a client when the process has no descriptor left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What a queue is asked to do.
+pub(crate) enum Message<D: Disk> {
+    /// Accept clients and hand them to the queues in turn.
+    Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<Message<D>>>>, next: Arc<AtomicUsize> },
+    /// Serve a client.
+    Serve { socket: Socket, slot: Option<Slot<D>> },
+    /// Accept nobody any more and end when the last client is gone.
+    Stop,
+}
+
+/// A connection that counts against the limit.
+pub(crate) struct Slot<D: Disk>(Arc<Registry<D>>);
+
+impl<D: Disk> Slot<D> {
+    /// Waits for a free one.
+    async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
+        let limit = registry.config.limits.max_connections;
+        registry.connections.wait(|count| (*count < limit).then(|| *count += 1)).await;
+        Slot(Arc::clone(registry))
+    }
+}
+
+impl<D: Disk> Drop for Slot<D> {
+    fn drop(&mut self) {
+        self.0.connections.change(|count| *count -= 1);
+    }
+}
+
+/// The owner's end of a queue.
+pub(crate) struct Queue<D: Disk> {
+    mailbox: Arc<Mailbox<Message<D>>>,
+    ended: Arc<Watched<bool>>,
+}
+
+impl<D: Disk> std::fmt::Debug for Queue<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Queue")
+    }
+}
+
+/// Says that a queue's thread has ended, also by a panic.
+struct Ending(Arc<Watched<bool>>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.change(|ended| *ended = true);
+    }
+}
+
+impl<D: Disk> Queue<D> {
+    /// Starts all threads of a server.
+    pub(crate) fn start_all(registry: &Arc<Registry<D>>) -> Result<Vec<Queue<D>>> {
+        let mut queues: Vec<Queue<D>> = Vec::new();
+        for number in 0..registry.config.queues {
+            match Self::start(registry, number) {
+                Ok(queue) => queues.push(queue),
+                Err(error) => {
+                    queues.iter().for_each(|queue| queue.send(Message::Stop));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(queues)
+    }
+
+    fn start(registry: &Arc<Registry<D>>, number: usize) -> Result<Queue<D>> {
+        let mailbox: Arc<Mailbox<Message<D>>> = Arc::default();
+        let ended = Arc::new(Watched::new(false));
+        let (registry, inbox, ending) = (Arc::clone(registry), Arc::clone(&mailbox), Ending(Arc::clone(&ended)));
+        std::thread::Builder::new()
+            .name(format!("nbd-queue-{number}"))
+            .spawn(move || {
+                let _ending = ending;
+                rt::block_on(serve_all(registry, inbox));
+            })
+            .map_err(|error| Error::io(&error, "could not start a thread"))?;
+        Ok(Queue { mailbox, ended })
+    }
+
+    pub(crate) fn send(&self, message: Message<D>) {
+        self.mailbox.send(message);
+    }
+
+    pub(crate) fn mailbox(&self) -> Arc<Mailbox<Message<D>>> {
+        Arc::clone(&self.mailbox)
+    }
+
+    /// Waits for the thread's end.
+    pub(crate) async fn join(self) {
+        self.ended.wait(|ended| ended.then_some(())).await;
+    }
+}
+
+async fn serve_all<D: Disk>(registry: Arc<Registry<D>>, inbox: Arc<Mailbox<Message<D>>>) {
+    let mut listening: Vec<JoinHandle<()>> = Vec::new();
+    let mut serving: Vec<JoinHandle<()>> = Vec::new();
+    loop {
+        match inbox.receive().await {
+            Message::Listen { listener, mailboxes, next } => {
+                listening.push(rt::spawn(accept_all(Arc::clone(&registry), listener, mailboxes, next)));
+            }
+            Message::Serve { socket, slot } => {
+                serving.retain(|task| !task.is_finished());
+                serving.push(rt::spawn(serve(Arc::clone(&registry), socket, slot)));
+            }
+            Message::Stop => break,
+        }
+    }
+    for task in listening {
+        task.cancel().await;
+    }
+    for task in serving {
+        task.await;
+    }
+}
+
+async fn accept_all<D: Disk>(
+    registry: Arc<Registry<D>>,
+    listener: Listener,
+    mailboxes: Vec<Arc<Mailbox<Message<D>>>>,
+    next: Arc<AtomicUsize>,
+) {
+    loop {
+        let slot = Slot::take(&registry).await;
+        match listener.accept().await {
+            Ok(socket) => {
+                let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
+                mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
+            }
+            Err(error) if Listener::is_transient(&error) => {
+                tracing::warn!(%error, "can't take clients at the moment");
+                drop(slot);
+                rt::sleep(ACCEPT_PAUSE).await;
+            }
+            Err(error) => {
+                tracing::error!(%error, "can't take clients any more");
+                return;
+            }
+        }
+    }
+}
+
+/// One connection from its first byte to its last.
+async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<Slot<D>>) {
+    let _slot = slot;
+    let peer = socket.peer();
+    socket.keep_alive();
+    tracing::debug!(peer, "client connected");
+    let stream = Arc::new(Stream::new(socket));
+    let mut receiver = Receiver::default();
+    let config = &registry.config;
+    let negotiated = negotiate(&registry, &stream, &mut receiver).await;
+    let (stay, terms) = match negotiated {
+        Ok(Some(negotiated)) => negotiated,
+        Ok(None) => {
+            stream.close().await;
+            tracing::debug!(peer, "client left without choosing an export");
+            return;
+        }
+        Err(reason) => {
+            stream.socket().shutdown();
+            tracing::info!(peer, %reason, "client refused");
+            config.tell(Event::ClientRefused { peer, reason: reason.to_string() });
+            return;
+        }
+    };
+    let export = stay.served.export.name.clone();
+    tracing::info!(peer, export, "client uses export");
+    config.tell(Event::ClientConnected { export: export.clone(), peer: peer.clone() });
+    let result = session::run(stay, terms, Arc::clone(&stream), receiver, config.limits).await;
+    let error = result.err().map(|error| error.to_string());
+    match &error {
+        None => tracing::info!(peer, export, "client left"),
+        Some(error) => tracing::warn!(peer, export, error, "client lost"),
+    }
+    config.tell(Event::ClientDisconnected { export, peer, error });
+}

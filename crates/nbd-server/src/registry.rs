@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The exports, and who uses them.
+
+use crate::config::{Event, ServerConfig};
+use crate::signal::Watched;
+use crate::{Disk, Export, ExportInfo, Removal};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::Socket;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What all threads of a server share.
+#[derive(Debug)]
+pub(crate) struct Registry<D> {
+    pub config: ServerConfig,
+    exports: Watched<Exports<D>>,
+    /// Connections that have been accepted and aren't closed.
+    pub connections: Watched<usize>,
+}
+
+#[derive(Debug)]
+struct Exports<D> {
+    by_name: BTreeMap<String, Arc<Served<D>>>,
+    /// No new clients any more.
+    stopping: bool,
+}
+
+/// An export and its clients.
+#[derive(Debug)]
+pub(crate) struct Served<D> {
+    pub export: Export<D>,
+    clients: Watched<Clients>,
+}
+
+#[derive(Debug, Default)]
+struct Clients {
+    /// By the number of their connection.
+    list: Vec<Arc<Client>>,
+    /// No new ones.
+    closed: bool,
+}
+
+/// One connection that is in the transmission phase.
+#[derive(Debug)]
+pub(crate) struct Client {
+    socket: Socket,
+    closing: AtomicBool,
+}
+
+impl Client {
+    /// True when nothing more is to be taken from it.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// Takes no further requests; those in flight are still answered.
+    fn ask_to_leave(&self) {
+        self.closing.store(true, Ordering::Release);
+        self.socket.shutdown_receive();
+    }
+}
+
+impl<D: Disk> Registry<D> {
+    pub(crate) fn new(config: ServerConfig) -> Self {
+        let exports = Exports { by_name: BTreeMap::new(), stopping: false };
+        Registry { config, exports: Watched::new(exports), connections: Watched::new(0) }
+    }
+
+    pub(crate) fn add(&self, export: Export<D>) -> Result<()> {
+        export.check()?;
+        self.exports.change(|exports| {
+            if exports.stopping {
+                return Err(Error::new(ErrorKind::Busy, "the server is stopping"));
+            }
+            if exports.by_name.contains_key(&export.name) {
+                let message = format!("an export named '{}' exists already", export.name);
+                return Err(Error::invalid_argument(message));
+            }
+            if export.is_default && exports.by_name.values().any(|other| other.export.is_default) {
+                return Err(Error::invalid_argument("there is a default export already"));
+            }
+            let name = export.name.clone();
+            exports.by_name.insert(name, Arc::new(Served { export, clients: Watched::default() }));
+            Ok(())
+        })
+    }
+
+    /// The export that a client means by `name`.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<Served<D>>> {
+        self.exports.look(|exports| {
+            let found = exports.by_name.get(name);
+            let found = match found {
+                None if name.is_empty() => exports.by_name.values().find(|served| served.export.is_default),
+                found => found,
+            };
+            found.filter(|served| !served.clients.look(|clients| clients.closed)).cloned()
+        })
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Served<D>>> {
+        self.exports.look(|exports| exports.by_name.values().cloned().collect())
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.exports.look(|exports| exports.stopping)
+    }
+
+    /// Waits until the server begins to stop.
+    pub(crate) async fn wait_for_stop(&self) {
+        self.exports.wait(|exports| exports.stopping.then_some(())).await;
+    }
+
+    /// Removes an export; returns when no client uses it any more, and gives it back.
+    pub(crate) async fn remove(&self, name: &str, removal: Removal) -> Result<Arc<Served<D>>> {
+        let found = self.exports.look(|exports| exports.by_name.get(name).cloned());
+        let Some(served) = found else {
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no export '{name}'")));
+        };
+        served.clients.change(|clients| {
+            if clients.closed {
+                return Err(Error::new(ErrorKind::Busy, format!("export '{name}' is being removed already")));
+            }
+            if removal == Removal::Safe && !clients.list.is_empty() {
+                let message = format!("export '{name}' is in use by {} connections", clients.list.len());
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+            clients.closed = true;
+            Ok(())
+        })?;
+        served.ask_all_to_leave();
+        served.wait_until_unused().await;
+        self.exports.change(|exports| exports.by_name.remove(name));
+        self.config.tell(Event::ExportRemoved { name: name.to_owned() });
+        Ok(served)
+    }
+
+    /// No new clients, and those that are there take their leave.
+    pub(crate) fn begin_stop(&self) {
+        self.exports.change(|exports| exports.stopping = true);
+        for served in self.all() {
+            served.clients.change(|clients| clients.closed = true);
+            served.ask_all_to_leave();
+        }
+    }
+
+    /// Ends connections that didn't leave by themselves.
+    pub(crate) fn disconnect_all(&self) {
+        for served in self.all() {
+            served.clients.look(|clients| clients.list.iter().for_each(|client| client.socket.shutdown()));
+        }
+    }
+}
+
+impl<D: Disk> Served<D> {
+    /// Adds a client, unless the export is being removed.
+    pub(crate) fn enter(self: &Arc<Self>, socket: &Socket) -> Option<Stay<D>> {
+        let client = Arc::new(Client { socket: socket.clone(), closing: AtomicBool::new(false) });
+        let entered = self.clients.change(|clients| {
+            if !clients.closed {
+                clients.list.push(Arc::clone(&client));
+            }
+            !clients.closed
+        });
+        entered.then(|| Stay { served: Arc::clone(self), client })
+    }
+
+    fn ask_all_to_leave(&self) {
+        self.clients.look(|clients| clients.list.iter().for_each(|client| client.ask_to_leave()));
+    }
+
+    async fn wait_until_unused(&self) {
+        self.clients.wait(|clients| clients.list.is_empty().then_some(())).await;
+    }
+
+    pub(crate) fn info(&self) -> ExportInfo {
+        let (clients, shutting_down) = self.clients.look(|clients| (clients.list.len(), clients.closed));
+        ExportInfo {
+            name: self.export.name.clone(),
+            description: self.export.description.clone(),
+            size: self.export.disk.size(),
+            writable: self.export.writable,
+            clients,
+            shutting_down,
+        }
+    }
+}
+
+/// A client's use of an export, from its choice to its end.
+#[derive(Debug)]
+pub(crate) struct Stay<D: Disk> {
+    pub served: Arc<Served<D>>,
+    pub client: Arc<Client>,
+}
+
+impl<D: Disk> Drop for Stay<D> {
+    fn drop(&mut self) {
+        self.served.clients.change(|clients| clients.list.retain(|client| !Arc::ptr_eq(client, &self.client)));
+    }
+}

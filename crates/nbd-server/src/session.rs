@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The transmission phase of one connection.
+//!
+//! Workers take turns at reading: one waits for the next request, hands the turn on when it has it, carries it out and
+//! queues the reply. They start when they are needed and live as long as the connection, so a request costs no new task;
+//! how many there are bounds the requests in flight.
+
+use crate::Disk;
+use crate::budget::Budget;
+use crate::config::Limits;
+use crate::intake::{Intake, Job};
+use crate::negotiation::Terms;
+use crate::outbox::Outbox;
+use crate::registry::Stay;
+use crate::signal::Watched;
+use cowshed_block::{Error, Result};
+use cowshed_nbd::{Receiver, Stream};
+use cowshed_storage::rt;
+use futures_util::lock::Mutex;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(crate) struct Session<D: Disk> {
+    pub stay: Stay<D>,
+    pub terms: Terms,
+    pub stream: Arc<Stream>,
+    pub outbox: Outbox,
+    intake: Mutex<Intake>,
+    budget: Rc<Budget>,
+    max_workers: usize,
+    workers: Cell<usize>,
+    /// Workers that wait for their turn to read.
+    idle: Cell<usize>,
+    /// The last worker has ended.
+    ended: Watched<bool>,
+    error: RefCell<Option<Error>>,
+}
+
+/// Serves a client until it leaves, is lost or is told to go; every request that was taken is carried out. An error says
+/// what was wrong with the client or the connection.
+pub(crate) async fn run<D: Disk>(
+    stay: Stay<D>,
+    terms: Terms,
+    stream: Arc<Stream>,
+    receiver: Receiver,
+    limits: Limits,
+) -> Result<()> {
+    let session = Rc::new(Session {
+        stay,
+        terms,
+        stream,
+        outbox: Outbox::new(),
+        intake: Mutex::new(Intake { receiver, ended: false }),
+        budget: Budget::new(limits.max_bytes_in_flight),
+        max_workers: limits.max_requests,
+        workers: Cell::new(0),
+        idle: Cell::new(0),
+        ended: Watched::new(false),
+        error: RefCell::default(),
+    });
+    session.start_worker();
+    session.ended.wait(|ended| ended.then_some(())).await;
+    session.stream.close().await;
+    let error = session.error.take().or_else(|| session.outbox.take_error());
+    match error {
+        // What was cut off on purpose is no fault of the client.
+        Some(error) if !session.stay.client.is_closing() => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl<D: Disk> Session<D> {
+    fn start_worker(self: &Rc<Self>) {
+        self.workers.set(self.workers.get() + 1);
+        let session = Rc::clone(self);
+        drop(rt::spawn(async move {
+            session.work().await;
+            let left = session.workers.get() - 1;
+            session.workers.set(left);
+            if left == 0 {
+                session.ended.change(|ended| *ended = true);
+            }
+        }));
+    }
+
+    async fn work(self: &Rc<Self>) {
+        while let Some(job) = self.next_job().await {
+            if self.idle.get() == 0 && self.workers.get() < self.max_workers {
+                self.start_worker();
+            }
+            self.carry_out(job).await;
+            let crowded = self.workers.get() - self.idle.get() > 1;
+            self.outbox.send(&self.stream, crowded).await;
+        }
+    }
+
+    async fn next_job(&self) -> Option<Job> {
+        self.idle.set(self.idle.get() + 1);
+        let mut intake = self.intake.lock().await;
+        self.idle.set(self.idle.get() - 1);
+        if intake.ended {
+            return None;
+        }
+        match intake.next(&self.stream, &self.stay, &self.terms, &self.budget).await {
+            Ok(Some(job)) => return Some(job),
+            Ok(None) => {}
+            Err(error) => {
+                self.error.borrow_mut().get_or_insert(error);
+            }
+        }
+        intake.ended = true;
+        None
+    }
+}

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! NBD connections: the stream that both sides share, plain or encrypted, and the client.
+//!
+//! - `stream`: bytes in both directions, with TLS where it was started
+//! - `receiver`: what came in and hasn't been looked at yet
+//! - `tls`: credentials, in folders as QEMU has them
+
+mod receiver;
+mod stream;
+mod tls;
+
+pub use receiver::Receiver;
+pub use stream::Stream;
+pub use tls::{ClientTls, ServerTls};

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Stream sockets on the same ring as the files: Unix and TCP, connecting and listening.
+//!
+//! - here: a connected socket; receiving and sending
+//! - `address`: where to connect or listen
+//! - `listener`: listening, also on descriptors that a service manager passed
+//! - `readiness`: waiting for a socket where there is no ring
+//!
+//! As with files, an operation owns its memory until it completes, also when its future is dropped; it is cancelled then.
+//! A future that is dropped may have taken bytes off the stream with it: what follows is only for closing.
+
+mod address;
+mod listener;
+mod readiness;
+
+pub use address::SocketAddress;
+pub use listener::Listener;
+
+use crate::IoBuf;
+use crate::payload::{Bufs, Payload};
+use crate::rt::{self, Pool};
+use crate::sys::{self, SysResult};
+use cowshed_block::{Errno, Error, Result};
+use readiness::Interest;
+use rustix::net::{Shutdown, SocketAddrAny};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A connected stream socket. Clones are the same socket; it is closed with the last of them.
+#[derive(Clone, Debug)]
+pub struct Socket {
+    fd: Arc<OwnedFd>,
+}
+
+/// When [`Socket::receive`] is content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// With whatever is there, at least one byte.
+    Some,
+    /// When the buffer is full.
+    All,
+}
+
+impl Socket {
+    pub(crate) fn new(fd: OwnedFd) -> Socket {
+        // Requests and replies are small and are waited for: never hold one back. Only TCP knows the option.
+        let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
+        Socket { fd: Arc::new(fd) }
+    }
+
+    /// A socket that somebody else has connected: one end of a pair, or one that a service manager passed.
+    pub fn from_descriptor(fd: OwnedFd) -> Socket {
+        Socket::new(fd)
+    }
+
+    /// Connects. The addresses of a host name are tried one after the other, each for at most `timeout`.
+    pub async fn connect(address: &SocketAddress, timeout: Duration) -> Result<Socket> {
+        let address = address.clone();
+        Pool::io().run(move || address.connect(timeout)).await.map(Socket::new)
+    }
+
+    /// Receives into `buf`; the number of bytes is smaller than wanted only when the peer has closed (0: at once).
+    pub async fn receive(&self, buf: IoBuf, want: Want) -> (Result<usize>, IoBuf) {
+        let total = buf.len();
+        let mut payload = Payload::one(buf);
+        let mut done = 0;
+        let result = loop {
+            if done == total {
+                break Ok(done);
+            }
+            let result;
+            (result, payload) = self.receive_once(payload, done, want).await;
+            match result {
+                Ok(0) => break Ok(done),
+                Ok(count) => done += count,
+                Err(Errno(libc::EINTR | libc::EAGAIN)) => continue,
+                // The peer went away with something of ours unread: for the reader that is an end too.
+                Err(Errno(libc::ECONNRESET | libc::EPIPE)) => break Ok(done),
+                Err(errno) => break Err(Error::os(errno, "could not receive")),
+            }
+            if want == Want::Some {
+                break Ok(done);
+            }
+        };
+        (result, payload.into_one())
+    }
+
+    async fn receive_once(&self, payload: Payload, skip: usize, want: Want) -> (SysResult<usize>, Payload) {
+        match rt::current_ring() {
+            Some(ring) => {
+                let (result, payload) = ring.receive(&self.fd, payload, skip, want == Want::All).await;
+                (sys::ring_result(result), payload)
+            }
+            None => loop {
+                match sys::receive(&self.fd, &payload, skip) {
+                    Err(Errno(libc::EAGAIN)) => {}
+                    result => return (result, payload),
+                }
+                if let Err(errno) = readiness::ready(&self.fd, Interest::Read).await {
+                    return (Err(errno), payload);
+                }
+            },
+        }
+    }
+
+    /// Sends all bytes of all buffers, at most 1,024 of them.
+    pub async fn send(&self, bufs: Vec<IoBuf>) -> (Result<()>, Vec<IoBuf>) {
+        let mut payload = Payload { bufs: Bufs::Many(bufs), guard: None };
+        let total = payload.len();
+        let mut done = 0;
+        let result = loop {
+            if done == total {
+                break Ok(());
+            }
+            let result;
+            (result, payload) = self.send_once(payload, done).await;
+            match result {
+                Ok(count) => done += count,
+                Err(Errno(libc::EINTR | libc::EAGAIN)) => {}
+                Err(errno) => break Err(Error::os(errno, "could not send")),
+            }
+        };
+        (result, payload.into_many())
+    }
+
+    async fn send_once(&self, payload: Payload, skip: usize) -> (SysResult<usize>, Payload) {
+        match rt::current_ring() {
+            Some(ring) => {
+                let (result, payload) = ring.send(&self.fd, payload, skip).await;
+                (sys::ring_result(result), payload)
+            }
+            None => loop {
+                match sys::send(&self.fd, &payload, skip) {
+                    Err(Errno(libc::EAGAIN)) => {}
+                    result => return (result, payload),
+                }
+                if let Err(errno) = readiness::ready(&self.fd, Interest::Write).await {
+                    return (Err(errno), payload);
+                }
+            },
+        }
+    }
+
+    /// Ends the connection in both directions: operations in flight end, and the peer sees it.
+    pub fn shutdown(&self) {
+        // Fails when the peer was faster.
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+    }
+
+    /// Ends receiving; what was received before can still be had. TCP goes on to take what the peer sends.
+    pub fn shutdown_receive(&self) {
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Read);
+    }
+
+    /// Says that nothing more is sent; receiving goes on.
+    pub fn shutdown_send(&self) {
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Write);
+    }
+
+    /// The peer for people: `ADDRESS:PORT`, or `unix` where it has no name, with the number of the process where known.
+    pub fn peer(&self) -> String {
+        let address = rustix::net::getpeername(&self.fd).ok().flatten();
+        match address.as_ref().and_then(|address| std::net::SocketAddr::try_from(address.clone()).ok()) {
+            Some(address) => address.to_string(),
+            None => match rustix::net::sockopt::socket_peercred(&self.fd) {
+                Ok(credentials) => format!("unix:pid={}", credentials.pid.as_raw_nonzero()),
+                Err(_) => "unix".to_owned(),
+            },
+        }
+    }
+
+    /// Asks TCP to notice a peer that vanished without a word, after about two hours as the system has it.
+    pub fn keep_alive(&self) {
+        let _ = rustix::net::sockopt::set_socket_keepalive(&self.fd, true);
+    }
+
+    /// A pair of connected sockets: for tests, and for talking to a child process.
+    pub fn pair() -> Result<(Socket, Socket)> {
+        let (a, b) = std::os::unix::net::UnixStream::pair()
+            .map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
+        Ok((Socket::new(a.into()), Socket::new(b.into())))
+    }
+
+    /// True when both are the same socket.
+    pub fn is(&self, other: &Socket) -> bool {
+        self.fd.as_raw_fd() == other.fd.as_raw_fd()
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// An address of the system for people, and for [`SocketAddress`]'s `Display`.
+fn describe(address: &SocketAddrAny) -> String {
+    match std::net::SocketAddr::try_from(address.clone()) {
+        Ok(address) => address.to_string(),
+        Err(_) => "unix".to_owned(),
+    }
+}
