@@ -16,6 +16,8 @@ pub struct Audit {
     pub dirty: bool,
     /// Guest clusters that are mapped.
     pub mapped: u64,
+    /// The most uses that one host cluster has.
+    pub most_uses: u64,
     /// Clusters of the tables that move when they grow: L1 table and refcount table.
     pub moving_table_clusters: u64,
 }
@@ -92,6 +94,20 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
         image.check_copied(l1, l1_len)?;
     }
     Ok(image)
+}
+
+/// The L2 entry of the guest's cluster `cluster` as it stands in `file`; 0 without a table.
+pub fn l2_entry(file: &PageMap, cluster: u64) -> u64 {
+    let extended = read(file, 4, 4) >= 3 && read(file, 72, 8) & 16 != 0;
+    let (cluster_bits, entry_bytes) = (read(file, 20, 4), if extended { 16 } else { 8 });
+    let per_table = (1 << cluster_bits) / entry_bytes;
+    let table = read(file, read(file, 40, 8) + cluster / per_table * 8, 8) & OFFSET;
+    if table == 0 { 0 } else { read(file, table + cluster % per_table * entry_bytes, 8) }
+}
+
+/// The offset of the host cluster in an L2 entry of a cluster that is not compressed.
+pub fn host_offset(entry: u64) -> u64 {
+    entry & OFFSET
 }
 
 fn read(file: &PageMap, at: u64, bytes: usize) -> u64 {
@@ -230,6 +246,7 @@ impl Image<'_> {
     }
 
     fn compare(&mut self) -> Result<(), String> {
+        self.audit.most_uses = self.used.values().copied().max().unwrap_or(0);
         for (&cluster, &used) in &self.used {
             let count = self.refcount(cluster);
             if count < used {

@@ -20,6 +20,8 @@ pub struct CrashScene {
     pub config: Config,
     /// Queues that the guest's requests come from.
     pub queues: usize,
+    /// Options of the driver.
+    pub options: &'static str,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
 }
@@ -36,6 +38,9 @@ pub struct Effort {
     /// The disk has room for so many bytes more than the image takes at the start; `None`: endless.
     pub room_bytes: Option<u64>,
 }
+
+/// So little that tables come and go all the time.
+const SMALL_CACHE: &str = "l2-cache-size=1k,l2-cache-entry-size=512,refcount-cache-size=2k";
 
 impl CrashScene {
     /// The case of a seed.
@@ -77,7 +82,14 @@ impl CrashScene {
         };
         let whole_sectors = random.chance(80);
         let queues = random.pick(&[1, 2, 3, 4]);
-        CrashScene { seed, chain: Chain { layers }, config, queues, whole_sectors }
+        // Version 2 has no zero flag to keep a cluster under.
+        let is_v2 = layers.iter().any(|layer| matches!(&layer.format, Format::Qcow2(spec) if spec.is_v2));
+        let options = match random.below(10) {
+            0..=2 => SMALL_CACHE,
+            3 if !is_v2 => "discard-no-unref=on",
+            _ => "",
+        };
+        CrashScene { seed, chain: Chain { layers }, config, queues, options, whole_sectors }
     }
 
     fn spec(&self) -> &Qcow2Spec {
@@ -140,6 +152,8 @@ impl CrashScene {
             (self.config.capacity_bytes.is_some(), "disk gets full"),
             (!self.config.features.punch_hole, "no fallocate"),
             (!self.whole_sectors, "odd bytes"),
+            (self.options == SMALL_CACHE, "small cache"),
+            (self.options.starts_with("discard"), "discard-no-unref"),
         ];
         words.extend(more.into_iter().filter(|(is_so, _)| *is_so).map(|(_, word)| word.to_owned()));
         words
@@ -159,7 +173,15 @@ impl CrashScene {
     /// What is done to the image, with `faults` on the machine.
     pub fn trial(&self, steps: Vec<Step>, effort: &Effort, faults: Vec<Fault>) -> Trial {
         let plan = CrashPlan { max_distinct: effort.states, ..CrashPlan::new(self.seed) };
-        Trial { config: self.config.clone(), faults, steps, queues: self.queues, plan, sample_qemu: effort.sample_qemu }
+        Trial {
+            config: self.config.clone(),
+            faults,
+            options: self.options,
+            steps,
+            queues: self.queues,
+            plan,
+            sample_qemu: effort.sample_qemu,
+        }
     }
 
     /// Runs the case.

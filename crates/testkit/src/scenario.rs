@@ -13,7 +13,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
-use cowshed_storage::sim::{Config, Fault, PageMap, Replay, Snapshot, World};
+use cowshed_storage::sim::{Config, Effect, Fault, PageMap, Replay, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use std::ops::Range;
 use std::path::Path;
@@ -39,9 +39,20 @@ impl ImageDisk {
     /// # Errors
     /// Those of [`open`].
     pub async fn open(name: &str, writable: bool, direct: bool) -> Result<Self> {
+        Self::open_with(name, writable, direct, "").await
+    }
+
+    /// As [`ImageDisk::open`], with further options of the driver: `l2-cache-size=1k,discard-no-unref=on`.
+    ///
+    /// # Errors
+    /// Those of [`open`], and of the options.
+    pub async fn open_with(name: &str, writable: bool, direct: bool, options: &str) -> Result<Self> {
         let cache = if direct { "none" } else { "writeback" };
-        let request = OpenRequest::file(name).format("qcow2").writable(writable).cache(cache)?;
-        open(request).await.map(ImageDisk)
+        let request = match options {
+            "" => OpenRequest::file(name).format("qcow2"),
+            options => OpenRequest::image_opts(&format!("driver=qcow2,file.filename={name},{options}"))?,
+        };
+        open(request.writable(writable).cache(cache)?).await.map(ImageDisk)
     }
 }
 
@@ -86,6 +97,8 @@ pub struct Trial {
     pub config: Config,
     /// What goes wrong on it. With faults, requests may fail; without, none may.
     pub faults: Vec<Fault>,
+    /// Options of the driver, as `--image-opts` takes them.
+    pub options: &'static str,
     /// The guest's requests.
     pub steps: Vec<Step>,
     /// Queues that the guest's streams are spread over; 1: all on one executor.
@@ -98,7 +111,8 @@ pub struct Trial {
 
 impl Trial {
     fn may_fail(&self) -> bool {
-        !self.faults.is_empty() || self.config.capacity_bytes.is_some()
+        let harms = |fault: &Fault| !matches!(fault.effect, Effect::Delay(_));
+        self.faults.iter().any(harms) || self.config.capacity_bytes.is_some()
     }
 }
 
@@ -138,6 +152,13 @@ impl Prepared {
         Prepared { folder, top, files, content, spec, leaks_at_start, qemu }
     }
 
+    /// Changes the top image's file before anything is done to it; what the guest sees must stay the same.
+    pub fn patch(&mut self, change: impl FnOnce(&mut PageMap)) {
+        let Some(file) = self.files.get_mut(&self.top) else { unreachable!("the top image is among the files") };
+        change(file);
+        self.leaks_at_start = audit(file).map_or(0, |audit| audit.leaks);
+    }
+
     /// Space that the files take, in bytes.
     pub fn allocated_bytes(&self) -> u64 {
         self.files.values().map(PageMap::allocated_bytes).sum()
@@ -157,9 +178,23 @@ impl Prepared {
     /// # Errors
     /// What went wrong, with what the cut lost.
     pub fn crash(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
+        let world = self.world(trial);
+        let outcome = told(|| self.run(&world, trial))?;
+        self.judge(&world, &outcome, trial)
+    }
+
+    /// The machine of a trial, with the image on its disk.
+    pub fn world(&self, trial: &Trial) -> World {
         let world = World::with_files(trial.config.clone(), &self.files);
         trial.faults.iter().for_each(|fault| world.add_fault(fault.clone()));
-        let outcome = told(|| self.run(&world, trial))?;
+        world
+    }
+
+    /// Cuts the power of a run everywhere.
+    ///
+    /// # Errors
+    /// What is wrong with a disk that is left, with what the cut lost.
+    pub fn judge(&self, world: &World, outcome: &Outcome, trial: &Trial) -> std::result::Result<CrashReport, String> {
         let report = explore(&world.trace(), &trial.plan, |case| {
             told(|| self.verify(&outcome.model, case, trial))?;
             match trial.sample_qemu > 0 && case.number % trial.sample_qemu == trial.sample_qemu - 1 {
@@ -170,10 +205,15 @@ impl Prepared {
         report.map_err(|failure: Box<CrashFailure>| failure.to_string())
     }
 
-    fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
+    /// Runs the trial on its machine, without a cut.
+    ///
+    /// # Errors
+    /// What went wrong: a failed request where none may fail, a read of what nobody wrote, metadata written twice at once,
+    /// leaks after closing.
+    pub fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
         let failed = |error: Error| format!("the run itself: {error}");
-        let disk = world.run(ImageDisk::open(&self.top, true, trial.config.direct));
+        let disk = world.run(ImageDisk::open_with(&self.top, true, trial.config.direct, trial.options));
         let disk = match disk {
             // Nothing happened, nothing was promised.
             Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),

@@ -20,6 +20,7 @@ fn survives(layers: Vec<Layer>, config: &Config, faults: &[Fault], requests: &st
             config: Config { seed, ..config.clone() },
             faults: faults.to_vec(),
             steps: parse_steps(requests).expect("the requests are well written"),
+            options: "",
             queues: 1,
             plan: CrashPlan { max_distinct: 300, ..CrashPlan::new(seed) },
             sample_qemu: 0,

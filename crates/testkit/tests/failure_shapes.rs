@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The ways in which qcow2 engines have lost data, each brought about on purpose: the test first makes sure that the
+//! dangerous moment has come, then cuts the power everywhere around it and holds reads against the model.
+
+use cowshed_block::Errno;
+use cowshed_image::Preallocation;
+use cowshed_storage::sim::{Change, Config, Effect, Event, Fault, OpKind, PageMap, Trace, World};
+use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::audit::{audit, host_offset, l2_entry};
+use cowshed_testkit::crash::{CrashPlan, explore};
+use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
+use cowshed_testkit::model::COMPRESSIBLE;
+use cowshed_testkit::operations::{Op as Request, parse_steps};
+use cowshed_testkit::runner::Outcome;
+use cowshed_testkit::scenario::{ImageDisk, Prepared, Trial};
+use std::ops::Range;
+use std::time::Duration;
+
+const COPIED: u64 = 1 << 63;
+
+fn image(cluster_size: u64, size: u64, written: Range<u64>) -> Layer {
+    shaped(Qcow2Spec { cluster_size, ..Qcow2Spec::default() }, size, written)
+}
+
+fn shaped(spec: Qcow2Spec, size: u64, written: Range<u64>) -> Layer {
+    let len = written.end - written.start;
+    let write = Op::Write { offset: written.start, len, texture: Texture::Random(size) };
+    let sessions = if len > 0 { vec![vec![write]] } else { Vec::new() };
+    Layer { format: Format::Qcow2(spec), size, sessions }
+}
+
+fn trial(seed: u64, requests: &str) -> Trial {
+    Trial {
+        config: Config::new(seed),
+        faults: Vec::new(),
+        options: "",
+        steps: parse_steps(requests).expect("the requests are well written"),
+        queues: 1,
+        plan: CrashPlan { max_distinct: 400, ..CrashPlan::new(seed) },
+        sample_qemu: 150,
+    }
+}
+
+struct Run {
+    world: World,
+    outcome: Outcome,
+}
+
+/// Runs the trial and cuts the power everywhere; panics with what is wrong.
+#[track_caller]
+fn survives(prepared: &Prepared, trial: &Trial) -> Run {
+    let world = prepared.world(trial);
+    let outcome = prepared.run(&world, trial).unwrap_or_else(|complaint| panic!("{complaint}"));
+    let report = prepared.judge(&world, &outcome, trial).unwrap_or_else(|complaint| panic!("{complaint}"));
+    assert!(report.distinct() > 2, "{report}");
+    Run { world, outcome }
+}
+
+impl Run {
+    fn end(&self, prepared: &Prepared) -> PageMap {
+        self.world.contents(&prepared.top).expect("the image is there")
+    }
+}
+
+fn start(prepared: &Prepared) -> &PageMap {
+    &prepared.files[&prepared.top]
+}
+
+/// Where the host has the guest's cluster `cluster` of the image as it was made, and the range of `count` clusters there.
+fn host_range(prepared: &Prepared, cluster: u64, bytes: u64) -> Range<u64> {
+    let host = host_offset(l2_entry(start(prepared), cluster));
+    assert_ne!(host, 0, "guest cluster {cluster} is not allocated");
+    host..host + bytes
+}
+
+fn slow(kind: OpKind, range: Range<u64>) -> Fault {
+    Fault::new(Effect::Delay(Duration::from_secs(1))).kind(kind).range(range)
+}
+
+fn touches(change: &Change, range: &Range<u64>) -> bool {
+    let (start, end) = change.range();
+    start < range.end && range.start < end
+}
+
+/// What was submitted between submission and end of the first change that touches `range` and suits `kind`; and whether
+/// a barrier ended meanwhile.
+fn meanwhile(trace: &Trace, range: &Range<u64>, is_kind: fn(&Change) -> bool) -> (Vec<Change>, bool) {
+    let first = trace.log.iter().position(
+        |event| matches!(event, Event::Submitted { change, .. } if touches(change, range) && is_kind(change)),
+    );
+    let first = first.expect("the slow operation was submitted");
+    let Event::Submitted { op: slow_op, .. } = trace.log[first] else { unreachable!("just found") };
+    let mut changes = Vec::new();
+    let mut has_barrier = false;
+    for event in &trace.log[first + 1..] {
+        match event {
+            Event::Submitted { change, .. } => changes.push(change.clone()),
+            Event::SyncDone { .. } => has_barrier = true,
+            Event::Completed { op, .. } if *op == slow_op => return (changes, has_barrier),
+            _ => {}
+        }
+    }
+    panic!("the slow operation never ended");
+}
+
+fn is_write(change: &Change) -> bool {
+    matches!(change, Change::Write { .. })
+}
+
+fn is_hole(change: &Change) -> bool {
+    matches!(change, Change::Zero { keep_space: false, .. })
+}
+
+#[test]
+fn metadata_is_never_published_before_its_refcount() {
+    // One block counts 256 clusters of 512 bytes: new blocks, new L2 tables, entries of both tables in one flush.
+    let prepared = Prepared::new(&Chain { layers: vec![image(512, 512 << 10, 0..0)] });
+    let before = audit(start(&prepared)).expect("a good image");
+    for seed in 0..3 {
+        let trial = trial(seed, "0 write 0x0 0x20000 1; 1 write 0x30000 0x20000 2; 0 flush; 1 write 0x60000 0x10000 3");
+        let run = survives(&prepared, &trial);
+        let after = audit(&run.end(&prepared)).expect("a good image");
+        assert!(after.mapped > before.mapped + 500, "more than one refcount block is needed: {after:?}");
+    }
+}
+
+#[test]
+fn a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let range = host_range(&prepared, 0, 4096);
+    let requests = "0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; \
+                    1 flush; 1 write 0x20000 0x3000 2; 1 flush; 1 write 0x24000 0x1000 3; 1 read 0x20000 0x5000";
+    for seed in 0..4 {
+        let trial = Trial { faults: vec![slow(OpKind::Write, range.clone())], ..trial(seed, requests) };
+        let run = survives(&prepared, &trial);
+        let (changes, has_barrier) = meanwhile(&run.world.trace(), &range, is_write);
+        assert!(has_barrier && changes.iter().any(|change| change.range().1 - change.range().0 == 0x3000));
+        assert!(!changes.iter().any(|change| touches(change, &range)), "{changes:?}");
+    }
+}
+
+#[test]
+fn a_cluster_is_not_allocated_again_before_its_hole_is_punched() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let range = host_range(&prepared, 0, 4096);
+    let reads = "1 read 0x8000 0x200; ".repeat(40);
+    let requests = format!(
+        "0 discard 0x0 0x4000; 0 flush; {reads} 1 write 0x20000 0x4000 2; 1 write 0x28000 0x1000 3; 1 read 0x20000 0x9000"
+    );
+    for seed in 0..4 {
+        let trial = Trial { faults: vec![slow(OpKind::PunchHole, range.clone())], ..trial(seed, &requests) };
+        let run = survives(&prepared, &trial);
+        let (changes, _) = meanwhile(&run.world.trace(), &range, is_hole);
+        assert!(changes.iter().any(|change| change.range().1 - change.range().0 == 0x4000), "{changes:?}");
+        assert!(!changes.iter().any(|change| is_write(change) && touches(change, &range)), "{changes:?}");
+    }
+}
+
+#[test]
+fn two_queues_never_allocate_the_same_cluster() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
+    // Parts of the same new clusters and of different ones, from four queues at once.
+    let requests = "0 write 0x0 0x200 1; 1 write 0x200 0x200 2; 2 write 0x1000 0x1000 3; 3 write 0x400 0x1000 4; \
+                    0 write 0x3000 0x2000 5; 1 write 0x4000 0x2000 6; 2 write 0x8000 0x1000 7; 3 write 0x9000 0x1000 8; \
+                    0 flush; 1 write 0xc000 0x1000 9; 2 flush; 3 write 0xd000 0x1000 10; 0 read 0x0 0x10000";
+    for seed in 0..16 {
+        let plan = CrashPlan { max_distinct: 60, ..CrashPlan::new(seed) };
+        survives(&prepared, &Trial { queues: 4, plan, ..trial(seed, requests) });
+    }
+}
+
+#[test]
+fn an_error_half_way_through_a_copy_leaves_no_mapping_to_garbage() {
+    let base = image(4096, 64 << 10, 0..64 << 10);
+    let prepared = Prepared::new(&Chain { layers: vec![base, image(4096, 64 << 10, 0..0)] });
+    let backing = prepared.files.keys().find(|name| **name != prepared.top).expect("a backing file").clone();
+    // Far enough behind for the look at the header not to meet the fault.
+    let old = host_offset(l2_entry(&prepared.files[&backing], 15));
+    let requests = "0 write 0xf200 0x200 1; 0 read 0xf000 0x1000; 0 flush; 0 read 0xf000 0x1000; 0 write 0x1200 0x200 2; \
+                    0 flush; 0 read 0x0 0x2000";
+    let data = |effect| Fault::new(effect).kind(OpKind::Write).range(5 * 4096..64 << 20);
+    let faults = [
+        Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Read).file(&backing).range(old..old + 4096),
+        data(Effect::Fail(Errno::EIO)),
+        data(Effect::Torn(Errno::EIO)),
+        data(Effect::Fail(Errno::ENOSPC)),
+    ];
+    for fault in faults {
+        let run = survives(&prepared, &Trial { faults: vec![fault.clone()], ..trial(1, requests) });
+        assert_eq!(run.world.fault_hits(), 1, "{fault:?}");
+        assert!(!run.outcome.errors.is_empty(), "{fault:?} was not told");
+    }
+}
+
+#[test]
+fn a_dirty_table_is_never_dropped_from_memory() {
+    // 32 tables with room for two in the cache; nothing is flushed until the end.
+    let prepared = Prepared::new(&Chain { layers: vec![image(512, 1 << 20, 0..1 << 20)] });
+    let mut requests = String::new();
+    for round in 0..2u64 {
+        for table in 0..32u64 {
+            let at = table * 0x8000 + round * 0x400;
+            requests += &format!("0 unmap {at:#x} 0x400; 1 write {:#x} 0x200 {};", at + 0x1000, table + 1);
+        }
+    }
+    requests += "0 read 0x0 0x100000; 0 flush; 0 read 0x0 0x100000";
+    let options = "l2-cache-size=1k,l2-cache-entry-size=512,refcount-cache-size=2k";
+    for queues in [1, 2] {
+        survives(&prepared, &Trial { options, queues, ..trial(queues as u64, &requests) });
+    }
+}
+
+#[test]
+fn after_a_failed_flush_no_later_one_claims_success() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let requests =
+        "0 write 0x0 0x1000 1; 0 flush; 0 write 0x1000 0x200 2; 0 flush; 0 flush; 0 write 0x30000 0x1000 3; 0 flush";
+    let fault = Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Sync);
+    let run = survives(&prepared, &Trial { faults: vec![fault], ..trial(1, requests) });
+    assert_eq!(run.world.fault_hits(), 1, "only one barrier has failed on the disk");
+    let flushes = run.outcome.errors.iter().filter(|(step, _)| step.op == Request::Flush).count();
+    assert_eq!(flushes, 4, "{:?}", run.outcome.errors);
+    let allocating = run.outcome.errors.iter().any(|(step, _)| step.op.range() == (0x30000, 0x1000));
+    assert!(allocating, "an allocating write went on: {:?}", run.outcome.errors);
+}
+
+#[test]
+fn narrow_refcounts_never_overflow() {
+    for (refcount_bits, most) in [(1, 1..=1), (2, 3..=3), (4, 3..=15)] {
+        let spec = Qcow2Spec { cluster_size: 4096, refcount_bits, ..Qcow2Spec::default() };
+        let prepared = Prepared::new(&Chain { layers: vec![shaped(spec, 256 << 10, 0..0)] });
+        let compressed = |n: u64| format!("{} compressed {:#x} 0x1000 {};", n % 3, n * 4096, COMPRESSIBLE + n);
+        let requests: String = (0..24).map(|n| compressed(n) + if n % 7 == 6 { "0 flush;" } else { "" }).collect();
+        let run = survives(&prepared, &trial(refcount_bits, &requests));
+        let uses = audit(&run.end(&prepared)).expect("a good image").most_uses;
+        assert!(most.contains(&uses), "{refcount_bits} bits: a cluster with {uses} uses");
+    }
+}
+
+#[test]
+fn a_read_beside_a_discard_never_sees_the_next_owner() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let range = host_range(&prepared, 0, 4096);
+    let requests = "0 read 0x0 0x1000; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; 1 flush; \
+                    1 write 0x20000 0x3000 2; 1 flush; 1 write 0x24000 0x2000 3; 1 flush";
+    for seed in 0..4 {
+        let trial = Trial { faults: vec![slow(OpKind::Read, range.clone())], ..trial(seed, requests) };
+        let run = survives(&prepared, &trial);
+        assert_eq!(run.world.fault_hits(), 1);
+        // The read is the last to end: all else takes microseconds.
+        assert!(run.world.now() >= Duration::from_secs(1) && run.world.now() < Duration::from_millis(1500));
+    }
+}
+
+#[test]
+fn a_shrink_loses_nothing_before_its_new_end() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 128 << 10, 0..128 << 10)] });
+    let requests = "0 write 0x10000 0x1000 1; 1 write 0x1e000 0x1000 2; 0 resize 0x10600; 0 read 0x0 0x10600; 1 flush; \
+                    0 write 0x10400 0x200 3; 0 resize 0x20000; 0 read 0x0 0x20000; 0 flush";
+    for seed in 0..4 {
+        let queues = 1 + seed as usize % 3;
+        survives(&prepared, &Trial { queues, ..trial(seed, requests) });
+    }
+}
+
+#[test]
+fn a_shrink_waits_for_writers_that_had_the_right_to_write_there() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 128 << 10, 0..128 << 10)] });
+    let range = host_range(&prepared, 31, 4096);
+    let trial = Trial { faults: vec![slow(OpKind::Write, range.clone())], ..trial(1, "") };
+    let world = prepared.world(&trial);
+    world.run(async {
+        let disk = ImageDisk::open(&prepared.top, true, false).await.expect("it opens");
+        // Its table is cached then: the slow write begins at its first turn.
+        disk.0.read(0x1f000, IoBuf::zeroed(512)).await.0.expect("a read");
+        let node = disk.0.clone();
+        let writer = rt::spawn(async move { node.write(0x1f000, IoBuf::copy_from(&[9; 4096])).await.0 });
+        rt::sleep(Duration::from_millis(1)).await;
+        assert!(!writer.is_finished());
+        disk.0.resize(0x10000, Preallocation::Off).await.expect("a shrink");
+        assert!(writer.is_finished(), "the shrink has overtaken a writer");
+        assert!(writer.await.is_ok());
+        disk.0.close().await.expect("a good close");
+    });
+    let (changes, _) = meanwhile(&world.trace(), &range, is_write);
+    assert!(!changes.iter().any(|change| touches(change, &range) || matches!(change, Change::SetLen(_))));
+    let end = audit(&world.contents(&prepared.top).expect("the image")).expect("a good image");
+    assert_eq!(end.leaks, 0);
+}
+
+#[test]
+fn the_dirty_bit_is_never_cleared_too_early() {
+    let spec = Qcow2Spec { cluster_size: 4096, lazy_refcounts: true, ..Qcow2Spec::default() };
+    let prepared = Prepared::new(&Chain { layers: vec![shaped(spec, 256 << 10, 0..32 << 10)] });
+    let requests = "0 write 0x10000 0x4000 1; 1 discard 0x0 0x2000; 0 flush; 1 write 0x20000 0x2000 2; 0 flush";
+    let trial = trial(1, requests);
+    let run = survives(&prepared, &trial);
+    let (mut dirty, mut clean) = (0, 0);
+    let report = explore(&run.world.trace(), &trial.plan, |case| {
+        // Without the bit every count is held against every reference.
+        let found = audit(&case.state.files[&prepared.top])?;
+        if found.dirty {
+            dirty += 1
+        } else {
+            clean += 1
+        }
+        Ok(())
+    });
+    report.unwrap_or_else(|failure| panic!("{failure}"));
+    assert!(dirty > 10 && clean > 1, "{dirty} dirty and {clean} clean states");
+    assert!(!audit(&run.end(&prepared)).expect("a good image").dirty);
+}
+
+#[test]
+fn dirty_slices_of_a_freed_table_are_never_written_over_its_next_owner() {
+    // A table of 512 bytes maps 32 KiB; the fourth one is dirty when the shrink frees it.
+    let write = |offset, len| Op::Write { offset, len, texture: Texture::Random(offset) };
+    let sessions = vec![vec![write(0, 512), write(0x8000, 512), write(96 << 10, 4096)]];
+    let layer = Layer { sessions, ..image(512, 128 << 10, 0..0) };
+    let prepared = Prepared::new(&Chain { layers: vec![layer] });
+    let l1 = start(&prepared);
+    let mut word = [0; 8];
+    l1.read(40, &mut word);
+    l1.read(u64::from_be_bytes(word) + 3 * 8, &mut word);
+    let table = host_offset(u64::from_be_bytes(word));
+    assert_ne!(table, 0);
+    let requests = "0 write 0x18000 0x4000 1; 1 unmap 0x1c000 0x1000; 0 resize 0x18000; 0 flush; 0 flush; \
+                    0 write 0x0 0x4000 2; 1 write 0x8000 0x2000 3; 0 flush; 0 read 0x0 0xa000; 0 flush";
+    let mut reused = 0;
+    for seed in 0..4 {
+        let run = survives(&prepared, &trial(seed, requests));
+        let end = run.end(&prepared);
+        reused += (0..192).filter(|cluster| host_offset(l2_entry(&end, *cluster)) == table).count();
+    }
+    assert!(reused > 0, "nobody got the freed table's cluster");
+}
+
+#[test]
+fn a_decompressed_cluster_is_not_served_after_its_host_cluster_has_a_new_owner() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
+    let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
+    let first = format!("0 compressed 0x0 0x1000 {one}; 0 read 0x0 0x1000; 0 flush");
+    let placed = l2_entry(&survives(&prepared, &trial(1, &first)).end(&prepared), 0);
+    let requests = format!(
+        "{first}; 0 write 0x0 0x1000 5; 0 read 0x0 0x1000; 0 flush; 0 flush; 0 compressed 0x8000 0x1000 {two}; \
+         0 read 0x8000 0x1000; 0 read 0x0 0x1000; 0 flush; 0 read 0x8000 0x1000"
+    );
+    let run = survives(&prepared, &trial(1, &requests));
+    let host = |entry: u64| entry & ((1 << 58) - 1) & !0xfff;
+    assert_eq!(host(l2_entry(&run.end(&prepared), 8)), host(placed), "the host cluster was not used again");
+}
+
+#[test]
+fn a_cluster_that_is_shared_is_copied_before_a_write() {
+    let mut prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let range = host_range(&prepared, 3, 4096);
+    prepared.patch(|file| {
+        // What sharing means on disk: a count of two, and no right to write in place.
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            file.read(at, &mut bytes);
+            u64::from_be_bytes(bytes)
+        };
+        let block = word(word(48));
+        let table = host_offset(word(word(40)));
+        let entry = word(table + 3 * 8);
+        file.write(block + (range.start / 4096) * 2, &2u16.to_be_bytes());
+        file.write(table + 3 * 8, &(entry & !COPIED).to_be_bytes());
+    });
+    let mut before = vec![0; 4096];
+    start(&prepared).read(range.start, &mut before);
+    for requests in [
+        "0 write 0x3000 0x1000 1; 1 write 0x3200 0x200 2; 0 flush; 0 read 0x0 0x8000",
+        "0 write 0x3200 0x200 1; 1 write 0x3400 0x200 2; 2 write 0x2000 0x2000 3; 0 flush; 0 read 0x0 0x8000",
+    ] {
+        for seed in 0..4 {
+            let run = survives(&prepared, &Trial { queues: 1 + seed as usize % 3, ..trial(seed, requests) });
+            let end = run.end(&prepared);
+            let mut after = vec![0; 4096];
+            end.read(range.start, &mut after);
+            assert!(after == before, "the other owner's cluster was written to");
+            let entry = l2_entry(&end, 3);
+            assert!(host_offset(entry) != range.start && entry & COPIED != 0, "{entry:#x}");
+        }
+    }
+}
