@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carrying requests out and wording the replies.
 
-use crate::Disk;
 use crate::intake::{Job, Work};
 use crate::outbox::Piece;
 use crate::session::Session;
+use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
@@ -24,7 +24,10 @@ impl<D: Disk> Session<D> {
     pub(crate) async fn carry_out(&self, job: Job) {
         let Job { request, work, permit } = job;
         match work {
-            Work::Fail(errno, why) => self.refuse(&request, errno, why),
+            Work::Fail(errno, why) => {
+                self.disk.count_invalid(request.command);
+                self.refuse(&request, errno, why);
+            }
             Work::Write(buf) => {
                 let result = self.write(&request, buf).await;
                 self.answer(&request, result, "writing failed");
@@ -41,26 +44,21 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    fn disk(&self) -> &D {
-        &self.stay.served.export.disk
-    }
-
     async fn write(&self, request: &Request, buf: IoBuf) -> Result<()> {
-        self.disk().write(request.offset, buf).await.0?;
-        self.flush_if_asked(request).await
+        self.disk.write(request.offset, buf, request.flags.contains(CommandFlags::FUA)).await.0
     }
 
     async fn flush_if_asked(&self, request: &Request) -> Result<()> {
-        if request.flags.contains(CommandFlags::FUA) { self.disk().flush().await } else { Ok(()) }
+        if request.flags.contains(CommandFlags::FUA) { self.disk.flush().await } else { Ok(()) }
     }
 
     /// What has no data in either direction.
     async fn plain(&self, request: &Request) -> Result<()> {
         let Request { offset, length, flags, .. } = *request;
         match request.command {
-            Command::Flush => self.disk().flush().await,
+            Command::Flush => self.disk.flush().await,
             Command::Trim => {
-                self.disk().discard(offset, length).await?;
+                self.disk.discard(offset, length).await?;
                 self.flush_if_asked(request).await
             }
             Command::WriteZeroes => {
@@ -68,7 +66,7 @@ impl<D: Disk> Session<D> {
                     may_unmap: !flags.contains(CommandFlags::NO_HOLE),
                     no_fallback: flags.contains(CommandFlags::FAST_ZERO),
                 };
-                self.disk().write_zeroes(offset, length, zero_flags).await?;
+                self.disk.write_zeroes(offset, length, zero_flags).await?;
                 self.flush_if_asked(request).await
             }
             Command::Cache => self.cache(offset, length).await,
@@ -80,14 +78,14 @@ impl<D: Disk> Session<D> {
         let mut at = offset;
         while at < offset + length {
             let piece = (offset + length - at).min(CACHE_PIECE_BYTES);
-            self.disk().read(at, IoBuf::scratch(piece as usize)).await.0?;
+            self.disk.read(at, IoBuf::scratch(piece as usize)).await.0?;
             at += piece;
         }
         Ok(())
     }
 
     async fn read(&self, request: &Request) {
-        let (result, buf) = self.disk().read(request.offset, IoBuf::scratch(request.length as usize)).await;
+        let (result, buf) = self.disk.read(request.offset, IoBuf::scratch(request.length as usize)).await;
         if let Err(error) = result {
             self.answer(request, Err(error), "reading failed");
             return;

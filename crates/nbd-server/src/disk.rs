@@ -2,12 +2,15 @@
 //! What can be served.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::{Node, ZeroFlags};
+use cowshed_image::graph::{Attachment, Queue};
+use cowshed_image::stats::IoKind;
+use cowshed_image::{Node, StatusExtent, ZeroFlags};
+use cowshed_nbd_proto::Command;
 use cowshed_storage::IoBuf;
 use std::future::Future;
 use std::sync::Arc;
 
-/// Where data is: one run of [`Disk::block_status`].
+/// Where data is: one run of [`DiskQueue::block_status`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRun {
     /// Length in bytes, not 0.
@@ -20,7 +23,7 @@ pub struct DiskRun {
     pub depth: u32,
 }
 
-/// One run of [`Disk::dirty_status`].
+/// One run of [`DiskQueue::dirty_status`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyRun {
     /// Length in bytes, not 0.
@@ -29,20 +32,29 @@ pub struct DirtyRun {
     pub dirty: bool,
 }
 
-/// A disk that can be served: shared by all queues, each request stays on the thread that made it. Every future is run to
-/// its end.
+/// A disk that can be served: shared by all threads, each connection makes a [`DiskQueue`] of its own.
 pub trait Disk: Send + Sync + 'static {
+    /// Where the requests of one connection go.
+    type Queue: DiskQueue;
+
+    /// A queue for requests of this thread.
+    fn queue(&self) -> Self::Queue;
+
     /// Size in bytes; may change while it is served.
     fn size(&self) -> u64;
 
     /// True when writing is never possible.
     fn is_read_only(&self) -> bool;
+}
 
-    /// Fills `buf` from `offset`; the range is inside of the disk.
+/// The requests of one connection: all from one thread, many at a time, each run to its end. Ranges are inside of the
+/// disk, as it was when the request came.
+pub trait DiskQueue: 'static {
+    /// Fills `buf` from `offset`.
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)>;
 
-    /// Writes `buf` at `offset`; the range is inside of the disk.
-    fn write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)>;
+    /// Writes `buf` at `offset`; `durable`: it is when this returns.
+    fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> impl Future<Output = (Result<()>, IoBuf)>;
 
     /// Makes a range read as zeroes. With `no_fallback` an error of kind `Unsupported` says: only slowly.
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> impl Future<Output = Result<()>>;
@@ -50,7 +62,7 @@ pub trait Disk: Send + Sync + 'static {
     /// Gives a range back: a hint.
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = Result<()>>;
 
-    /// Makes everything durable that was written before, on whichever queue.
+    /// Makes everything durable that was written before, through whichever queue.
     fn flush(&self) -> impl Future<Output = Result<()>>;
 
     /// Where data is: runs in order from `offset`, without gaps, at least one and at most `max_runs`. They may end before
@@ -69,9 +81,26 @@ pub trait Disk: Send + Sync + 'static {
         let error = Error::unsupported(format!("this disk has no dirty bitmap '{bitmap}'"));
         async move { Err(error) }
     }
+
+    /// A request that was refused before it got here: for the statistics.
+    fn count_invalid(&self, command: Command) {
+        let _ = command;
+    }
 }
 
+fn disk_runs(runs: &[StatusExtent]) -> Vec<DiskRun> {
+    let depth = |run: &StatusExtent| if run.present { run.depth.saturating_add(1) } else { 0 };
+    runs.iter().map(|run| DiskRun { len: run.len, data: run.data, zero: run.zero, depth: depth(run) }).collect()
+}
+
+/// A node by itself: for servers whose graph never changes.
 impl Disk for Arc<Node> {
+    type Queue = Arc<Node>;
+
+    fn queue(&self) -> Arc<Node> {
+        Arc::clone(self)
+    }
+
     fn size(&self) -> u64 {
         Node::size(self)
     }
@@ -79,13 +108,19 @@ impl Disk for Arc<Node> {
     fn is_read_only(&self) -> bool {
         Node::is_read_only(self)
     }
+}
 
+impl DiskQueue for Arc<Node> {
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
         Node::read(self, offset, buf)
     }
 
-    fn write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
-        Node::write(self, offset, buf)
+    async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Result<()>, IoBuf) {
+        let (result, buf) = Node::write(self, offset, buf).await;
+        match result {
+            Ok(()) if durable => (Node::flush(self).await, buf),
+            result => (result, buf),
+        }
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> impl Future<Output = Result<()>> {
@@ -101,8 +136,63 @@ impl Disk for Arc<Node> {
     }
 
     async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DiskRun>> {
-        let runs = self.block_status_chain(offset, len, max_runs).await?;
-        let depth = |run: &cowshed_image::StatusExtent| if run.present { run.depth.saturating_add(1) } else { 0 };
-        Ok(runs.iter().map(|run| DiskRun { len: run.len, data: run.data, zero: run.zero, depth: depth(run) }).collect())
+        Ok(disk_runs(&self.block_status_chain(offset, len, max_runs).await?))
+    }
+}
+
+/// Whatever node stands at the attachment's place: the graph may change under the clients.
+impl Disk for Arc<Attachment> {
+    type Queue = Queue;
+
+    fn queue(&self) -> Queue {
+        Attachment::queue(self)
+    }
+
+    fn size(&self) -> u64 {
+        Attachment::size(self)
+    }
+
+    fn is_read_only(&self) -> bool {
+        !self.is_writable()
+    }
+}
+
+impl DiskQueue for Queue {
+    fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
+        Queue::read(self, offset, buf)
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Result<()>, IoBuf) {
+        match durable {
+            false => Queue::write(self, offset, buf).await,
+            true => self.write_durable(offset, buf).await,
+        }
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> impl Future<Output = Result<()>> {
+        Queue::write_zeroes(self, offset, len, flags)
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> impl Future<Output = Result<()>> {
+        Queue::discard(self, offset, len)
+    }
+
+    fn flush(&self) -> impl Future<Output = Result<()>> {
+        Queue::flush(self)
+    }
+
+    async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DiskRun>> {
+        Ok(disk_runs(&self.block_status_chain(offset, len, max_runs).await?))
+    }
+
+    fn count_invalid(&self, command: Command) {
+        let kind = match command {
+            Command::Write => IoKind::Write,
+            Command::WriteZeroes => IoKind::WriteZeroes,
+            Command::Trim => IoKind::Discard,
+            Command::Flush => IoKind::Flush,
+            _ => IoKind::Read,
+        };
+        Queue::count_invalid(self, kind);
     }
 }

@@ -4,7 +4,7 @@
 //! ```text
 //! Server::new(config) ─ listen(address) ─ add_export(Export { name, disk, … }) … remove_export(name, mode) ─ stop(grace)
 //! ```
-//! What is served is anything that is a [`Disk`]; a node of the block graph is one.
+//! What is served is anything that is a [`Disk`]: a node of the block graph, or an attachment to it.
 //!
 //! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
 //!   threads
@@ -28,6 +28,6 @@ mod signal;
 mod status;
 
 pub use config::{Event, EventHandler, Limits, ServerConfig};
-pub use disk::{DirtyRun, Disk, DiskRun};
+pub use disk::{DirtyRun, Disk, DiskQueue, DiskRun};
 pub use export::{Export, ExportInfo, Removal};
 pub use server::Server;

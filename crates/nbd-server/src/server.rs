@@ -5,7 +5,7 @@ use crate::config::ServerConfig;
 use crate::queue::{Message, Queue};
 use crate::registry::Registry;
 use crate::signal::lock;
-use crate::{Disk, Export, ExportInfo, Removal};
+use crate::{Disk, DiskQueue, Export, ExportInfo, Removal};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{Listener, Socket, SocketAddress, rt};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -106,7 +106,7 @@ impl<D: Disk> Server<D> {
         let mut result = Ok(());
         for served in self.registry.all() {
             if served.export.writable {
-                let flushed = served.export.disk.flush().await;
+                let flushed = served.export.disk.queue().flush().await;
                 result = result.and(flushed);
             }
         }

@@ -26,6 +26,7 @@ pub(crate) struct Session<D: Disk> {
     pub terms: Terms,
     pub stream: Arc<Stream>,
     pub outbox: Outbox,
+    pub disk: D::Queue,
     intake: Mutex<Intake>,
     budget: Rc<Budget>,
     max_workers: usize,
@@ -47,6 +48,7 @@ pub(crate) async fn run<D: Disk>(
     limits: Limits,
 ) -> Result<()> {
     let session = Rc::new(Session {
+        disk: stay.served.export.disk.queue(),
         stay,
         terms,
         stream,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Block status.
 
-use crate::Disk;
 use crate::commands::answered;
 use crate::disk::{DirtyRun, DiskRun};
 use crate::negotiation::Context;
 use crate::outbox::Piece;
 use crate::session::Session;
+use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags, STATE_DIRTY, STATE_HOLE, STATE_ZERO};
 use cowshed_nbd_proto::reply::{StatusRun, append_status};
@@ -29,7 +29,7 @@ impl<D: Disk> Session<D> {
 
     async fn collect_status(&self, request: &Request, contexts: &[u32]) -> Result<Vec<u8>> {
         let Request { offset, length, .. } = *request;
-        let disk = &self.stay.served.export.disk;
+        let disk = &self.disk;
         let one = request.flags.contains(CommandFlags::REQ_ONE);
         let max_runs = if one { RUNS_FOR_ONE } else { MAX_RUNS };
         let mut bytes = Vec::new();
