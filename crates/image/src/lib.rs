@@ -11,6 +11,7 @@ pub mod graph;
 pub mod node;
 pub mod open;
 pub mod options;
+pub mod snapshots;
 pub mod stats;
 
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};

@@ -8,7 +8,7 @@ use crate::engine::{Engine, State};
 use arc_swap::ArcSwap;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -214,8 +214,15 @@ impl Engine {
         self.mark(Structure::ActiveL1, clusters(state.tables.l1_offset, l1.len() as u64 * 8));
         let table_bytes = state.refcounts.table_clusters << bits;
         self.mark(Structure::RefcountTable, clusters(state.refcounts.table_offset, table_bytes));
+        // A snapshot's table that is the active one too, still unchanged, is marked as that.
+        let active: HashSet<u64> = match self.overlap_set().contains(Structure::InactiveL2) {
+            true => l1.iter().map(|entry| L1Entry(*entry).offset().0).collect(),
+            false => HashSet::new(),
+        };
         for (structure, offset, bytes) in &self.config.other_metadata {
-            self.mark(*structure, clusters(*offset, *bytes));
+            if *structure != Structure::InactiveL2 || !active.contains(offset) {
+                self.mark(*structure, clusters(*offset, *bytes));
+            }
         }
         let mut overlapping = Vec::new();
         if self.overlap_set().contains(Structure::ActiveL2) {

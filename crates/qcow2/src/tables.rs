@@ -271,7 +271,10 @@ impl Engine {
         self.mark(Structure::ActiveL2, run.cluster..run.cluster + 1);
         if let Some(shared) = table {
             let shared_cluster = self.geometry.host_cluster(shared);
-            self.unmark(Structure::ActiveL2, shared_cluster..shared_cluster + 1);
+            // It stays the snapshot's.
+            if !self.overlap_set().contains(Structure::InactiveL2) {
+                self.unmark(Structure::ActiveL2, shared_cluster..shared_cluster + 1);
+            }
             for slice in 0..self.slices_per_table() as usize {
                 let number = self.slice_number(l1_index, slice);
                 state.tables.mark_dirty(number);

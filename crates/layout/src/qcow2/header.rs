@@ -314,6 +314,26 @@ impl Header {
         bytes
     }
 
+    /// The fields that change in place, as they stand from [`offset::SIZE`] on: bytes 24–71 hold sizes and tables, in
+    /// version 3 bytes 72–95 the feature bits. All in the first sector, so that one write of them is atomic.
+    pub fn encode_changing_fields(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(72);
+        bytes.extend(self.size.to_be_bytes());
+        bytes.extend(self.crypt_method.to_be_bytes());
+        bytes.extend(self.l1_size.to_be_bytes());
+        bytes.extend(self.l1_table_offset.to_be_bytes());
+        bytes.extend(self.refcount_table_offset.to_be_bytes());
+        bytes.extend(self.refcount_table_clusters.to_be_bytes());
+        bytes.extend(self.nb_snapshots.to_be_bytes());
+        bytes.extend(self.snapshots_offset.to_be_bytes());
+        if self.version >= 3 {
+            bytes.extend(self.incompatible_features.to_be_bytes());
+            bytes.extend(self.compatible_features.to_be_bytes());
+            bytes.extend(self.autoclear_features.to_be_bytes());
+        }
+        bytes
+    }
+
     /// Cluster size in bytes.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits

@@ -7,7 +7,7 @@ use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
-use cowshed_layout::qcow2::{Header, L2Format};
+use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
 use cowshed_qcow2::{Config, Engine, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -56,7 +56,10 @@ impl Qcow2Driver {
             return Err(Error::invalid_argument("'data-file' is required for this image"));
         }
         let l1 = read_l1(&context.file, &header).await?;
-        let config = config_of(&header, &context)?;
+        let mut config = config_of(&header, &context)?;
+        if context.writable && !context.check {
+            config.other_metadata.extend(snapshot_metadata(&context, &header).await?);
+        }
         let punch = context.options.pass_discard_request;
         Ok(Qcow2Driver {
             engine: Engine::new(config, &l1),
@@ -95,9 +98,6 @@ pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
     }
     header.require_refcount_table()?;
     let refuse = |what: &str| Err(Error::unsupported(format!("images with {what} can only be opened for reading yet")));
-    if header.nb_snapshots > 0 {
-        return refuse("internal snapshots");
-    }
     if header.bitmaps().is_some() || header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
         return refuse("bitmaps");
     }
@@ -166,8 +166,27 @@ pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
         .with(Structure::BitmapDirectory, checks.bitmap_directory)
 }
 
-/// Metadata that the header names and that an open image doesn't change (snapshot tables come with their length when
-/// images with snapshots can be written).
+/// What belongs to internal snapshots: their table, their L1 tables, and where asked for their L2 tables.
+async fn snapshot_metadata(context: &OpenContext, header: &Header) -> Result<Vec<(Structure, u64, u64)>> {
+    if header.nb_snapshots == 0 {
+        return Ok(Vec::new());
+    }
+    let snapshots = crate::snapshots::list(&context.file, header).await?;
+    let table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
+    let mut found = vec![(Structure::SnapshotTable, header.snapshots_offset, table_bytes)];
+    for snapshot in &snapshots {
+        snapshot.validate(header.version.min(2), header.cluster_bits)?;
+        found.push((Structure::InactiveL1, snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8));
+        if context.options.overlap_check.inactive_l2 {
+            let l1 = crate::snapshots::read_l1(&context.file, snapshot, header.version, header.cluster_bits).await?;
+            let tables = l1.iter().map(|raw| L1Entry(*raw).offset().0).filter(|host| *host != 0);
+            found.extend(tables.map(|host| (Structure::InactiveL2, host, header.cluster_size())));
+        }
+    }
+    Ok(found)
+}
+
+/// Metadata that the header names and that an open image doesn't change.
 fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
     header
         .bitmaps()

@@ -16,6 +16,12 @@ impl Qcow2Driver {
         if !size.is_multiple_of(512) {
             return Err(self.error(Error::invalid_argument("the size must be a multiple of 512").value(size)));
         }
+        let header = self.header();
+        if header.version < 3 && header.nb_snapshots > 0 && size != self.size() {
+            // Its snapshots have no size of their own.
+            let message = "a version 2 image which has snapshots can't be resized";
+            return Err(self.error(Error::unsupported(message)));
+        }
         match size.cmp(&self.size()) {
             std::cmp::Ordering::Equal => Ok(()),
             std::cmp::Ordering::Greater => self.grow(size, preallocation).await,

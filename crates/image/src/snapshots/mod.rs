@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Internal snapshots: taken, applied and deleted while nobody has the image open.
+//!
+//! Each operation builds the image's new metadata beside the old: L2 tables whose COPIED flags change, L1 tables, the
+//! snapshot table, refcount blocks and table, all in clusters that are free. After a barrier one write within the header's
+//! first sector (bytes 24–95) switches to it, so a power cut leaves the image as it was before or as it is afterwards,
+//! in version 2 too. Only then the old metadata, free by the new counts, is given back.
+
+mod free;
+mod plan;
+mod publish;
+mod tree;
+
+use crate::check;
+use crate::formats::read_header;
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_layout::qcow2::{Header, Parsed, Snapshot, limits, snapshot};
+use cowshed_storage::{File, IoBuf};
+use plan::Change;
+use publish::Publication;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+pub use tree::read_l1;
+
+/// Memory for counting references by default, in bytes: four for each host cluster. Larger images take several passes.
+const MEMORY_BYTES: u64 = 256 << 20;
+
+/// How an operation is done.
+#[derive(Clone, Debug)]
+pub struct SnapshotOptions {
+    /// Memory for reference counts, in bytes.
+    pub memory_bytes: u64,
+    /// Give the space of what is freed back to the file system (`pass-discard-snapshot`).
+    pub discard: bool,
+}
+
+impl Default for SnapshotOptions {
+    fn default() -> Self {
+        SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true }
+    }
+}
+
+/// Told how much is done of how much; false asks to stop, which it can before anything is published.
+pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> bool + Sync);
+
+/// Reads the snapshot table.
+pub async fn list(file: &File, header: &Header) -> Result<Vec<Snapshot>> {
+    if header.nb_snapshots == 0 {
+        return Ok(Vec::new());
+    }
+    let start = header.snapshots_offset;
+    let available = file.len().saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
+    let mut len = (u64::from(header.nb_snapshots) * 128).max(4096);
+    loop {
+        let have = len.min(available);
+        let (result, bytes) = file.read_at(IoBuf::zeroed(have as usize), start).await;
+        result?;
+        match snapshot::parse_table(&bytes, header.nb_snapshots)? {
+            Parsed::Complete { value, .. } => return Ok(value),
+            Parsed::Incomplete { need } if have == available => {
+                let message = format!("the snapshot table needs {need} bytes, the file has {available} from there on");
+                return Err(Error::invalid_image("snapshots_offset", format!("{start:#x}"), message));
+            }
+            Parsed::Incomplete { need } => len = (need as u64).max(len * 2),
+        }
+    }
+}
+
+/// How a name given by a user finds a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lookup {
+    /// The first with this ID, else the first with this name (apply, `convert -l`).
+    IdOrName,
+    /// By ID alone (`snapshot.id=`).
+    Id,
+    /// By name alone (delete, `snapshot.name=`).
+    Name,
+}
+
+/// Index of the snapshot that `wanted` stands for.
+pub fn find(snapshots: &[Snapshot], wanted: &[u8], lookup: Lookup) -> Option<usize> {
+    let by_id = || snapshots.iter().position(|snapshot| snapshot.id == wanted);
+    let by_name = || snapshots.iter().position(|snapshot| snapshot.name == wanted);
+    match lookup {
+        Lookup::IdOrName => by_id().or_else(by_name),
+        Lookup::Id => by_id(),
+        Lookup::Name => by_name(),
+    }
+}
+
+/// Takes a snapshot called `name` of the image in `file`, which the caller has locked for writing; its new ID.
+pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<String> {
+    named(file, async {
+        let mut image = Image::load(file).await?;
+        if image.snapshots.len() >= limits::SNAPSHOTS as usize {
+            let message = format!("an image can have {} snapshots at most", limits::SNAPSHOTS);
+            return Err(Error::new(ErrorKind::Limit, message).with_errno(Errno::EFBIG));
+        }
+        let id = next_id(&image.snapshots);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
+        image.snapshots.push(Snapshot {
+            l1_table_offset: 0,
+            l1_size: image.header.l1_size,
+            date_s: u32::try_from(now.as_secs()).unwrap_or(u32::MAX),
+            date_ns: now.subsec_nanos(),
+            vm_clock_ns: 0,
+            vm_state_size_32: 0,
+            // VM state and disk size in 64 bits, and the instruction count.
+            extra_data: [0u64.to_be_bytes(), image.header.size.to_be_bytes(), 0u64.to_be_bytes()].concat(),
+            id: id.clone().into_bytes(),
+            name: name.to_vec(),
+        });
+        let l1 = image.l1.clone();
+        let change = Change { raised: Some(l1.clone()), lowered: None, active: l1.clone(), taken: Some(l1) };
+        Publication::new(image, options, watch).run(change).await?;
+        Ok(id)
+    })
+    .await
+}
+
+/// Makes the disk what it was when the snapshot was taken. What was written since, and is in no snapshot, is lost.
+pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+    named(file, async {
+        let mut image = Image::load(file).await?;
+        let Some(index) = find(&image.snapshots, wanted, Lookup::IdOrName) else {
+            return Err(Error::new(ErrorKind::NotFound, "no such snapshot").value(String::from_utf8_lossy(wanted)));
+        };
+        if image.header.bitmaps().is_some_and(|bitmaps| bitmaps.nb_bitmaps > 0) {
+            let message = "the image has dirty bitmaps, which would not see the change: remove them first";
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        let snapshot = &image.snapshots[index];
+        let size = snapshot.disk_size_bytes().unwrap_or(image.header.size);
+        let needed = image.geometry.l1_entries_needed(size);
+        if needed * 8 > limits::L1_BYTES {
+            return Err(Error::invalid_image("snapshot_disk_size", size, "the snapshot's disk is too large"));
+        }
+        let stored = read_l1(file, snapshot, image.header.version, image.header.cluster_bits).await?;
+        let mut active = stored.clone();
+        active.resize(active.len().max(needed as usize), 0);
+        image.header.size = size;
+        let change = Change { raised: Some(stored), lowered: Some(image.l1.clone()), active, taken: None };
+        Publication::new(image, options, watch).run(change).await
+    })
+    .await
+}
+
+/// Deletes the first snapshot with this name; clusters that only it used are free afterwards.
+pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+    named(file, async {
+        let mut image = Image::load(file).await?;
+        let Some(index) = find(&image.snapshots, name, Lookup::Name) else {
+            return Err(Error::new(ErrorKind::NotFound, "no such snapshot").value(String::from_utf8_lossy(name)));
+        };
+        let snapshot = image.snapshots.remove(index);
+        let stored = read_l1(file, &snapshot, image.header.version, image.header.cluster_bits).await?;
+        image.released = Some(snapshot);
+        let active = image.l1.clone();
+        let change = Change { raised: None, lowered: Some(stored), active, taken: None };
+        Publication::new(image, options, watch).run(change).await
+    })
+    .await
+}
+
+async fn named<T>(file: &File, work: impl Future<Output = Result<T>>) -> Result<T> {
+    work.await.map_err(|error| error.file(file.name()))
+}
+
+/// One more than the largest ID that is a number.
+fn next_id(snapshots: &[Snapshot]) -> String {
+    let number = |id: &[u8]| std::str::from_utf8(id).ok()?.parse::<u64>().ok();
+    let largest = snapshots.iter().filter_map(|snapshot| number(&snapshot.id)).max().unwrap_or(0);
+    largest.saturating_add(1).to_string()
+}
+
+/// An image at rest, as an operation finds it.
+struct Image {
+    file: File,
+    header: Header,
+    geometry: cowshed_layout::qcow2::Geometry,
+    /// The active L1 table on disk.
+    l1: Vec<u64>,
+    /// The snapshots that the image has afterwards.
+    snapshots: Vec<Snapshot>,
+    /// The snapshot that is deleted.
+    released: Option<Snapshot>,
+    /// Bytes of the snapshot table on disk.
+    old_table_bytes: u64,
+}
+
+impl Image {
+    async fn load(file: &File) -> Result<Image> {
+        if !file.is_writable() {
+            return Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only"));
+        }
+        let mut header = read_header(file).await?;
+        if header.is_dirty() {
+            check::recover_dirty(file).await?;
+            header = read_header(file).await?;
+        }
+        if header.is_corrupt() {
+            let message = "the image is marked as corrupt: repair it first";
+            return Err(Error::invalid_image(
+                "incompatible_features",
+                format!("{:#x}", header.incompatible_features),
+                message,
+            ));
+        }
+        if header.has_data_file() {
+            return Err(Error::unsupported("images with an external data file can't have internal snapshots"));
+        }
+        header.require_refcount_table()?;
+        header.check_tables_within(file.len())?;
+        let snapshots = list(file, &header).await?;
+        let old_table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
+        let l1 = tree::read_numbers(file, header.l1_table_offset, u64::from(header.l1_size)).await?;
+        let geometry = header.geometry()?;
+        Ok(Image { file: file.clone(), geometry, l1, snapshots, released: None, old_table_bytes, header })
+    }
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What an operation changes: the trees that gain or lose a reference, and what that does to counts and COPIED flags.
+
+use super::tree;
+use super::{Image, Watch};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_layout::qcow2::{Geometry, refcount};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// The trees of an operation, as L1 tables.
+pub(super) struct Change {
+    /// Everything behind this one gets one more reference.
+    pub raised: Option<Vec<u64>>,
+    /// Everything behind this one loses one.
+    pub lowered: Option<Vec<u64>>,
+    /// The active table afterwards; its flags are still to be set.
+    pub active: Vec<u64>,
+    /// The table of the new snapshot, the last one in the list.
+    pub taken: Option<Vec<u64>>,
+}
+
+/// By how much the counts of a window of host clusters change.
+pub(super) struct Deltas {
+    pub clusters: Range<u64>,
+    cells: Vec<i32>,
+}
+
+impl Deltas {
+    pub fn get(&self, cluster: u64) -> i64 {
+        match self.clusters.contains(&cluster) {
+            true => i64::from(self.cells[(cluster - self.clusters.start) as usize]),
+            false => 0,
+        }
+    }
+
+    fn add(&mut self, clusters: Range<u64>, by: i32) {
+        for cluster in clusters.start.max(self.clusters.start)..clusters.end.min(self.clusters.end) {
+            let cell = &mut self.cells[(cluster - self.clusters.start) as usize];
+            *cell = cell.saturating_add(by);
+        }
+    }
+}
+
+/// A set of small numbers.
+pub(super) struct Bits(Vec<u64>);
+
+impl Bits {
+    pub fn new(len: u64) -> Bits {
+        Bits(vec![0; len.div_ceil(64) as usize])
+    }
+
+    pub fn get(&self, index: u64) -> bool {
+        self.0.get((index / 64) as usize).is_some_and(|word| word >> (index % 64) & 1 == 1)
+    }
+
+    pub fn set(&mut self, index: u64) {
+        if let Some(word) = self.0.get_mut((index / 64) as usize) {
+            *word |= 1 << (index % 64);
+        }
+    }
+}
+
+/// What the first look at an operation says.
+pub(super) struct Survey {
+    /// Refcount blocks, by index, in which a count changes.
+    pub blocks: BTreeSet<u64>,
+    /// Entries of the active L2 tables, numbered over the whole disk, whose host cluster nobody else refers to.
+    pub single_entries: Bits,
+    /// Entries of the active L1 table, the same.
+    pub single_tables: Bits,
+}
+
+/// The host clusters in pieces whose deltas fit the memory; each holds whole refcount blocks.
+pub(super) struct Windows {
+    per_window: u64,
+    end: u64,
+}
+
+impl Windows {
+    /// For a file of `clusters` host clusters.
+    pub fn new(geometry: Geometry, clusters: u64, memory_bytes: u64) -> Windows {
+        let per_block = geometry.refcount_block_entries();
+        let cells = memory_bytes / size_of::<i32>() as u64;
+        // The last compressed cluster may end, by its count of sectors, behind the end of the file.
+        Windows { per_window: (cells / per_block).max(1) * per_block, end: (clusters + 4).next_multiple_of(per_block) }
+    }
+
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (per_window, end) = (self.per_window, self.end);
+        (0..end.div_ceil(per_window)).map(move |number| number * per_window..((number + 1) * per_window).min(end))
+    }
+}
+
+impl Image {
+    /// The deltas of a window: one walk over the trees of the change.
+    pub async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: Watch<'_>) -> Result<Deltas> {
+        let mut deltas = Deltas { cells: vec![0; (clusters.end - clusters.start) as usize], clusters };
+        for (l1, by) in [(&change.raised, 1), (&change.lowered, -1)] {
+            if let Some(l1) = l1 {
+                self.add_tree(l1, by, &mut deltas, watch).await?;
+            }
+        }
+        Ok(deltas)
+    }
+
+    async fn add_tree(&self, l1: &[u64], by: i32, deltas: &mut Deltas, watch: Watch<'_>) -> Result<()> {
+        let file_len = self.file.len();
+        let tables = tree::tables(l1, self.geometry, file_len)?;
+        for (_, host) in &tables {
+            let cluster = host >> self.geometry.cluster_bits();
+            deltas.add(cluster..cluster + 1, by);
+        }
+        let file_clusters = self.geometry.clusters(file_len);
+        let (mut done, total) = (0, tables.len() as u64);
+        tree::for_tables(&self.file, self.geometry, &tables, |_, host, bytes| {
+            for (index, entry) in tree::entries(bytes, self.geometry) {
+                let Some((first, count)) = tree::references(entry, self.geometry) else { continue };
+                if first >= file_clusters {
+                    let message = "a cluster lies past the end of the file: check and repair the image first";
+                    let at = host + index as u64 * self.geometry.l2_entry_size();
+                    return Err(Error::invalid_image("l2_entry", format!("{:#x}", entry.0), message).offset(at));
+                }
+                deltas.add(first..first + count, by);
+            }
+            done += 1;
+            if watch(done, total) { Ok(()) } else { Err(Error::new(ErrorKind::Cancelled, "cancelled")) }
+        })
+        .await
+    }
+
+    /// New counts of one block, checked: `None` where nothing changes.
+    pub fn new_counts(&self, index: u64, stored: Option<&[u8]>, by: impl Fn(u64) -> i64) -> Result<Option<Vec<u8>>> {
+        let geometry = self.geometry;
+        let (order, entries) = (geometry.refcount_order(), geometry.refcount_block_entries());
+        let first = index * entries;
+        let mut block: Option<Vec<u8>> = None;
+        for entry in 0..entries {
+            let delta = by(first + entry);
+            if delta == 0 {
+                continue;
+            }
+            let old = stored.map_or(0, |block| refcount::get(block, order, entry as usize));
+            let at = (first + entry) << geometry.cluster_bits();
+            let Some(new) = old.checked_add_signed(delta) else {
+                let message = "a refcount is lower than the references: check and repair the image first";
+                return Err(Error::invalid_image("refcount", old, message).offset(at));
+            };
+            if new > geometry.max_refcount() {
+                let message = format!(
+                    "a cluster would have {new} references, of which refcounts of {} bits can't count more than {}",
+                    geometry.refcount_bits(),
+                    geometry.max_refcount()
+                );
+                return Err(Error::new(ErrorKind::Limit, message).with_errno(Errno::EINVAL).offset(at));
+            }
+            let block = block.get_or_insert_with(|| match stored {
+                Some(stored) => stored.to_vec(),
+                None => vec![0; geometry.cluster_size() as usize],
+            });
+            refcount::set(block, order, entry as usize, new);
+        }
+        Ok(block)
+    }
+
+    /// Notes which entries of the active tree are the only reference to what they point to, for one window; `is_single`
+    /// has its clusters whose count is to be one.
+    pub async fn note_single(
+        &self,
+        active: &[u64],
+        window: &Range<u64>,
+        is_single: &Bits,
+        survey: &mut Survey,
+    ) -> Result<()> {
+        let bits = self.geometry.cluster_bits();
+        let single = |cluster: u64| window.contains(&cluster) && is_single.get(cluster - window.start);
+        let tables = tree::tables(active, self.geometry, self.file.len())?;
+        for (index, host) in &tables {
+            if single(host >> bits) {
+                survey.single_tables.set(*index as u64);
+            }
+        }
+        let per_table = self.geometry.l2_entries();
+        tree::for_tables(&self.file, self.geometry, &tables, |l1_index, _, bytes| {
+            for (index, entry) in tree::entries(bytes, self.geometry) {
+                if !entry.is_compressed() && entry.offset().0 != 0 && single(entry.offset().0 >> bits) {
+                    survey.single_entries.set(l1_index as u64 * per_table + index as u64);
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+}
