@@ -46,6 +46,7 @@ async fn open(path: &Path) -> Qcow2Driver {
         writable: true,
         check: false,
         no_backing: false,
+        no_data: false,
         max_decompressed_bytes: u64::MAX,
     };
     Qcow2Driver::open_with_cipher(context, Some(Arc::new(HostSectors))).await.unwrap()

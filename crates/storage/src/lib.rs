@@ -5,6 +5,7 @@
 
 mod blocklock;
 pub mod buf;
+pub mod confine;
 mod direct;
 pub mod fault;
 pub mod file;

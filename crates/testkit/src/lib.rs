@@ -15,5 +15,5 @@ pub mod qemu;
 pub mod random;
 pub mod runner;
 pub mod scenario;
-pub mod tally;
 pub mod specimens;
+pub mod tally;

@@ -24,6 +24,8 @@ pub struct OpenContext {
     pub check: bool,
     /// The caller asked to leave the backing file out (`-u`): unallocated ranges can't be read.
     pub no_backing: bool,
+    /// The data file was left out: the data can't be read.
+    pub no_data: bool,
     /// So much may come out of compressed clusters until the image is closed, in bytes; `u64::MAX` is no limit.
     pub max_decompressed_bytes: u64,
 }

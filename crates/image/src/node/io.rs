@@ -205,6 +205,13 @@ impl Node {
 
     pub(super) fn check_range(&self, offset: u64, len: u64) -> Result<()> {
         self.check_open()?;
+        if let Some(deadline) = &self.deadline {
+            deadline.check().map_err(|error| error.file(self.filename.clone()))?;
+        }
+        if self.settings.has_no_data() {
+            let message = "the image was opened for what it says of itself, without its data file";
+            return Err(Error::invalid_argument(message).file(self.filename.clone()));
+        }
         match offset.checked_add(len) {
             Some(end) if end <= self.size() => Ok(()),
             _ => Err(Error::invalid_argument(format!(

@@ -20,7 +20,7 @@ pub(crate) use users::MONITOR;
 use crate::filters::Filter;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::Graph;
-use crate::open::Edge;
+use crate::open::{Deadline, Edge};
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result};
@@ -98,6 +98,8 @@ pub(crate) struct NodeSettings {
     pub detect_zeroes: DetectZeroes,
     /// The format "raw" is a guess: block 0 must not turn into another format's header.
     pub probed_raw: bool,
+    /// Opened without what holds its data: it can only be asked about itself.
+    pub no_data: bool,
 }
 
 /// A node of the block graph: a format or a protocol driver with its children, and a size.
@@ -116,6 +118,7 @@ pub struct Node {
     counters: NodeCounters,
     graph: Arc<Graph>,
     warnings: Vec<String>,
+    deadline: Option<Deadline>,
     closed: AtomicBool,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
@@ -148,6 +151,7 @@ pub(crate) struct NodeParts {
     pub options: BlockdevOptions,
     pub graph: Arc<Graph>,
     pub warnings: Vec<String>,
+    pub deadline: Option<Deadline>,
 }
 
 impl Node {
@@ -170,6 +174,7 @@ impl Node {
             counters: NodeCounters::default(),
             graph: parts.graph,
             warnings: parts.warnings,
+            deadline: parts.deadline,
             closed: AtomicBool::new(false),
         }))
     }

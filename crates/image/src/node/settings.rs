@@ -12,6 +12,7 @@ pub(crate) struct LiveSettings {
     detect_zeroes: AtomicU8,
     writethrough: bool,
     probed_raw: bool,
+    no_data: bool,
 }
 
 impl LiveSettings {
@@ -22,6 +23,7 @@ impl LiveSettings {
             detect_zeroes: AtomicU8::new(0),
             writethrough: settings.writethrough,
             probed_raw: settings.probed_raw,
+            no_data: settings.no_data,
         };
         live.set_detect_zeroes(settings.detect_zeroes);
         live
@@ -34,6 +36,11 @@ impl LiveSettings {
 
     pub(crate) fn set_read_only(&self, read_only: bool) {
         self.read_only.store(read_only, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn has_no_data(&self) -> bool {
+        self.no_data
     }
 
     #[inline]

@@ -3,7 +3,7 @@
 
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
-use super::{BackingPolicy, Edge, OpenRequest, Source};
+use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
 use crate::filters::{Below, Fault, Filter};
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
@@ -54,7 +54,9 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
         files: request.files,
+        deadline: request.policy.time_limit.map(Deadline::from_now),
         policy: request.policy,
+        no_io: request.no_io && !request.writable,
         backing: request.backing,
         check: request.check,
         opened: RefCell::default(),
@@ -138,6 +140,9 @@ pub(super) struct Opener {
     pub graph: Arc<Graph>,
     pub files: Arc<dyn Files>,
     pub policy: Policy,
+    deadline: Option<Deadline>,
+    /// Only what the format says of the image is wanted.
+    pub no_io: bool,
     pub backing: BackingPolicy,
     pub check: bool,
     opened: RefCell<Vec<OpenedFile>>,
@@ -164,6 +169,9 @@ impl Opener {
     }
 
     async fn node_unboxed(self: &Rc<Self>, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
+        if let Some(deadline) = &self.deadline {
+            deadline.check()?;
+        }
         options::check_common(&mut options, &place.path)?;
         let reservation = self.graph.reserve(options.text("node-name"))?;
         let settings = take_over(&options, &mut place)?;
@@ -196,6 +204,7 @@ impl Opener {
             options: draft.options,
             graph: Arc::clone(&self.graph),
             warnings,
+            deadline: self.deadline,
         })?;
         reservation.fill(&node);
         Ok(node)
@@ -477,7 +486,14 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
         _ => DetectZeroes::Off,
     };
     let writethrough = place.writethrough && place.role == Role::Root;
-    Ok(NodeSettings { read_only: !place.writable, writethrough, discard, detect_zeroes, probed_raw: false })
+    Ok(NodeSettings {
+        read_only: !place.writable,
+        writethrough,
+        discard,
+        detect_zeroes,
+        probed_raw: false,
+        no_data: false,
+    })
 }
 
 impl Place {

@@ -38,6 +38,7 @@ impl Opener {
             writable: !draft.settings.read_only,
             check: self.check,
             no_backing: no_backing && header.backing_file.is_some(),
+            no_data: draft.settings.no_data,
             max_decompressed_bytes: self.policy.max_decompressed_bytes,
         })
     }
@@ -54,6 +55,11 @@ impl Opener {
         }
         let spec = match (given, header.data_file_name()) {
             (Some(spec), _) => spec,
+            // Who only asks what the image says of itself needs no data: nothing is opened on the image's word then.
+            (None, _) if self.no_io => {
+                draft.settings.no_data = true;
+                return Ok(None);
+            }
             (None, None) => {
                 let message = "the image needs a data file and doesn't name it: option 'data-file' must be given";
                 return Err(Error::invalid_argument(message).file(image));

@@ -4,11 +4,13 @@
 mod build;
 mod cache;
 mod children;
+mod deadline;
 mod names;
 mod permissions;
 mod policy;
 
 pub use cache::{CACHE_MODES, Cache};
+pub(crate) use deadline::Deadline;
 pub use names::resolve as resolve_name;
 pub(crate) use permissions::Edge;
 pub use policy::{FileKind, Files, HostFiles, Policy};
@@ -150,7 +152,8 @@ impl OpenRequest {
     }
 
     /// The caller reads no data, only what the format says of the image (`info`): a raw image may then be in use by a
-    /// writer. A qcow2 image may not, its metadata changes under a writer. Not with `writable`.
+    /// writer. A qcow2 image may not, its metadata changes under a writer. Its data file isn't opened unless the options
+    /// name it, and reads fail then. Not with `writable`.
     #[must_use]
     pub fn no_io(mut self) -> Self {
         self.no_io = true;

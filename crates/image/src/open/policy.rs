@@ -6,6 +6,7 @@ use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
 use std::fmt;
 use std::path::Path;
+use std::time::Duration;
 
 /// What an image may make us do. What the user names is always opened; this is about what images name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub struct Policy {
     pub max_snapshots: u32,
     /// So much may come out of compressed clusters of a layer while it is open, in bytes, whole clusters each time.
     pub max_decompressed_bytes: u64,
+    /// So long may the image be used, from its opening on; later requests fail. A request that runs already isn't cut off.
+    pub time_limit: Option<Duration>,
 }
 
 impl Default for Policy {
@@ -43,6 +46,7 @@ impl Default for Policy {
             max_table_bytes: u64::MAX,
             max_snapshots: u32::MAX,
             max_decompressed_bytes: u64::MAX,
+            time_limit: None,
         }
     }
 }
@@ -61,6 +65,7 @@ impl Policy {
             max_table_bytes: 4 << 20,
             max_snapshots: 256,
             max_decompressed_bytes: 1 << 40,
+            time_limit: None,
         }
     }
 

@@ -52,7 +52,7 @@ impl Qcow2Driver {
             // To be checked, they are read as far as they go: the check says what is wrong.
             header.check_tables_within(context.file.len())?;
         }
-        if header.has_data_file() && context.data_file.is_none() {
+        if header.has_data_file() && context.data_file.is_none() && !context.no_data {
             return Err(Error::invalid_argument("'data-file' is required for this image"));
         }
         let l1 = read_l1(&context.file, &header).await?;
