@@ -20,6 +20,8 @@ pub struct CheckOptions {
     pub image: ImageSpec,
     /// What to repair.
     pub repair: Repair,
+    /// With [`Repair::All`]: also give up what can't be reached any more, so that it reads as zeroes.
+    pub lossy: bool,
     /// Threads; `None`: one for each core, 8 at most.
     pub threads: Option<usize>,
     /// Memory for reference counts in bytes; `None`: 192 MiB.
@@ -109,6 +111,7 @@ pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) ->
     let options = image_check::CheckOptions {
         undo_log: log.as_ref().map(|log| log.file.clone()),
         repair: if options.dry_run { Repair::None } else { options.repair },
+        lossy: options.lossy,
         threads: options.threads.unwrap_or_else(default_threads),
         memory_bytes: options.memory_bytes.unwrap_or(defaults.memory_bytes),
         ..defaults

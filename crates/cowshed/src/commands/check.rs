@@ -20,7 +20,8 @@ pub const VERB: Verb = Verb {
               waste space and harm nothing; errors can cost data. Repair while nobody uses the image, and keep a copy \
               where the data matters, or an undo log: it holds what the repair overwrites, and --undo puts it back. A \
               dry run says of each finding what the repair would do, and writes nothing; with --output=json as \
-              'findings'.\n\nExit code: 0 clean (or everything repaired), 1 the check could not be made, \
+              'findings'. No repair loses data that can be read; what can't be is left as it is (try 'cowshed \
+              rescue'), unless --lossy gives it up.\n\nExit code: 0 clean (or everything repaired), 1 the check could not be made, \
               2 errors, 3 leaked clusters only, 63 the format has no checks.",
     examples: "  cowshed check disk.qcow2
   cowshed check -r leaks disk.qcow2
@@ -29,6 +30,9 @@ pub const VERB: Verb = Verb {
       Repairs what can be repaired.
   cowshed check -r all --dry-run disk.qcow2
       Says what that would do.
+  cowshed check -r all --lossy disk.qcow2
+      Also gives up what is beyond repair, such as clusters behind the end of a
+      file that was cut off: they read as zeroes afterwards.
   cowshed check -r all --undo-log disk.undo disk.qcow2
   cowshed check --undo disk.undo disk.qcow2
       Repairs, and takes the repair back.",
@@ -58,6 +62,9 @@ struct CheckArgs {
     /// Repair what is found; not together with -U
     #[arg(short, long, value_enum, value_name = "leaks|all")]
     repair: Option<Repair>,
+    /// With -r all: also give up what can't be reached any more, so that it reads as zeroes
+    #[arg(long)]
+    lossy: bool,
     /// Only say what the repair (-r) would do
     #[arg(long)]
     dry_run: bool,
@@ -106,7 +113,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return undo(&image, log, &args, console);
     }
     let undo_log = args.undo_log.clone();
-    let options = CheckOptions { image, repair, undo_log, dry_run: args.dry_run, ..CheckOptions::default() };
+    let options =
+        CheckOptions { image, repair, undo_log, lossy: args.lossy, dry_run: args.dry_run, ..CheckOptions::default() };
     let quiet = args.quiet || args.output == OutputFormat::Json;
     let job = work::Foreground::new(console.persona, args.progress, quiet, "checking")?;
     let failed = |error: &cowshed_block::Error| Failure::open(console.persona, file, error);
@@ -128,6 +136,9 @@ fn refuse_contradictions(args: &CheckArgs) -> Result<(), Failure> {
     }
     if !repairs && (args.dry_run || args.undo_log.is_some()) {
         return Err(Failure::usage("--dry-run and --undo-log are for repairs: they need -r"));
+    }
+    if args.lossy && args.repair != Some(Repair::All) {
+        return Err(Failure::usage("--lossy is for full repairs: it needs -r all"));
     }
     if args.dry_run && args.undo_log.is_some() {
         return Err(Failure::usage("a dry run has nothing to keep in an undo log"));

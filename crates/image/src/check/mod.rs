@@ -6,6 +6,7 @@
 
 mod crew;
 mod journal;
+mod lossy;
 mod metadata;
 mod rebuild;
 mod relocate;
@@ -42,6 +43,8 @@ pub enum Repair {
 pub struct CheckOptions {
     /// What to repair; the file must be writable then.
     pub repair: Repair,
+    /// With [`Repair::All`]: also give up what can't be reached any more, so that it reads as zeroes.
+    pub lossy: bool,
     /// Threads that read and count. 1: everything on the caller's thread.
     pub threads: usize,
     /// Memory for the reference counts, in bytes: two for each host cluster. Larger images take several passes.
@@ -56,6 +59,7 @@ impl Default for CheckOptions {
     fn default() -> Self {
         CheckOptions {
             repair: Repair::None,
+            lossy: false,
             threads: 1,
             memory_bytes: 192 << 20,
             findings_max: 100_000,

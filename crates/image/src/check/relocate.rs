@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies of clusters that the repair makes before anything points to them. Guest data that shares a cluster with metadata: the guest's entry gets a copy of the cluster, so that neither
-//! writes into the other.
+//! Copies of clusters that the repair makes before anything points to them: of guest data that shares a cluster with
+//! metadata, so that neither writes into the other, and of guest data with more users than its refcount can say.
 
 use super::session::Session;
 use super::sweep::OverlapEntry;
 use cowshed_block::{HostOffset, Result};
 use cowshed_layout::qcow2::L2Entry;
+use cowshed_qcow2::check::{FindingKind, Ledger};
+use std::collections::HashMap;
 
 /// A copy of a cluster, and the entry that is to point to it.
 #[derive(Clone, Copy, Debug)]
@@ -18,7 +20,53 @@ pub(super) struct Copy {
     pub pointer: Option<(u64, u64)>,
 }
 
+/// A cluster with more references than its refcount can say.
+struct Overfull {
+    references: u64,
+    /// References of plain entries seen so far.
+    seen: u64,
+    /// The entries beyond the largest refcount.
+    surplus: Vec<OverlapEntry>,
+}
+
 impl Session<'_> {
+    /// Per overfull cluster that nothing but plain entries refer to: the entries that need copies of their own.
+    pub(super) async fn overfull(&self, ledger: &Ledger) -> Result<HashMap<u64, Vec<OverlapEntry>>> {
+        let max = self.geometry.max_refcount();
+        let mut clusters: HashMap<u64, Overfull> = HashMap::new();
+        for finding in &ledger.findings {
+            if let FindingKind::RefcountLow { cluster, references, .. } = finding.kind
+                && references > max
+            {
+                clusters.insert(cluster, Overfull { references, seen: 0, surplus: Vec::new() });
+            }
+        }
+        if clusters.is_empty() || self.context.data_file || self.header.crypt_method != 0 {
+            return Ok(HashMap::new());
+        }
+        let stride = if self.geometry.extended_l2() { 16 } else { 8 };
+        for table in self.tables.iter().filter(|table| table.weight != 0 && !self.is_claimed_twice(table.offset)) {
+            let bytes = self.read(table.offset, self.geometry.cluster_size() as usize).await?;
+            for (word, at) in bytes.chunks_exact(stride).zip((table.offset..).step_by(stride)) {
+                let entry = L2Entry(word.first_chunk().map_or(0, |word| u64::from_be_bytes(*word)));
+                let offset = entry.offset().0;
+                if entry.is_compressed() || offset == 0 || self.geometry.in_cluster(offset) != 0 {
+                    continue;
+                }
+                let Some(cluster) = clusters.get_mut(&(offset >> self.geometry.cluster_bits())) else { continue };
+                let weight = u64::from(table.weight);
+                if cluster.seen + weight <= max {
+                    cluster.seen += weight;
+                } else if weight <= max {
+                    cluster.references = cluster.references.saturating_sub(weight);
+                    cluster.surplus.push(OverlapEntry { at, entry: entry.0, weight: table.weight });
+                }
+            }
+        }
+        let movable = clusters.into_iter().filter(|(_, cluster)| cluster.references == cluster.seen);
+        Ok(movable.map(|(number, cluster)| (number, cluster.surplus)).collect())
+    }
+
     /// Copies each entry's cluster behind the end of the file, with a barrier. Nothing refers to the copies yet.
     pub(super) async fn copy_overlaps(
         &mut self,

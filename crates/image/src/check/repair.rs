@@ -70,7 +70,10 @@ impl Session<'_> {
         if self.options.repair == Repair::All {
             let mut copies = self.copy_snapshot_table().await?;
             let snapshot_table = copies.first().and_then(|copy| copy.pointer);
-            copies.extend(self.copy_overlaps(overlaps, notes).await?);
+            let mut movable = overlaps.to_vec();
+            movable.extend(self.overfull(before).await?.into_values().flatten());
+            movable.sort_unstable_by_key(|entry| entry.at);
+            copies.extend(self.copy_overlaps(&movable, notes).await?);
             changed |= !copies.is_empty();
             changed |= self.edit_entries(EditStep::Revoke).await?;
             changed |= self.raise_counts(hidden, &copies, notes).await?;
@@ -80,6 +83,10 @@ impl Session<'_> {
             }
             changed |= self.edit_entries(EditStep::Normalise).await?;
             changed |= self.normalise_snapshot_l1s().await?;
+            changed |= self.end_raw_data(&before.findings).await?;
+            if self.options.lossy {
+                changed |= self.give_up().await?;
+            }
         }
         if self.stale_bitmaps {
             match self.drop_stale_bitmaps().await? {
@@ -133,7 +140,17 @@ impl Session<'_> {
     }
 
     async fn edit_active_l1(&mut self, counts: &Counts, step: EditStep) -> Result<bool> {
-        let edits = edit_l1(&self.context, counts, step, &self.l1);
+        let mut new = self.l1.clone();
+        for (index, entry) in edit_l1(&self.context, counts, step, &self.l1) {
+            new[index] = entry;
+        }
+        self.rewrite_active_l1(new).await
+    }
+
+    /// Writes what differs from the active L1 table.
+    pub(super) async fn rewrite_active_l1(&mut self, new: Vec<u64>) -> Result<bool> {
+        let changed = self.l1.iter().zip(&new).enumerate().filter(|(_, (old, new))| old != new);
+        let edits: Vec<(u64, u64)> = changed.map(|(index, (_, new))| (index as u64, *new)).collect();
         let start = self.header.l1_table_offset;
         let clusters = self.geometry.clusters(self.l1.len() as u64 * 8);
         let mut places = (0..clusters).map(|nth| start + (nth << self.geometry.cluster_bits()));
@@ -141,15 +158,18 @@ impl Session<'_> {
             return Ok(false);
         }
         let bytes: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-        self.write_words(start, &bytes, edits.iter().map(|(index, new)| (*index as u64, *new))).await?;
-        for (index, new) in edits {
-            self.l1[index] = new;
-        }
+        self.write_words(start, &bytes, edits.into_iter()).await?;
+        self.l1 = new;
         Ok(true)
     }
 
     /// Writes the sectors of a table that hold changed words, never more than that.
-    async fn write_words(&self, start: u64, old: &[u8], edits: impl Iterator<Item = (u64, u64)>) -> Result<()> {
+    pub(super) async fn write_words(
+        &self,
+        start: u64,
+        old: &[u8],
+        edits: impl Iterator<Item = (u64, u64)>,
+    ) -> Result<()> {
         const SECTOR: usize = 512;
         let mut table = old.to_vec();
         let mut sectors: Vec<usize> = Vec::new();

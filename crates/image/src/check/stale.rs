@@ -44,6 +44,10 @@ impl Session<'_> {
     /// What a repair can do about what was found.
     pub(super) async fn outlook(&self, ledger: &Ledger) -> Result<Outlook> {
         let bitmaps_stay = self.stale_bitmaps && self.last_bitmaps_extension().await?.is_none();
-        Ok(Outlook::new(&self.header, ledger, self.obstacles.clone(), bitmaps_stay, self.context.file_len))
+        let mut outlook =
+            Outlook::new(&self.header, ledger, self.obstacles.clone(), bitmaps_stay, self.context.file_len);
+        outlook.lossy = self.options.lossy;
+        outlook.movable = self.overfull(ledger).await?.into_keys().collect();
+        Ok(outlook)
     }
 }

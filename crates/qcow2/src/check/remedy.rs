@@ -27,6 +27,12 @@ pub enum Remedy {
     CompleteSnapshots,
     /// Refcount table and blocks are made anew.
     RebuildRefcounts,
+    /// The header no longer says that the external data file is raw.
+    EndRawData,
+    /// What can't be reached is given up.
+    GiveUp,
+    /// Subclusters that are allocated and zero at once read as their data.
+    TakeData,
 }
 
 impl Remedy {
@@ -42,6 +48,9 @@ impl Remedy {
             Remedy::CopyCluster => "copy the guest's data to a cluster of its own".to_owned(),
             Remedy::CompleteSnapshots => "write the snapshot table anew with the missing fields".to_owned(),
             Remedy::RebuildRefcounts => "make the refcount structure anew".to_owned(),
+            Remedy::EndRawData => "no longer call the data file raw".to_owned(),
+            Remedy::GiveUp => "give it up, so that it reads as zeroes".to_owned(),
+            Remedy::TakeData => "take the data of the subclusters".to_owned(),
         }
     }
 }
@@ -51,6 +60,12 @@ impl Remedy {
 pub struct Outlook {
     /// Why nothing is repaired at all.
     pub obstacles: Vec<String>,
+    /// What can't be reached is given up.
+    pub lossy: bool,
+    /// There is a backing file, which must not show through.
+    pub has_backing: bool,
+    /// There is no flag for zeroes: version 2.
+    pub is_version_2: bool,
     /// Nothing is freed: see [`Finding::hides_references`].
     pub hides_references: bool,
     /// The guest's data overlaps with metadata.
@@ -67,6 +82,8 @@ pub struct Outlook {
     pub file_len: u64,
     /// Clusters that two structures of metadata claim: their bytes stay as they are.
     pub clashes: HashSet<u64>,
+    /// Clusters with more references than a refcount can say, whose users can get copies.
+    pub movable: HashSet<u64>,
     /// Clusters whose stored refcount is too low, as far as findings were kept.
     pub low: HashSet<u64>,
 }
@@ -82,6 +99,9 @@ impl Outlook {
         let order = header.refcount_order;
         Outlook {
             obstacles,
+            lossy: false,
+            has_backing: header.backing_file.is_some(),
+            is_version_2: header.version < 3,
             hides_references: ledger.hidden_references || bitmaps_stay,
             data_overlaps: ledger.findings.iter().any(data),
             is_encrypted: header.crypt_method != 0,
@@ -90,6 +110,7 @@ impl Outlook {
             cluster_bits: header.cluster_bits,
             file_len,
             clashes: ledger.clashes.iter().copied().collect(),
+            movable: HashSet::new(),
             low: low.collect(),
         }
     }
@@ -104,13 +125,29 @@ impl Outlook {
             FindingKind::Leak { references, .. } => {
                 (!self.hides_references).then_some(Remedy::LowerRefcount { to: references })
             }
-            FindingKind::CopiedL1 { entry, refcount, .. } => self.flag(L1Entry(entry).offset().0, entry, refcount, all),
-            FindingKind::CopiedL2 { entry, refcount } => self.flag(L2Entry(entry).offset().0, entry, refcount, all),
-            _ if !all => None,
-            FindingKind::RefcountLow { references, .. } => {
-                (references <= self.refcount_max).then_some(Remedy::RaiseRefcount { to: references })
+            FindingKind::CopiedL1 { entry, refcount, .. } => {
+                let given_up = self.give_up(!self.has_backing && all);
+                self.flag(L1Entry(entry).offset().0, (entry, refcount), all, given_up)
             }
-            FindingKind::UnalignedData { zero, .. } => (zero && self.has_zero_flag).then_some(Remedy::MakeZeroPlain),
+            FindingKind::CopiedL2 { entry, refcount } => {
+                let given_up = self.give_up(self.may_zero() && all);
+                self.flag(L2Entry(entry).offset().0, (entry, refcount), all, given_up)
+            }
+            _ if !all => None,
+            FindingKind::RefcountLow { references, .. } if references <= self.refcount_max => {
+                Some(Remedy::RaiseRefcount { to: references })
+            }
+            FindingKind::RefcountLow { cluster, .. } => self.movable.contains(&cluster).then_some(Remedy::CopyCluster),
+            FindingKind::UnalignedData { zero: true, .. } if self.has_zero_flag => Some(Remedy::MakeZeroPlain),
+            FindingKind::UnalignedData { .. }
+            | FindingKind::PastEnd { structure: Structure::Data, .. }
+            | FindingKind::CompressedInDataFile { .. }
+            | FindingKind::SubclusterUnallocated { .. } => self.give_up(self.may_zero()),
+            FindingKind::PastEnd { structure: Structure::L2Table, .. } | FindingKind::UnalignedL2 { .. } => {
+                self.give_up(!self.has_backing)
+            }
+            FindingKind::SubclusterBitmap { .. } => self.lossy.then_some(Remedy::TakeData),
+            FindingKind::DataFileOffset { .. } => Some(Remedy::EndRawData),
             FindingKind::ReservedL1 { .. } | FindingKind::ReservedL2 { .. } => Some(Remedy::ClearReservedBits),
             FindingKind::CompressedCopied { .. } | FindingKind::FlagWithoutTable { .. } => {
                 Some(Remedy::ClearCopiedFlag)
@@ -126,20 +163,24 @@ impl Outlook {
             }
             FindingKind::Overlap { .. }
             | FindingKind::PastEnd { .. }
-            | FindingKind::UnalignedL2 { .. }
             | FindingKind::Unaligned { .. }
-            | FindingKind::CompressedInDataFile { .. }
-            | FindingKind::DataFileOffset { .. }
-            | FindingKind::SubclusterBitmap { .. }
-            | FindingKind::SubclusterUnallocated { .. }
             | FindingKind::Unreadable { .. } => None,
         }
     }
 
-    fn flag(&self, offset: u64, entry: u64, refcount: u64, all: bool) -> Option<Remedy> {
+    fn give_up(&self, possible: bool) -> Option<Remedy> {
+        (self.lossy && possible).then_some(Remedy::GiveUp)
+    }
+
+    /// True when a cluster can be made to read as zeroes.
+    fn may_zero(&self) -> bool {
+        !self.is_version_2 || !self.has_backing
+    }
+
+    fn flag(&self, offset: u64, (entry, refcount): (u64, u64), all: bool, given_up: Option<Remedy>) -> Option<Remedy> {
         if offset >= self.file_len {
             // There is nothing that could be counted.
-            return None;
+            return given_up;
         }
         let copied = entry >> 63 != 0;
         let is_low = self.low.contains(&(offset >> self.cluster_bits));

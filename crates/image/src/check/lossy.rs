@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The steps of a repair that give up or guess, and only on demand.
+
+use super::session::Session;
+use cowshed_block::Result;
+use cowshed_layout::qcow2::{L1Entry, features, offset};
+use cowshed_qcow2::check::{Finding, FindingKind, give_up_l1, give_up_l2};
+
+impl Session<'_> {
+    /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.
+    pub(super) async fn give_up(&mut self) -> Result<bool> {
+        let has_backing = self.header.backing_file.is_some();
+        let mut changed = self.give_up_in_tables(has_backing).await?;
+        let context = self.context;
+        let edit = move |entry: L1Entry| give_up_l1(&context, has_backing, entry);
+        let new: Vec<u64> = self.l1.iter().map(|raw| edit(L1Entry(*raw)).0).collect();
+        changed |= self.rewrite_active_l1(new).await?;
+        if changed {
+            self.barrier().await?;
+        }
+        Ok(changed | self.edit_snapshot_l1s(edit).await?)
+    }
+
+    async fn give_up_in_tables(&self, has_backing: bool) -> Result<bool> {
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let mut changed = false;
+        for table in self.tables.iter().filter(|table| table.weight != 0 && !self.is_claimed_twice(table.offset)) {
+            let bytes = self.read(table.offset, cluster_size).await?;
+            let edits = give_up_l2(&self.context, has_backing, &bytes);
+            if edits.is_empty() {
+                continue;
+            }
+            self.write_words(table.offset, &bytes, edits.iter().map(|(word, new)| (*word as u64, *new))).await?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    /// "Raw external data" can't be true where a cluster is elsewhere than the guest's: the bit goes, and the guest keeps
+    /// its view. With a barrier.
+    pub(super) async fn end_raw_data(&mut self, findings: &[Finding]) -> Result<bool> {
+        if !findings.iter().any(|finding| matches!(finding.kind, FindingKind::DataFileOffset { .. })) {
+            return Ok(false);
+        }
+        let left = self.header.autoclear_features & !features::AUTOCLEAR_RAW_DATA;
+        self.write(offset::AUTOCLEAR_FEATURES, &left.to_be_bytes()).await?;
+        self.barrier().await?;
+        self.header.autoclear_features = left;
+        self.context.data_file_raw = false;
+        Ok(true)
+    }
+}
