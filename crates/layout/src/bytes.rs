@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Big-endian numbers in byte slices, read without panics.
+//! Numbers in byte slices, read without panics: big-endian, and little-endian for formats from other houses.
 
 /// The `N` bytes at `offset`, or `None` where the slice is too short.
 #[inline]
@@ -23,6 +23,24 @@ pub fn be32_at(bytes: &[u8], offset: usize) -> Option<u32> {
 #[inline]
 pub fn be64_at(bytes: &[u8], offset: usize) -> Option<u64> {
     array_at(bytes, offset).map(u64::from_be_bytes)
+}
+
+/// Little-endian `u16` at `offset`.
+#[inline]
+pub fn le16_at(bytes: &[u8], offset: usize) -> Option<u16> {
+    array_at(bytes, offset).map(u16::from_le_bytes)
+}
+
+/// Little-endian `u32` at `offset`.
+#[inline]
+pub fn le32_at(bytes: &[u8], offset: usize) -> Option<u32> {
+    array_at(bytes, offset).map(u32::from_le_bytes)
+}
+
+/// Little-endian `u64` at `offset`.
+#[inline]
+pub fn le64_at(bytes: &[u8], offset: usize) -> Option<u64> {
+    array_at(bytes, offset).map(u64::from_le_bytes)
 }
 
 /// The 8-byte entries of an L1 table, L2 table, refcount table or bitmap table; an incomplete last entry is left out.

@@ -8,3 +8,4 @@ pub mod bytes;
 pub mod luks;
 pub mod probe;
 pub mod qcow2;
+pub mod vmdk;
