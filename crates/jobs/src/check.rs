@@ -13,6 +13,9 @@ use cowshed_storage::File;
 use undo::NewLog;
 pub use undo::{UndoReport, undo};
 
+/// Findings that are listed for formats that are only read.
+const MAX_MAPPED_FINDINGS: usize = 1000;
+
 /// What to check and how.
 #[derive(Clone, Debug, Default)]
 pub struct CheckOptions {
@@ -62,7 +65,22 @@ impl CheckOutcome {
 /// Checks an image; `None`: its format has nothing to check. Progress counts tables of metadata. The image is opened
 /// and locked for the time, for writing when something is to be repaired.
 pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
-    let node = options.image.open(request(options)?.for_check()).await?;
+    let node = match options.image.open(request(options)?.for_check()).await {
+        // A format that is only read has no repair: whether it is one, an open for reading tells.
+        Err(error) if error.kind() == ErrorKind::ReadOnly && options.repair != Repair::None => {
+            let node = options.image.open(options.image.request()?.for_check()).await?;
+            let is_mapped = node.description().is_some();
+            node.close().await?;
+            return if is_mapped { Ok(None) } else { Err(error) };
+        }
+        opened => opened?,
+    };
+    if let Some(findings) = node.check_mapped(MAX_MAPPED_FINDINGS).await {
+        let closed = node.close().await;
+        let findings = findings?;
+        closed?;
+        return Ok(Some(mapped_outcome(&node, findings, options)));
+    }
     if node.qcow2().is_none() {
         return Ok(None);
     }
@@ -80,6 +98,20 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
         repair: options.repair,
         is_dry_run: options.dry_run,
     }))
+}
+
+/// What is known of a format that is only read: qemu-img counts nothing there, and fails where something is wrong.
+fn mapped_outcome(node: &Node, findings: Vec<String>, options: &CheckOptions) -> CheckOutcome {
+    let mut report = CheckReport::default();
+    report.counters.check_errors = findings.len() as u64;
+    report.notes = findings;
+    CheckOutcome {
+        filename: node.filename(),
+        format: node.driver_name().to_owned(),
+        report,
+        repair: options.repair,
+        is_dry_run: options.dry_run,
+    }
 }
 
 fn plain_file(node: &Node) -> Result<File> {

@@ -6,6 +6,7 @@ use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Compression, Error, Result};
 use cowshed_image::Node;
+use cowshed_image::formats::Description;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
@@ -107,7 +108,7 @@ impl ImageInfo {
     fn with_limits(mut self, node: &Node) -> Self {
         self.limits = Some(BlockLimits::of(node));
         for child in &mut self.children {
-            let below = node.children().into_iter().find(|below| below.role.as_str() == child.name);
+            let below = node.children().into_iter().find(|below| below.role.name() == child.name);
             if let Some(below) = below {
                 *child.info = child.info.as_ref().clone().with_limits(&below.node);
             }
@@ -150,6 +151,9 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
 /// What is known of an open image.
 pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     let mut info = node_info(node)?;
+    if let Some(description) = node.description() {
+        describe(&mut info, description)?;
+    }
     let Some(layer) = qcow2_layer(node) else { return Ok(info) };
     let header = &layer.header;
     info.cluster_size = Some(header.cluster_size());
@@ -165,18 +169,33 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     Ok(info)
 }
 
+/// What a read-only format says of itself.
+fn describe(info: &mut ImageInfo, description: Description) -> Result<()> {
+    info.cluster_size = description.cluster_bytes;
+    info.format_specific = Some(description.specific);
+    if let Some(name) = description.backing_name {
+        info.backing_filename_format = description.backing_format.map(str::to_owned);
+        info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
+        info.backing_filename = Some(name);
+    }
+    Ok(())
+}
+
 /// What every node has.
 fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
-    for child in node.children() {
+    let mut actual_size = node.file().map(|file| file.allocated_bytes()).transpose()?;
+    // The last one first, as QEMU lists them.
+    for child in node.children().into_iter().rev() {
         // The layers of a chain are listed one by one; the data file is part of the format's own information.
-        if matches!(child.role, ChildRole::File | ChildRole::Image) {
+        if matches!(child.role, ChildRole::File | ChildRole::Image | ChildRole::Extent(_)) {
             let info = Box::new(node_info(&child.node)?);
-            children.push(ChildInfo { name: child.role.as_str().to_owned(), info });
+            if node.file().is_none() && child.role != ChildRole::Image && child.node.file().is_some() {
+                actual_size = Some(actual_size.unwrap_or(0) + info.actual_size.unwrap_or(0));
+            }
+            children.push(ChildInfo { name: child.role.name(), info });
         }
     }
-    let own = node.file().cloned();
-    let file = own.or_else(|| node.child(ChildRole::File).and_then(|child| child.file().cloned()));
     let format = node.driver_name();
     Ok(ImageInfo {
         limits: None,
@@ -187,7 +206,7 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         filename: node.filename(),
         cluster_size: None,
         format: format.to_owned(),
-        actual_size: file.map(|file| file.allocated_bytes()).transpose()?,
+        actual_size,
         format_specific: (format == "file").then(|| json!({ "type": "file", "data": {} })),
         encrypted: None,
         full_backing_filename: None,

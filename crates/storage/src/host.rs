@@ -9,7 +9,7 @@ use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
 use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, StatxFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxFlags};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
@@ -348,7 +348,12 @@ fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
         flags |= OFlags::DIRECT;
     }
     let opened = loop {
-        match rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)) {
+        let mode = Mode::from_raw_mode(0o644);
+        let opened = match &options.beneath {
+            None => rustix::fs::open(path, flags, mode),
+            Some(folder) => open_beneath(folder, path, flags, mode),
+        };
+        match opened {
             Err(rustix::io::Errno::INTR) => {}
             opened => break opened,
         }
@@ -361,11 +366,25 @@ fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
                 return wrong_kind(kind);
             }
         }
+        if options.beneath.is_some() && error == rustix::io::Errno::XDEV {
+            let message = "leads out of its folder by a symbolic link, which the policy doesn't allow";
+            return Error::new(ErrorKind::PermissionDenied, message);
+        }
         if error == rustix::io::Errno::INVAL && options.cache.direct {
             return Error::unsupported("the file system does not support O_DIRECT").with_errno(sys::errno(error));
         }
         os_error(error, "could not open")
     })
+}
+
+/// Opens a path that must not leave `folder`; the kernel watches over it, so nothing can change between look and leap.
+fn open_beneath(folder: &Path, path: &Path, flags: OFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
+    let inside = path.strip_prefix(folder).or_else(|_| path.strip_prefix("."));
+    let inside = inside.unwrap_or(path);
+    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let mode = if flags.contains(OFlags::CREATE) { mode } else { Mode::empty() };
+    rustix::fs::openat2(folder, inside, flags, mode, resolve)
 }
 
 fn wrong_kind(kind: FileType) -> Error {

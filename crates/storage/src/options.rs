@@ -2,6 +2,7 @@
 //! How to open a file, and what it says of itself.
 
 use crate::lock::{Locking, Permissions};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// How the host's page cache is used, as QEMU's `cache.direct` and `cache.no-flush`.
@@ -33,6 +34,9 @@ pub struct OpenOptions {
     pub write: bool,
     /// Create the file; an existing one is truncated to 0 bytes, after its lock is taken. Implies `write`.
     pub create: bool,
+    /// The file must be in this folder or below it, symbolic links followed, at the moment it is opened; `path` must
+    /// begin with it.
+    pub beneath: Option<PathBuf>,
     /// Page cache use.
     pub cache: CacheMode,
     /// Who does the I/O.

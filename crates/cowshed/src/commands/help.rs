@@ -5,6 +5,7 @@ use super::{COMMANDS, Verb, parser};
 use crate::invocation::QEMU_IMG_LEVEL;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_image::options::{DRIVERS, DriverKind};
 
 pub const VERB: Verb = Verb {
     name: "help",
@@ -24,8 +25,13 @@ struct HelpArgs {
     command: Option<String>,
 }
 
-/// Formats that images can have.
-pub const FORMATS: &[&str] = &["file", "host_device", "null-co", "qcow2", "raw"];
+/// Formats and protocols that images can have, in qemu-img's order.
+fn formats() -> Vec<&'static str> {
+    let drivers = DRIVERS.iter().filter(|driver| driver.kind != DriverKind::Filter);
+    let mut names: Vec<_> = drivers.map(|driver| driver.name).collect();
+    names.sort_unstable();
+    names
+}
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = HelpArgs::from_arg_matches(matches)?;
@@ -65,7 +71,7 @@ pub fn answer_as_qemu_img(arguments: &[String], console: &mut Console) -> bool {
             for verb in COMMANDS.iter().filter(|verb| verb.in_qemu_img) {
                 console.line(format_args!("  {} - {}", verb.name, verb.about));
             }
-            console.line(format_args!("\nSupported image formats:\n\n  {}", FORMATS.join(" ")));
+            console.line(format_args!("\nSupported image formats:\n\n  {}", formats().join(" ")));
             true
         }
         _ => false,

@@ -11,6 +11,11 @@ use serde_json::{Map, Value};
 /// different objects stand here together: the order is the same wherever two of them meet.
 const ORDER: &[&str] = &[
     "limits",
+    "compressed",
+    "cid",
+    "parent-cid",
+    "create-type",
+    "extents",
     "write-zeroes-alignment",
     "request-alignment",
     "min-mem-alignment",

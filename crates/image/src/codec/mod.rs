@@ -11,6 +11,7 @@ mod zstd;
 use cowshed_block::{Compression, Error, Result};
 
 pub use zlib::ZlibMode;
+pub(crate) use zlib::inflate_zlib;
 
 /// Compresses and decompresses clusters of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,16 +2,26 @@
 //! Formats: drivers that say where data is.
 
 mod context;
+pub(crate) mod mapped;
 pub mod qcow2;
 pub mod raw;
+pub(crate) mod vmdk;
 
 pub use context::{OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
+use crate::node::{Driver, LocalFuture};
+use crate::open::{Draft, Opener};
 use cowshed_block::{Error, Result};
 use cowshed_layout::probe::FormatName;
 pub use cowshed_layout::probe::PROBE_BYTES;
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, IoBuf};
+use std::rc::Rc;
+
+pub use mapped::Description;
+
+/// Opens an image of a format.
+pub(crate) type OpenFormat = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>>;
 
 /// A disk-image format: one line of [`FORMATS`].
 #[derive(Clone, Copy, Debug)]
@@ -22,10 +32,16 @@ pub struct FormatInfo {
     pub about: &'static str,
     /// False: recognised, and refused by name.
     pub supported: bool,
+    /// Opens an image, for formats whose driver is `Driver::Mapped`.
+    pub(crate) open: Option<OpenFormat>,
 }
 
 const fn format(name: FormatName, supported: bool, about: &'static str) -> FormatInfo {
-    FormatInfo { name: name.as_str(), about, supported }
+    FormatInfo { name: name.as_str(), about, supported, open: None }
+}
+
+const fn mapped(name: FormatName, open: OpenFormat, about: &'static str) -> FormatInfo {
+    FormatInfo { name: name.as_str(), about, supported: true, open: Some(open) }
 }
 
 /// The formats there are, and those that are recognised for a clear refusal.
@@ -33,7 +49,7 @@ pub const FORMATS: &[FormatInfo] = &[
     format(FormatName::Raw, true, "the bytes of the disk as they are"),
     format(FormatName::Qcow2, true, "QEMU copy-on-write, versions 2 and 3"),
     format(FormatName::Qcow, false, "QEMU copy-on-write, version 1"),
-    format(FormatName::Vmdk, false, "VMware"),
+    mapped(FormatName::Vmdk, vmdk::open, "VMware, for reading"),
     format(FormatName::Vdi, false, "VirtualBox"),
     format(FormatName::Vpc, false, "Virtual PC, VHD"),
     format(FormatName::Vhdx, false, "Hyper-V"),

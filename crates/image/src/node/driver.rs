@@ -2,6 +2,7 @@
 //! The drivers behind a node: static dispatch over one enum.
 
 use crate::filters::Filter;
+use crate::formats::mapped::MappedDriver;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use cowshed_block::Result;
@@ -29,6 +30,8 @@ pub(crate) enum Driver {
     File(FileDriver),
     Raw(RawDriver),
     Qcow2(Box<Qcow2Driver>),
+    /// Every format that is only read.
+    Mapped(MappedDriver),
     Filter(Filter),
 }
 
@@ -46,6 +49,7 @@ impl Driver {
             Driver::File(file) => file.name,
             Driver::Raw(_) => "raw",
             Driver::Qcow2(_) => "qcow2",
+            Driver::Mapped(mapped) => mapped.name(),
             Driver::Filter(filter) => filter.name(),
         }
     }
@@ -56,6 +60,7 @@ impl Driver {
             Driver::File(file) => whole_sectors(file.file.len()),
             Driver::Raw(raw) => raw.size(),
             Driver::Qcow2(qcow2) => qcow2.size(),
+            Driver::Mapped(mapped) => mapped.size(),
             Driver::Filter(filter) => filter.below().size(),
         }
     }
@@ -65,7 +70,7 @@ impl Driver {
         match self {
             Driver::File(file) => Some(&file.file),
             Driver::Raw(raw) => raw.whole_file(),
-            Driver::Qcow2(_) | Driver::Filter(_) => None,
+            Driver::Qcow2(_) | Driver::Mapped(_) | Driver::Filter(_) => None,
         }
     }
 
@@ -77,7 +82,7 @@ impl Driver {
                 // Whoever still holds the node keeps the file open, but not its locks.
                 synced.and(file.file.unlock())
             }
-            Driver::Raw(_) | Driver::Filter(_) => Ok(()),
+            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => Ok(()),
         }
     }
 }

@@ -15,6 +15,8 @@ pub enum ChildRole {
     Image,
     /// The external data file.
     DataFile,
+    /// A file that holds one part of the disk, by its number.
+    Extent(u32),
     /// Where unallocated ranges are read from.
     Backing,
 }
@@ -26,7 +28,16 @@ impl ChildRole {
             ChildRole::File => "file",
             ChildRole::Image => "image",
             ChildRole::DataFile => "data-file",
+            ChildRole::Extent(_) => "extents",
             ChildRole::Backing => "backing",
+        }
+    }
+
+    /// The role, with the number where there are several: "file", "extents.0".
+    pub fn name(self) -> String {
+        match self {
+            ChildRole::Extent(index) => format!("{}.{index}", self.as_str()),
+            role => role.as_str().to_owned(),
         }
     }
 }

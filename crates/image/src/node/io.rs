@@ -19,6 +19,7 @@ impl Node {
         }
         let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
+            Driver::Mapped(mapped) => mapped.read(offset, buf).await,
             Driver::Raw(raw) => raw.read(offset, buf).await,
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
@@ -74,6 +75,7 @@ impl Node {
         }
         let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
+            Driver::Mapped(_) => (Err(self.read_only_error()), buf),
             Driver::Raw(raw) => raw.write(offset, buf).await,
             Driver::File(file) => file.file.write_at(buf, offset).await,
             Driver::Filter(filter) => filter.write(offset, buf).await,
@@ -99,6 +101,7 @@ impl Node {
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
+            Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
@@ -121,6 +124,7 @@ impl Node {
         }
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
+            Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.discard(offset, len).await,
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
             Driver::Filter(filter) => filter.discard(offset, len).await,
@@ -143,6 +147,7 @@ impl Node {
         }
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
+            Driver::Mapped(_) => Ok(()),
             Driver::Raw(raw) => raw.flush().await,
             Driver::File(file) => file.file.sync().await,
             Driver::Filter(filter) => filter.flush().await,
@@ -169,7 +174,7 @@ impl Node {
         match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await?,
             Driver::Filter(filter) => filter.write_compressed(clusters).await?,
-            Driver::Raw(_) | Driver::File(_) => {
+            Driver::Raw(_) | Driver::Mapped(_) | Driver::File(_) => {
                 let message = format!("driver '{}' can't write compressed data", self.driver_name());
                 return Err(Error::unsupported(message).file(self.filename.clone()));
             }
@@ -192,6 +197,7 @@ impl Node {
         }
         match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
+            Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
             Driver::Filter(filter) => filter.resize(size, preallocation).await,
@@ -224,9 +230,13 @@ impl Node {
 
     fn check_writable(&self) -> Result<()> {
         if self.settings.is_read_only() {
-            return Err(Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone()));
+            return Err(self.read_only_error());
         }
         Ok(())
+    }
+
+    pub(super) fn read_only_error(&self) -> Error {
+        Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
     }
 
     fn check_write(&self, offset: u64, len: u64) -> Result<()> {

@@ -30,7 +30,7 @@ impl Node {
         match &self.driver {
             Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
             Driver::Qcow2(qcow2) => qcow2.stop_writing(),
-            Driver::Raw(_) | Driver::Filter(_) => {}
+            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(true);
         self.options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert("read-only", true);
@@ -45,6 +45,7 @@ impl Node {
                 let options = options::qcow2_options(&self.options(), self.discards())?;
                 qcow2.start_writing(&options).await?;
             }
+            Driver::Mapped(_) => return Err(self.read_only_error()),
             Driver::Raw(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(false);

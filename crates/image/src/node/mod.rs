@@ -262,6 +262,22 @@ impl Node {
         }
     }
 
+    /// What an image of a read-only format says of itself.
+    pub fn description(&self) -> Option<crate::formats::Description> {
+        match &self.driver {
+            Driver::Mapped(mapped) => Some(mapped.describe()),
+            _ => None,
+        }
+    }
+
+    /// Looks for damage in an image of a read-only format: each finding one line, `max` at most. `None` for other drivers.
+    pub async fn check_mapped(&self, max: usize) -> Option<Result<Vec<String>>> {
+        match &self.driver {
+            Driver::Mapped(mapped) => Some(mapped.check(max).await),
+            _ => None,
+        }
+    }
+
     /// The fault filter, when this node is one.
     pub fn fault(&self) -> Option<&crate::filters::Fault> {
         match &self.driver {

@@ -20,6 +20,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -50,6 +51,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         writethrough: request.cache.writethrough,
         depth: 1,
         nesting: 1,
+        beneath: None,
     };
     let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
@@ -101,7 +103,7 @@ pub(super) fn named(name: &str, format: Option<&str>, files: &dyn Files) -> Resu
 
 /// What a node is opened as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(crate) enum Role {
     Root,
     /// The file or data file of a format: a protocol node when no driver is named.
     Storage,
@@ -110,7 +112,7 @@ pub(super) enum Role {
 
 /// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     pub role: Role,
     /// The option path of the node, "" or ending in a dot.
     pub path: String,
@@ -127,6 +129,8 @@ pub(super) struct Place {
     pub depth: u32,
     /// Nodes above this one, plus one.
     pub nesting: u32,
+    /// The file must be in this folder, also behind symbolic links.
+    pub beneath: Option<PathBuf>,
 }
 
 /// One file that this open has opened, to notice loops.
@@ -136,7 +140,7 @@ struct OpenedFile {
     name: String,
 }
 
-pub(super) struct Opener {
+pub(crate) struct Opener {
     pub graph: Arc<Graph>,
     pub files: Arc<dyn Files>,
     pub policy: Policy,
@@ -150,7 +154,7 @@ pub(super) struct Opener {
 }
 
 /// A node's options and what they come to, on the way to its driver.
-pub(super) struct Draft {
+pub(crate) struct Draft {
     pub name: String,
     pub options: BlockdevOptions,
     pub place: Place,
@@ -159,6 +163,11 @@ pub(super) struct Draft {
 }
 
 impl Opener {
+    /// What the images may make us do.
+    pub(crate) fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     /// Opens a node and what is below it.
     pub(super) fn node(self: &Rc<Self>, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
         if place.nesting.is_multiple_of(NESTED_POLLS) {
@@ -191,6 +200,9 @@ impl Opener {
                 let filename = child.filename();
                 let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
                 (Driver::Filter(Filter::Fault(Fault::new(below, options::fault_rules(&draft.options)))), filename)
+            }
+            other if let Some(open) = formats::find(other).and_then(|format| format.open) => {
+                open(self, &mut draft).await?
             }
             other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
         };
@@ -266,7 +278,7 @@ impl Opener {
     }
 
     /// The child `file`, opened once.
-    async fn file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
+    pub(crate) async fn file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
         if let Some(open) = draft.children.link(ChildRole::File).and_then(|link| link.get()) {
             return Ok(open);
         }
@@ -276,7 +288,7 @@ impl Opener {
     }
 
     /// Opens or finds a child and gives the parent its permissions on it.
-    pub(super) async fn child(
+    pub(crate) async fn child(
         self: &Rc<Self>,
         draft: &mut Draft,
         role: ChildRole,
@@ -322,6 +334,7 @@ impl Opener {
             cache: draft.place.cache,
             engine: options.engine,
             locking: options.locking,
+            beneath: draft.place.beneath.clone(),
             ..OpenOptions::default()
         };
         let file = match self.files.open(&path, &open_options) {
@@ -507,6 +520,7 @@ impl Place {
             discard: true,
             writethrough: false,
             nesting: self.nesting + 1,
+            beneath: None,
             ..self.clone()
         }
     }

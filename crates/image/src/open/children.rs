@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The children of a qcow2 image: its data file and its backing file, from the options or on the header's word.
+//! The children of an image: its data file and its backing file, from the options or on the header's word.
 
 use super::BackingPolicy;
 use super::build::{Draft, Opener, Place, Role, named};
@@ -14,6 +14,13 @@ use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
 
+/// The backing file as an image names it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NamedBacking {
+    pub name: Option<String>,
+    pub format: Option<String>,
+}
+
 impl Opener {
     /// Opens the children of the image in `file` and puts together what its driver needs.
     pub(super) async fn qcow2_children(
@@ -25,10 +32,11 @@ impl Opener {
         options: Qcow2RuntimeOptions,
     ) -> Result<OpenContext> {
         let data_file = self.data_file(draft, image, header).await?;
-        let given = draft.options.get("backing").cloned();
-        let no_backing =
-            self.backing == BackingPolicy::None && !matches!(given, Some(Value::Object(_) | Value::String(_)));
-        let backing = if no_backing { None } else { self.backing_file(draft, image, header, given).await? };
+        let named = NamedBacking {
+            name: header.backing_file_name().map(|name| name.into_owned()),
+            format: header.backing_format().map(|format| format.into_owned()),
+        };
+        let (backing, no_backing) = self.backing_child(draft, image, &named).await?;
         Ok(OpenContext {
             file,
             file_name: image.to_owned(),
@@ -37,10 +45,30 @@ impl Opener {
             options,
             writable: !draft.settings.read_only,
             check: self.check,
-            no_backing: no_backing && header.backing_file.is_some(),
+            no_backing,
             no_data: draft.settings.no_data,
             max_decompressed_bytes: self.policy.max_decompressed_bytes,
         })
+    }
+
+    /// True when the backing file is to be opened, or the options name one.
+    pub(crate) fn opens_backing(&self, draft: &Draft) -> bool {
+        let given = draft.options.get("backing");
+        self.backing != BackingPolicy::None || matches!(given, Some(Value::Object(_) | Value::String(_)))
+    }
+
+    /// Opens the backing file of the image in file `image`. The second is true when there is one and it was left out.
+    pub(crate) async fn backing_child(
+        self: &Rc<Self>,
+        draft: &mut Draft,
+        image: &str,
+        named: &NamedBacking,
+    ) -> Result<(Option<Arc<Node>>, bool)> {
+        if !self.opens_backing(draft) {
+            return Ok((None, named.name.is_some()));
+        }
+        let given = draft.options.get("backing").cloned();
+        Ok((self.backing_file(draft, image, named, given).await?, false))
     }
 
     async fn data_file(self: &Rc<Self>, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
@@ -107,7 +135,7 @@ impl Opener {
         self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,
-        header: &Header,
+        header: &NamedBacking,
         given: Option<Value>,
     ) -> Result<Option<Arc<Node>>> {
         let (spec, name) = match given {
@@ -117,10 +145,10 @@ impl Opener {
                 let options = BlockdevOptions::from_map(map)?;
                 (self.complete_backing(options, image, header)?.into(), "backing".to_owned())
             }
-            _ => match header.backing_file_name() {
+            _ => match &header.name {
                 None => return Ok(None),
                 Some(name) if name.is_empty() => return Ok(None),
-                Some(name) => (self.backing_by_name(&name, image, header)?.into(), name.into_owned()),
+                Some(name) => (self.backing_by_name(name, image, header)?.into(), name.clone()),
             },
         };
         if draft.place.depth >= self.policy.max_chain_depth {
@@ -144,24 +172,29 @@ impl Opener {
     }
 
     /// The options of the backing file that the header names.
-    fn backing_by_name(&self, name: &str, image: &str, header: &Header) -> Result<BlockdevOptions> {
+    fn backing_by_name(&self, name: &str, image: &str, header: &NamedBacking) -> Result<BlockdevOptions> {
         self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
-        named(&name, header.backing_format().as_deref(), &*self.files)
+        named(&name, header.format.as_deref(), &*self.files)
     }
 
     /// Options for the backing file that don't say where it is get that from the header.
-    fn complete_backing(&self, mut options: BlockdevOptions, image: &str, header: &Header) -> Result<BlockdevOptions> {
+    fn complete_backing(
+        &self,
+        mut options: BlockdevOptions,
+        image: &str,
+        header: &NamedBacking,
+    ) -> Result<BlockdevOptions> {
         let has_place = options.get("filename").is_some()
             || match options.get("file") {
                 None => false,
                 Some(Value::Object(file)) => file.contains_key("filename") || file.contains_key("file"),
                 Some(_) => true,
             };
-        let Some(name) = header.backing_file_name().filter(|_| !has_place) else { return Ok(options) };
+        let Some(name) = header.name.as_ref().filter(|_| !has_place) else { return Ok(options) };
         let driver = options.remove("driver");
-        let from_header = self.backing_by_name(&name, image, header)?;
+        let from_header = self.backing_by_name(name, image, header)?;
         let mut merged = Value::from(from_header);
         overlay(&mut merged, Value::from(options));
         if let (Some(driver), Value::Object(map)) = (driver, &mut merged) {

@@ -5,11 +5,14 @@ mod build;
 mod cache;
 mod children;
 mod deadline;
+mod extents;
 mod names;
 mod permissions;
 mod policy;
 
+pub(crate) use build::{Draft, Opener};
 pub use cache::{CACHE_MODES, Cache};
+pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;
 pub use names::resolve as resolve_name;
 pub(crate) use permissions::Edge;

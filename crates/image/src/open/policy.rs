@@ -17,6 +17,8 @@ pub struct Policy {
     pub allow_data_file: bool,
     /// Take `json:{…}` as a name in an image: it can name any driver and any file.
     pub allow_json: bool,
+    /// Follow symbolic links out of the folder of an image whose parts lie in files of their own.
+    pub allow_extent_links: bool,
     /// Guess the format of a backing file whose overlay doesn't say it. The guess is reported as a warning.
     pub allow_backing_probe: bool,
     /// Most layers of a chain, the top one included.
@@ -40,6 +42,7 @@ impl Default for Policy {
             allow_backing: true,
             allow_data_file: true,
             allow_json: true,
+            allow_extent_links: true,
             allow_backing_probe: true,
             max_chain_depth: 200,
             max_virtual_size_bytes: u64::MAX,
@@ -59,6 +62,7 @@ impl Policy {
             allow_backing: false,
             allow_data_file: false,
             allow_json: false,
+            allow_extent_links: false,
             allow_backing_probe: false,
             max_chain_depth: 16,
             max_virtual_size_bytes: 16 << 40,
@@ -80,12 +84,27 @@ impl Policy {
             ("bitmap_directory_size", bitmaps, self.max_table_bytes),
             ("nb_snapshots", u64::from(header.nb_snapshots), u64::from(self.max_snapshots)),
         ] {
-            if value > limit {
-                let message = format!("larger than the policy for this image allows, {limit}");
-                return Err(Error::new(ErrorKind::Limit, message).field(field).value(value));
-            }
+            self.check_limit(field, value, limit)?;
         }
         Ok(())
+    }
+
+    /// Whether a disk may have this size in bytes, for formats other than qcow2.
+    pub(crate) fn check_size(&self, bytes: u64) -> Result<()> {
+        self.check_limit("size", bytes, self.max_virtual_size_bytes)
+    }
+
+    /// Whether a table that is read whole may have this length in bytes, for formats other than qcow2.
+    pub(crate) fn check_table(&self, field: &'static str, bytes: u64) -> Result<()> {
+        self.check_limit(field, bytes, self.max_table_bytes)
+    }
+
+    fn check_limit(&self, field: &'static str, value: u64, limit: u64) -> Result<()> {
+        if value <= limit {
+            return Ok(());
+        }
+        let message = format!("larger than the policy for this image allows, {limit}");
+        Err(Error::new(ErrorKind::Limit, message).field(field).value(value))
     }
 
     /// Whether the backing file `name` of `image` may be opened: for those who follow a chain by themselves.

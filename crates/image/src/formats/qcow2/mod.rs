@@ -21,6 +21,8 @@ mod status;
 mod write;
 mod zero;
 
+pub(crate) use span::join;
+
 pub use cipher::Cipher;
 
 use super::OpenContext;

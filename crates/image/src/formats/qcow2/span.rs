@@ -132,7 +132,7 @@ pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest:
 }
 
 /// Joins two neighbouring parts of one buffer.
-pub(super) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
+pub(crate) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
     match first {
         None => next,
         Some(mut first) => match first.unsplit(next) {

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Formats that are read only: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
+//! does the I/O for all of them. A new one needs no other code between `Node` and the files.
+
+use super::qcow2::join;
+use crate::node::{Link, LocalFuture, Node, StatusExtent};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::IoBuf;
+use futures_util::future::join_all;
+use serde_json::Value;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Runs that one request maps at once.
+const MAX_RUNS: usize = 256;
+/// Unpacked blocks that are kept: small reads in a row don't unpack the same block again.
+const KEPT_BLOCKS: usize = 4;
+
+/// What a format says of itself, for `info` and for those who stand on it.
+#[derive(Clone, Debug, Default)]
+pub struct Description {
+    /// Allocation unit in bytes, where there is one.
+    pub cluster_bytes: Option<u64>,
+    /// The backing file as the image names it.
+    pub backing_name: Option<String>,
+    /// The backing file's format as the image names it.
+    pub backing_format: Option<&'static str>,
+    /// What only this format has, with QEMU's keys.
+    pub specific: Value,
+}
+
+/// Where a run of the disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Plain bytes in one of the files, at this offset.
+    Data { file: usize, host: u64 },
+    /// Zeroes.
+    Zero,
+    /// Not here: in the backing file, or zeroes without one.
+    Unallocated,
+    /// Inside the packed block that begins at this byte of the disk.
+    Packed { block: u64 },
+}
+
+/// A range of the disk with one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub start: u64,
+    pub len: u64,
+    pub place: Place,
+}
+
+impl Run {
+    fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    /// True when `next` only goes on with this run. Packed blocks stay apart.
+    fn continues_in(&self, next: &Run) -> bool {
+        match (self.place, next.place) {
+            (Place::Data { file, host }, Place::Data { file: next_file, host: next_host }) => {
+                file == next_file && host + self.len == next_host
+            }
+            (Place::Zero, Place::Zero) | (Place::Unallocated, Place::Unallocated) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Adds a run, joined with the last one where it goes on with that.
+pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.continues_in(&run) => last.len += run.len,
+        _ => runs.push(run),
+    }
+}
+
+/// A format that says where data is.
+pub(crate) trait MappedFormat: Send + Sync {
+    /// The driver's name.
+    fn name(&self) -> &'static str;
+    /// Size of the disk in bytes.
+    fn size(&self) -> u64;
+    /// What it says of itself.
+    fn describe(&self) -> Description;
+    /// The files that runs refer to.
+    fn files(&self) -> &[Arc<Node>];
+    /// Where a range is: runs in order without gaps from `offset` on, at least one, about `max_runs` at most; they may
+    /// end before the range does, never behind it.
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>>;
+    /// Unpacks the block that begins at byte `block` of the disk, all of it.
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
+    /// Looks for damage: each finding one line, at most `max` of them.
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Vec<String>>>;
+}
+
+/// The driver over a [`MappedFormat`].
+pub(crate) struct MappedDriver {
+    format: Box<dyn MappedFormat>,
+    filename: String,
+    backing: Arc<Link>,
+    /// The caller left the backing file out: what stands there can't be read.
+    no_backing: bool,
+    /// So much may still be unpacked, in bytes.
+    unpack_budget: AtomicU64,
+    kept: Mutex<Vec<(u64, Arc<Vec<u8>>)>>,
+}
+
+impl MappedDriver {
+    pub(crate) fn new(
+        format: Box<dyn MappedFormat>,
+        filename: String,
+        backing: Arc<Link>,
+        no_backing: bool,
+        max_unpacked_bytes: u64,
+    ) -> MappedDriver {
+        let unpack_budget = AtomicU64::new(max_unpacked_bytes);
+        MappedDriver { format, filename, backing, no_backing, unpack_budget, kept: Mutex::default() }
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        self.format.name()
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    pub(crate) fn describe(&self) -> Description {
+        self.format.describe()
+    }
+
+    pub(crate) async fn check(&self, max: usize) -> Result<Vec<String>> {
+        self.format.check(max).await.map_err(|error| self.named(error))
+    }
+
+    fn named(&self, error: Error) -> Error {
+        if error.file_name().is_none() { error.file(self.filename.clone()) } else { error }
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let end = offset + buf.len() as u64;
+        let (mut at, mut rest, mut done) = (offset, buf, None);
+        while at < end {
+            let runs = match self.map(at, end - at, MAX_RUNS).await {
+                Ok(runs) => runs,
+                Err(error) => return (Err(error), join(done, rest)),
+            };
+            let parts = runs.iter().map(|run| {
+                at = run.end();
+                let part = rest.split_to(run.len as usize);
+                self.read_run(*run, part)
+            });
+            let parts: Vec<_> = parts.collect();
+            let mut result = Ok(());
+            for (outcome, part) in join_all(parts).await {
+                result = result.and(outcome);
+                done = Some(join(done, part));
+            }
+            if let Err(error) = result {
+                return (Err(self.named(error)), join(done, rest));
+            }
+        }
+        (Ok(()), join(done, rest))
+    }
+
+    /// As the format says it, held to what it promised: a bug there must not become an endless loop here.
+    async fn map(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<Run>> {
+        let runs = self.format.map(offset, len, max_runs).await.map_err(|error| self.named(error))?;
+        let mut at = offset;
+        for run in &runs {
+            if run.start != at || run.len == 0 || run.len > offset + len - at {
+                return Err(self.named(Error::internal("a format maps a range with gaps").offset(at)));
+            }
+            at = run.end();
+        }
+        match runs.is_empty() {
+            true => Err(self.named(Error::internal("a format says nothing of a range").offset(offset))),
+            false => Ok(runs),
+        }
+    }
+
+    async fn read_run(&self, run: Run, mut part: IoBuf) -> (Result<()>, IoBuf) {
+        match run.place {
+            Place::Data { file, host } => match self.format.files().get(file) {
+                Some(node) => node.read_boxed(host, part).await,
+                None => (Err(Error::internal("a format maps to a file that it doesn't have")), part),
+            },
+            Place::Unallocated if self.no_backing => {
+                let message = "the data is in the backing file, which was left out";
+                (Err(Error::invalid_argument(message).offset(run.start)), part)
+            }
+            Place::Unallocated => match &*self.backing.load() {
+                Some(backing) => backing.read_padded(run.start, part).await,
+                None => {
+                    part.fill(0);
+                    (Ok(()), part)
+                }
+            },
+            Place::Zero => {
+                part.fill(0);
+                (Ok(()), part)
+            }
+            Place::Packed { block } => {
+                let unpacked = match self.unpacked(block).await {
+                    Ok(unpacked) => unpacked,
+                    Err(error) => return (Err(error), part),
+                };
+                let skip = (run.start - block) as usize;
+                match unpacked.get(skip..skip + part.len()) {
+                    Some(bytes) => {
+                        part.copy_from_slice(bytes);
+                        (Ok(()), part)
+                    }
+                    None => (Err(Error::internal("a packed block is too short").offset(run.start)), part),
+                }
+            }
+        }
+    }
+
+    async fn unpacked(&self, block: u64) -> Result<Arc<Vec<u8>>> {
+        let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, bytes)) = kept().iter().find(|(known, _)| *known == block) {
+            return Ok(Arc::clone(bytes));
+        }
+        let bytes = Arc::new(self.format.unpack(block).await?);
+        let len = bytes.len() as u64;
+        let within = self.unpack_budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+            if left == u64::MAX { Some(left) } else { left.checked_sub(len) }
+        });
+        if within.is_err() {
+            let message = "more data comes out of compressed clusters than the policy for this image allows";
+            return Err(Error::new(ErrorKind::Limit, message).offset(block));
+        }
+        let mut kept = kept();
+        kept.truncate(KEPT_BLOCKS - 1);
+        kept.insert(0, (block, Arc::clone(&bytes)));
+        Ok(bytes)
+    }
+
+    /// What the format says, with the holes of the files under plain data as zeroes.
+    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let mut statuses = Vec::new();
+        for run in self.map(offset, len, max_runs).await? {
+            if statuses.len() >= max_runs {
+                break;
+            }
+            let status = StatusExtent {
+                start: run.start,
+                len: run.len,
+                data: matches!(run.place, Place::Data { .. } | Place::Packed { .. }),
+                zero: match run.place {
+                    Place::Zero => true,
+                    Place::Unallocated => self.backing.load().is_none() && !self.no_backing,
+                    _ => false,
+                },
+                present: run.place != Place::Unallocated,
+                compressed: matches!(run.place, Place::Packed { .. }),
+                offset: None,
+                file: None,
+                depth: 0,
+            };
+            match run.place {
+                Place::Data { file, host } => {
+                    let Some(node) = self.format.files().get(file) else { break };
+                    if !in_file(node, status, host, max_runs, &mut statuses).await? {
+                        break;
+                    }
+                }
+                // Neighbouring packed blocks are one run to whoever asks.
+                Place::Packed { .. } => match statuses.last_mut() {
+                    Some(last) if last.compressed => last.len += run.len,
+                    _ => statuses.push(status),
+                },
+                _ => statuses.push(status),
+            }
+        }
+        Ok(statuses)
+    }
+}
+
+/// Cuts a run of plain data at the holes of its file. False when it doesn't reach the run's end.
+async fn in_file(
+    node: &Node,
+    run: StatusExtent,
+    host: u64,
+    max_runs: usize,
+    statuses: &mut Vec<StatusExtent>,
+) -> Result<bool> {
+    let mut done = 0;
+    while done < run.len {
+        if statuses.len() >= max_runs {
+            return Ok(false);
+        }
+        let pieces = node.block_status_boxed(host + done, run.len - done, max_runs - statuses.len()).await?;
+        for piece in pieces {
+            statuses.push(StatusExtent {
+                start: run.start + done,
+                len: piece.len,
+                zero: piece.zero,
+                offset: Some(host + done),
+                file: Some(node.filename()),
+                ..run.clone()
+            });
+            done += piece.len;
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VMDK, for reading: docs/formats/vmdk.md. A disk is a row of extents; `extent.rs` knows one of them, `open.rs` finds
+//! them, this file is their row.
+
+mod extent;
+mod open;
+
+pub(crate) use open::open;
+
+use super::mapped::{Description, MappedFormat, Place, Run, push_run};
+use crate::node::{LocalFuture, Node};
+use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+use cowshed_block::{Error, Result};
+use cowshed_layout::vmdk::Descriptor;
+use extent::Extent;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The driver and its keys.
+pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+    name: "vmdk",
+    kind: DriverKind::Format,
+    about: "VMware's image format, for reading",
+    keys: &[
+        Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the image, or its descriptor" },
+        Key {
+            name: "backing",
+            value: KeyType::ChildOrNull,
+            default: "as the image says",
+            help: "the parent; null for none",
+        },
+        Key {
+            name: "extents",
+            value: KeyType::Choice(&["folder", "anywhere"]),
+            default: "folder",
+            help: "where the files that a descriptor names may be: in its own folder, or anywhere",
+        },
+    ],
+};
+
+/// An extent and where on the disk it is.
+struct Piece {
+    start: u64,
+    extent: Extent,
+}
+
+pub(crate) struct Vmdk {
+    descriptor: Descriptor,
+    pieces: Vec<Piece>,
+    /// The files of the extents; for an image in one file that file.
+    files: Vec<Arc<Node>>,
+    size: u64,
+}
+
+impl Vmdk {
+    fn new(descriptor: Descriptor, extents: Vec<Extent>, files: Vec<Arc<Node>>) -> Result<Vmdk> {
+        let mut size = 0u64;
+        let mut pieces = Vec::with_capacity(extents.len());
+        for extent in extents {
+            let start = size;
+            size = size.checked_add(extent.len).filter(|size| i64::try_from(*size).is_ok()).ok_or_else(|| {
+                Error::invalid_image("extents", pieces.len() + 1, "the extents of the disk are too large together")
+            })?;
+            if extent.len > 0 {
+                pieces.push(Piece { start, extent });
+            }
+        }
+        Ok(Vmdk { descriptor, pieces, files, size })
+    }
+
+    /// The piece that byte `offset` of the disk is in.
+    fn piece(&self, offset: u64) -> Result<&Piece> {
+        let index = self.pieces.partition_point(|piece| piece.start <= offset);
+        let piece = index.checked_sub(1).and_then(|index| self.pieces.get(index));
+        piece.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
+    }
+
+    /// QEMU's `ImageInfoSpecificVmdk`.
+    fn specific(&self) -> Value {
+        let extents: Vec<Value> = self.pieces.iter().filter_map(|piece| piece.extent.info(&self.files)).collect();
+        json!({
+            "type": "vmdk",
+            "data": {
+                "cid": self.descriptor.cid,
+                "parent-cid": self.descriptor.parent_cid,
+                "create-type": self.descriptor.create_type,
+                "extents": extents,
+            }
+        })
+    }
+}
+
+impl MappedFormat for Vmdk {
+    fn name(&self) -> &'static str {
+        SCHEMA.name
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn describe(&self) -> Description {
+        let backing_name = self.descriptor.parent_hint.clone();
+        Description {
+            cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
+            backing_format: backing_name.is_some().then_some(SCHEMA.name),
+            backing_name,
+            specific: self.specific(),
+        }
+    }
+
+    fn files(&self) -> &[Arc<Node>] {
+        &self.files
+    }
+
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>> {
+        Box::pin(async move {
+            let mut runs: Vec<Run> = Vec::new();
+            let (mut at, end) = (offset, offset.saturating_add(len).min(self.size));
+            while at < end && runs.len() < max_runs.max(1) {
+                let piece = self.piece(at)?;
+                let piece_end = (piece.start + piece.extent.len).min(end);
+                let (place, len) = piece.extent.map(&self.files, at - piece.start, piece_end - at).await?;
+                let place = match place {
+                    Place::Packed { block } => Place::Packed { block: block + piece.start },
+                    place => place,
+                };
+                push_run(&mut runs, Run { start: at, len, place });
+                at += len;
+            }
+            Ok(runs)
+        })
+    }
+
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
+        Box::pin(async move {
+            let piece = self.piece(block)?;
+            piece.extent.unpack(&self.files, block - piece.start).await
+        })
+    }
+
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Vec<String>>> {
+        Box::pin(async move {
+            let mut findings = Vec::new();
+            for piece in &self.pieces {
+                piece.extent.check(&self.files, piece.start, max, &mut findings).await?;
+            }
+            Ok(findings)
+        })
+    }
+}
