@@ -43,6 +43,15 @@ pub enum Op {
 }
 
 impl Op {
+    /// Gives what a write writes another stamp (below [`COMPRESSIBLE`]), so that no two writes of a longer run are alike.
+    pub fn set_stamp(&mut self, number: u64) {
+        match self {
+            Op::Write { stamp, .. } => *stamp = number,
+            Op::Compressed { stamp, .. } => *stamp = COMPRESSIBLE + number,
+            _ => {}
+        }
+    }
+
     /// The bytes touched, as offset and length.
     pub fn range(&self) -> (u64, u64) {
         match *self {

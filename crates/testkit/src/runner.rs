@@ -8,6 +8,7 @@ use cowshed_storage::sim::{QueueStart, World, interleave};
 use cowshed_storage::{IoBuf, rt};
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A disk that a guest can use: an image, or a toy of a test.
@@ -54,12 +55,25 @@ struct Shared<D> {
     state: Mutex<Outcome>,
     /// Reads and writes of one sector at the same time may mix inside of the sector.
     tears_inside_of_sectors: bool,
+    journal: Option<Journal>,
+    requests: AtomicU64,
 }
 
+/// Is told, a line each, what a run does: `begin NUMBER STEP` before a request, `end NUMBER` after it has succeeded,
+/// `failed NUMBER ERROR`. [`crate::journal`] reads it.
+pub type Journal = Arc<dyn Fn(&str) + Send + Sync>;
+
 impl<D> Shared<D> {
-    fn new(disk: D, world: Option<&World>, model: Model) -> Arc<Self> {
+    fn new(disk: D, world: Option<&World>, model: Model, journal: Option<Journal>) -> Arc<Self> {
         let state = Mutex::new(Outcome::untouched(model));
-        Arc::new(Shared { disk, world: world.cloned(), state, tears_inside_of_sectors: world.is_none() })
+        let (world, tears_inside_of_sectors) = (world.cloned(), world.is_none());
+        Arc::new(Shared { disk, world, state, tears_inside_of_sectors, journal, requests: AtomicU64::new(0) })
+    }
+
+    fn note(&self, line: impl FnOnce() -> String) {
+        if let Some(journal) = &self.journal {
+            journal(&line());
+        }
     }
 
     fn end_run(self: Arc<Self>) -> (Outcome, D) {
@@ -73,7 +87,7 @@ impl<D> Shared<D> {
 /// Runs `steps` on `disk`. Each promise that the disk makes to the guest is marked in the world's log. To be called
 /// inside of [`World::run`].
 pub async fn run_steps<D: GuestDisk>(disk: D, world: &World, model: Model, steps: &[Step]) -> (Outcome, D) {
-    let shared = Shared::new(disk, Some(world), model);
+    let shared = Shared::new(disk, Some(world), model, None);
     for phase in phases(steps, shared.disk.size()) {
         run_streams(&shared, phase).await;
     }
@@ -90,7 +104,7 @@ pub fn run_steps_on_queues<D: GuestDisk + Send + Sync>(
     queues: usize,
     seed: u64,
 ) -> (Outcome, D) {
-    let shared = Shared::new(disk, Some(world), model);
+    let shared = Shared::new(disk, Some(world), model, None);
     for (number, phase) in phases(steps, shared.disk.size()).into_iter().enumerate() {
         let starts = spread(phase, queues).into_iter().map(|steps| {
             let shared = Arc::clone(&shared);
@@ -111,8 +125,9 @@ pub fn run_steps_on_threads<D: GuestDisk + Send + Sync>(
     model: Model,
     steps: &[Step],
     threads: usize,
+    journal: Option<Journal>,
 ) -> (Outcome, D) {
-    let shared = Shared::new(disk, None, model);
+    let shared = Shared::new(disk, None, model, journal);
     for phase in phases(steps, shared.disk.size()) {
         std::thread::scope(|scope| {
             for steps in spread(phase, threads) {
@@ -185,23 +200,25 @@ impl<D: GuestDisk> Shared<D> {
             // A request made for a size that the disk doesn't have: a shorter list of requests, or an earlier failure.
             return;
         }
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        self.note(|| format!("begin {number} {step}"));
         let result = match step.op {
             Op::Write { offset, len, stamp } => {
                 let mut buf = IoBuf::zeroed(len as usize);
                 fill(stamp, offset, &mut buf);
                 let request = self.state().model.begin_write(offset, len, stamp, position());
                 let result = self.disk.write(offset, buf).await.0;
-                self.end(result, |model| model.end(request, position()))
+                self.end(number, result, |model| model.end(request, position()))
             }
             Op::Zero { offset, len, may_unmap } => {
                 let request = self.state().model.begin_zero(offset, len, position());
                 let result = self.disk.write_zeroes(offset, len, may_unmap).await;
-                self.end(result, |model| model.end(request, position()))
+                self.end(number, result, |model| model.end(request, position()))
             }
             Op::Discard { offset, len } => {
                 let request = self.state().model.begin_discard(offset, len, position());
                 let result = self.disk.discard(offset, len).await;
-                self.end(result, |model| model.end(request, position()))
+                self.end(number, result, |model| model.end(request, position()))
             }
             Op::Compressed { offset, len, stamp } => {
                 let mut buf = IoBuf::zeroed(len as usize);
@@ -210,18 +227,18 @@ impl<D: GuestDisk> Shared<D> {
                 match self.disk.write_compressed(offset, buf).await {
                     // Over something allocated, for one.
                     Err(error) if error.kind() == ErrorKind::InvalidArgument => Ok(()),
-                    result => self.end(result, |model| model.end(request, position())),
+                    result => self.end(number, result, |model| model.end(request, position())),
                 }
             }
             Op::Resize { bytes } => {
                 let request = self.state().model.begin_resize(bytes, position());
                 let result = self.disk.resize(bytes).await;
-                self.end(result, |model| model.end_resize(request, position()))
+                self.end(number, result, |model| model.end_resize(request, position()))
             }
             Op::Flush => {
                 let flush = self.state().model.begin_flush(position());
                 let result = self.disk.flush().await;
-                self.end(result, |model| {
+                self.end(number, result, |model| {
                     if let Some(world) = &self.world {
                         world.mark(0);
                     }
@@ -231,12 +248,14 @@ impl<D: GuestDisk> Shared<D> {
             Op::Read { offset, len } => self.read(step, offset, len).await,
         };
         if let Err(error) = result {
+            self.note(|| format!("failed {number} {error}"));
             self.state().errors.push((step, error));
         }
     }
 
-    fn end(&self, result: Result<()>, settle: impl FnOnce(&mut Model)) -> Result<()> {
+    fn end(&self, number: u64, result: Result<()>, settle: impl FnOnce(&mut Model)) -> Result<()> {
         if result.is_ok() {
+            self.note(|| format!("end {number}"));
             settle(&mut self.state().model);
         }
         result

@@ -54,6 +54,14 @@ impl ImageDisk {
         };
         open(request.writable(writable).cache(cache)?).await.map(ImageDisk)
     }
+
+    /// Opens what `options` say, as `--image-opts` takes them.
+    ///
+    /// # Errors
+    /// Those of [`open`], and of the options.
+    pub async fn open_options(options: &str, writable: bool) -> Result<Self> {
+        open(OpenRequest::image_opts(options)?.writable(writable)).await.map(ImageDisk)
+    }
 }
 
 impl GuestDisk for ImageDisk {

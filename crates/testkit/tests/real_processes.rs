@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of what
+//! they had been told is held against what QEMU finds.
+
+use cowshed_storage::sim::PageMap;
+use cowshed_testkit::audit::audit;
+use cowshed_testkit::journal::Follower;
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::random::for_each_seed;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+struct Case {
+    create: &'static str,
+    cluster_bytes: u64,
+    disk_bytes: u64,
+    options: &'static str,
+}
+
+const CASES: &[Case] = &[
+    Case { create: "cluster_size=64k", cluster_bytes: 65536, disk_bytes: 8 << 20, options: "" },
+    Case {
+        create: "cluster_size=512,refcount_bits=4",
+        cluster_bytes: 512,
+        disk_bytes: 1 << 20,
+        options: "l2-cache-size=1k,l2-cache-entry-size=512,refcount-cache-size=2k",
+    },
+    Case { create: "cluster_size=16k,extended_l2=on", cluster_bytes: 16384, disk_bytes: 2 << 20, options: "" },
+    Case { create: "cluster_size=4k,lazy_refcounts=on", cluster_bytes: 4096, disk_bytes: 2 << 20, options: "" },
+];
+
+/// How one process ended.
+struct Load {
+    follower: Follower,
+    /// Exit code; `None`: killed.
+    code: Option<i32>,
+    stderr: String,
+}
+
+/// Runs a writer on `image`; kills it after `lines` lines of its journal, if it lives so long.
+fn load(image: &Path, case: &Case, seed: u64, rounds: u64, limit_bytes: Option<u64>, lines: usize) -> Load {
+    load_from(image, Qemu::system().content(image, "qcow2"), case, seed, rounds, limit_bytes, lines)
+}
+
+fn load_from(
+    image: &Path,
+    content: Vec<u8>,
+    case: &Case,
+    seed: u64,
+    rounds: u64,
+    limit_bytes: Option<u64>,
+    lines: usize,
+) -> Load {
+    let mut follower = Follower::new(content);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed-load"));
+    command.arg(image).args([case.cluster_bytes, seed, rounds].map(|number| number.to_string())).arg(case.options);
+    command.args(limit_bytes.map(|bytes| bytes.to_string()));
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the writer starts");
+    let journal = BufReader::new(child.stdout.take().expect("its journal"));
+    for (number, line) in journal.lines().enumerate() {
+        follower.follow(&line.expect("a line of text")).unwrap_or_else(|wrong| panic!("{wrong}"));
+        if number == lines {
+            child.kill().expect("a child can be killed");
+        }
+    }
+    let output = child.wait_with_output().expect("the writer ends");
+    wait_for_locks(image);
+    Load { follower, code: output.status.code(), stderr: String::from_utf8_lossy(&output.stderr).into_owned() }
+}
+
+/// A ring of a killed process ends its writes and drops its locks some time after the process.
+fn wait_for_locks(image: &Path) {
+    const TRIES: u32 = 6000;
+    let is_locked = || {
+        let info = Qemu::system().img(["info".as_ref(), image.as_os_str()]);
+        info.code != 0 && info.stderr.contains("lock")
+    };
+    for _ in 0..TRIES {
+        if !is_locked() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("the dead writer's locks stay");
+}
+
+/// Nothing but the caches in the writer's memory is lost: what it was told is safe must be there.
+fn judge(image: &Path, follower: &Follower) {
+    let qemu = Qemu::system();
+    let bytes = std::fs::read(image).expect("the image is there");
+    let found = audit(&PageMap::from_bytes(&bytes)).unwrap_or_else(|wrong| panic!("audit: {wrong}"));
+    let verdict =
+        if found.dirty { qemu.check_with(image, "qcow2", &["-r", "all"]) } else { qemu.check(image, "qcow2") };
+    assert!(matches!(verdict.code, 0 | 3), "qemu-img check: {} {}", verdict.json, verdict.stderr);
+    follower.check(&qemu.content(image, "qcow2")).unwrap_or_else(|wrong| panic!("{wrong}"));
+}
+
+#[test]
+fn a_killed_writer_loses_nothing_that_was_flushed() {
+    let qemu = Qemu::system();
+    for_each_seed(CASES.len() as u64, |seed| {
+        let case = &CASES[seed as usize % CASES.len()];
+        let folder = temp_dir();
+        let image = folder.path().join("image.qcow2");
+        qemu.create(&image, "qcow2", case.create, case.disk_bytes);
+        let mut flushes = 0;
+        // Each writer goes on with what the one before has left.
+        for life in 0..5 {
+            let lines = 60 + (seed * 97 + life * 211) as usize % 900;
+            let load = load(&image, case, seed * 100 + life, u64::MAX, None, lines);
+            assert_eq!(load.code, None, "the writer ended by itself: {}", load.stderr);
+            assert!(load.follower.failures.is_empty(), "{:?}", load.follower.failures);
+            flushes += load.follower.flushes;
+            judge(&image, &load.follower);
+        }
+        assert!(flushes > 10, "{flushes} flushes are no test");
+    });
+}
+
+#[test]
+fn a_file_that_may_not_grow_leaves_a_sound_image() {
+    let qemu = Qemu::system();
+    for_each_seed(CASES.len() as u64, |seed| {
+        let case = &CASES[seed as usize % CASES.len()];
+        let folder = temp_dir();
+        let image = folder.path().join("image.qcow2");
+        qemu.create(&image, "qcow2", case.create, case.disk_bytes);
+        let limit = std::fs::metadata(&image).expect("the image").len() + case.cluster_bytes * (30 + seed);
+        let load = load(&image, case, seed, 2, Some(limit), usize::MAX);
+        assert!(matches!(load.code, Some(0 | 5)), "{:?}: {}", load.code, load.stderr);
+        assert!(!load.follower.failures.is_empty(), "nothing has failed");
+        assert!(std::fs::metadata(&image).expect("the image").len() <= limit);
+        judge(&image, &load.follower);
+    });
+}
+
+/// A file system of 8 MiB in a file, mounted; unmounted when it is dropped.
+struct SmallDisk {
+    folder: tempfile::TempDir,
+}
+
+fn run(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+impl SmallDisk {
+    fn new() -> Self {
+        let folder = temp_dir();
+        let disk = SmallDisk { folder };
+        let file = std::fs::File::create(disk.file()).expect("a file for the file system");
+        file.set_len(8 << 20).expect("8 MiB");
+        std::fs::create_dir(disk.path()).expect("a folder to mount on");
+        run("mkfs.ext4", &["-q", &disk.file()]);
+        disk.mount();
+        disk
+    }
+
+    fn file(&self) -> String {
+        self.folder.path().join("disk").to_string_lossy().into_owned()
+    }
+
+    fn path(&self) -> String {
+        self.folder.path().join("mounted").to_string_lossy().into_owned()
+    }
+
+    fn mount(&self) {
+        run("mount", &["-o", "loop", &self.file(), &self.path()]);
+    }
+
+    /// Leaves so much room on it.
+    fn fill(&self, room_bytes: u64) {
+        let mut filler = std::fs::File::create(Path::new(&self.path()).join("filler")).expect("a filler");
+        while filler.write_all(&[1; 65536]).is_ok() {}
+        while filler.write_all(&[1; 1024]).is_ok() {}
+        let len = filler.metadata().expect("the filler").len();
+        filler.set_len(len.checked_sub(room_bytes).expect("more room than that")).expect("a shorter filler");
+        filler.sync_all().expect("a durable filler");
+    }
+
+    fn unmount(&self) {
+        run("umount", &[&self.path()]);
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // It fails where the test has unmounted already.
+        let _ = Command::new("umount").arg(self.path()).output();
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system: root only; scripts/test runs it where it can"]
+fn a_full_file_system_leaves_a_sound_image() {
+    let qemu = Qemu::system();
+    for (seed, case) in CASES.iter().enumerate() {
+        let small = SmallDisk::new();
+        let image = Path::new(&small.path()).join("image.qcow2");
+        // Far more than fits.
+        let case = Case { disk_bytes: case.disk_bytes.max(case.cluster_bytes * 512).max(24 << 20), ..*case };
+        qemu.create(&image, "qcow2", case.create, case.disk_bytes);
+        small.fill((case.cluster_bytes * 40).max(64 << 10));
+        let empty = vec![0; case.disk_bytes as usize];
+        let load = load_from(&image, empty, &case, seed as u64, 3, None, usize::MAX);
+        assert!(matches!(load.code, Some(0 | 5)), "{:?}: {}", load.code, load.stderr);
+        assert!(load.follower.failures.iter().any(|text| text.contains("No space")), "{:?}", load.follower.failures);
+        // What counts is what is on the disk, not what is in the page cache.
+        small.unmount();
+        small.mount();
+        let copy = small.folder.path().join("end.qcow2");
+        std::fs::copy(&image, &copy).expect("a copy");
+        judge(&copy, &load.follower);
+    }
+}
