@@ -24,6 +24,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed",
         &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image", "cowshed-jobs"],
     ),
+    ("cowshed-daemon", &["cowshed-block", "cowshed-image", "cowshed-jobs", "cowshed-qmp", "cowshed-storage"]),
     (
         "cowshed-testkit",
         &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image", "cowshed-jobs"],

@@ -10,7 +10,7 @@ const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'
 }
 
 /// The keys that every driver takes.
-pub(crate) const COMMON: &[Key] = &[
+pub const COMMON: &[Key] = &[
     key("driver", KeyType::Text, "probed", "the driver"),
     key("node-name", KeyType::Text, "generated", "the name of the node in the graph"),
     key("read-only", KeyType::Bool, "as the parent", "never write"),

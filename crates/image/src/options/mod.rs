@@ -10,7 +10,7 @@ mod tree;
 mod typed;
 
 pub(crate) use blkdebug::BlkdebugOptions;
-pub use drivers::DRIVERS;
+pub use drivers::{COMMON, DRIVERS};
 pub use keyval::{BareKey, parse_list};
 pub(crate) use schema::check_common;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};

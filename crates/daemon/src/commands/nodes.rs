@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Nodes: adding, deleting, listing, resizing.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::state::Daemon;
+use cowshed_block::ErrorKind;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{Node, OpenRequest, Preallocation, open};
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Map, Value, json};
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+command blockdev-add(BlockdevOptions)
+command blockdev-del: node-name: str
+command block_resize: device?: str, node-name?: str, size: int
+command query-block: flat?: bool -> [any]
+object BlockdevChild: child: str, node-name: str
+object BlockdevCacheInfo: writeback: bool, direct: bool, no-flush: bool
+object BlockDeviceInfo: file: str, node-name: str, ro: bool, drv: str, backing_file?: str, backing_file_depth: int
+  , children: [BlockdevChild], active: bool, encrypted: bool, detect_zeroes: BlockdevOptions-detect-zeroes
+  , bps: int, bps_rd: int, bps_wr: int, iops: int, iops_rd: int, iops_wr: int
+  , bps_max?: int, bps_rd_max?: int, bps_wr_max?: int, iops_max?: int, iops_rd_max?: int, iops_wr_max?: int
+  , bps_max_length?: int, bps_rd_max_length?: int, bps_wr_max_length?: int
+  , iops_max_length?: int, iops_rd_max_length?: int, iops_wr_max_length?: int, iops_size?: int, group?: str
+  , image: any, cache: BlockdevCacheInfo, write_threshold: int
+command query-named-block-nodes: flat?: bool -> [BlockDeviceInfo]
+",
+    commands: &[
+        command!("blockdev-add", blockdev_add),
+        command!("blockdev-del", blockdev_del),
+        command!("block_resize", block_resize),
+        command!("query-block", query_block),
+        command!("query-named-block-nodes", query_named_block_nodes),
+    ],
+};
+
+async fn blockdev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let options = BlockdevOptions::from_map(arguments.into_map()).map_err(failed)?;
+    add_node(&daemon, options).await?;
+    nothing()
+}
+
+/// Opens a node and keeps it until it is deleted.
+pub(crate) async fn add_node(daemon: &Rc<Daemon>, options: BlockdevOptions) -> QmpResult<()> {
+    if options.text("driver").is_none() {
+        return Err(QmpError::generic("Parameter 'driver' is missing"));
+    }
+    let Some(name) = options.text("node-name") else {
+        return Err(QmpError::generic("'node-name' must be specified for the root node"));
+    };
+    if daemon.graph.find(name).is_some() {
+        return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
+    }
+    let request = OpenRequest::options(options).writable(true).discard(false).graph(Arc::clone(&daemon.graph));
+    let node = open(request).await.map_err(failed)?;
+    for warning in node.warnings() {
+        tracing::warn!(node = node.name(), "{warning}");
+    }
+    daemon.keep(node);
+    Ok(())
+}
+
+async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let node = daemon.node(arguments.text("node-name"))?;
+    if !daemon.is_kept(&node) {
+        return Err(QmpError::generic(format!("Node {} is not owned by the monitor", node.name())));
+    }
+    daemon.let_go(&node);
+    node.close().await.map_err(failed)?;
+    nothing()
+}
+
+/// The node that `device` or `node-name` means.
+pub(crate) fn find(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> {
+    let device = arguments.maybe_text("device").unwrap_or_default();
+    let name = arguments.maybe_text("node-name").unwrap_or_default();
+    let found = [device, name].into_iter().filter(|name| !name.is_empty()).find_map(|name| daemon.graph.find(name));
+    found.ok_or_else(|| QmpError::generic(format!("Cannot find device='{device}' nor node-name='{name}'")))
+}
+
+async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let node = find(&daemon, &arguments)?;
+    let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
+    let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
+    let result = node.resize(size, Preallocation::Off).await;
+    result.map_err(|error| match error.kind() {
+        ErrorKind::ReadOnly => QmpError::generic(format!("node '{}' is read-only", node.name())),
+        _ => failed(error),
+    })?;
+    nothing()
+}
+
+async fn query_block(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    Ok(json!([]))
+}
+
+async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let flat = arguments.flag("flat", false);
+    let nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
+    let mut list = Vec::new();
+    for node in nodes {
+        list.push(Value::Object(describe(&node, flat).await?));
+    }
+    Ok(Value::Array(list))
+}
+
+/// A `BlockDeviceInfo`. `flat`: without the images below.
+async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
+    let image = image_of(node).await?;
+    let depth = std::iter::successors(node.backing().cloned(), |node| node.backing().cloned()).count();
+    let children: Vec<Value> = node
+        .children()
+        .iter()
+        .map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()}))
+        .collect();
+    let mut info = json!({
+        "file": node.filename(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
+        "backing_file_depth": depth, "children": children, "active": true,
+        "encrypted": image["encrypted"].as_bool().unwrap_or(false),
+        "detect_zeroes": "off", "write_threshold": 0,
+        "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
+        "cache": {"writeback": !node.is_writethrough(), "direct": false, "no-flush": false},
+    });
+    if let Some(backing) = node.backing() {
+        info["backing_file"] = json!(backing.filename());
+    }
+    info["image"] = image;
+    if !flat {
+        let mut below = node.backing().cloned();
+        let mut images = Vec::new();
+        while let Some(node) = below {
+            images.push(image_of(&node).await?);
+            below = node.backing().cloned();
+        }
+        // Each image holds the one that it stands on.
+        let nested = images.into_iter().rev().reduce(|inner, mut outer| {
+            outer["backing-image"] = inner;
+            outer
+        });
+        if let Some(nested) = nested {
+            info["image"]["backing-image"] = nested;
+        }
+    }
+    match info {
+        Value::Object(map) => Ok(map),
+        _ => Err(QmpError::generic("a node's description is no object")),
+    }
+}
+
+/// An `ImageInfo`.
+async fn image_of(node: &Node) -> QmpResult<Value> {
+    let info = cowshed_jobs::info::image_info(node).await.map_err(failed)?;
+    let mut value = serde_json::to_value(info).map_err(|error| QmpError::generic(error.to_string()))?;
+    if let Some(map) = value.as_object_mut() {
+        // Nodes are listed with their children already.
+        map.shift_remove("children");
+    }
+    Ok(value)
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control thread: starts what was asked for, runs commands one after the other, stops in order.
+
+use crate::commands;
+use crate::inbox::{Inbox, Sender, inbox};
+use crate::monitor::MonitorAddress;
+use crate::options::Step;
+use crate::schema;
+use crate::state::Daemon;
+use cowshed_block::Result;
+use cowshed_qmp::{Command, QmpResult};
+use cowshed_storage::rt;
+use serde_json::{Value, json};
+use std::rc::Rc;
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// So long may the last messages take to reach the monitors' clients.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// The release of QEMU whose commands and arguments we follow.
+const LEVEL: (u32, u32, u32) = (11, 1, 0);
+
+/// What the control thread is told.
+pub enum Message {
+    /// A monitor's client wants a command run.
+    Run {
+        /// The command, checked against the schema.
+        command: Command,
+        /// For its result. Dropped without one when the daemon stops.
+        reply: mpsc::SyncSender<QmpResult<Value>>,
+    },
+    /// Stop in order.
+    Stop(StopReason),
+}
+
+/// Why the daemon stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// The command `quit`.
+    Quit,
+    /// SIGTERM, SIGINT or SIGHUP.
+    Signal(i32),
+    /// Nothing is left to do: the last client of a server that isn't persistent has gone.
+    Idle,
+}
+
+impl StopReason {
+    /// As the event SHUTDOWN names it.
+    fn as_str(self) -> &'static str {
+        match self {
+            StopReason::Quit => "host-qmp-quit",
+            StopReason::Signal(_) => "host-signal",
+            StopReason::Idle => "host-ui",
+        }
+    }
+}
+
+/// What a daemon that has started can be reached by.
+#[derive(Clone, Debug)]
+pub struct Ready {
+    /// Monitors, with the ports that were found free.
+    pub monitors: Vec<MonitorAddress>,
+    /// To stop it.
+    pub control: Sender<Message>,
+}
+
+impl std::fmt::Debug for Sender<Message> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Sender")
+    }
+}
+
+/// What `query-version` returns, and the greeting says.
+pub fn version() -> Value {
+    let (major, minor, micro) = LEVEL;
+    let package = concat!("Cowshed ", env!("CARGO_PKG_VERSION"));
+    json!({"qemu": {"major": major, "minor": minor, "micro": micro}, "package": package})
+}
+
+/// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that `steps`
+/// ask for. When a step fails, what was there already is taken back.
+pub fn run(steps: Vec<Step>, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
+    let (control, messages) = inbox();
+    let schema = schema::build()?;
+    let daemon = Rc::new(Daemon::new(control.clone(), schema));
+    rt::block_on(async {
+        let result = match start(&daemon, steps).await {
+            Ok(()) => {
+                let ready = Ready { monitors: daemon.monitor_addresses(), control };
+                match started(&ready) {
+                    Ok(()) => Ok(serve(&daemon, &messages).await),
+                    Err(error) => Err(error),
+                }
+            }
+            Err(error) => Err(error),
+        };
+        let stopped = daemon.shut_down().await;
+        // Those who still wait for a command's reply learn that there won't be one.
+        drop(messages);
+        daemon.events.settle(FAREWELL);
+        result.and_then(|reason| stopped.map(|()| reason))
+    })
+}
+
+async fn start(daemon: &Rc<Daemon>, steps: Vec<Step>) -> Result<()> {
+    for step in steps {
+        step.run(daemon).await?;
+    }
+    Ok(())
+}
+
+async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
+    loop {
+        match messages.receive().await {
+            Message::Run { command, reply } => {
+                tracing::debug!(command = command.name, "command");
+                let name = command.name.clone();
+                let result = commands::run(daemon, command).await;
+                if let Err(error) = &result {
+                    tracing::info!(command = name, %error, "command failed");
+                }
+                // The client may be gone.
+                let _ = reply.send(result);
+            }
+            Message::Stop(reason) => {
+                let data = json!({"guest": false, "reason": reason.as_str()});
+                daemon.events.emit("SHUTDOWN", data);
+                return reason;
+            }
+        }
+    }
+}

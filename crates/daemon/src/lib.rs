@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The storage daemon: images served to many clients, under the control of monitors.
+//!
+//! [`run`] is all of it: it carries the [`Step`]s of a command line out, then serves until it is told to stop.
+
+mod commands;
+mod control;
+mod events;
+mod inbox;
+mod monitor;
+pub mod options;
+mod schema;
+mod socket;
+mod state;
+
+pub use control::{Message, Ready, StopReason, run, version};
+pub use inbox::Sender;
+pub use monitor::MonitorAddress;
+pub use options::Step;

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One client of a monitor.
+
+use super::MonitorContext;
+use crate::control::{Message, version};
+use crate::events::Listener;
+use cowshed_qmp::{Command, Event, Incoming, QmpError, QmpResult, Session, encode};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::thread;
+use std::time::Duration;
+
+/// So much waits for a client that doesn't read; what follows is dropped if it is an event, and else its commands wait.
+const MAX_WAITING_BYTES: usize = 1 << 20;
+
+/// Bytes asked for in one read.
+const READ_BYTES: usize = 16 << 10;
+
+#[derive(Default)]
+struct Waiting {
+    messages: VecDeque<Vec<u8>>,
+    /// Of the messages, and of the one that is being written.
+    bytes: usize,
+    /// A command runs whose reply is still to come.
+    owes_reply: bool,
+    /// Nothing more will come, or nobody takes it any more.
+    closed: bool,
+}
+
+/// What is to be written to a client: filled by the reader's thread and by events, emptied by the writer's thread.
+pub struct Outlet {
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
+    pretty: bool,
+}
+
+impl Outlet {
+    fn new(pretty: bool) -> Arc<Outlet> {
+        Arc::new(Outlet { waiting: Mutex::default(), changed: Condvar::new(), pretty })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A command starts: a reply follows.
+    fn owe(&self) {
+        self.lock().owes_reply = true;
+    }
+
+    /// Puts a reply in, once there is room for it. False when the client is gone.
+    fn put(&self, message: Vec<u8>) -> bool {
+        let mut waiting = self.lock();
+        waiting.owes_reply = false;
+        while waiting.bytes > MAX_WAITING_BYTES && !waiting.closed {
+            waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.add(&mut waiting, message)
+    }
+
+    fn add(&self, waiting: &mut Waiting, message: Vec<u8>) -> bool {
+        if waiting.closed {
+            return false;
+        }
+        waiting.bytes += message.len();
+        waiting.messages.push_back(message);
+        self.changed.notify_all();
+        true
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The next message; `None` when it is closed and empty.
+    fn next(&self) -> Option<Vec<u8>> {
+        let mut waiting = self.lock();
+        loop {
+            if let Some(message) = waiting.messages.pop_front() {
+                return Some(message);
+            }
+            if waiting.closed {
+                return None;
+            }
+            waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Writes what comes until there is no more, or the client is gone.
+    fn drain(&self, mut output: impl Write) {
+        while let Some(message) = self.next() {
+            if output.write_all(&message).and_then(|()| output.flush()).is_err() {
+                break;
+            }
+            self.lock().bytes -= message.len();
+            self.changed.notify_all();
+        }
+        self.close();
+        let mut waiting = self.lock();
+        waiting.messages.clear();
+        waiting.bytes = 0;
+        self.changed.notify_all();
+    }
+}
+
+impl Listener for Outlet {
+    fn event(&self, event: &Event) {
+        let mut waiting = self.lock();
+        if waiting.bytes > MAX_WAITING_BYTES {
+            tracing::warn!(event = event.name, "a monitor's client doesn't read; the event is dropped for it");
+            return;
+        }
+        self.add(&mut waiting, encode(&event.to_value(), self.pretty));
+    }
+
+    fn settle(&self, patience: Duration) {
+        let owes = |waiting: &mut Waiting| (waiting.owes_reply || waiting.bytes > 0) && !waiting.closed;
+        let settled = self.changed.wait_timeout_while(self.lock(), patience, owes);
+        drop(settled);
+        self.close();
+    }
+}
+
+/// Serves one client until it goes, on this thread and one more. `hang_up` ends the connection, and with it the reader's
+/// wait for more, when the daemon stops first.
+pub fn serve(
+    context: &MonitorContext,
+    mut input: impl Read,
+    output: impl Write + Send + 'static,
+    hang_up: impl FnOnce() + Send + 'static,
+) {
+    let outlet = Outlet::new(context.pretty);
+    let writer = {
+        let outlet = Arc::clone(&outlet);
+        thread::Builder::new().name("monitor-out".into()).spawn(move || {
+            outlet.drain(output);
+            hang_up();
+        })
+    };
+    let Ok(writer) = writer else {
+        tracing::error!("there is no thread for a monitor's client");
+        return;
+    };
+    converse(context, &mut input, &outlet);
+    outlet.close();
+    // A panic of the writer has been reported by the panic itself.
+    let _ = writer.join();
+}
+
+fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet>) {
+    let mut session = Session::new(Arc::clone(&context.schema), context.pretty);
+    outlet.put(session.greeting(version()));
+    let mut listens = false;
+    let mut bytes = vec![0; READ_BYTES];
+    loop {
+        let len = match input.read(&mut bytes) {
+            Ok(0) => return,
+            Ok(len) => len,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                tracing::debug!(%error, "a monitor's client is gone");
+                return;
+            }
+        };
+        for incoming in session.feed(&bytes[..len]) {
+            let reply = match incoming {
+                Incoming::Reply(reply) => reply,
+                Incoming::Run(command) => {
+                    let id = command.id.clone();
+                    outlet.owe();
+                    session.reply(run(context, command), id)
+                }
+            };
+            if !outlet.put(reply) {
+                return;
+            }
+            if session.wants_events() && !listens {
+                listens = true;
+                let listener: Weak<dyn Listener> = Arc::downgrade(outlet) as Weak<dyn Listener>;
+                context.events.subscribe(listener);
+            }
+        }
+    }
+}
+
+/// Has the control thread run a command, and waits for it.
+fn run(context: &MonitorContext, command: Command) -> QmpResult<Value> {
+    let gone = || QmpError::generic("the daemon is shutting down");
+    let (reply, answer) = mpsc::sync_channel(1);
+    context.control.send(Message::Run { command, reply }).map_err(|_| gone())?;
+    answer.recv().unwrap_or_else(|_| Err(gone()))
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Monitors: QMP servers on Unix and TCP sockets and on standard input. Each client has a thread that reads and one that
+//! writes; commands run one after the other on the control thread.
+
+mod client;
+mod listen;
+
+pub use client::serve;
+pub use listen::{Listening, MonitorAddress, listen};
+
+use crate::control::Message;
+use crate::events::EventBus;
+use crate::inbox::Sender;
+use cowshed_qmp::Schema;
+use std::sync::Arc;
+
+/// What every client's threads need.
+#[derive(Clone)]
+pub struct MonitorContext {
+    /// To the control thread.
+    pub control: Sender<Message>,
+    /// The commands there are.
+    pub schema: Arc<Schema>,
+    /// Where events come from.
+    pub events: EventBus,
+    /// Messages over several lines.
+    pub pretty: bool,
+}

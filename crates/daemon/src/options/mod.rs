@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The option grammars of `qemu-storage-daemon`: each option becomes a [`Step`], carried out in the order given.
+
+mod chardev;
+
+pub use chardev::Chardevs;
+
+use crate::commands;
+use crate::monitor::MonitorAddress;
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
+use cowshed_qmp::Strictness;
+use serde_json::{Map, Value};
+use std::rc::Rc;
+
+/// One thing to do at start.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// The option that asks for it, for messages.
+    option: String,
+    what: What,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    /// A node, its options as texts or as JSON.
+    Node(BlockdevOptions),
+    /// A command, its arguments checked as an object of this type.
+    Command {
+        name: &'static str,
+        object: &'static str,
+        arguments: Map<String, Value>,
+        strictness: Strictness,
+    },
+    Monitor {
+        address: MonitorAddress,
+        pretty: bool,
+    },
+}
+
+/// What stands behind an option: JSON, or `key=value` with dotted keys. A first word without `=` is the value of
+/// `implied`.
+fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>, Strictness)> {
+    if text.trim_start().starts_with('{') {
+        let parsed: serde_json::Result<Value> = serde_json::from_str(text);
+        return match parsed {
+            Ok(Value::Object(map)) => Ok((map, Strictness::Exact)),
+            Ok(_) => Err(Error::invalid_argument("the JSON text must be an object")),
+            Err(error) => Err(Error::invalid_argument(format!("could not parse the JSON text: {error}"))),
+        };
+    }
+    let first = text.split(',').next().unwrap_or_default();
+    let pairs = match first.contains('=') || first.is_empty() {
+        true => parse_list(text, bare)?,
+        false => parse_list(&format!("{implied}={text}"), bare)?,
+    };
+    let flat = Map::from_iter(pairs.into_iter().map(|(key, value)| (key, Value::String(value))));
+    match Value::from(BlockdevOptions::from_map(flat)?) {
+        Value::Object(map) => Ok((map, Strictness::Texts)),
+        _ => Err(Error::internal("options are no object")),
+    }
+}
+
+impl Step {
+    fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {
+        let (arguments, strictness) = parse(text, implied, BareKey::Refused).map_err(|error| error.file(option))?;
+        let what = What::Command { name, object, arguments, strictness };
+        Ok(Step { option: format!("{option} {text}"), what })
+    }
+
+    /// `--blockdev [driver=]DRIVER,node-name=NAME,…` or JSON.
+    pub fn blockdev(text: &str) -> Result<Step> {
+        let (map, strictness) = parse(text, "driver", BareKey::Refused).map_err(|error| error.file("--blockdev"))?;
+        let option = format!("--blockdev {text}");
+        if strictness == Strictness::Exact {
+            let what = What::Command {
+                name: "blockdev-add",
+                object: crate::schema::BLOCKDEV_OPTIONS,
+                arguments: map,
+                strictness,
+            };
+            return Ok(Step { option, what });
+        }
+        Ok(Step::node(&option, BlockdevOptions::from_map(map)?))
+    }
+
+    /// A node from an option tree; it needs a `driver` and a `node-name`.
+    pub fn node(option: &str, options: BlockdevOptions) -> Step {
+        Step { option: option.to_owned(), what: What::Node(options) }
+    }
+
+    /// `--object [qom-type=]TYPE,id=ID,…` or JSON.
+    pub fn object(text: &str) -> Result<Step> {
+        Self::command("--object", text, "qom-type", "object-add", "ObjectOptions")
+    }
+
+    /// `--nbd-server addr.type=…,…` or JSON.
+    pub fn nbd_server(text: &str) -> Result<Step> {
+        Self::command("--nbd-server", text, "addr.type", "nbd-server-start", "NbdServerOptions")
+    }
+
+    /// `--export [type=]nbd,id=…,node-name=…` or JSON.
+    pub fn export(text: &str) -> Result<Step> {
+        Self::command("--export", text, "type", "block-export-add", "BlockExportOptions")
+    }
+
+    /// A command of a monitor with its arguments as JSON.
+    pub fn call(option: &str, name: &'static str, object: &'static str, arguments: Value) -> Step {
+        let arguments = match arguments {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        };
+        let what = What::Command { name, object, arguments, strictness: Strictness::Exact };
+        Step { option: option.to_owned(), what }
+    }
+
+    /// `--monitor [chardev=]ID[,mode=control][,pretty=on|off]`: the character device must have been named before.
+    pub fn monitor(text: &str, chardevs: &Chardevs) -> Result<Step> {
+        let option = format!("--monitor {text}");
+        let refused = |message: String| Err(Error::invalid_argument(message).file(option.clone()));
+        let (map, _) = parse(text, "chardev", BareKey::On).map_err(|error| error.file(option.clone()))?;
+        let mut pretty = false;
+        for (key, value) in &map {
+            let value = value.as_str().unwrap_or_default();
+            match key.as_str() {
+                "chardev" | "id" => {}
+                "mode" if value == "control" => {}
+                "mode" => return refused(format!("'mode' must be 'control', not '{value}'")),
+                "pretty" => match cowshed_image::options::parse_on_off(value) {
+                    Some(flag) => pretty = flag,
+                    None => return refused(format!("'pretty' expects 'on' or 'off', not '{value}'")),
+                },
+                other => return refused(format!("unknown option '{other}'")),
+            }
+        }
+        let id = map.get("chardev").and_then(Value::as_str).unwrap_or_default();
+        match chardevs.find(id) {
+            Some(address) => Ok(Step { option, what: What::Monitor { address: address.clone(), pretty } }),
+            None => refused(format!("there is no character device '{id}'")),
+        }
+    }
+
+    /// A monitor at an address.
+    pub fn monitor_at(option: &str, address: MonitorAddress, pretty: bool) -> Step {
+        Step { option: option.to_owned(), what: What::Monitor { address, pretty } }
+    }
+
+    pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
+        let result = match self.what {
+            What::Node(options) => commands::add_node(daemon, options).await,
+            What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
+            What::Command { name, object, arguments, strictness } => {
+                match daemon.schema.check(object, arguments, strictness) {
+                    Ok(arguments) => commands::call(daemon, name, arguments).await.map(drop),
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        result.map_err(|error| Error::invalid_argument(error.description).file(self.option))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn options_are_texts_with_an_implied_first_key_or_json() {
+        let parsed = |text: &str| parse(text, "type", BareKey::Refused).map(|(map, how)| (Value::Object(map), how));
+        let expected = json!({"type": "nbd", "id": "e", "addr": {"path": "a,b"}});
+        assert_eq!(parsed("nbd,id=e,addr.path=a,,b").unwrap(), (expected.clone(), Strictness::Texts));
+        assert_eq!(parsed("type=nbd,id=e,addr.path=a,,b").unwrap(), (expected, Strictness::Texts));
+        assert_eq!(parsed("{\"id\": 5}").unwrap(), (json!({"id": 5}), Strictness::Exact));
+        for wrong in ["nbd,id", "{\"id\": ", "[]x", "a=1,a.b=2"] {
+            assert!(parsed(wrong).is_err() || wrong == "[]x", "{wrong}");
+        }
+    }
+
+    #[test]
+    fn monitors_name_their_character_device() {
+        let mut chardevs = Chardevs::default();
+        chardevs.add("socket,path=/run/m,id=m,server=on,wait=off").unwrap();
+        chardevs.add("stdio,id=s").unwrap();
+        assert!(Step::monitor("m", &chardevs).is_ok());
+        assert!(Step::monitor("chardev=s,mode=control,pretty=on", &chardevs).is_ok());
+        for wrong in ["x", "m,mode=readline", "m,pretty=maybe", "m,foo=1"] {
+            assert!(Step::monitor(wrong, &chardevs).is_err(), "{wrong}");
+        }
+    }
+}

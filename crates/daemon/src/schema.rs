@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
+
+use crate::commands::GROUPS;
+use cowshed_block::{Error, Result};
+use cowshed_image::options::{COMMON, DRIVERS, Key, KeyType, REQUIRED};
+use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
+
+/// The type of `blockdev-add`'s arguments.
+pub(crate) const BLOCKDEV_OPTIONS: &str = "BlockdevOptions";
+
+/// Everything.
+pub(crate) fn build() -> Result<Schema> {
+    let wrong = |message: String| Error::internal(format!("the schema is wrong: {message}"));
+    let mut schema = Schema::new();
+    for group in GROUPS {
+        schema.add(group.schema).map_err(wrong)?;
+    }
+    add_drivers(&mut schema);
+    match schema.dangling().as_slice() {
+        [] => Ok(schema),
+        missing => Err(wrong(format!("undefined types {missing:?}"))),
+    }
+}
+
+fn add_drivers(schema: &mut Schema) {
+    let names = DRIVERS.iter().map(|driver| driver.name.to_owned()).collect();
+    schema.define_other("BlockdevDriver", Alternative::Enum(names));
+    let options = || Type::Named(BLOCKDEV_OPTIONS.to_owned());
+    schema.define_other("BlockdevRef", Alternative::Alternate(vec![Type::Str, options()]));
+    schema.define_other("BlockdevRefOrNull", Alternative::Alternate(vec![Type::Str, options(), Type::Null]));
+    let mut base = object_type(schema, BLOCKDEV_OPTIONS, COMMON);
+    for member in base.members.iter_mut().filter(|member| member.name == "driver") {
+        member.value = Type::Named("BlockdevDriver".to_owned());
+        member.optional = false;
+    }
+    base.tag = Some("driver".to_owned());
+    for driver in DRIVERS {
+        let name = format!("{BLOCKDEV_OPTIONS}-{}", driver.name);
+        let object = object_type(schema, &name, driver.keys);
+        schema.define_object(name.clone(), object);
+        base.variants.push((driver.name.to_owned(), name));
+    }
+    schema.define_object(BLOCKDEV_OPTIONS, base);
+}
+
+fn object_type(schema: &mut Schema, name: &str, keys: &[Key]) -> ObjectType {
+    let member = |key: &Key| Member {
+        name: key.name.to_owned(),
+        value: value_type(schema, &format!("{name}-{}", key.name), &key.value),
+        optional: key.default != REQUIRED,
+    };
+    ObjectType { members: keys.iter().map(member).collect(), ..ObjectType::default() }
+}
+
+/// The type of a key; what needs a name gets `name`.
+fn value_type(schema: &mut Schema, name: &str, key: &KeyType) -> Type {
+    match key {
+        KeyType::Bool => Type::Bool,
+        KeyType::Size | KeyType::Number(..) => Type::Int,
+        KeyType::Text => Type::Str,
+        KeyType::Choice(words) => choice(schema, name, words),
+        KeyType::Child => Type::Named("BlockdevRef".to_owned()),
+        KeyType::ChildOrNull => Type::Named("BlockdevRefOrNull".to_owned()),
+        KeyType::Struct(keys) => structure(schema, name, keys),
+        KeyType::ChoiceOrStruct(words, keys) => {
+            let types =
+                vec![choice(schema, &format!("{name}-word"), words), structure(schema, &format!("{name}-set"), keys)];
+            schema.define_other(name, Alternative::Alternate(types));
+            Type::Named(name.to_owned())
+        }
+        KeyType::List(keys) => Type::List(Box::new(structure(schema, &format!("{name}-item"), keys))),
+    }
+}
+
+fn choice(schema: &mut Schema, name: &str, words: &[&str]) -> Type {
+    schema.define_other(name, Alternative::Enum(words.iter().map(|&word| word.to_owned()).collect()));
+    Type::Named(name.to_owned())
+}
+
+fn structure(schema: &mut Schema, name: &str, keys: &[Key]) -> Type {
+    let object = object_type(schema, name, keys);
+    schema.define_object(name, object);
+    Type::Named(name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cowshed_qmp::Strictness;
+    use serde_json::json;
+
+    #[test]
+    fn each_command_has_a_definition_and_each_definition_a_command() {
+        let schema = build().expect("the schema is right");
+        let defined: Vec<&str> = schema.commands().collect();
+        let mut known: Vec<&str> = GROUPS.iter().flat_map(|group| group.commands).map(|command| command.name).collect();
+        known.sort_unstable();
+        assert_eq!(defined, known);
+    }
+
+    #[test]
+    fn driver_options_are_checked_by_their_table() {
+        let schema = build().expect("the schema is right");
+        let check = |value: serde_json::Value| {
+            let object = value.as_object().expect("an object").clone();
+            schema.check(BLOCKDEV_OPTIONS, object, Strictness::Exact).map_err(|error| error.description)
+        };
+        let file = json!({"driver": "file", "filename": "a"});
+        assert!(check(json!({"driver": "qcow2", "node-name": "q", "file": file, "backing": null})).is_ok());
+        assert!(check(json!({"driver": "qcow2", "file": "f", "overlap-check": {"template": "all"}})).is_ok());
+        for (options, refusal) in [
+            (json!({"driver": "zzz"}), "Parameter 'driver' does not accept value 'zzz'"),
+            (json!({"node-name": "q"}), "Parameter 'driver' is missing"),
+            (json!({"driver": "qcow2", "file": file, "foo": 1}), "Parameter 'foo' is unexpected"),
+            (json!({"driver": "qcow2", "file": {"driver": "file"}}), "Parameter 'file.filename' is missing"),
+            (
+                json!({"driver": "file", "filename": "a", "read-only": "on"}),
+                "Invalid parameter type for 'read-only', expected: boolean",
+            ),
+        ] {
+            assert_eq!(check(options).expect_err("must be refused"), refusal);
+        }
+    }
+}

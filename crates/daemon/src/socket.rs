@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Unix sockets in the file system: those that others left behind are taken over, ours are taken away.
+
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// The name of a socket that we bound. Dropping it removes the name, if it still is the one that we made.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode number.
+    identity: (u64, u64),
+}
+
+impl SocketFile {
+    /// The name `path`, which was just bound.
+    pub fn bound(path: &Path) -> Result<SocketFile> {
+        let metadata = std::fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
+        Ok(SocketFile { path: path.to_owned(), identity: (metadata.dev(), metadata.ino()) })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = std::fs::symlink_metadata(&self.path).is_ok_and(|metadata| {
+            metadata.file_type().is_socket() && (metadata.dev(), metadata.ino()) == self.identity
+        });
+        if ours && let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
+        }
+    }
+}
+
+/// Binds a socket to `path`.
+pub fn bind_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
+    clear_stale(path)?;
+    let listener = UnixListener::bind(path).map_err(|error| failed(path, &error))?;
+    let file = SocketFile::bound(path)?;
+    Ok((listener, file))
+}
+
+/// Removes a socket that nobody listens on any more. `Busy` when somebody does, or when it is no socket.
+pub fn clear_stale(path: &Path) -> Result<()> {
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    let busy = |message: &str| Err(Error::new(ErrorKind::Busy, message).file(path.display().to_string()));
+    if !metadata.file_type().is_socket() {
+        return busy("there is a file of this name that is no socket");
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => busy("another process listens on this socket"),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            tracing::info!(path = %path.display(), "removing a stale socket");
+            std::fs::remove_file(path).map_err(|error| failed(path, &error))
+        }
+        Err(error) => Err(failed(path, &error)),
+    }
+}
+
+fn failed(path: &Path, error: &io::Error) -> Error {
+    let name = path.display().to_string();
+    match error.raw_os_error() {
+        // What the system calls an invalid argument is a name that doesn't fit.
+        None => Error::new(ErrorKind::InvalidArgument, format!("could not bind the socket: {error}")).file(name),
+        Some(errno) => Error::os(Errno(errno), "could not bind the socket").file(name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stale_sockets_are_taken_over_and_live_ones_are_not() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let (live, file) = bind_unix(&path).expect("a free name");
+        assert_eq!(bind_unix(&path).expect_err("in use").kind(), ErrorKind::Busy);
+        drop(live);
+        std::mem::forget(file);
+        assert!(path.exists(), "left behind, as after a crash");
+        let (listener, file) = bind_unix(&path).expect("a stale socket is no obstacle");
+        drop(file);
+        assert!(!path.exists());
+        drop(listener);
+    }
+
+    #[test]
+    fn other_files_are_left_alone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("precious");
+        std::fs::write(&path, "data").expect("a file");
+        assert_eq!(bind_unix(&path).expect_err("no socket").kind(), ErrorKind::Busy);
+        assert!(path.exists());
+
+        let path = folder.path().join("s");
+        let (_, file) = bind_unix(&path).expect("a free name");
+        std::fs::remove_file(&path).expect("taken away");
+        std::fs::write(&path, "other").expect("another file of the same name");
+        drop(file);
+        assert!(path.exists(), "not ours any more");
+    }
+}

@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The daemon as its clients see it.
+
+mod monitors;
+mod nodes;
+mod running;

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon on a thread of its own, and a client that speaks QMP to it.
+
+use cowshed_daemon::{Message, MonitorAddress, Sender, Step, StopReason, run};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+pub struct Running {
+    pub folder: tempfile::TempDir,
+    pub control: Sender<Message>,
+    thread: JoinHandle<cowshed_block::Result<StopReason>>,
+}
+
+impl Running {
+    /// A daemon with a monitor at `m.sock`, and further steps.
+    pub fn start(steps: Vec<Step>) -> Running {
+        let folder = temp_folder();
+        Self::start_in(folder, steps)
+    }
+
+    pub fn start_in(folder: tempfile::TempDir, mut steps: Vec<Step>) -> Running {
+        steps.push(Step::monitor_at("test", MonitorAddress::Unix(folder.path().join("m.sock")), false));
+        let (sender, started) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            run(steps, |ready| {
+                sender.send(ready.control.clone()).expect("the test waits");
+                Ok(())
+            })
+        });
+        match started.recv() {
+            Ok(control) => Running { folder, control, thread },
+            Err(_) => panic!("the daemon did not start: {:?}", thread.join()),
+        }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(&self.path("m.sock"))
+    }
+
+    /// Stops it as a signal does, and waits.
+    pub fn stop(self) -> cowshed_block::Result<StopReason> {
+        let _ = self.control.send(Message::Stop(StopReason::Signal(15)));
+        self.join()
+    }
+
+    pub fn join(self) -> cowshed_block::Result<StopReason> {
+        self.thread.join().expect("the daemon doesn't panic")
+    }
+}
+
+pub fn temp_folder() -> tempfile::TempDir {
+    cowshed_testkit::qemu::temp_dir()
+}
+
+pub struct Client {
+    reader: BufReader<UnixStream>,
+    pub events: Vec<Value>,
+}
+
+impl Client {
+    pub fn connect(path: &Path) -> Client {
+        let stream = UnixStream::connect(path).expect("the monitor listens");
+        let mut client = Client { reader: BufReader::new(stream), events: Vec::new() };
+        assert!(client.message().expect("a greeting").get("QMP").is_some());
+        client.command("qmp_capabilities", json!({}));
+        client
+    }
+
+    pub fn send(&mut self, text: &str) {
+        self.reader.get_mut().write_all(text.as_bytes()).expect("the monitor reads");
+    }
+
+    /// The next message; `None` when the daemon has hung up.
+    pub fn message(&mut self) -> Option<Value> {
+        let mut line = String::new();
+        self.reader.read_line(&mut line).expect("the monitor speaks text");
+        (!line.is_empty()).then(|| serde_json::from_str(&line).expect("the monitor speaks JSON"))
+    }
+
+    fn reply(&mut self) -> Value {
+        loop {
+            let message = self.message().expect("a reply");
+            match message.get("event") {
+                Some(_) => self.events.push(message),
+                None => return message,
+            }
+        }
+    }
+
+    pub fn execute(&mut self, name: &str, arguments: Value) -> Result<Value, Value> {
+        self.send(&json!({"execute": name, "arguments": arguments, "id": name}).to_string());
+        let mut reply = self.reply();
+        assert_eq!(reply["id"], name);
+        match reply.get_mut("error") {
+            Some(error) => Err(error.take()),
+            None => Ok(reply["return"].take()),
+        }
+    }
+
+    /// The result of a command that must work.
+    pub fn command(&mut self, name: &str, arguments: Value) -> Value {
+        self.execute(name, arguments.clone()).unwrap_or_else(|error| panic!("{name} {arguments}: {error}"))
+    }
+
+    /// The description of a command that must fail.
+    pub fn refusal(&mut self, name: &str, arguments: Value) -> String {
+        let error = self.execute(name, arguments.clone());
+        let error = error.err().unwrap_or_else(|| panic!("{name} {arguments} must be refused"));
+        error["desc"].as_str().expect("a text").to_owned()
+    }
+
+    /// Waits for an event of this name; its data.
+    pub fn event(&mut self, name: &str) -> Value {
+        loop {
+            if let Some(at) = self.events.iter().position(|event| event["event"] == name) {
+                return self.events.remove(at)["data"].take();
+            }
+            let message = self.message().expect("an event");
+            assert!(message.get("event").is_some(), "{message}");
+            self.events.push(message);
+        }
+    }
+}
