@@ -56,11 +56,41 @@ impl StopReason {
     }
 }
 
+/// What to start.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// What there is to be, in this order.
+    pub steps: Vec<Step>,
+    /// Threads that serve clients: 1 to 256.
+    pub queues: usize,
+    /// Stop when the last NBD client goes.
+    pub stop_when_idle: bool,
+}
+
+/// An export that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// Its id.
+    pub id: String,
+    /// Where clients find it.
+    pub uris: Vec<String>,
+    /// The node behind it.
+    pub node: String,
+    /// The image behind it.
+    pub file: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Clients may write.
+    pub writable: bool,
+}
+
 /// What a daemon that has started can be reached by.
 #[derive(Clone, Debug)]
 pub struct Ready {
     /// Monitors, with the ports that were found free.
     pub monitors: Vec<MonitorAddress>,
+    /// Exports.
+    pub exports: Vec<Served>,
     /// To stop it.
     pub control: Sender<Message>,
 }
@@ -78,16 +108,16 @@ pub fn version() -> Value {
     json!({"qemu": {"major": major, "minor": minor, "micro": micro}, "package": package})
 }
 
-/// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that `steps`
+/// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that the steps
 /// ask for. When a step fails, what was there already is taken back.
-pub fn run(steps: Vec<Step>, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
+pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
     let (control, messages) = inbox();
     let schema = schema::build()?;
-    let daemon = Rc::new(Daemon::new(control.clone(), schema));
+    let daemon = Rc::new(Daemon::new(control.clone(), schema, &setup));
     rt::block_on(async {
-        let result = match start(&daemon, steps).await {
+        let result = match start(&daemon, setup.steps).await {
             Ok(()) => {
-                let ready = Ready { monitors: daemon.monitor_addresses(), control };
+                let ready = Ready { monitors: daemon.monitor_addresses(), exports: daemon.served(), control };
                 match started(&ready) {
                     Ok(()) => Ok(serve(&daemon, &messages).await),
                     Err(error) => Err(error),

@@ -6,14 +6,17 @@
 mod commands;
 mod control;
 mod events;
+mod export;
 mod inbox;
 mod monitor;
+mod nbd;
+mod objects;
 pub mod options;
 mod schema;
 mod socket;
 mod state;
 
-pub use control::{Message, Ready, StopReason, run, version};
+pub use control::{Message, Ready, Served, Setup, StopReason, run, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
 pub use options::Step;

@@ -1,39 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the daemon holds. It lives on the control thread.
 
-use crate::control::{Message, StopReason};
+use crate::control::{Message, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::monitor::{self, Listening, MonitorAddress, MonitorContext};
+use crate::nbd::{Exported, Nbd};
+use crate::objects::Objects;
 use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
 use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// The daemon. No borrow of a cell is held across an `.await`.
 pub(crate) struct Daemon {
-    /// The nodes by name.
+    /// The nodes by name, and who uses them.
     pub graph: Arc<Graph>,
     /// To the monitors' clients.
     pub events: EventBus,
     /// The commands there are.
     pub schema: Arc<Schema>,
-    control: Sender<Message>,
-    /// The nodes that the user added: they live until the user deletes them. In the order of their coming.
-    nodes: RefCell<Vec<Arc<Node>>>,
+    /// To the control thread itself.
+    pub control: Sender<Message>,
+    /// What `object-add` made.
+    pub objects: Objects,
+    /// Threads that serve clients.
+    pub queues: usize,
+    /// Stop when the last client goes.
+    pub stop_when_idle: bool,
+    nbd: RefCell<Option<Rc<Nbd>>>,
     monitors: RefCell<Vec<Listening>>,
 }
 
 impl Daemon {
-    pub fn new(control: Sender<Message>, schema: Schema) -> Daemon {
+    pub fn new(control: Sender<Message>, schema: Schema, setup: &Setup) -> Daemon {
         Daemon {
             graph: Graph::new(),
             events: EventBus::default(),
             schema: Arc::new(schema),
             control,
-            nodes: RefCell::default(),
+            objects: Objects::default(),
+            queues: setup.queues,
+            stop_when_idle: setup.stop_when_idle,
+            nbd: RefCell::default(),
             monitors: RefCell::default(),
         }
     }
@@ -55,15 +67,40 @@ impl Daemon {
         self.monitors.borrow().iter().map(|monitor| monitor.address.clone()).collect()
     }
 
+    /// The NBD server, while it runs.
+    pub fn nbd(&self) -> Option<Rc<Nbd>> {
+        self.nbd.borrow().clone()
+    }
+
+    pub fn set_nbd(&self, nbd: Option<Rc<Nbd>>) {
+        *self.nbd.borrow_mut() = nbd;
+    }
+
+    /// The export with this id.
+    pub fn find_export(&self, id: &str) -> Option<Exported> {
+        self.nbd()?.find(id)
+    }
+
+    /// The exports with their URIs.
+    pub fn served(&self) -> Vec<Served> {
+        let Some(nbd) = self.nbd() else { return Vec::new() };
+        let exports = nbd.exports().into_iter();
+        exports
+            .map(|export| Served {
+                uris: nbd.uris(&export.name),
+                node: export.attachment.node().name().to_owned(),
+                file: export.attachment.node().filename(),
+                size: export.attachment.size(),
+                writable: export.writable,
+                id: export.id,
+            })
+            .collect()
+    }
+
     /// Tells the control thread to stop, after the command that runs now.
     pub fn stop(&self, reason: StopReason) {
         // Fails only when it has stopped.
         let _ = self.control.send(Message::Stop(reason));
-    }
-
-    /// Keeps a node that the user added.
-    pub fn keep(&self, node: Arc<Node>) {
-        self.nodes.borrow_mut().push(node);
     }
 
     /// The node with this name.
@@ -72,28 +109,19 @@ impl Daemon {
         found.ok_or_else(|| QmpError::generic(format!("Failed to find node with node-name='{name}'")))
     }
 
-    /// True when the user added the node.
-    pub fn is_kept(&self, node: &Arc<Node>) -> bool {
-        self.nodes.borrow().iter().any(|known| Arc::ptr_eq(known, node))
-    }
-
-    /// The user's hold of a node ends.
-    pub fn let_go(&self, node: &Arc<Node>) {
-        self.nodes.borrow_mut().retain(|known| !Arc::ptr_eq(known, node));
-    }
-
     /// Stops everything, users before what they use. The first error is the result; the rest is stopped all the same.
     pub async fn shut_down(&self) -> Result<()> {
         let mut result = Ok(());
-        // Last come, first gone: an overlay is closed before what it stands on.
-        while let Some(node) = { self.nodes.borrow_mut().pop() } {
-            let closed = node.close().await;
-            if let Err(error) = &closed {
-                tracing::error!(%error, node = node.name(), "could not close a node");
-            }
-            result = result.and(closed);
+        let nbd = self.nbd();
+        self.set_nbd(None);
+        if let Some(nbd) = nbd {
+            result = nbd.stop().await;
+        }
+        let closed = self.graph.close_all().await;
+        for error in [&result, &closed].into_iter().filter_map(|result| result.as_ref().err()) {
+            tracing::error!(%error, "could not stop in order");
         }
         self.monitors.borrow_mut().clear();
-        result
+        result.and(closed)
     }
 }

@@ -24,7 +24,19 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed",
         &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image", "cowshed-jobs"],
     ),
-    ("cowshed-daemon", &["cowshed-block", "cowshed-image", "cowshed-jobs", "cowshed-qmp", "cowshed-storage"]),
+    (
+        "cowshed-daemon",
+        &[
+            "cowshed-block",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-nbd",
+            "cowshed-nbd-proto",
+            "cowshed-nbd-server",
+            "cowshed-qmp",
+            "cowshed-storage",
+        ],
+    ),
     (
         "cowshed-testkit",
         &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image", "cowshed-jobs"],

@@ -50,19 +50,9 @@ impl Arguments {
         self.0.get(key)
     }
 
-    /// A list; empty when it is missing.
-    pub fn list(&self, key: &str) -> &[Value] {
-        self.0.get(key).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
-    }
-
     /// All of them.
     pub fn into_map(self) -> Map<String, Value> {
         self.0
-    }
-
-    /// All of them.
-    pub fn map(&self) -> &Map<String, Value> {
-        &self.0
     }
 }
 

@@ -2,8 +2,10 @@
 //! The commands, in groups: each group has its definitions and its table.
 
 mod arguments;
+mod exports;
 mod general;
 mod nodes;
+mod objects;
 
 pub(crate) use arguments::{Arguments, failed};
 pub(crate) use nodes::add_node;
@@ -31,7 +33,7 @@ pub(crate) struct Group {
 }
 
 /// All groups.
-pub(crate) const GROUPS: &[&Group] = &[&general::GROUP, &nodes::GROUP];
+pub(crate) const GROUPS: &[&Group] = &[&general::GROUP, &nodes::GROUP, &exports::GROUP, &objects::GROUP];
 
 /// A line of a group's table.
 macro_rules! command {

@@ -5,7 +5,7 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::{Node, OpenRequest, Preallocation, open};
+use cowshed_image::{Node, Preallocation};
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
@@ -54,22 +54,16 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, options: BlockdevOptions) -> Q
     if daemon.graph.find(name).is_some() {
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
-    let request = OpenRequest::options(options).writable(true).discard(false).graph(Arc::clone(&daemon.graph));
-    let node = open(request).await.map_err(failed)?;
+    let node = daemon.graph.add(options).await.map_err(failed)?;
     for warning in node.warnings() {
         tracing::warn!(node = node.name(), "{warning}");
     }
-    daemon.keep(node);
     Ok(())
 }
 
 async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = daemon.node(arguments.text("node-name"))?;
-    if !daemon.is_kept(&node) {
-        return Err(QmpError::generic(format!("Node {} is not owned by the monitor", node.name())));
-    }
-    daemon.let_go(&node);
-    node.close().await.map_err(failed)?;
+    daemon.graph.delete(node.name()).await.map_err(failed)?;
     nothing()
 }
 
@@ -85,7 +79,10 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let node = find(&daemon, &arguments)?;
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
+    // Shrinking takes away what a request may be about to write to.
+    let drained = daemon.graph.drain(&[&node]).await;
     let result = node.resize(size, Preallocation::Off).await;
+    drop(drained);
     result.map_err(|error| match error.kind() {
         ErrorKind::ReadOnly => QmpError::generic(format!("node '{}' is read-only", node.name())),
         _ => failed(error),
@@ -110,7 +107,7 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
 /// A `BlockDeviceInfo`. `flat`: without the images below.
 async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
     let image = image_of(node).await?;
-    let depth = std::iter::successors(node.backing().cloned(), |node| node.backing().cloned()).count();
+    let depth = std::iter::successors(node.backing(), |node| node.backing()).count();
     let children: Vec<Value> = node
         .children()
         .iter()
@@ -129,11 +126,11 @@ async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>>
     }
     info["image"] = image;
     if !flat {
-        let mut below = node.backing().cloned();
+        let mut below = node.backing();
         let mut images = Vec::new();
         while let Some(node) = below {
             images.push(image_of(&node).await?);
-            below = node.backing().cloned();
+            below = node.backing();
         }
         // Each image holds the one that it stands on.
         let nested = images.into_iter().rev().reduce(|inner, mut outer| {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Monitors: several of them, several clients, rude clients, start and stop.
 
-use super::running::{Client, Running, temp_folder};
+use super::running::{Client, Running, setup, temp_folder};
 use cowshed_daemon::{MonitorAddress, Step, StopReason, run};
 use serde_json::json;
 use std::io::{Read, Write};
@@ -67,7 +67,7 @@ fn a_monitor_listens_on_tcp_too() {
     let address = MonitorAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn(move || {
-        run(vec![Step::monitor_at("test", address, true)], |ready| {
+        run(setup(vec![Step::monitor_at("test", address, true)]), |ready| {
             sender.send(ready.clone()).expect("the test waits");
             Ok(())
         })
@@ -92,7 +92,7 @@ fn a_daemon_that_cannot_start_says_why_and_leaves_no_socket() {
         Step::blockdev(&format!("qcow2,node-name=q,file.driver=file,file.filename={}", missing.display()))
             .expect("right"),
     ];
-    let error = run(steps, |_| Ok(())).expect_err("there is no such file").to_string();
+    let error = run(setup(steps), |_| Ok(())).expect_err("there is no such file").to_string();
     assert!(error.contains("--blockdev") && error.contains("nothing.qcow2"), "{error}");
     assert!(!socket.exists());
 }
@@ -102,7 +102,7 @@ fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
     let daemon = Running::start(Vec::new());
     let socket = daemon.path("m.sock");
     let steps = || vec![Step::monitor_at("test", MonitorAddress::Unix(socket.clone()), false)];
-    let error = run(steps(), |_| Ok(())).expect_err("in use").to_string();
+    let error = run(setup(steps()), |_| Ok(())).expect_err("in use").to_string();
     assert!(error.contains("another process listens"), "{error}");
     Client::connect(&socket);
     daemon.stop().expect("stopped in order");

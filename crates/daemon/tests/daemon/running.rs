@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A daemon on a thread of its own, and a client that speaks QMP to it.
 
-use cowshed_daemon::{Message, MonitorAddress, Sender, Step, StopReason, run};
+use cowshed_daemon::{Message, MonitorAddress, Sender, Setup, Step, StopReason, run};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -26,7 +26,7 @@ impl Running {
         steps.push(Step::monitor_at("test", MonitorAddress::Unix(folder.path().join("m.sock")), false));
         let (sender, started) = mpsc::channel();
         let thread = std::thread::spawn(move || {
-            run(steps, |ready| {
+            run(setup(steps), |ready| {
                 sender.send(ready.control.clone()).expect("the test waits");
                 Ok(())
             })
@@ -54,6 +54,10 @@ impl Running {
     pub fn join(self) -> cowshed_block::Result<StopReason> {
         self.thread.join().expect("the daemon doesn't panic")
     }
+}
+
+pub fn setup(steps: Vec<Step>) -> Setup {
+    Setup { steps, queues: 2, stop_when_idle: false }
 }
 
 pub fn temp_folder() -> tempfile::TempDir {

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The NBD server and exports.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::nbd::{ExportSpec, Nbd, NbdSetup};
+use crate::state::Daemon;
+use cowshed_block::ErrorKind;
+use cowshed_image::graph::AttachRequest;
+use cowshed_nbd_server::Removal;
+use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::SocketAddress;
+use serde_json::{Map, Value, json};
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+enum SocketAddressType: inet unix fd
+object InetSocketAddress: host: str, port: str, numeric?: bool, to?: int, ipv4?: bool, ipv6?: bool, keep-alive?: bool
+object UnixSocketAddress: path: str, abstract?: bool, tight?: bool
+object FdSocketAddress: str: str
+object SocketAddress: type: SocketAddressType | type = inet: InetSocketAddress, unix: UnixSocketAddress
+  , fd: FdSocketAddress
+object InetSocketAddressWrapper: data: InetSocketAddress
+object UnixSocketAddressWrapper: data: UnixSocketAddress
+object FdSocketAddressWrapper: data: FdSocketAddress
+object SocketAddressLegacy: type: SocketAddressType | type = inet: InetSocketAddressWrapper
+  , unix: UnixSocketAddressWrapper, fd: FdSocketAddressWrapper
+object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: int, tls-creds?: str, max-connections?: int
+command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: int, tls-creds?: str
+  , max-connections?: int
+command nbd-server-add: device: str, name?: str, description?: str, writable?: bool
+command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
+command nbd-server-stop
+enum BlockExportRemoveMode: safe hard
+enum BlockExportType: nbd
+object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool
+object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: str, node-name: str
+  , writable?: bool | type = nbd: BlockExportOptionsNbd
+command block-export-add(BlockExportOptions)
+command block-export-del: id: str, mode?: BlockExportRemoveMode
+object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool
+command query-block-exports -> [BlockExportInfo]
+event BLOCK_EXPORT_DELETED: id: str
+",
+    commands: &[
+        command!("nbd-server-start", nbd_server_start),
+        command!("nbd-server-add", nbd_server_add),
+        command!("nbd-server-remove", nbd_server_remove),
+        command!("nbd-server-stop", nbd_server_stop),
+        command!("block-export-add", block_export_add),
+        command!("block-export-del", block_export_del),
+        command!("query-block-exports", query_block_exports),
+    ],
+};
+
+fn not_running() -> QmpError {
+    QmpError::generic("NBD server not running")
+}
+
+async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    if daemon.nbd().is_some() {
+        return Err(QmpError::generic("NBD server already running"));
+    }
+    let number = |key: &str| -> QmpResult<Option<usize>> {
+        let number = arguments.number(key)?;
+        number.map(|number| usize::try_from(number).map_err(|_| too_large(key))).transpose()
+    };
+    let setup = NbdSetup {
+        address: address(arguments.object("addr"))?,
+        tls: arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?,
+        max_connections: number("max-connections")?.unwrap_or(0),
+        handshake_seconds: arguments.number("handshake-max-seconds")?,
+        queues: daemon.queues,
+        stop_when_idle: daemon.stop_when_idle,
+    };
+    let nbd = Nbd::start(setup, daemon.events.clone(), daemon.control.clone()).map_err(failed)?;
+    daemon.set_nbd(Some(Rc::new(nbd)));
+    nothing()
+}
+
+fn too_large(key: &str) -> QmpError {
+    QmpError::generic(format!("Parameter '{key}' is too large"))
+}
+
+/// A `SocketAddress`, or the older spelling with its members in `data`. `None`: the sockets that were passed to us.
+fn address(given: Option<&Map<String, Value>>) -> QmpResult<Option<SocketAddress>> {
+    let missing = || QmpError::generic("Parameter 'addr' is missing");
+    let given = given.ok_or_else(missing)?;
+    let members = given.get("data").and_then(Value::as_object).unwrap_or(given);
+    let text = |key: &str| members.get(key).and_then(Value::as_str).unwrap_or_default();
+    let kind = given.get("type").and_then(Value::as_str).unwrap_or_default();
+    match kind {
+        "unix" => {
+            let is_abstract = members.get("abstract").and_then(Value::as_bool).unwrap_or(false);
+            let prefix = if is_abstract { "\0" } else { "" };
+            Ok(Some(SocketAddress::Unix(format!("{prefix}{}", text("path")))))
+        }
+        "inet" => {
+            let wrong = || {
+                QmpError::generic(format!("Parameter 'addr.port' expects a number up to 65535, not '{}'", text("port")))
+            };
+            let port = text("port").parse().map_err(|_| wrong())?;
+            Ok(Some(SocketAddress::Tcp { host: text("host").to_owned(), port }))
+        }
+        // The name of a descriptor says nothing to us: all that were passed are meant.
+        _ => Ok(None),
+    }
+}
+
+async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    let nbd = daemon.nbd().ok_or_else(not_running)?;
+    daemon.set_nbd(None);
+    nbd.stop().await.map_err(failed)?;
+    nothing()
+}
+
+async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let device = arguments.text("device").to_owned();
+    let name = arguments.maybe_text("name").unwrap_or(&device).to_owned();
+    if daemon.graph.find(&device).is_none() {
+        return Err(QmpError::generic(format!("Cannot find device='{device}' nor node-name='{device}'")));
+    }
+    let spec = ExportSpec {
+        id: name.clone(),
+        name,
+        description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
+        // As QEMU does here, and only here.
+        writable: arguments.flag("writable", false),
+        allocation_depth: false,
+    };
+    export(&daemon, &device, spec).await
+}
+
+async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let node = arguments.text("node-name").to_owned();
+    if let Some(thread) = arguments.maybe_text("iothread") {
+        daemon.objects.check_iothread(thread)?;
+    }
+    let spec = ExportSpec {
+        id: arguments.text("id").to_owned(),
+        name: arguments.maybe_text("name").unwrap_or(&node).to_owned(),
+        description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
+        writable: arguments.flag("writable", false),
+        allocation_depth: arguments.flag("allocation-depth", false),
+    };
+    export(&daemon, &node, spec).await
+}
+
+async fn export(daemon: &Rc<Daemon>, node: &str, spec: ExportSpec) -> QmpResult<Value> {
+    if !is_id(&spec.id) {
+        return Err(QmpError::generic(format!("Invalid block export id '{}'", spec.id)));
+    }
+    if daemon.find_export(&spec.id).is_some() {
+        return Err(QmpError::generic(format!("Block export id '{}' is already in use", spec.id)));
+    }
+    let Some(node) = daemon.graph.find(node) else {
+        return Err(QmpError::generic(format!("Cannot find device='' nor node-name='{node}'")));
+    };
+    let nbd = daemon.nbd().ok_or_else(not_running)?;
+    if nbd.exports().iter().any(|known| known.name == spec.name) {
+        return Err(QmpError::generic(format!("NBD server already has export named '{}'", spec.name)));
+    }
+    if spec.writable && node.is_read_only() {
+        return Err(QmpError::generic("Cannot export read-only node as writable"));
+    }
+    let request = AttachRequest::export(spec.id.clone(), spec.writable);
+    let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
+    if let Err(error) = nbd.add(spec, std::sync::Arc::clone(&attachment)) {
+        attachment.detach().await.map_err(failed)?;
+        return Err(failed(error));
+    }
+    nothing()
+}
+
+/// As QEMU has its ids; what `nbd-server-add` makes of a node-name or an export's name is one too.
+fn is_id(text: &str) -> bool {
+    !text.is_empty() && text.len() <= 255 && !text.chars().any(char::is_control)
+}
+
+fn removal(arguments: &Arguments) -> Removal {
+    match arguments.maybe_text("mode") {
+        Some("hard") => Removal::Hard,
+        _ => Removal::Safe,
+    }
+}
+
+async fn nbd_server_remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.nbd().ok_or_else(not_running)?;
+    remove(&daemon, arguments.text("name"), removal(&arguments)).await
+}
+
+async fn block_export_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    remove(&daemon, arguments.text("id"), removal(&arguments)).await
+}
+
+async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Value> {
+    let found = daemon.nbd().filter(|nbd| nbd.find(id).is_some());
+    let nbd = found.ok_or_else(|| QmpError::generic(format!("Export '{id}' is not found")))?;
+    nbd.remove(id, removal).await.map_err(|error| match error.kind() {
+        ErrorKind::Busy => QmpError::generic(format!("export '{id}' still in use")),
+        _ => failed(error),
+    })?;
+    nothing()
+}
+
+async fn query_block_exports(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    let exports = daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
+    let info = |export: &crate::nbd::Exported| {
+        json!({"id": export.id, "type": "nbd", "node-name": export.attachment.node().name(),
+               "shutting-down": export.shutting_down})
+    };
+    Ok(exports.iter().map(info).collect())
+}

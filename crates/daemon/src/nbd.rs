@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The daemon's NBD server and its exports.
+
+use crate::control::{Message, StopReason};
+use crate::events::EventBus;
+use crate::export::ExportDisk;
+use crate::inbox::Sender;
+use cowshed_block::{Error, Result};
+use cowshed_image::graph::Attachment;
+use cowshed_nbd::ServerTls;
+use cowshed_nbd_proto::uri::{NbdUri, Place};
+use cowshed_nbd_server::{Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
+use cowshed_storage::{Listener, SocketAddress};
+use serde_json::json;
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// So long may requests in flight take when the server stops.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// How to start the server.
+#[derive(Debug)]
+pub(crate) struct NbdSetup {
+    /// Where to listen; none: on the sockets that a service manager passed.
+    pub address: Option<SocketAddress>,
+    pub tls: Option<ServerTls>,
+    /// 0 is no limit of its own.
+    pub max_connections: usize,
+    pub handshake_seconds: Option<u64>,
+    pub queues: usize,
+    /// Stop the daemon when the last client goes.
+    pub stop_when_idle: bool,
+}
+
+/// An export.
+#[derive(Clone, Debug)]
+pub(crate) struct Exported {
+    /// Unique among all exports.
+    pub id: String,
+    /// What clients ask for.
+    pub name: String,
+    pub attachment: Arc<Attachment>,
+    pub writable: bool,
+    pub shutting_down: bool,
+}
+
+/// What an export is to be.
+#[derive(Clone, Debug)]
+pub(crate) struct ExportSpec {
+    pub id: String,
+    pub name: String,
+    pub description: String,
+    pub writable: bool,
+    pub allocation_depth: bool,
+}
+
+/// The server, once it runs, and the exports.
+pub(crate) struct Nbd {
+    server: Arc<Server<ExportDisk>>,
+    addresses: Vec<SocketAddress>,
+    exports: RefCell<Vec<Exported>>,
+    events: EventBus,
+    tls: bool,
+    /// With one connection at a time there is nothing to be had from several.
+    multi_conn: bool,
+}
+
+impl Nbd {
+    pub fn start(setup: NbdSetup, events: EventBus, control: Sender<Message>) -> Result<Nbd> {
+        let mut limits = Limits::default();
+        if setup.max_connections > 0 {
+            limits.max_connections = setup.max_connections;
+        } else {
+            limits.max_connections = MAX_CONNECTIONS;
+        }
+        if let Some(seconds) = setup.handshake_seconds {
+            limits.handshake_timeout = Duration::from_secs(seconds);
+        }
+        let tls = setup.tls.is_some();
+        let config = ServerConfig {
+            queues: setup.queues,
+            limits,
+            tls: setup.tls,
+            tls_required: true,
+            events: Some(tell(setup.stop_when_idle.then_some(control))),
+        };
+        let server = Server::new(config)?;
+        let addresses = match setup.address {
+            Some(address) => server.listen(&address)?,
+            None => listen_on_passed(&server)?,
+        };
+        for address in &addresses {
+            tracing::info!(%address, "NBD server listens");
+        }
+        Ok(Nbd {
+            server: Arc::new(server),
+            addresses,
+            exports: RefCell::default(),
+            events,
+            tls,
+            multi_conn: setup.max_connections != 1,
+        })
+    }
+
+    /// The exports, in the order of their coming.
+    pub fn exports(&self) -> Vec<Exported> {
+        self.exports.borrow().clone()
+    }
+
+    pub fn find(&self, id: &str) -> Option<Exported> {
+        self.exports.borrow().iter().find(|export| export.id == id).cloned()
+    }
+
+    /// Serves an attachment under a name. An error leaves the attachment to the caller.
+    pub fn add(&self, spec: ExportSpec, attachment: Arc<Attachment>) -> Result<()> {
+        let export = Export {
+            description: spec.description,
+            writable: spec.writable,
+            multi_conn: self.multi_conn,
+            allocation_depth: spec.allocation_depth,
+            is_default: self.exports.borrow().is_empty(),
+            ..Export::new(spec.name.clone(), ExportDisk::new(Arc::clone(&attachment)))
+        };
+        self.server.add_export(export)?;
+        let ExportSpec { id, name, writable, .. } = spec;
+        tracing::info!(export = id, name, node = attachment.node().name(), writable, "export added");
+        self.exports.borrow_mut().push(Exported { id, name, attachment, writable, shutting_down: false });
+        Ok(())
+    }
+
+    /// Ends an export: nobody uses it any more when this returns.
+    pub async fn remove(&self, id: &str, removal: Removal) -> Result<()> {
+        let Some(export) = self.find(id) else {
+            return Err(Error::new(cowshed_block::ErrorKind::NotFound, format!("there is no export '{id}'")));
+        };
+        self.mark(id, true);
+        if let Err(error) = self.server.remove_export(&export.name, removal).await {
+            self.mark(id, false);
+            return Err(error);
+        }
+        self.exports.borrow_mut().retain(|known| known.id != id);
+        let detached = export.attachment.detach().await;
+        self.events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
+        detached
+    }
+
+    fn mark(&self, id: &str, shutting_down: bool) {
+        if let Some(export) = self.exports.borrow_mut().iter_mut().find(|export| export.id == id) {
+            export.shutting_down = shutting_down;
+        }
+    }
+
+    /// Answers what is in flight, flushes, and ends all exports. The first error.
+    pub async fn stop(&self) -> Result<()> {
+        let mut result = self.server.stop(GRACE).await;
+        let exports = std::mem::take(&mut *self.exports.borrow_mut());
+        for export in exports {
+            let detached = export.attachment.detach().await;
+            self.events.emit("BLOCK_EXPORT_DELETED", json!({"id": export.id}));
+            result = result.and(detached);
+        }
+        result
+    }
+
+    /// The URIs of an export: one for each address.
+    pub fn uris(&self, export: &str) -> Vec<String> {
+        let uri = |address: &SocketAddress| {
+            let place = match address.clone() {
+                SocketAddress::Unix(path) => Place::Unix { path },
+                SocketAddress::Tcp { host, port } => Place::Tcp { host: reachable(host), port },
+            };
+            NbdUri { place, export: export.to_owned(), tls: self.tls, tls_hostname: None, tls_verify_peer: None }
+        };
+        self.addresses.iter().map(|address| uri(address).to_string()).collect()
+    }
+}
+
+/// Connections where the user sets no limit: a flood of clients must not take all descriptors.
+const MAX_CONNECTIONS: usize = 1024;
+
+/// A host that clients on this machine can use, for one that means all of them.
+fn reachable(host: String) -> String {
+    match host.as_str() {
+        "" | "::" | "0.0.0.0" => "localhost".to_owned(),
+        _ => host,
+    }
+}
+
+fn listen_on_passed(server: &Server<ExportDisk>) -> Result<Vec<SocketAddress>> {
+    let listeners = Listener::passed()?;
+    if listeners.is_empty() {
+        return Err(Error::invalid_argument("no socket was passed to this process (LISTEN_FDS)"));
+    }
+    listeners.into_iter().map(|listener| server.listen_on(listener)).collect()
+}
+
+/// Logs what clients do. With `control` the last one that goes stops the daemon.
+fn tell(control: Option<Sender<Message>>) -> EventHandler {
+    let connected = AtomicUsize::new(0);
+    EventHandler(Arc::new(move |event| match event {
+        Event::ClientConnected { export, peer } => {
+            connected.fetch_add(1, Ordering::SeqCst);
+            tracing::info!(export, peer, "client connected");
+        }
+        Event::ClientDisconnected { export, peer, error } => {
+            match error {
+                Some(error) => tracing::warn!(export, peer, error, "client lost"),
+                None => tracing::info!(export, peer, "client disconnected"),
+            }
+            let was_last = connected.fetch_sub(1, Ordering::SeqCst) == 1;
+            if let Some(control) = control.as_ref().filter(|_| was_last) {
+                // Fails only when the daemon has stopped already.
+                let _ = control.send(Message::Stop(StopReason::Idle));
+            }
+        }
+        Event::ClientRefused { peer, reason } => tracing::warn!(peer, reason, "client refused"),
+        Event::ExportRemoved { name } => tracing::info!(name, "export removed"),
+        _ => {}
+    }))
+}

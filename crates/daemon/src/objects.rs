@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What `object-add` makes: throttle groups, credentials, secrets, threads.
+
+use cowshed_nbd::ServerTls;
+use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use serde_json::Value;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// An object.
+#[derive(Clone, Debug)]
+pub(crate) enum Object {
+    /// A name for a thread: connections are spread over the daemon's own threads, so it decides nothing.
+    IoThread,
+    /// `tls-creds-x509`: a folder with certificates.
+    TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool },
+}
+
+impl Object {
+    /// Its type.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Object::IoThread => "iothread",
+            Object::TlsCreds { .. } => "tls-creds-x509",
+        }
+    }
+
+    /// The names and types of its properties.
+    pub fn properties(&self) -> Vec<(&'static str, &'static str)> {
+        match self {
+            Object::IoThread => Vec::new(),
+            Object::TlsCreds { .. } => {
+                vec![("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")]
+            }
+        }
+    }
+
+    /// The value of a property.
+    pub fn get(&self, property: &str) -> Option<Value> {
+        match (self, property) {
+            (Object::TlsCreds { dir, .. }, "dir") => Some(dir.to_string_lossy().into()),
+            (Object::TlsCreds { is_server, .. }, "endpoint") => {
+                Some(if *is_server { "server" } else { "client" }.into())
+            }
+            (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
+            _ => None,
+        }
+    }
+
+    /// Changes a property.
+    pub fn set(&self, property: &str, _value: &Value) -> QmpResult<()> {
+        Err(QmpError::generic(format!("Property '{property}' of '{}' cannot be changed", self.kind())))
+    }
+}
+
+/// The objects by id.
+#[derive(Debug, Default)]
+pub(crate) struct Objects(RefCell<BTreeMap<String, Object>>);
+
+impl Objects {
+    /// Adds one; its id must be new.
+    pub fn add(&self, id: &str, object: Object) -> QmpResult<()> {
+        let mut objects = self.0.borrow_mut();
+        if objects.contains_key(id) {
+            let message = format!("attempt to add duplicate property '{id}' to object (type 'container')");
+            return Err(QmpError::generic(message));
+        }
+        objects.insert(id.to_owned(), object);
+        Ok(())
+    }
+
+    /// The object with this id.
+    pub fn find(&self, id: &str) -> Option<Object> {
+        self.0.borrow().get(id).cloned()
+    }
+
+    /// Takes one away.
+    pub fn remove(&self, id: &str) -> Option<Object> {
+        self.0.borrow_mut().remove(id)
+    }
+
+    /// Ids and types.
+    pub fn list(&self) -> Vec<(String, &'static str)> {
+        self.0.borrow().iter().map(|(id, object)| (id.clone(), object.kind())).collect()
+    }
+
+    /// The object that a path means: its id, or `/objects/ID`.
+    pub fn at_path(&self, path: &str) -> QmpResult<(String, Object)> {
+        let id = path.strip_prefix("/objects/").unwrap_or(path);
+        let found = self.find(id).map(|object| (id.to_owned(), object));
+        found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{path}' not found")))
+    }
+
+    /// Makes a server's credentials.
+    pub fn server_tls(&self, id: &str) -> QmpResult<ServerTls> {
+        match self.find(id) {
+            Some(Object::TlsCreds { dir, is_server: true, verify_peer }) => {
+                ServerTls::from_dir(&dir, verify_peer).map_err(|error| QmpError::generic(error.to_string()))
+            }
+            Some(Object::TlsCreds { .. }) => Err(QmpError::generic("Expecting TLS credentials with a server endpoint")),
+            Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
+            None => Err(QmpError::generic(format!("No TLS credentials with id '{id}'"))),
+        }
+    }
+
+    /// There must be such a thread.
+    pub fn check_iothread(&self, id: &str) -> QmpResult<()> {
+        match self.find(id) {
+            Some(Object::IoThread) => Ok(()),
+            _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
+        }
+    }
+}

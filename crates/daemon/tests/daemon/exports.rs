@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports, used by the real clients: nbdinfo, nbdcopy, qemu-img, qemu-io.
+
+use super::running::{Client, Running};
+use cowshed_daemon::Step;
+use cowshed_testkit::qemu::Qemu;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+
+/// A daemon with the image `a.qcow2` as node `q`, and its NBD server at `n.sock`.
+fn serving() -> (Running, Client) {
+    let daemon = Running::start(Vec::new());
+    Qemu::system().create(&daemon.path("a.qcow2"), "qcow2", "", 16 << 20);
+    let mut client = daemon.client();
+    client.command("blockdev-add", node(&daemon.path("a.qcow2"), "q"));
+    let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+    client.command("nbd-server-start", json!({"addr": address}));
+    (daemon, client)
+}
+
+fn node(path: &Path, name: &str) -> Value {
+    json!({"driver": "qcow2", "node-name": name, "discard": "unmap", "file": {"driver": "file", "filename": path}})
+}
+
+fn uri(daemon: &Running, export: &str) -> String {
+    format!("nbd+unix:///{export}?socket={}", daemon.path("n.sock").display())
+}
+
+/// Runs a tool that must be there; what it printed.
+fn tool(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(name).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{name} can't be run ({error}): scripts/setup test installs it"));
+    assert!(output.status.success(), "{name} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn real_clients_read_and_write_an_export() {
+    let (daemon, mut client) = serving();
+    let export = json!({"type": "nbd", "id": "e", "node-name": "q", "name": "disk", "writable": true});
+    client.command("block-export-add", export);
+    let uri = uri(&daemon, "disk");
+    let qemu = Qemu::system();
+    qemu.io(["-f", "raw", "-c", "write -P 7 1M 1M", "-c", "write -z 1M 64k", "-c", "discard 4M 1M", &uri]).expect_ok();
+    qemu.io(["-f", "raw", "-c", "read -P 0 1M 64k", "-c", "read -P 7 1088k 960k", &uri]).expect_ok();
+    let info: Value = serde_json::from_str(&tool("nbdinfo", &["--json", &uri])).expect("JSON");
+    assert_eq!(info["exports"][0]["export-size"], 16 << 20);
+    assert_eq!(info["exports"][0]["is_read_only"], false);
+    assert_eq!(info["exports"][0]["can_multi_conn"], true);
+    let map: Value = serde_json::from_str(&tool("nbdinfo", &["--map", "--json", &uri])).expect("JSON");
+    assert!(map.as_array().expect("a list").len() >= 3, "{map}");
+    let copy = daemon.path("copy.raw");
+    tool("nbdcopy", &[&uri, copy.to_str().expect("text")]);
+    client.command("block-export-del", json!({"id": "e"}));
+    assert_eq!(client.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
+    client.command("blockdev-del", json!({"node-name": "q"}));
+    assert!(qemu.is_equal((&daemon.path("a.qcow2"), "qcow2"), (&copy, "raw")));
+    qemu.expect_clean(&daemon.path("a.qcow2"));
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn exports_are_listed_and_refused_as_qemu_does() {
+    let (daemon, mut client) = serving();
+    let export = |id: &str, name: &str| json!({"type": "nbd", "id": id, "node-name": "q", "name": name});
+    client.command("block-export-add", export("e", "first"));
+    assert_eq!(client.refusal("block-export-add", export("e", "x")), "Block export id 'e' is already in use");
+    assert_eq!(client.refusal("block-export-add", export("f", "first")), "NBD server already has export named 'first'");
+    assert_eq!(
+        client.refusal("block-export-add", json!({"type": "nbd", "id": "g", "node-name": "z"})),
+        "Cannot find device='' nor node-name='z'"
+    );
+    client.command("nbd-server-add", json!({"device": "q", "name": "w", "writable": true}));
+    let exports = client.command("query-block-exports", json!({}));
+    let expected = |id: &str| json!({"id": id, "type": "nbd", "node-name": "q", "shutting-down": false});
+    assert_eq!(exports, json!([expected("e"), expected("w")]));
+    assert!(client.refusal("blockdev-del", json!({"node-name": "q"})).contains("in use"));
+    assert_eq!(client.refusal("block-export-del", json!({"id": "z"})), "Export 'z' is not found");
+    let address = json!({"type": "unix", "data": {"path": daemon.path("other.sock")}});
+    assert_eq!(client.refusal("nbd-server-start", json!({"addr": address})), "NBD server already running");
+    assert!(!daemon.path("other.sock").exists());
+
+    client.command("nbd-server-stop", json!({}));
+    assert_eq!(client.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
+    assert_eq!(client.event("BLOCK_EXPORT_DELETED"), json!({"id": "w"}));
+    assert!(!daemon.path("n.sock").exists());
+    assert_eq!(client.refusal("nbd-server-stop", json!({})), "NBD server not running");
+    assert_eq!(client.refusal("block-export-add", export("e", "x")), "NBD server not running");
+    client.command("blockdev-del", json!({"node-name": "q"}));
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn an_export_in_use_goes_only_by_force() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "name": "disk"}));
+    let (uri, marker) = (uri(&daemon, "disk"), daemon.path("holds"));
+    // A client that holds the export until its standard input ends.
+    let mut holder = Command::new("qemu-io")
+        .args(["-f", "raw", "-r", &uri])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::fs::File::create(&marker).expect("a file"))
+        .spawn()
+        .expect("qemu-io runs");
+    while std::fs::read_to_string(&marker).expect("a file").is_empty() {
+        std::thread::yield_now();
+    }
+    assert_eq!(client.refusal("block-export-del", json!({"id": "e"})), "export 'e' still in use");
+    client.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    assert_eq!(client.command("query-block-exports", json!({})), json!([]));
+    drop(holder.stdin.take());
+    holder.wait().expect("qemu-io ends");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_command_line_makes_the_same() {
+    let folder = super::running::temp_folder();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 1 << 20);
+    let steps = vec![
+        Step::object("iothread,id=t0").expect("right"),
+        Step::blockdev(&format!("driver=file,node-name=f,filename={}", path("a.qcow2"))).expect("right"),
+        Step::blockdev("{\"driver\": \"qcow2\", \"node-name\": \"q\", \"file\": \"f\"}").expect("right"),
+        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
+        Step::export("nbd,id=e,node-name=q,writable=on,iothread=t0").expect("right"),
+    ];
+    let daemon = Running::start_in(folder, steps);
+    let uri = uri(&daemon, "q");
+    Qemu::system().io(["-f", "raw", "-c", "write -P 3 0 64k", &uri]).expect_ok();
+    assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "1048576");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_locked_image_is_refused_by_name() {
+    let (daemon, mut client) = serving();
+    let other = Running::start(Vec::new());
+    let refusal = other.client().refusal("blockdev-add", node(&daemon.path("a.qcow2"), "q"));
+    assert!(refusal.contains("a.qcow2") && refusal.contains("lock"), "{refusal}");
+    assert_eq!(other.client().command("query-named-block-nodes", json!({})), json!([]));
+    client.command("quit", json!({}));
+    daemon.join().expect("stopped in order");
+    other.stop().expect("stopped in order");
+}
