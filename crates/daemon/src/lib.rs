@@ -6,7 +6,6 @@
 mod commands;
 mod control;
 mod events;
-mod export;
 mod inbox;
 mod monitor;
 mod nbd;

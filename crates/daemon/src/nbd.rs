@@ -3,7 +3,7 @@
 
 use crate::control::{Message, StopReason};
 use crate::events::EventBus;
-use crate::export::ExportDisk;
+
 use crate::inbox::Sender;
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::Attachment;
@@ -58,7 +58,7 @@ pub(crate) struct ExportSpec {
 
 /// The server, once it runs, and the exports.
 pub(crate) struct Nbd {
-    server: Arc<Server<ExportDisk>>,
+    server: Arc<Server<Arc<Attachment>>>,
     addresses: Vec<SocketAddress>,
     exports: RefCell<Vec<Exported>>,
     events: EventBus,
@@ -121,7 +121,7 @@ impl Nbd {
             multi_conn: self.multi_conn,
             allocation_depth: spec.allocation_depth,
             is_default: self.exports.borrow().is_empty(),
-            ..Export::new(spec.name.clone(), ExportDisk::new(Arc::clone(&attachment)))
+            ..Export::new(spec.name.clone(), Arc::clone(&attachment))
         };
         self.server.add_export(export)?;
         let ExportSpec { id, name, writable, .. } = spec;
@@ -188,7 +188,7 @@ fn reachable(host: String) -> String {
     }
 }
 
-fn listen_on_passed(server: &Server<ExportDisk>) -> Result<Vec<SocketAddress>> {
+fn listen_on_passed(server: &Server<Arc<Attachment>>) -> Result<Vec<SocketAddress>> {
     let listeners = Listener::passed()?;
     if listeners.is_empty() {
         return Err(Error::invalid_argument("no socket was passed to this process (LISTEN_FDS)"));
