@@ -27,7 +27,7 @@ pub struct CheckOptions {
     pub lossy: bool,
     /// Threads; `None`: one for each core, 8 at most.
     pub threads: Option<usize>,
-    /// Memory for reference counts in bytes; `None`: 192 MiB.
+    /// Memory in bytes, about; images that need more take several passes. `None`: 256 MiB.
     pub memory_bytes: Option<u64>,
     /// Name of a new file for what it takes to take the repair back.
     pub undo_log: Option<String>,

@@ -2,6 +2,7 @@
 //! `check`: looks for damage, and repairs it.
 
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
+use super::sizes::{MOST, size_between};
 use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json};
@@ -11,6 +12,8 @@ use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, report};
 
 /// Exit code for formats that have nothing to check.
 const NOT_CHECKABLE_EXIT_CODE: u8 = 63;
+/// Least memory: with less, an image would be read again and again.
+const MEMORY_MIN: u64 = 1 << 20;
 
 pub const VERB: Verb = Verb {
     name: "check",
@@ -74,6 +77,9 @@ struct CheckArgs {
     /// Take back the repair that this undo log tells of, also one that was cut off
     #[arg(long, value_name = "LOG", value_hint = clap::ValueHint::FilePath)]
     undo: Option<String>,
+    /// Memory to use, about (default: 256M); images that need more are read several times
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<String>,
     /// Open the image even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -113,8 +119,15 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return undo(&image, log, &args, console);
     }
     let undo_log = args.undo_log.clone();
-    let options =
-        CheckOptions { image, repair, undo_log, lossy: args.lossy, dry_run: args.dry_run, ..CheckOptions::default() };
+    let options = CheckOptions {
+        image,
+        repair,
+        undo_log,
+        lossy: args.lossy,
+        dry_run: args.dry_run,
+        memory_bytes: args.memory.as_deref().map(|text| size_between("memory", text, MEMORY_MIN, MOST)).transpose()?,
+        ..CheckOptions::default()
+    };
     let quiet = args.quiet || args.output == OutputFormat::Json;
     let job = work::Foreground::new(console.persona, args.progress, quiet, "checking")?;
     let failed = |error: &cowshed_block::Error| Failure::open(console.persona, file, error);

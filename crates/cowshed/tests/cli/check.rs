@@ -142,3 +142,30 @@ fn contradictions_are_refused() {
     }
     assert!(!bench.path("a.undo").exists());
 }
+
+/// 128 million clusters, whose counts alone take 256 MiB, in a process that may map no more than that in all.
+#[test]
+fn a_check_keeps_to_its_memory() {
+    let bench = Bench::new();
+    assert!(bench.run("create -f qcow2 -o cluster_size=512 a.qcow2 64M").status.success());
+    let image = std::fs::File::options().write(true).open(bench.path("a.qcow2")).expect("image");
+    image.set_len(64 << 30).expect("a sparse file");
+    let binary = env!("CARGO_BIN_EXE_cowshed");
+    let check = |memory: &str| {
+        let script = format!("ulimit -v 262144; exec '{binary}' check --memory {memory} a.qcow2");
+        let output = Command::new("sh").arg("-c").arg(script).current_dir(bench.folder.path()).output();
+        output.expect("a shell")
+    };
+    let output = check("64M");
+    assert_eq!(code(&output), 0, "{}", complaint(&output));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("No errors were found"), "{text}");
+    // The limit is one: with more memory granted than there is, the process doesn't get through.
+    assert_ne!(code_or_signal(&check("1G")), 0);
+    assert_eq!(code(&bench.run("check --memory 1k a.qcow2")), 1);
+}
+
+/// The exit code, or 128 for a signal.
+fn code_or_signal(output: &Output) -> i32 {
+    output.status.code().unwrap_or(128)
+}

@@ -47,7 +47,8 @@ pub struct CheckOptions {
     pub lossy: bool,
     /// Threads that read and count. 1: everything on the caller's thread.
     pub threads: usize,
-    /// Memory for the reference counts, in bytes: two for each host cluster. Larger images take several passes.
+    /// Memory in bytes, about: lists of tables, buffers, and reference counts, two bytes for each host cluster. Images
+    /// that need more take several passes.
     pub memory_bytes: u64,
     /// Findings that are kept; more are only counted.
     pub findings_max: usize,
@@ -61,7 +62,7 @@ impl Default for CheckOptions {
             repair: Repair::None,
             lossy: false,
             threads: 1,
-            memory_bytes: 192 << 20,
+            memory_bytes: 256 << 20,
             findings_max: 100_000,
             undo_log: None,
         }

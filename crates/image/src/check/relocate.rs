@@ -44,6 +44,8 @@ impl Session<'_> {
         if clusters.is_empty() || self.context.data_file || self.header.crypt_method != 0 {
             return Ok(HashMap::new());
         }
+        // A few: whoever has more of them needs wider refcounts.
+        let mut room = self.options.findings_max;
         let stride = if self.geometry.extended_l2() { 16 } else { 8 };
         for table in self.tables.iter().filter(|table| table.weight != 0 && !self.is_claimed_twice(table.offset)) {
             let bytes = self.read(table.offset, self.geometry.cluster_size() as usize).await?;
@@ -57,7 +59,8 @@ impl Session<'_> {
                 let weight = u64::from(table.weight);
                 if cluster.seen + weight <= max {
                     cluster.seen += weight;
-                } else if weight <= max {
+                } else if weight <= max && room > 0 {
+                    room -= 1;
                     cluster.references = cluster.references.saturating_sub(weight);
                     cluster.surplus.push(OverlapEntry { at, entry: entry.0, weight: table.weight });
                 }

@@ -12,6 +12,8 @@ use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs, n
 pub(super) const SNAPSHOT_RULES_VERSION: u32 = 2;
 /// "Version 3 images must include extra data at least up to byte 55": size of the VM state and of the disk.
 const EXTRA_BYTES_MIN: usize = 16;
+/// L1 entries of a snapshot are edited so many bytes at a time.
+const L1_PIECE_BYTES: usize = 1 << 20;
 
 impl Session<'_> {
     pub(super) async fn load_snapshots(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
@@ -59,26 +61,36 @@ impl Session<'_> {
 
     /// Replaces entries of the snapshots' L1 tables, with a barrier when it wrote anything.
     pub(super) async fn edit_snapshot_l1s(&self, edit: impl Fn(L1Entry) -> L1Entry) -> Result<bool> {
-        let mut edits = Vec::new();
+        let mut changed = false;
         for snapshot in &self.snapshots {
             let (start, len) = (snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
             let valid = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits).is_ok();
             if !valid || self.context.is_past_end(start, len) {
                 continue;
             }
-            self.read_numbers(start, len / 8, |first, entries| {
-                let places = entries.iter().zip((first..).map(|index| start + index * 8));
-                let changed = places.map(|(raw, at)| (at, *raw, edit(L1Entry(*raw)).0));
-                edits.extend(changed.filter(|(at, old, new)| old != new && !self.is_claimed_twice(*at)));
-                Ok(())
-            })
-            .await?;
+            // Piece by piece: thousands of snapshots may have millions of entries each.
+            for piece in (start..start + len).step_by(L1_PIECE_BYTES) {
+                let entries = (start + len - piece).min(L1_PIECE_BYTES as u64) / 8;
+                changed |= self.edit_l1_piece(piece, entries, &edit).await?;
+            }
         }
+        if changed {
+            self.barrier().await?;
+        }
+        Ok(changed)
+    }
+
+    async fn edit_l1_piece(&self, start: u64, entries: u64, edit: &impl Fn(L1Entry) -> L1Entry) -> Result<bool> {
+        let mut edits = Vec::new();
+        self.read_numbers(start, entries, |first, entries| {
+            let places = entries.iter().zip((first..).map(|index| start + index * 8));
+            let changed = places.map(|(raw, at)| (at, *raw, edit(L1Entry(*raw)).0));
+            edits.extend(changed.filter(|(at, old, new)| old != new && !self.is_claimed_twice(*at)));
+            Ok(())
+        })
+        .await?;
         for (at, _, new) in &edits {
             self.write(*at, &new.to_be_bytes()).await?;
-        }
-        if !edits.is_empty() {
-            self.barrier().await?;
         }
         Ok(!edits.is_empty())
     }

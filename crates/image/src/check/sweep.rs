@@ -18,6 +18,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Tables and blocks are read in batches of about this size, in bytes.
 const BATCH_BYTES: u64 = 1 << 20;
+/// Two lanes in each thread, each with a batch in work and the buffers of the one before.
+const THREAD_BYTES: u64 = 4 * BATCH_BYTES;
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -49,9 +51,23 @@ impl Session<'_> {
         let end = self.file_clusters + 1;
         // Whole refcount blocks, so that none is split between windows.
         let block = self.geometry.refcount_block_entries();
-        let window = (self.options.memory_bytes / Counts::bytes(1)).clamp(1, u64::from(u32::MAX) / 2);
+        let window = (self.memory_for_counts() / Counts::bytes(1)).clamp(1, u64::from(u32::MAX) / 2);
         let window = (window / block).max(1) * block;
         (0..end.div_ceil(window)).map(|index| index * window..((index + 1) * window).min(end)).collect()
+    }
+
+    /// What the lists of tables and the buffers of the threads leave, but at least a quarter: with less, an image would be
+    /// read more often than anybody waits for.
+    fn memory_for_counts(&self) -> u64 {
+        let lists = self.tables.len() * size_of::<TableRef>() + (self.l1.len() + self.refcount_table.len()) * 8;
+        let taken = (lists as u64).saturating_add(THREAD_BYTES * self.threads() as u64);
+        self.options.memory_bytes.saturating_sub(taken).max(self.options.memory_bytes / 4)
+    }
+
+    /// Threads whose buffers fit the memory.
+    fn threads(&self) -> usize {
+        let fit = self.options.memory_bytes / (2 * THREAD_BYTES);
+        self.options.threads.min(usize::try_from(fit).unwrap_or(usize::MAX)).max(1)
     }
 
     /// Counts and compares everything, and changes nothing. Returns the entries that overlap with metadata.
@@ -156,7 +172,7 @@ impl Session<'_> {
     }
 
     fn threads_for(&self, batches: usize) -> usize {
-        self.options.threads.clamp(1, batches.max(1))
+        self.threads().clamp(1, batches.max(1))
     }
 
     /// Scans every L2 table into `counts`.
