@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A second opinion on a qcow2 image: is every cluster that is used counted often enough, and are the COPIED flags
 //! right? Written against the specification alone and sharing no code with the engine or its `check`, small and fast
-//! enough for every state of the crash enumerator. Internal snapshots and bitmaps are not looked into.
+//! enough for every state of the crash enumerator. Bitmaps are not looked into.
 
 use cowshed_storage::sim::PageMap;
 use std::collections::BTreeMap;
@@ -20,6 +20,12 @@ pub struct Audit {
     pub most_uses: u64,
     /// Clusters of the tables that move when they grow: L1 table and refcount table.
     pub moving_table_clusters: u64,
+}
+
+/// Where a snapshot's L1 table is.
+struct SnapshotTables {
+    l1: u64,
+    l1_len: u64,
 }
 
 const COPIED: u64 = 1 << 63;
@@ -88,12 +94,49 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
     image.use_metadata(0, 1, "header")?;
     image.use_metadata(l1, l1_len * 8, "L1 table")?;
     image.walk_l1(l1, l1_len)?;
+    for snapshot in image.snapshots()? {
+        image.use_metadata(snapshot.l1, snapshot.l1_len * 8, "L1 table of a snapshot")?;
+        image.walk_l1(snapshot.l1, snapshot.l1_len)?;
+    }
     image.walk_refcounts()?;
     if !image.audit.dirty {
         image.compare()?;
         image.check_copied(l1, l1_len)?;
     }
     Ok(image)
+}
+
+/// A digest of all that internal snapshots hold: what is in their tables and in the clusters that these name. 0 without
+/// snapshots. Nothing that is done to the disk may change it.
+///
+/// # Errors
+/// As [`audit`].
+pub fn snapshot_digest(file: &PageMap) -> Result<u64, String> {
+    let mut image = look(file)?;
+    let mut digest = 0u64;
+    let mut mix = |word: u64| digest = (digest.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for snapshot in image.snapshots()? {
+        for index in 0..snapshot.l1_len {
+            let entry = read(file, snapshot.l1 + index * 8, 8) & !COPIED;
+            mix(entry);
+            if entry == 0 {
+                continue;
+            }
+            for (at, (entry, bitmap)) in image.table(entry & OFFSET) {
+                [at, entry & !COPIED, bitmap].into_iter().for_each(&mut mix);
+                let (start, len) = match entry & COMPRESSED {
+                    0 => (entry & OFFSET, if entry & OFFSET == 0 { 0 } else { image.cluster_bytes() }),
+                    _ => image.compressed_span(entry),
+                };
+                let mut bytes = vec![0; len as usize];
+                file.read(start, &mut bytes);
+                bytes
+                    .chunks_exact(8)
+                    .for_each(|word| mix(word.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))));
+            }
+        }
+    }
+    Ok(digest)
 }
 
 /// The L2 entry of the guest's cluster `cluster` as it stands in `file`; 0 without a table.
@@ -186,16 +229,36 @@ impl Image<'_> {
         Ok(())
     }
 
+    /// Offset and length of what a compressed entry names.
+    fn compressed_span(&self, entry: u64) -> (u64, u64) {
+        let shift = 62 - (self.cluster_bits - 8);
+        let offset = entry & ((1 << shift) - 1);
+        let sectors = (entry & (COMPRESSED - 1)) >> shift;
+        (offset, 512 - offset % 512 + sectors * 512)
+    }
+
+    /// The entries of the snapshot table, which counts as used.
+    fn snapshots(&mut self) -> Result<Vec<SnapshotTables>, String> {
+        let (count, start) = (read(self.file, 60, 4), read(self.file, 64, 8));
+        let mut at = start;
+        let mut snapshots = Vec::new();
+        for _ in 0..count {
+            let number = |place: u64, bytes: usize| read(self.file, at + place, bytes);
+            snapshots.push(SnapshotTables { l1: number(0, 8), l1_len: number(8, 4) });
+            at += (40 + number(36, 4) + number(12, 2) + number(14, 2)).next_multiple_of(8);
+        }
+        self.use_metadata(start, at - start, "snapshot table")?;
+        Ok(snapshots)
+    }
+
     fn use_entry(&mut self, entry: u64, at: u64) -> Result<(), String> {
         if entry & COMPRESSED != 0 {
-            let shift = 62 - (self.cluster_bits - 8);
-            let offset = entry & ((1 << shift) - 1);
-            let sectors = (entry & (COMPRESSED - 1)) >> shift;
             self.audit.mapped += 1;
             if entry & COPIED != 0 {
                 return Err(format!("compressed entry {entry:#x} at {at:#x} has COPIED set"));
             }
-            return self.use_range(offset, 512 - offset % 512 + sectors * 512, "compressed cluster");
+            let (offset, len) = self.compressed_span(entry);
+            return self.use_range(offset, len, "compressed cluster");
         }
         let offset = entry & OFFSET;
         let zero_flag = u64::from(!self.extended_l2 && self.version >= 3);

@@ -22,6 +22,8 @@ pub struct CrashScene {
     pub queues: usize,
     /// Options of the driver.
     pub options: &'static str,
+    /// The image has internal snapshots.
+    pub snapshots: bool,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
 }
@@ -89,7 +91,12 @@ impl CrashScene {
             3 if !is_v2 => "discard-no-unref=on",
             _ => "",
         };
-        CrashScene { seed, chain: Chain { layers }, config, queues, options, whole_sectors }
+        let mut scene =
+            CrashScene { seed, chain: Chain { layers }, config, queues, options, snapshots: false, whole_sectors };
+        // Each cluster is counted three times then, a compressed one's neighbours too.
+        let allows_snapshots = scene.spec().data_file.is_none() && scene.sizes().1 >= 16;
+        scene.snapshots = allows_snapshots && random.chance(30);
+        scene
     }
 
     fn spec(&self) -> &Qcow2Spec {
@@ -122,6 +129,7 @@ impl CrashScene {
             (spec.extended_l2, "extended L2"),
             (spec.lazy_refcounts, "lazy"),
             (self.chain.layers.len() > 1, "backing"),
+            (self.snapshots, "snapshots"),
             (self.compresses(), "compressed"),
             (spec.data_file == Some(DataFile::Mapped), "data file"),
             (spec.data_file == Some(DataFile::Raw), "raw data file"),
@@ -148,6 +156,7 @@ impl CrashScene {
             (spec.data_file == Some(DataFile::Raw), "data_file_raw"),
             (spec.preallocation != "off", "preallocated"),
             (self.chain.layers.len() > 1, "backing"),
+            (self.snapshots, "snapshots"),
             (self.grows(), "tables grow"),
             (self.config.capacity_bytes.is_some(), "disk gets full"),
             (!self.config.features.punch_hole, "no fallocate"),
@@ -189,7 +198,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
-        let prepared = Prepared::new(&self.chain);
+        let prepared = Prepared::with_snapshots(&self.chain, self.snapshots);
         let steps = self.steps(&prepared, effort.requests);
         prepared.crash_or_shrink(&self.trial_on(&prepared, steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
@@ -202,7 +211,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong.
     pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
-        let prepared = Prepared::new(&self.chain);
+        let prepared = Prepared::with_snapshots(&self.chain, self.snapshots);
         prepared.crash(&self.trial_on(&prepared, steps, effort, faults))
     }
 

@@ -2,7 +2,7 @@
 //! The real engine on the simulated disk: images of every kind are written to by several streams, the power is cut
 //! everywhere, and each disk that is left is audited, opened, read, and some handed to the real `qemu-img`.
 
-use crate::audit::{Audit, audit, metadata_ranges};
+use crate::audit::{Audit, audit, metadata_ranges, snapshot_digest};
 use crate::crash::{CrashCase, CrashFailure, CrashPlan, CrashReport, explore};
 use crate::images::{Chain, Qcow2Spec, QemuIo};
 use crate::model::Model;
@@ -136,14 +136,26 @@ pub struct Prepared {
     pub content: Vec<u8>,
     spec: Qcow2Spec,
     leaks_at_start: u64,
+    snapshots_at_start: u64,
     qemu: Qemu,
 }
 
 impl Prepared {
     /// Builds `chain`, whose top is qcow2.
     pub fn new(chain: &Chain) -> Self {
+        Self::with_snapshots(chain, false)
+    }
+
+    /// As [`Prepared::new`], with two internal snapshots in the top image and something written between them.
+    pub fn with_snapshots(chain: &Chain, has_snapshots: bool) -> Self {
         let (qemu, folder) = (Qemu::system(), temp_dir());
         let built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
+        if has_snapshots {
+            let take = |name: &str| qemu.img(["snapshot", "-c", name, &built.path.to_string_lossy()]).expect_ok();
+            take("one");
+            qemu.io_commands(&built.path, "qcow2", &["write -q -P 99 0 512".to_owned()]);
+            take("two");
+        }
         let content = qemu.content(&built.path, "qcow2");
         let mut files = Snapshot::new();
         for entry in std::fs::read_dir(folder.path()).expect("the folder is there") {
@@ -157,7 +169,9 @@ impl Prepared {
         };
         let top = built.path.to_string_lossy().into_owned();
         let leaks_at_start = files.get(&top).and_then(|file| audit(file).ok()).map_or(0, |audit| audit.leaks);
-        Prepared { folder, top, files, content, spec, leaks_at_start, qemu }
+        let snapshots_at_start = files.get(&top).map_or(Ok(0), snapshot_digest);
+        let snapshots_at_start = snapshots_at_start.unwrap_or_else(|wrong| panic!("the image just made: {wrong}"));
+        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, qemu }
     }
 
     /// Changes the top image's file before anything is done to it; what the guest sees must stay the same.
@@ -310,6 +324,9 @@ impl Prepared {
     fn verify(&self, model: &Model, case: &CrashCase<'_>, trial: &Trial) -> std::result::Result<(), String> {
         let contents = case.state.files.get(&self.top).ok_or("the image is gone")?;
         let before = audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
+        if snapshot_digest(contents)? != self.snapshots_at_start {
+            return Err("what an internal snapshot holds has changed".to_owned());
+        }
         if !trial.may_fail() {
             self.check_leak_bound(model, case, &before)?;
         }
