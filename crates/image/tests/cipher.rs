@@ -45,6 +45,7 @@ async fn open(path: &Path) -> Qcow2Driver {
         options: Qcow2RuntimeOptions::default(),
         writable: true,
         check: false,
+        snapshot: None,
         no_backing: false,
         no_data: false,
         max_decompressed_bytes: u64::MAX,

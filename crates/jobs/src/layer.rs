@@ -2,15 +2,11 @@
 //! What the header of a qcow2 image says beyond what every node has.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::Node;
+use cowshed_image::{Node, snapshots};
 use cowshed_layout::luks::{self, LuksHeader};
 use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
-use cowshed_layout::qcow2::snapshot::parse_table;
-use cowshed_layout::qcow2::{Header, Parsed, Snapshot};
+use cowshed_layout::qcow2::{Header, Snapshot, limits};
 use cowshed_storage::{File, IoBuf};
-
-/// Largest snapshot table that is read, bytes; QEMU's own limit.
-const MAX_SNAPSHOT_TABLE_BYTES: usize = 64 << 20;
 
 /// A qcow2 image's header and the file it came from.
 pub struct Qcow2Layer {
@@ -45,28 +41,7 @@ pub fn geometry(node: &Node) -> Option<Geometry> {
 impl Qcow2Layer {
     /// The internal snapshots.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
-        if self.header.nb_snapshots == 0 {
-            return Ok(Vec::new());
-        }
-        // Entries have no fixed length: read more until all are there.
-        let mut len = (self.header.nb_snapshots as usize).saturating_mul(128).clamp(4096, MAX_SNAPSHOT_TABLE_BYTES);
-        loop {
-            let bytes = self.read(self.header.snapshots_offset, len).await?;
-            match parse_table(&bytes, self.header.nb_snapshots).map_err(|error| error.file(self.file.name()))? {
-                Parsed::Complete { value, .. } => return Ok(value),
-                Parsed::Incomplete { need } if len < MAX_SNAPSHOT_TABLE_BYTES => {
-                    len = need.max(len.saturating_mul(2)).min(MAX_SNAPSHOT_TABLE_BYTES);
-                }
-                Parsed::Incomplete { .. } => {
-                    return Err(Error::invalid_image(
-                        "nb_snapshots",
-                        self.header.nb_snapshots,
-                        format!("the snapshot table is larger than {MAX_SNAPSHOT_TABLE_BYTES} bytes"),
-                    )
-                    .file(self.file.name()));
-                }
-            }
-        }
+        snapshots::list(&self.file, &self.header).await.map_err(|error| error.file(self.file.name()))
     }
 
     /// The persistent bitmaps; none when the extension doesn't count (its autoclear bit is not set).
@@ -77,7 +52,7 @@ impl Qcow2Layer {
         }
         let len = usize::try_from(extension.directory_size)
             .ok()
-            .filter(|len| *len <= MAX_SNAPSHOT_TABLE_BYTES)
+            .filter(|len| *len as u64 <= limits::BITMAP_DIRECTORY_BYTES)
             .ok_or_else(|| {
                 Error::invalid_image("bitmap_directory_size", extension.directory_size, "bitmap directory is too large")
                     .file(self.file.name())

@@ -18,6 +18,7 @@ pub mod map;
 pub mod measure;
 mod rate;
 pub mod resize;
+pub mod snapshot;
 pub mod spec;
 pub mod zeroes;
 

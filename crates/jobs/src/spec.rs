@@ -3,6 +3,7 @@
 
 use cowshed_block::{Error, Result};
 use cowshed_image::open::Policy;
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, open};
 use std::sync::Arc;
 
@@ -21,6 +22,8 @@ pub struct ImageSpec {
     pub cache: Option<String>,
     /// What the image may make us open, and how large it may be.
     pub policy: Policy,
+    /// An internal snapshot to read in place of the disk as it is now (`-l`).
+    pub snapshot: Option<SnapshotName>,
     /// Where warnings go, one line each; nowhere when `None`.
     pub on_warning: Option<fn(&str)>,
 }
@@ -48,7 +51,7 @@ impl ImageSpec {
         } else {
             OpenRequest::file(&self.name).format(self.format.as_deref())
         };
-        let request = request.force_share(self.force_share).policy(self.policy.clone());
+        let request = request.force_share(self.force_share).policy(self.policy.clone()).snapshot(self.snapshot.clone());
         match &self.cache {
             Some(mode) => request.cache(mode),
             None => Ok(request),

@@ -7,6 +7,7 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use std::time::Instant;
@@ -52,7 +53,7 @@ struct ConvertArgs {
     /// Cache mode for the sources: none, writeback, writethrough, directsync, unsafe
     #[arg(short = 'T', long = "source-cache", value_name = "SRC_CACHE")]
     source_cache: Option<String>,
-    /// Copy an internal snapshot of the source (not yet supported)
+    /// Copy an internal snapshot: an ID or name, snapshot.id=ID or snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Copy persistent bitmaps too (not yet supported)
@@ -159,11 +160,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 }
 
 fn refuse_not_yet(args: &ConvertArgs) -> Result<(), Failure> {
-    for (given, option) in [
-        (args.snapshot.is_some(), "-l"),
-        (args.bitmaps, "--bitmaps"),
-        (args.skip_broken_bitmaps, "--skip-broken-bitmaps"),
-    ] {
+    for (given, option) in [(args.bitmaps, "--bitmaps"), (args.skip_broken_bitmaps, "--skip-broken-bitmaps")] {
         if given {
             return Err(Failure::not_yet(option));
         }
@@ -186,6 +183,7 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
         (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
         (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
+        (source_count > 1 && args.snapshot.is_some(), "No support for concatenating multiple snapshot"),
         (
             source_count > 1 && args.backing.is_some(),
             "Having a backing file for the target makes no sense when concatenating multiple input images",
@@ -229,7 +227,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         .iter()
         .map(|source| {
             let spec = args.naming.spec(source, args.format.as_ref())?;
-            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, ..spec })
+            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse);
+            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, snapshot, ..spec })
         })
         .collect();
     let target = ImageSpec {

@@ -6,6 +6,7 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
 
@@ -30,7 +31,7 @@ struct MeasureArgs {
     format: Option<String>,
     #[command(flatten)]
     naming: NamingArgs,
-    /// Measure an internal snapshot of FILE (not yet supported)
+    /// Measure an internal snapshot of FILE: an ID or name, snapshot.id=ID or snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Format of the new image (default: raw)
@@ -55,9 +56,6 @@ struct MeasureArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = MeasureArgs::from_arg_matches(matches)?;
-    if args.snapshot.is_some() {
-        return Err(Failure::not_yet("-l"));
-    }
     if create_options::asks_for_help(&args.options) {
         return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
     }
@@ -70,7 +68,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         (Some(_), _) => return Err(Failure::new("--size N cannot be used together with a filename.")),
         (None, [file]) => {
             let spec = args.naming.spec(file, args.format.as_ref())?;
-            Some(ImageSpec { force_share: args.force_share, ..spec })
+            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse);
+            Some(ImageSpec { force_share: args.force_share, snapshot, ..spec })
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };

@@ -18,6 +18,7 @@ pub mod measure;
 pub mod parser;
 pub mod resize;
 pub mod sizes;
+pub mod snapshot;
 pub mod work;
 
 use crate::invocation::{Invocation, Persona};
@@ -55,6 +56,7 @@ pub const COMMANDS: &[Verb] = &[
     convert::VERB,
     measure::VERB,
     resize::VERB,
+    snapshot::VERB,
     dd::VERB,
     completions::VERB,
     man::VERB,
@@ -62,7 +64,7 @@ pub const COMMANDS: &[Verb] = &[
 ];
 
 /// Verbs of qemu-img that we don't have yet.
-pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap", "commit", "rebase", "snapshot"];
+pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap", "commit", "rebase"];
 
 /// Runs the command line; the exit code.
 pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {

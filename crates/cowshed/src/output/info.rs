@@ -3,6 +3,7 @@
 
 use super::size::human;
 use crate::invocation::Persona;
+use cowshed_jobs::info::SnapshotInfo;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use serde_json::{Map, Value};
@@ -118,39 +119,9 @@ impl Text {
         let Some(snapshots) = image.get("snapshots").and_then(Value::as_array).filter(|list| !list.is_empty()) else {
             return;
         };
-        self.line("Snapshot list:");
-        self.line(&snapshot_row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"));
-        for snapshot in snapshots {
-            let clock = number(snapshot, "vm-clock-sec");
-            let clock = format!(
-                "{:04}:{:02}:{:02}.{:03}",
-                clock / 3600,
-                clock / 60 % 60,
-                clock % 60,
-                number(snapshot, "vm-clock-nsec") / 1_000_000
-            );
-            let icount = match snapshot.get("icount").and_then(Value::as_u64) {
-                Some(count) => count.to_string(),
-                None => "--".to_owned(),
-            };
-            let row = snapshot_row(
-                string(snapshot, "id"),
-                string(snapshot, "name"),
-                &human(number(snapshot, "vm-state-size")),
-                &self.date(number(snapshot, "date-sec")),
-                &clock,
-                &icount,
-            );
-            self.line(&row);
-        }
-    }
-
-    /// Local time, as qemu-img shows it.
-    fn date(&self, seconds: u64) -> String {
-        let timestamp = i64::try_from(seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok());
-        match timestamp {
-            Some(timestamp) => timestamp.to_zoned(self.zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string(),
-            None => format!("{seconds} s"),
+        let lines: Vec<String> = snapshot_lines(snapshots, &self.zone).collect();
+        for line in lines {
+            self.line(&line);
         }
     }
 
@@ -201,6 +172,47 @@ impl Text {
             }
             other => self.line(&format!("{label}: {other}")),
         }
+    }
+}
+
+/// The list of snapshots as `snapshot -l` prints it.
+pub fn snapshot_table(snapshots: &[SnapshotInfo]) -> String {
+    let values: Vec<Value> = snapshots.iter().filter_map(|snapshot| serde_json::to_value(snapshot).ok()).collect();
+    snapshot_lines(&values, &TimeZone::system()).map(|line| line + "\n").collect()
+}
+
+fn snapshot_lines(snapshots: &[Value], zone: &TimeZone) -> impl Iterator<Item = String> {
+    let heading = ["Snapshot list:".to_owned(), snapshot_row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT")];
+    heading.into_iter().chain(snapshots.iter().map(|snapshot| {
+        let clock = number(snapshot, "vm-clock-sec");
+        let clock = format!(
+            "{:04}:{:02}:{:02}.{:03}",
+            clock / 3600,
+            clock / 60 % 60,
+            clock % 60,
+            number(snapshot, "vm-clock-nsec") / 1_000_000
+        );
+        let icount = match snapshot.get("icount").and_then(Value::as_u64) {
+            Some(count) => count.to_string(),
+            None => "--".to_owned(),
+        };
+        snapshot_row(
+            string(snapshot, "id"),
+            string(snapshot, "name"),
+            &human(number(snapshot, "vm-state-size")),
+            &local_time(number(snapshot, "date-sec"), zone),
+            &clock,
+            &icount,
+        )
+    }))
+}
+
+/// Local time, as qemu-img shows it.
+fn local_time(seconds: u64, zone: &TimeZone) -> String {
+    let timestamp = i64::try_from(seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok());
+    match timestamp {
+        Some(timestamp) => timestamp.to_zoned(zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string(),
+        None => format!("{seconds} s"),
     }
 }
 

@@ -320,3 +320,50 @@ fn convert_and_dd_refusals() {
     }
     oracle.verdict();
 }
+
+#[test]
+fn snapshot() {
+    let oracle = Oracle::new();
+    gallery(&oracle);
+    oracle.compare("snapshot -l -U snapshots.qcow2");
+    oracle.compare("snapshot -l base.raw");
+    oracle.compare("snapshot -l middle.qcow2");
+    for line in ["snapshot -d one", "snapshot -a one", "snapshot -a 2", "snapshot -c three"] {
+        oracle.compare_writing(&format!("{line} snapshots.qcow2"), |theirs, ours| {
+            // The dates of new ones differ.
+            for folder in [theirs, ours] {
+                let listed = oracle.real(folder, &crate::oracle::words("check snapshots.qcow2"));
+                assert_eq!(listed.code, Some(0), "{}", listed.out);
+            }
+            let compared = oracle.real(
+                theirs,
+                &["compare".into(), "snapshots.qcow2".into(), ours.join("snapshots.qcow2").to_str().unwrap().into()],
+            );
+            assert_eq!(compared.code, Some(0), "{line}: {}", compared.out);
+        });
+    }
+    oracle.compare_refusal("snapshot -d none snapshots.qcow2");
+    oracle.compare_refusal("snapshot -a none snapshots.qcow2");
+    oracle.compare_refusal("snapshot -a 1 middle.qcow2");
+    oracle.compare_refusal("snapshot -c one data.qcow2");
+    oracle.compare_refusal("snapshot -c one -f raw base.raw");
+    oracle.compare_refusal("snapshot -c one -d two snapshots.qcow2");
+    oracle.compare_refusal("snapshot");
+    oracle.verdict();
+}
+
+#[test]
+fn convert_of_a_snapshot() {
+    let oracle = Oracle::new();
+    gallery(&oracle);
+    for name in ["one", "1", "snapshot.id=2", "snapshot.name=one"] {
+        oracle.compare_writing(&format!("convert -l {name} -O raw snapshots.qcow2 out.raw"), |theirs, ours| {
+            let read = |folder: &std::path::Path| std::fs::read(folder.join("out.raw")).expect("the output");
+            assert!(read(theirs) == read(ours), "-l {name}");
+        });
+        oracle.compare(&format!("measure -l {name} -O qcow2 snapshots.qcow2"));
+    }
+    oracle.compare_refusal("convert -l snapshot.id=one -O raw snapshots.qcow2 out.raw");
+    oracle.compare_refusal("convert -l one -O raw snapshots.qcow2 snapshots.qcow2 out.raw");
+    oracle.verdict();
+}

@@ -2,6 +2,7 @@
 //! What a format driver is given to open an image.
 
 use crate::node::Node;
+use crate::snapshots::SnapshotName;
 use cowshed_storage::File;
 use std::sync::Arc;
 
@@ -22,6 +23,8 @@ pub struct OpenContext {
     pub writable: bool,
     /// Opened to be checked: dirty and corrupt images are taken as they are, nothing is changed at open.
     pub check: bool,
+    /// Open this internal snapshot in place of the active disk.
+    pub snapshot: Option<SnapshotName>,
     /// The caller asked to leave the backing file out (`-u`): unallocated ranges can't be read.
     pub no_backing: bool,
     /// The data file was left out: the data can't be read.

@@ -16,6 +16,7 @@ use crate::node::{
 use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
 };
+use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
@@ -53,6 +54,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         nesting: 1,
         beneath: None,
     };
+    let wants_snapshot = request.snapshot.is_some();
     let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
         files: request.files,
@@ -61,11 +63,16 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         no_io: request.no_io && !request.writable,
         backing: request.backing,
         check: request.check,
+        snapshot: request.snapshot,
         opened: RefCell::default(),
         warnings: RefCell::default(),
     });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
     let node = opener.node(options, place).await?;
+    if wants_snapshot && node.qcow2().is_none() {
+        let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
+        return Err(Error::unsupported(message).file(node.filename()));
+    }
     let user = match request.for_monitor {
         true => Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE },
         false => Edge::of(ROOT, writable && !node.is_read_only(), share_all),
@@ -149,6 +156,7 @@ pub(crate) struct Opener {
     pub no_io: bool,
     pub backing: BackingPolicy,
     pub check: bool,
+    pub snapshot: Option<SnapshotName>,
     opened: RefCell<Vec<OpenedFile>>,
     warnings: RefCell<Vec<String>>,
 }

@@ -47,6 +47,7 @@ impl Opener {
             check: self.check,
             no_backing,
             no_data: draft.settings.no_data,
+            snapshot: self.snapshot.clone().filter(|_| draft.place.role == Role::Root),
             max_decompressed_bytes: self.policy.max_decompressed_bytes,
         })
     }

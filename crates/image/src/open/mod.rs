@@ -21,6 +21,7 @@ pub use policy::{FileKind, Files, HostFiles, Policy};
 use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::BlockdevOptions;
+use crate::snapshots::SnapshotName;
 use cowshed_block::Result;
 use std::sync::Arc;
 
@@ -52,6 +53,7 @@ pub struct OpenRequest {
     discard: bool,
     backing: BackingPolicy,
     check: bool,
+    snapshot: Option<SnapshotName>,
     no_io: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
@@ -70,6 +72,7 @@ impl OpenRequest {
             discard: true,
             backing: BackingPolicy::Open,
             check: false,
+            snapshot: None,
             no_io: false,
             policy: Policy::default(),
             graph: None,
@@ -144,6 +147,13 @@ impl OpenRequest {
     #[must_use]
     pub fn backing(mut self, backing: BackingPolicy) -> Self {
         self.backing = backing;
+        self
+    }
+
+    /// Open an internal snapshot, for reading, in place of the disk as it is now.
+    #[must_use]
+    pub fn snapshot(mut self, snapshot: impl Into<Option<SnapshotName>>) -> Self {
+        self.snapshot = snapshot.into();
         self
     }
 

@@ -76,6 +76,27 @@ pub enum Lookup {
     Name,
 }
 
+/// An internal snapshot as a user names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SnapshotName {
+    /// ID or name.
+    pub name: String,
+    /// Which of the two.
+    pub lookup: Lookup,
+}
+
+impl SnapshotName {
+    /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME` or either of the two alone.
+    pub fn parse(text: &str) -> SnapshotName {
+        let (name, lookup) = match (text.strip_prefix("snapshot.id="), text.strip_prefix("snapshot.name=")) {
+            (Some(id), _) => (id, Lookup::Id),
+            (_, Some(name)) => (name, Lookup::Name),
+            _ => (text, Lookup::IdOrName),
+        };
+        SnapshotName { name: name.to_owned(), lookup }
+    }
+}
+
 /// Index of the snapshot that `wanted` stands for.
 pub fn find(snapshots: &[Snapshot], wanted: &[u8], lookup: Lookup) -> Option<usize> {
     let by_id = || snapshots.iter().position(|snapshot| snapshot.id == wanted);

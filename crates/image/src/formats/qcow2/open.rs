@@ -5,6 +5,7 @@ use super::{Cipher, Events, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::node::{Link, Node};
+use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
@@ -55,6 +56,10 @@ impl Qcow2Driver {
         if header.has_data_file() && context.data_file.is_none() && !context.no_data {
             return Err(Error::invalid_argument("'data-file' is required for this image"));
         }
+        let header = match &context.snapshot {
+            Some(wanted) => header_of_snapshot(&context, header, wanted).await?,
+            None => header,
+        };
         let l1 = read_l1(&context.file, &header).await?;
         let mut config = config_of(&header, &context)?;
         if context.writable && !context.check {
@@ -105,6 +110,29 @@ pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
         return refuse("encryption");
     }
     Ok(())
+}
+
+/// The header as if the snapshot were the disk.
+async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &SnapshotName) -> Result<Header> {
+    if context.writable {
+        return Err(Error::new(ErrorKind::ReadOnly, "a snapshot can only be opened for reading"));
+    }
+    let snapshots = crate::snapshots::list(&context.file, &header).await?;
+    let Some(index) = crate::snapshots::find(&snapshots, wanted.name.as_bytes(), wanted.lookup) else {
+        return Err(Error::new(ErrorKind::NotFound, "can't find the snapshot").value(&wanted.name));
+    };
+    let snapshot = &snapshots[index];
+    snapshot.validate(header.version.min(2), header.cluster_bits)?;
+    header.size = snapshot.disk_size_bytes().unwrap_or(header.size);
+    header.l1_table_offset = snapshot.l1_table_offset;
+    header.l1_size = snapshot.l1_size;
+    let needed = header.geometry()?.l1_entries_needed(header.size);
+    if needed > u64::from(header.l1_size) {
+        let message = format!("the snapshot's L1 table needs {needed} entries");
+        return Err(Error::invalid_image("snapshot_l1_size", header.l1_size, message));
+    }
+    header.check_tables_within(context.file.len())?;
+    Ok(header)
 }
 
 async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {

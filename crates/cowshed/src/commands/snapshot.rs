@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `snapshot`: lists, takes, applies and deletes internal snapshots.
+
+use super::arguments::NamingArgs;
+use super::{Verb, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure, info};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::{Error, ErrorKind};
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::snapshot::{self, SnapshotAction};
+
+pub const VERB: Verb = Verb {
+    name: "snapshot",
+    about: "List, take, apply and delete internal snapshots",
+    operands: "FILE",
+    details: "Snapshots live inside the image and share its clusters. Applying one makes the disk what it was when the \
+              snapshot was taken: what was written since is lost unless another snapshot has it. A name that \
+              stands for an ID and for another snapshot's name means the ID with -a, and the name with -d. A power cut \
+              leaves the image as it was before or as it is afterwards.",
+    examples: "  cowshed snapshot disk.qcow2
+  cowshed snapshot -c before-upgrade disk.qcow2
+  cowshed snapshot -a before-upgrade disk.qcow2
+  cowshed snapshot -d before-upgrade disk.qcow2",
+    in_qemu_img: true,
+    arguments: SnapshotArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct SnapshotArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// List the snapshots (the default)
+    #[arg(short, long)]
+    list: bool,
+    /// Take a snapshot of this name
+    #[arg(short, long, value_name = "SNAPSHOT")]
+    create: Option<String>,
+    /// Make the disk what it was in this snapshot
+    #[arg(short, long, value_name = "SNAPSHOT")]
+    apply: Option<String>,
+    /// Delete the snapshot of this name
+    #[arg(short, long, value_name = "SNAPSHOT")]
+    delete: Option<String>,
+    /// List even while another process writes to the image
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = SnapshotArgs::from_arg_matches(matches)?;
+    let actions = [
+        args.create.clone().map(SnapshotAction::Create),
+        args.apply.clone().map(SnapshotAction::Apply),
+        args.delete.clone().map(SnapshotAction::Delete),
+    ];
+    let mut actions = actions.into_iter().flatten();
+    let action = actions.next();
+    if actions.next().is_some() || (args.list && action.is_some()) {
+        return Err(Failure::usage("Cannot mix '-l', '-a', '-c', '-d'"));
+    }
+    let [file] = args.files.as_slice() else {
+        return Err(Failure::usage("Expecting one image file name"));
+    };
+    let image = args.naming.spec(file, args.format.as_ref())?;
+    let Some(action) = action else {
+        return list(&ImageSpec { force_share: args.force_share, ..image }, file, console);
+    };
+    let job = work::Foreground::new(console.persona, false, args.quiet, "rewriting metadata")?;
+    let failed = |error: &Error| failed(console.persona, file, &action, error);
+    job.run(async |handle| snapshot::run(&image, &action, &handle).await, failed)?;
+    Ok(0)
+}
+
+fn list(image: &ImageSpec, file: &str, console: &mut Console) -> Result<u8, Failure> {
+    let listed = work::run_quietly(async |_| snapshot::list(image).await);
+    let snapshots = listed.map_err(|error| Failure::open(console.persona, file, &error))?;
+    if !snapshots.is_empty() {
+        console.line(info::snapshot_table(&snapshots).trim_end());
+    }
+    Ok(0)
+}
+
+/// qemu-img says which snapshot could not be taken, applied or deleted, and then why.
+fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) -> Failure {
+    if persona == Persona::Cowshed
+        || !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy | ErrorKind::Unsupported)
+    {
+        return Failure::open(persona, file, error);
+    }
+    let (verb, name, missing) = match action {
+        SnapshotAction::Create(name) => ("create", name, "Operation not supported"),
+        SnapshotAction::Apply(name) => ("apply", name, "Failed to load snapshot: No such file or directory"),
+        SnapshotAction::Delete(name) => ("delete", name, "snapshot not found"),
+    };
+    let why = match error.kind() {
+        ErrorKind::NotFound => missing,
+        ErrorKind::Busy if error.message().contains("bitmaps") => "Device has active dirty bitmaps",
+        ErrorKind::Unsupported => "Operation not supported",
+        _ => return Failure::open(persona, file, error),
+    };
+    Failure::new(format!("Could not {verb} snapshot '{name}': {why}"))
+}

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Internal snapshots: lists, takes, applies and deletes them.
+
+use crate::info::SnapshotInfo;
+use crate::layer::qcow2_layer;
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::node::ChildRole;
+use cowshed_image::snapshots::{self, SnapshotOptions};
+use cowshed_image::{Node, OpenRequest};
+use cowshed_storage::File;
+
+/// What to do with snapshots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SnapshotAction {
+    /// Take one with this name.
+    Create(String),
+    /// Make the disk what it was then: by ID, else by name.
+    Apply(String),
+    /// Delete one, by name.
+    Delete(String),
+}
+
+/// The snapshots of an image; none for formats without them.
+pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
+    let node = image.open(image.request()?.no_backing()).await?;
+    let listed = match qcow2_layer(&node) {
+        Some(layer) => layer.snapshots().await,
+        None => Ok(Vec::new()),
+    };
+    let closed = node.close().await;
+    let snapshots = listed?.iter().map(SnapshotInfo::from).collect();
+    closed.map(|()| snapshots)
+}
+
+/// Carries an action out. Progress counts tables of metadata. The image is locked for writing meanwhile.
+pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) -> Result<()> {
+    job.pause_point().await?;
+    let request: OpenRequest = image.request()?.force_share(false).writable(true);
+    let node = image.open(request.for_check().no_backing()).await?;
+    let result = match file_of(&node) {
+        Ok(file) => change(&file, action, job).await,
+        Err(error) => Err(error),
+    };
+    let closed = node.close().await;
+    result.and(closed)
+}
+
+fn file_of(node: &Node) -> Result<File> {
+    if node.qcow2().is_none() {
+        let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
+        return Err(Error::unsupported(message).file(node.filename()));
+    }
+    let file = node.child(ChildRole::File).and_then(|child| child.file().cloned());
+    file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))
+}
+
+async fn change(file: &File, action: &SnapshotAction, job: &JobHandle) -> Result<()> {
+    let options = SnapshotOptions::default();
+    let watch = |done: u64, total: u64| {
+        job.set_progress(done, total);
+        !job.is_cancelled()
+    };
+    match action {
+        SnapshotAction::Create(name) => snapshots::create(file, name.as_bytes(), &options, &watch).await.map(drop),
+        SnapshotAction::Apply(name) => snapshots::apply(file, name.as_bytes(), &options, &watch).await,
+        SnapshotAction::Delete(name) => snapshots::delete(file, name.as_bytes(), &options, &watch).await,
+    }
+}
