@@ -4,11 +4,14 @@
 //! - `stream`: bytes in both directions, with TLS where it was started
 //! - `receiver`: what came in and hasn't been looked at yet
 //! - `tls`: credentials, in folders as QEMU has them
+//! - `client`: an export as a file
 
+pub mod client;
 mod receiver;
 mod stream;
 mod tls;
 
+pub use client::{Client, ClientOptions, ExportFacts};
 pub use receiver::Receiver;
 pub use stream::Stream;
 pub use tls::{ClientTls, ServerTls};

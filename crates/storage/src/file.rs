@@ -10,6 +10,7 @@ use crate::medium::{Medium, Space};
 use crate::names::text_of_path;
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
+use crate::remote::{Remote, RemoteFile};
 use crate::sim::SimFile;
 use crate::{Alignment, DataRange, DeviceQueue, IoBuf, NullOptions, OpenOptions, rt};
 use cowshed_block::{Errno, Error, Result};
@@ -97,6 +98,19 @@ impl File {
     /// As [`File::null`], with options.
     pub fn null_with(options: NullOptions) -> File {
         Self::without_locks("null-co://".to_owned(), true, options.len, Medium::Null(NullFile(options)))
+    }
+
+    /// `len` bytes behind a protocol. `name` is for messages.
+    pub fn remote(name: String, is_writable: bool, len: u64, remote: Arc<dyn Remote>) -> File {
+        Self::without_locks(name, is_writable, len, Medium::Remote(RemoteFile { remote, len }))
+    }
+
+    /// Gives the space of a range back: a hint. On a local file it reads as zeroes then; behind a protocol what it holds is
+    /// not known. `Unsupported` where it can't be done.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
+        self.check_change(offset, len, false)?;
+        file.remote.discard(offset, len).await.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
     fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {
@@ -188,7 +202,7 @@ impl File {
         match &self.0.medium {
             Medium::Host(host) => host.is_device(),
             Medium::Faulty(faulty) => faulty.base().is_device(),
-            Medium::Null(_) | Medium::Sim(_) => false,
+            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => false,
         }
     }
 
@@ -197,7 +211,7 @@ impl File {
         match &self.0.medium {
             Medium::Host(host) => host.identity(),
             Medium::Faulty(faulty) => faulty.base().identity(),
-            Medium::Null(_) | Medium::Sim(_) => None,
+            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
         }
     }
 
@@ -206,7 +220,7 @@ impl File {
         match &self.0.medium {
             Medium::Host(host) => host.device_queue(),
             Medium::Faulty(faulty) => faulty.base().device_queue(),
-            Medium::Null(_) | Medium::Sim(_) => None,
+            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
         }
     }
 
@@ -214,7 +228,7 @@ impl File {
     pub fn max_transfer(&self) -> Option<u64> {
         match &self.0.medium {
             Medium::Faulty(faulty) => faulty.max_transfer(),
-            Medium::Host(_) | Medium::Null(_) | Medium::Sim(_) => None,
+            Medium::Host(_) | Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
         }
     }
 

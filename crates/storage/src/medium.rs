@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a [`crate::File`] stands on: a file of the host, a simulated one, nothing, or another file with faults.
+//! What a [`crate::File`] stands on: a file of the host, a simulated one, nothing, another file with faults, or bytes
+//! behind a protocol.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
 //! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if nobody
@@ -9,7 +10,8 @@ use crate::blocklock::BlockGuard;
 use crate::fault::FaultyFile;
 use crate::host::HostFile;
 use crate::null::NullFile;
-use crate::payload::{Bufs, Payload};
+use crate::payload::{Bufs, Payload, locate};
+use crate::remote::RemoteFile;
 use crate::ring::{Direction, RingOp};
 use crate::sim::SimFile;
 use crate::sys::SysResult;
@@ -33,6 +35,7 @@ pub(crate) enum Medium {
     Null(NullFile),
     Sim(SimFile),
     Faulty(Box<FaultyFile>),
+    Remote(RemoteFile),
 }
 
 impl Medium {
@@ -42,6 +45,7 @@ impl Medium {
             Medium::Null(_) => Alignment { memory: 1, offset: 1 },
             Medium::Sim(sim) => sim.alignment(),
             Medium::Faulty(faulty) => faulty.alignment(),
+            Medium::Remote(file) => file.remote.alignment(),
         }
     }
 
@@ -49,7 +53,7 @@ impl Medium {
     pub(crate) fn start(&self, direction: Direction, payload: Payload, offset: u64) -> Result<RingOp<'_>, Payload> {
         match self {
             Medium::Host(host) => host.start(direction, payload, offset),
-            Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) => Err(payload),
+            Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) | Medium::Remote(_) => Err(payload),
         }
     }
 
@@ -60,6 +64,7 @@ impl Medium {
             Medium::Null(null) => null.read(payload, skip, offset).await,
             Medium::Sim(sim) => read_simulated(sim, payload, skip, offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.read(payload, skip, offset)).await,
+            Medium::Remote(file) => Box::pin(file.read(payload, skip, offset)).await,
         }
     }
 
@@ -70,6 +75,7 @@ impl Medium {
             Medium::Null(null) => null.write(payload, skip).await,
             Medium::Sim(sim) => write_simulated(sim, payload, skip, offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.write(payload, skip, offset)).await,
+            Medium::Remote(file) => Box::pin(file.write(payload, skip, offset)).await,
         }
     }
 
@@ -80,6 +86,7 @@ impl Medium {
             Medium::Null(_) => Ok(()),
             Medium::Sim(sim) => sim.sync().await,
             Medium::Faulty(faulty) => Box::pin(faulty.sync()).await,
+            Medium::Remote(file) => file.remote.sync().await,
         }
     }
 
@@ -100,6 +107,7 @@ impl Medium {
                 Space::Allocate => sim.allocate(offset, len).await,
             },
             Medium::Faulty(faulty) => Box::pin(faulty.fallocate(space, offset, len, guard)).await,
+            Medium::Remote(file) => Box::pin(file.change_space(space, offset, len, guard)).await,
         }
     }
 
@@ -109,6 +117,8 @@ impl Medium {
             Medium::Null(_) => Err(Errno::ENOTSUP),
             Medium::Sim(sim) => sim.set_len(len).await,
             Medium::Faulty(faulty) => Box::pin(faulty.set_len(len, guard)).await,
+            Medium::Remote(file) if file.len == len => Ok(()),
+            Medium::Remote(_) => Err(Errno::ENOTSUP),
         }
     }
 
@@ -118,6 +128,7 @@ impl Medium {
             Medium::Null(_) => Ok(None),
             Medium::Sim(sim) => sim.next_data(offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.next_data(offset, len)).await,
+            Medium::Remote(file) => file.remote.next_data(offset).await,
         }
     }
 
@@ -145,6 +156,7 @@ impl Medium {
             Medium::Null(_) => Ok(0),
             Medium::Sim(sim) => Ok(sim.allocated_bytes()),
             Medium::Faulty(faulty) => faulty.allocated_bytes(),
+            Medium::Remote(_) => Err(Errno::ENOTSUP),
         }
     }
 }
@@ -160,7 +172,7 @@ async fn read_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u6
         }
         Bufs::Many(mut bufs) => {
             // One buffer at a time: a short read, as far as the caller can tell.
-            let (index, skip) = position(&bufs, skip);
+            let (index, skip) = locate(&bufs, skip);
             let Some(buf) = bufs.get_mut(index) else { return (Ok(0), Payload { bufs: Bufs::Many(bufs), guard }) };
             let mut head = std::mem::take(buf);
             let (result, rest) = sim.read(head.split_off(skip), offset).await;
@@ -178,7 +190,7 @@ async fn write_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u
         Bufs::One(buf) => (true, vec![buf]),
         Bufs::Many(bufs) => (false, bufs),
     };
-    let (index, skip) = position(&bufs, skip);
+    let (index, skip) = locate(&bufs, skip);
     let mut tail = bufs.split_off(index);
     let mut head = IoBuf::default();
     if let Some(first) = tail.first_mut()
@@ -199,17 +211,6 @@ async fn write_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u
         false => Bufs::Many(bufs),
     };
     (result, Payload { bufs, guard })
-}
-
-/// The buffer, and the place in it, that the byte `skip` of all of them is in.
-fn position(bufs: &[IoBuf], mut skip: usize) -> (usize, usize) {
-    for (index, buf) in bufs.iter().enumerate() {
-        if skip < buf.len() {
-            return (index, skip);
-        }
-        skip -= buf.len();
-    }
-    (bufs.len(), 0)
 }
 
 fn join(head: &mut IoBuf, tail: IoBuf) {

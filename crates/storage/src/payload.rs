@@ -29,6 +29,13 @@ impl Bufs {
         }
     }
 
+    pub(crate) fn slice_mut(&mut self) -> &mut [IoBuf] {
+        match self {
+            Bufs::One(buf) => std::slice::from_mut(buf),
+            Bufs::Many(bufs) => bufs,
+        }
+    }
+
     /// The memory behind the first `skip` bytes, as far as one system call takes it.
     pub(crate) fn vectors(&self, skip: usize) -> Vec<libc::iovec> {
         let mut vectors = Vec::with_capacity(self.slice().len().min(MAX_VECTORS));
@@ -93,4 +100,15 @@ impl Payload {
             Bufs::Many(bufs) => bufs,
         }
     }
+}
+
+/// The buffer, and the place in it, that the byte `skip` of all of them is in.
+pub(crate) fn locate(bufs: &[IoBuf], mut skip: usize) -> (usize, usize) {
+    for (index, buf) in bufs.iter().enumerate() {
+        if skip < buf.len() {
+            return (index, skip);
+        }
+        skip -= buf.len();
+    }
+    (bufs.len(), 0)
 }

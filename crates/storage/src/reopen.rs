@@ -4,7 +4,7 @@
 use crate::file::File;
 use crate::lock::Permissions;
 use crate::medium::Medium;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
@@ -31,6 +31,10 @@ impl File {
             }
             Medium::Faulty(faulty) => faulty.base().make_writable(permissions)?,
             Medium::Null(_) => {}
+            Medium::Remote(file) if !file.remote.is_read_only() => {}
+            Medium::Remote(_) => {
+                return Err(Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(self.name()));
+            }
             Medium::Sim(_) if self.is_writable() => {}
             Medium::Sim(_) => {
                 let message = "a simulated file that was opened for reading can't become writable";

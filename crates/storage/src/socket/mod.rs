@@ -142,6 +142,12 @@ impl Socket {
         }
     }
 
+    /// Sends a few bytes if there is room for them at once; false otherwise, when a part of them may have been sent.
+    pub fn send_now(&self, bytes: &[u8]) -> bool {
+        let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
+        rustix::net::send(&self.fd, bytes, flags).is_ok_and(|sent| sent == bytes.len())
+    }
+
     /// Ends the connection in both directions: operations in flight end, and the peer sees it.
     pub fn shutdown(&self) {
         // Fails when the peer was faster.

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Choosing an export: the best that both sides can do.
+
+use super::{ClientOptions, ExportFacts};
+use crate::{Receiver, Stream};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_nbd_proto::context::BASE_ALLOCATION;
+use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
+use cowshed_nbd_proto::option::{
+    self, BlockSizes, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep,
+};
+use cowshed_nbd_proto::{HeaderStyle, Malformed, PORTABLE_PAYLOAD_BYTES, ReplyStyle, greeting};
+use cowshed_storage::{IoBuf, SocketAddress};
+
+/// Replies to one option: more is no honest answer to what this client asks.
+const MAX_REPLIES: usize = 1024;
+/// The longest read or write that this client sends, in bytes, whatever the server allows.
+const MAX_REQUEST_BYTES: u32 = PORTABLE_PAYLOAD_BYTES;
+
+/// What both sides have agreed on.
+#[derive(Clone, Debug)]
+pub(crate) struct Agreed {
+    pub facts: ExportFacts,
+    pub headers: HeaderStyle,
+    pub replies: ReplyStyle,
+    /// The number of `base:allocation`.
+    pub allocation_context: Option<u32>,
+}
+
+struct Handshake<'a> {
+    stream: &'a Stream,
+    receiver: &'a mut Receiver,
+    no_zeroes: bool,
+    agreed: Agreed,
+}
+
+/// The end of a server's answer to an option.
+enum End {
+    Ack,
+    Refused(u32, String),
+}
+
+fn broken(why: Malformed) -> Error {
+    Error::new(ErrorKind::Io, format!("the server breaks the protocol: {why}"))
+}
+
+/// From the greeting to the transmission phase.
+pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, options: &ClientOptions) -> Result<Agreed> {
+    let facts = ExportFacts {
+        size: 0,
+        flags: TransmissionFlags::default(),
+        block_sizes: BlockSizes::UNSAID,
+        has_status: false,
+        description: String::new(),
+    };
+    let agreed = Agreed { facts, headers: HeaderStyle::Compact, replies: ReplyStyle::Simple, allocation_context: None };
+    let mut handshake = Handshake { stream, receiver, no_zeroes: false, agreed };
+    let fixed = handshake.greet().await?;
+    if let Some(credentials) = &options.tls {
+        if !fixed {
+            return Err(Error::unsupported("the server has no TLS"));
+        }
+        handshake.expect_ack(code::STARTTLS, "the server refuses TLS").await?;
+        if !handshake.receiver.is_empty() {
+            return Err(broken(Malformed("the server went on without waiting for TLS")));
+        }
+        let name = match (&options.tls_hostname, &options.address) {
+            (Some(name), _) => name.as_str(),
+            (None, SocketAddress::Tcp { host, .. }) => host.as_str(),
+            (None, SocketAddress::Unix(_)) => "localhost",
+        };
+        stream.start_client_tls(credentials, name).await?;
+    }
+    if fixed {
+        handshake.haggle(&options.export).await?;
+    } else {
+        handshake.export_name(&options.export).await?;
+    }
+    let mut agreed = handshake.agreed;
+    let minimum = agreed.facts.block_sizes.minimum;
+    let maximum = agreed.facts.block_sizes.maximum.min(MAX_REQUEST_BYTES);
+    agreed.facts.block_sizes.maximum = (maximum - maximum % minimum).max(minimum);
+    if i64::try_from(agreed.facts.size).is_err() {
+        return Err(Error::invalid_argument("the export is too large").value(agreed.facts.size));
+    }
+    Ok(agreed)
+}
+
+impl Handshake<'_> {
+    /// The first bytes in both directions; true where options can be haggled about.
+    async fn greet(&mut self) -> Result<bool> {
+        let greeting = self.receiver.array(self.stream).await?;
+        let offered = greeting::parse(&greeting).map_err(broken)?;
+        let fixed = offered.contains(HandshakeFlags::FIXED_NEWSTYLE);
+        self.no_zeroes = offered.contains(HandshakeFlags::NO_ZEROES);
+        let flags = ClientFlags::default()
+            .with(ClientFlags::FIXED_NEWSTYLE, fixed)
+            .with(ClientFlags::NO_ZEROES, self.no_zeroes);
+        self.send(&flags.0.to_be_bytes()).await?;
+        Ok(fixed)
+    }
+
+    async fn send(&self, bytes: &[u8]) -> Result<()> {
+        self.stream.send(vec![IoBuf::copy_from(bytes)]).await.0
+    }
+
+    async fn haggle(&mut self, export: &str) -> Result<()> {
+        if self.is_acked(code::EXTENDED_HEADERS).await? {
+            self.agreed.headers = HeaderStyle::Extended;
+            self.agreed.replies = ReplyStyle::Extended;
+        } else if self.is_acked(code::STRUCTURED_REPLY).await? {
+            self.agreed.replies = ReplyStyle::Structured;
+        }
+        if self.agreed.replies != ReplyStyle::Simple {
+            self.set_context(export).await?;
+        }
+        let request = InfoRequest { name: export, block_size: true, canonical_name: false, description: true };
+        match self.ask(code::GO, &request.encode()).await? {
+            End::Ack if self.agreed.facts.flags.contains(TransmissionFlags::HAS_FLAGS) => Ok(()),
+            End::Ack => Err(broken(Malformed("the server doesn't describe the export"))),
+            End::Refused(rep::ERR_UNSUP, _) if self.agreed.headers == HeaderStyle::Compact => {
+                self.export_name(export).await
+            }
+            End::Refused(kind, message) => Err(refused(kind, &message, export)),
+        }
+    }
+
+    async fn set_context(&mut self, export: &str) -> Result<()> {
+        let request = MetaContextRequest { name: export, queries: vec![BASE_ALLOCATION], too_many: false };
+        // A refusal only means that the server doesn't know where data is.
+        if let End::Refused(..) = self.ask(code::SET_META_CONTEXT, &request.encode()).await? {
+            self.agreed.allocation_context = None;
+        }
+        self.agreed.facts.has_status = self.agreed.allocation_context.is_some();
+        Ok(())
+    }
+
+    async fn is_acked(&mut self, option: u32) -> Result<bool> {
+        match self.ask(option, &[]).await? {
+            End::Ack => Ok(true),
+            End::Refused(rep::ERR_TLS_REQD, message) => Err(refused(rep::ERR_TLS_REQD, &message, "")),
+            End::Refused(..) => Ok(false),
+        }
+    }
+
+    async fn expect_ack(&mut self, option: u32, what: &str) -> Result<()> {
+        match self.ask(option, &[]).await? {
+            End::Ack => Ok(()),
+            End::Refused(_, message) if message.is_empty() => Err(Error::unsupported(what)),
+            End::Refused(_, message) => Err(Error::unsupported(format!("{what}: {message}"))),
+        }
+    }
+
+    /// Sends an option and takes the answers up to the last one.
+    async fn ask(&mut self, option: u32, data: &[u8]) -> Result<End> {
+        self.send(&option::encode(option, data)).await?;
+        for _ in 0..MAX_REPLIES {
+            let header = OptionReplyHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
+            if header.option != option {
+                return Err(broken(Malformed("the server answers another option")));
+            }
+            let len = header.len as usize;
+            let data = match self.receiver.peek(self.stream, len).await? {
+                Some(data) => data.to_vec(),
+                None if len == 0 => Vec::new(),
+                None => return Err(Error::new(ErrorKind::Io, "the server closed the connection")),
+            };
+            self.receiver.consume(len);
+            let facts = &mut self.agreed.facts;
+            match OptionReply::parse(header.kind, &data).map_err(broken)? {
+                OptionReply::Ack => return Ok(End::Ack),
+                OptionReply::Refused(kind, message) => return Ok(End::Refused(kind, message.to_owned())),
+                OptionReply::Export(size, flags) => (facts.size, facts.flags) = (size, flags),
+                OptionReply::BlockSize(sizes) => facts.block_sizes = sizes,
+                OptionReply::Description(description) => facts.description = description.to_owned(),
+                OptionReply::MetaContext(number, name) if name == BASE_ALLOCATION => {
+                    self.agreed.allocation_context = Some(number);
+                }
+                OptionReply::MetaContext(..)
+                | OptionReply::Server { .. }
+                | OptionReply::Name(_)
+                | OptionReply::Unknown => {}
+            }
+        }
+        Err(broken(Malformed("the server answers an option without end")))
+    }
+
+    /// The old way, in which a refusal is a closed connection.
+    async fn export_name(&mut self, export: &str) -> Result<()> {
+        self.send(&option::encode(code::EXPORT_NAME, export.as_bytes())).await?;
+        let answer = self.receiver.array(self.stream).await;
+        let answer = answer.map_err(|error| error.context(format!("there may be no export '{export}'")))?;
+        let (size, flags) = greeting::parse_export(&answer).map_err(broken)?;
+        if !self.no_zeroes {
+            self.receiver.skip(self.stream, greeting::EXPORT_NAME_ZEROES as u64).await?;
+        }
+        (self.agreed.facts.size, self.agreed.facts.flags) = (size, flags);
+        Ok(())
+    }
+}
+
+fn refused(kind: u32, message: &str, export: &str) -> Error {
+    let because = if message.is_empty() { String::new() } else { format!(": {message}") };
+    match kind {
+        rep::ERR_UNKNOWN => Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}")),
+        rep::ERR_TLS_REQD => Error::new(ErrorKind::PermissionDenied, format!("the server insists on TLS{because}")),
+        rep::ERR_SHUTDOWN => Error::new(ErrorKind::Busy, format!("the server is stopping{because}")),
+        rep::ERR_POLICY => Error::new(ErrorKind::PermissionDenied, format!("the server refuses the export{because}")),
+        _ => Error::new(ErrorKind::InvalidArgument, format!("the server refuses the export '{export}'{because}")),
+    }
+}

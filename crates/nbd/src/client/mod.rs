@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The NBD client: an export as a file.
+//!
+//! Usable from any thread, without a thread or a task of its own: of those who wait for replies one receives for all, on
+//! its own thread, and hands that on when it has its own.
+//!
+//! - here: what callers see, and connecting again when the server went away
+//! - `handshake`: choosing the export
+//! - `connection`: requests and replies of one connection
+//! - `pending`: requests that have no reply yet
+
+mod connection;
+mod handshake;
+mod pending;
+mod remote;
+
+use crate::tls::ClientTls;
+use connection::{Answer, Connection, Failure};
+use cowshed_block::{Errno, Error, Result};
+use cowshed_nbd_proto::flags::{CommandFlags, TransmissionFlags};
+use cowshed_nbd_proto::option::BlockSizes;
+use cowshed_nbd_proto::reply::StatusRun;
+use cowshed_nbd_proto::uri::Place;
+use cowshed_nbd_proto::{Command, NbdUri};
+use cowshed_storage::{IoBuf, SocketAddress, rt};
+use futures_util::lock::Mutex as AsyncMutex;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// For one attempt to connect and choose the export.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Between two attempts to connect again.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+/// After a failed attempt, requests fail for so long without another one.
+const GIVE_UP_PAUSE: Duration = Duration::from_secs(1);
+
+/// Which export of which server, and how.
+#[derive(Clone, Debug)]
+pub struct ClientOptions {
+    /// The server.
+    pub address: SocketAddress,
+    /// The export, "" for the default one.
+    pub export: String,
+    /// Encrypt, with these credentials.
+    pub tls: Option<ClientTls>,
+    /// The name in the server's certificate, where it isn't that of the host.
+    pub tls_hostname: Option<String>,
+    /// When the connection is lost: requests wait so long for the next one. After that they fail, until a later attempt
+    /// succeeds.
+    pub reconnect_delay: Duration,
+    /// Try so long to connect at first; zero: once.
+    pub open_timeout: Duration,
+}
+
+impl ClientOptions {
+    /// One attempt, no encryption, no waiting.
+    pub fn new(address: SocketAddress, export: impl Into<String>) -> ClientOptions {
+        ClientOptions {
+            address,
+            export: export.into(),
+            tls: None,
+            tls_hostname: None,
+            reconnect_delay: Duration::ZERO,
+            open_timeout: Duration::ZERO,
+        }
+    }
+
+    /// What a URI says; encryption, where it asks for it, with certificates only as far as `tls-verify-peer=0` allows: the
+    /// credentials of an authority can't be named by a URI.
+    pub fn from_uri(uri: &NbdUri) -> Result<ClientOptions> {
+        let mut options = ClientOptions::new(address_of(&uri.place), uri.export.clone());
+        if uri.tls {
+            if uri.tls_verify_peer != Some(false) {
+                let message = "an encrypted NBD connection needs credentials: option 'tls-creds'";
+                return Err(Error::invalid_argument(message).file(uri.to_string()));
+            }
+            options.tls = Some(ClientTls::unverified()?);
+        }
+        options.tls_hostname = uri.tls_hostname.clone();
+        Ok(options)
+    }
+
+    /// The same as a URI, for people and for messages.
+    pub fn uri(&self) -> NbdUri {
+        let place = match &self.address {
+            SocketAddress::Unix(path) => Place::Unix { path: path.clone() },
+            SocketAddress::Tcp { host, port } => Place::Tcp { host: host.clone(), port: *port },
+        };
+        NbdUri {
+            place,
+            export: self.export.clone(),
+            tls: self.tls.is_some(),
+            tls_hostname: self.tls_hostname.clone(),
+            tls_verify_peer: None,
+        }
+    }
+}
+
+/// The address of a place in a URI.
+pub fn address_of(place: &Place) -> SocketAddress {
+    match place {
+        Place::Unix { path } => SocketAddress::Unix(path.clone()),
+        Place::Tcp { host, port } => SocketAddress::Tcp { host: host.clone(), port: *port },
+    }
+}
+
+/// What the server says of the export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportFacts {
+    /// Size in bytes.
+    pub size: u64,
+    /// What it can do.
+    pub flags: TransmissionFlags,
+    /// Its block sizes, those of the protocol where it doesn't say.
+    pub block_sizes: BlockSizes,
+    /// Block status can be asked for.
+    pub has_status: bool,
+    /// For people; may be empty.
+    pub description: String,
+}
+
+/// A connection to an export, made again when it is lost.
+#[derive(Debug)]
+pub struct Client {
+    options: ClientOptions,
+    name: String,
+    facts: ExportFacts,
+    state: Mutex<State>,
+    /// Held by who connects again.
+    connecting: AsyncMutex<()>,
+}
+
+#[derive(Debug)]
+struct State {
+    connection: Arc<Connection>,
+    /// When the loss was noticed.
+    lost_at: Option<Duration>,
+    /// When connecting failed last.
+    failed_at: Option<Duration>,
+}
+
+/// What a request comes to.
+pub type Reply<T> = std::result::Result<T, Errno>;
+
+impl Client {
+    /// Connects and chooses the export.
+    pub async fn connect(options: ClientOptions) -> Result<Client> {
+        let name = options.uri().to_string();
+        let until = rt::now() + options.open_timeout;
+        let connection = loop {
+            match Connection::open(&options).await {
+                Ok(connection) => break connection,
+                Err(error) if rt::now() < until && error.errno() != Errno::EINVAL => {
+                    tracing::debug!(%error, "no connection yet");
+                    rt::sleep(RETRY_PAUSE).await;
+                }
+                Err(error) => return Err(error.file(name)),
+            }
+        };
+        let facts = connection.facts().clone();
+        let state = State { connection: Arc::new(connection), lost_at: None, failed_at: None };
+        Ok(Client { options, name, facts, state: Mutex::new(state), connecting: AsyncMutex::new(()) })
+    }
+
+    /// The export as a URI.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the server said of the export.
+    pub fn facts(&self) -> &ExportFacts {
+        &self.facts
+    }
+
+    /// Fills `buf` from `offset`.
+    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Reply<()>, IoBuf) {
+        let mut at = offset;
+        // Longer than the server takes: in pieces, one after the other.
+        let piece_bytes = self.facts.block_sizes.maximum as usize;
+        if buf.len() <= piece_bytes {
+            return self.read_piece(at, buf).await;
+        }
+        let mut done = buf.split_to(0);
+        while !buf.is_empty() {
+            let piece = buf.split_to(piece_bytes.min(buf.len()));
+            let len = piece.len() as u64;
+            let (result, piece) = self.read_piece(at, piece).await;
+            let joined = done.unsplit(piece).is_ok();
+            if result.is_err() || !joined {
+                let _ = done.unsplit(buf);
+                return (result.and(Err(Errno::EIO)), done);
+            }
+            at += len;
+        }
+        (Ok(()), done)
+    }
+
+    async fn read_piece(&self, offset: u64, mut buf: IoBuf) -> (Reply<()>, IoBuf) {
+        let length = buf.len() as u64;
+        let mut attempt = Attempt::default();
+        loop {
+            let connection = match self.connection(&mut attempt).await {
+                Ok(connection) => connection,
+                Err(errno) => return (Err(errno), buf),
+            };
+            let answer = connection.read(offset, length, buf).await;
+            buf = answer.buf;
+            match answer.result {
+                Ok(()) => return (Ok(()), buf),
+                Err(Failure::Refused(errno)) => return (Err(errno), buf),
+                Err(Failure::Lost) => {}
+            }
+        }
+    }
+
+    /// Writes `buf` at `offset`; `durable`: it is when this returns.
+    pub async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
+        let piece_bytes = self.facts.block_sizes.maximum as usize;
+        if buf.len() <= piece_bytes {
+            return self.write_piece(offset, buf, durable).await;
+        }
+        let (mut at, mut rest) = (offset, buf);
+        let mut done = rest.split_to(0);
+        while !rest.is_empty() {
+            let piece = rest.split_to(piece_bytes.min(rest.len()));
+            let len = piece.len() as u64;
+            let (result, piece) = self.write_piece(at, piece, durable).await;
+            let joined = done.unsplit(piece).is_ok();
+            if result.is_err() || !joined {
+                let _ = done.unsplit(rest);
+                return (result.and(Err(Errno::EIO)), done);
+            }
+            at += len;
+        }
+        (Ok(()), done)
+    }
+
+    async fn write_piece(&self, offset: u64, mut buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
+        let has_fua = self.facts.flags.contains(TransmissionFlags::SEND_FUA);
+        let flags = CommandFlags::default().with(CommandFlags::FUA, durable && has_fua);
+        let mut attempt = Attempt::default();
+        loop {
+            let connection = match self.connection(&mut attempt).await {
+                Ok(connection) => connection,
+                Err(errno) => return (Err(errno), buf),
+            };
+            let answer = connection.write(offset, flags, buf).await;
+            buf = answer.buf;
+            match answer.result {
+                Ok(()) if durable && !has_fua => return (self.flush().await, buf),
+                Ok(()) => return (Ok(()), buf),
+                Err(Failure::Refused(errno)) => return (Err(errno), buf),
+                Err(Failure::Lost) => {}
+            }
+        }
+    }
+
+    /// Makes everything durable that was written before. Without an effect where the server has no such command.
+    pub async fn flush(&self) -> Reply<()> {
+        if !self.facts.flags.contains(TransmissionFlags::SEND_FLUSH) {
+            return Ok(());
+        }
+        self.simple(Command::Flush, CommandFlags::default(), 0, 0).await.map(drop)
+    }
+
+    /// Makes a range read as zeroes. `ENOTSUP` where the server has no such command, or, with `fast`, would be slow.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool, fast: bool) -> Reply<()> {
+        let has = |flag| self.facts.flags.contains(flag);
+        if !has(TransmissionFlags::SEND_WRITE_ZEROES) || (fast && !has(TransmissionFlags::SEND_FAST_ZERO)) {
+            return Err(Errno::ENOTSUP);
+        }
+        let flags = CommandFlags::default().with(CommandFlags::NO_HOLE, !may_unmap).with(CommandFlags::FAST_ZERO, fast);
+        self.in_pieces(Command::WriteZeroes, flags, offset, length).await
+    }
+
+    /// Gives a range back; what it holds afterwards is anybody's guess. Without an effect where the server has no such
+    /// command.
+    pub async fn trim(&self, offset: u64, length: u64) -> Reply<()> {
+        if !self.facts.flags.contains(TransmissionFlags::SEND_TRIM) {
+            return Ok(());
+        }
+        self.in_pieces(Command::Trim, CommandFlags::default(), offset, length).await
+    }
+
+    /// What `base:allocation` says of a range: at least one run, from `offset`, which may end before the range does; none
+    /// where the server doesn't know.
+    pub async fn block_status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
+        if !self.facts.has_status {
+            return Ok(Vec::new());
+        }
+        let length = length.min(self.longest_effect());
+        self.simple(Command::BlockStatus, CommandFlags::default(), offset, length).await
+    }
+
+    /// The longest range of a request without data, in bytes: aligned, and within 32 bits unless both sides can do more.
+    fn longest_effect(&self) -> u64 {
+        match lock(&self.state).connection.is_extended() {
+            true => u64::MAX / 2 + 1,
+            false => (1 << 32) - (1 << 16),
+        }
+    }
+
+    async fn in_pieces(&self, command: Command, flags: CommandFlags, offset: u64, length: u64) -> Reply<()> {
+        let mut at = offset;
+        let end = offset.saturating_add(length);
+        while at < end {
+            let piece = (end - at).min(self.longest_effect());
+            self.simple(command, flags, at, piece).await?;
+            at += piece;
+        }
+        Ok(())
+    }
+
+    async fn simple(&self, command: Command, flags: CommandFlags, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
+        let mut attempt = Attempt::default();
+        loop {
+            let connection = self.connection(&mut attempt).await?;
+            let Answer { result, runs, .. } = connection.simple(command, flags, offset, length).await;
+            match result {
+                Ok(()) => return Ok(runs),
+                Err(Failure::Refused(errno)) => return Err(errno),
+                Err(Failure::Lost) => {}
+            }
+        }
+    }
+
+    /// A connection for the next attempt at a request, or the error that the request ends with.
+    async fn connection(&self, attempt: &mut Attempt) -> Reply<Arc<Connection>> {
+        let is_first = !std::mem::replace(&mut attempt.made, true);
+        if let Some(connection) = self.living() {
+            return Ok(connection);
+        }
+        if !is_first && self.options.reconnect_delay.is_zero() {
+            return Err(Errno::EIO);
+        }
+        let _connecting = self.connecting.lock().await;
+        loop {
+            if let Some(connection) = self.living() {
+                return Ok(connection);
+            }
+            let now = rt::now();
+            let (lost_at, failed_at) = {
+                let mut state = lock(&self.state);
+                (*state.lost_at.get_or_insert(now), state.failed_at)
+            };
+            let may_wait = now < lost_at + self.options.reconnect_delay;
+            if !may_wait && failed_at.is_some_and(|failed_at| now < failed_at + GIVE_UP_PAUSE) {
+                return Err(Errno::EIO);
+            }
+            match Connection::open(&self.options).await.and_then(|connection| self.check_same(connection)) {
+                Ok(connection) => {
+                    tracing::info!(server = self.name, "connected again");
+                    let mut state = lock(&self.state);
+                    *state = State { connection: Arc::new(connection), lost_at: None, failed_at: None };
+                }
+                Err(error) => {
+                    tracing::warn!(server = self.name, %error, "could not connect again");
+                    lock(&self.state).failed_at = Some(rt::now());
+                    if !may_wait {
+                        return Err(Errno::EIO);
+                    }
+                    rt::sleep(RETRY_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn living(&self) -> Option<Arc<Connection>> {
+        let state = lock(&self.state);
+        (!state.connection.is_lost()).then(|| Arc::clone(&state.connection))
+    }
+
+    /// After a new start the server may offer something else under the same name.
+    fn check_same(&self, connection: Connection) -> Result<Connection> {
+        let facts = connection.facts();
+        let lost = self.facts.flags.without(facts.flags);
+        if facts.size != self.facts.size || lost != TransmissionFlags::default() {
+            let message = "the export is not what it was before the connection was lost";
+            return Err(Error::invalid_argument(message).file(self.name.clone()));
+        }
+        Ok(connection)
+    }
+
+    /// Says goodbye; requests that come later connect again.
+    pub async fn close(&self) {
+        let connection = Arc::clone(&lock(&self.state).connection);
+        connection.close().await;
+    }
+}
+
+/// One request's attempts to be carried out.
+#[derive(Default)]
+struct Attempt {
+    made: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

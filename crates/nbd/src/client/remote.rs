@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! An export as what a `File` stands on.
+
+use super::{Client, Reply};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_nbd_proto::flags::{STATE_ZERO, TransmissionFlags};
+use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture};
+use std::sync::Arc;
+
+impl Client {
+    /// The export as a file, to be written to or not. Its length can't be changed.
+    pub fn into_file(self, writable: bool) -> Result<File> {
+        let name = self.name().to_owned();
+        if writable && self.is_read_only() {
+            return Err(Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(name));
+        }
+        let len = self.facts().size;
+        Ok(File::remote(name, writable, len, Arc::new(self)))
+    }
+
+    /// The next range from `offset` that may hold something else than zeroes.
+    async fn find_data(&self, offset: u64) -> Reply<Option<DataRange>> {
+        let size = self.facts().size;
+        let (mut at, mut start) = (offset, None);
+        while at < size {
+            let runs = self.block_status(at, size - at).await?;
+            if runs.is_empty() {
+                // The server doesn't know: all of it.
+                return Ok(Some(DataRange { start: start.unwrap_or(at), end: size }));
+            }
+            for run in runs {
+                if run.len == 0 {
+                    return Err(Errno::EIO);
+                }
+                let end = at.saturating_add(run.len).min(size);
+                // A hole that doesn't say that it is zero may hold anything.
+                let is_data = run.flags & STATE_ZERO == 0;
+                match (is_data, start) {
+                    (true, None) => start = Some(at),
+                    (false, Some(start)) => return Ok(Some(DataRange { start, end: at })),
+                    _ => {}
+                }
+                at = end;
+                if at == size {
+                    break;
+                }
+            }
+            // One reply is enough when it has some data; what follows is asked for next time.
+            if let Some(start) = start {
+                return Ok(Some(DataRange { start, end: at }));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Remote for Client {
+    fn alignment(&self) -> Alignment {
+        Alignment { memory: 1, offset: self.facts().block_sizes.minimum.into() }
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.facts().flags.contains(TransmissionFlags::READ_ONLY)
+    }
+
+    fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Reply<()>, IoBuf)> {
+        Box::pin(Client::read(self, offset, buf))
+    }
+
+    fn write(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Reply<()>, IoBuf)> {
+        Box::pin(Client::write(self, offset, buf, false))
+    }
+
+    fn sync(&self) -> RemoteFuture<'_, Reply<()>> {
+        Box::pin(self.flush())
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Reply<()>> {
+        Box::pin(Client::write_zeroes(self, offset, len, may_unmap, false))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Reply<()>> {
+        Box::pin(self.trim(offset, len))
+    }
+
+    fn next_data(&self, offset: u64) -> RemoteFuture<'_, Reply<Option<DataRange>>> {
+        Box::pin(self.find_data(offset))
+    }
+}

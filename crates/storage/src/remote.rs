@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Files that live behind a protocol that another crate speaks.
+
+use crate::blocklock::BlockGuard;
+use crate::medium::Space;
+use crate::payload::{Bufs, Payload, locate};
+use crate::sys::SysResult;
+use crate::{Alignment, DataRange, IoBuf};
+use cowshed_block::Errno;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+/// A future of a [`Remote`]: stays on its thread.
+pub type RemoteFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// Bytes behind a protocol, of a length that doesn't change. Usable from any thread. Ranges are inside of the length, and
+/// aligned as it asks. What it says in messages is for the log; a caller gets an error number.
+pub trait Remote: Send + Sync + fmt::Debug {
+    /// What it asks of memory, offsets and lengths, in bytes.
+    fn alignment(&self) -> Alignment;
+
+    /// True when the other side doesn't let us write.
+    fn is_read_only(&self) -> bool;
+
+    /// Fills `buf` from `offset`.
+    fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)>;
+
+    /// Writes `buf` at `offset`.
+    fn write(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)>;
+
+    /// Makes everything durable that was written before.
+    fn sync(&self) -> RemoteFuture<'_, Result<(), Errno>>;
+
+    /// Makes a range read as zeroes; `may_unmap`: its space may be given back. `ENOTSUP` where it can't.
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Result<(), Errno>>;
+
+    /// Gives a range back; what it holds afterwards is not known.
+    fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Result<(), Errno>>;
+
+    /// The next range from `offset` on that may hold something else than zeroes.
+    fn next_data(&self, offset: u64) -> RemoteFuture<'_, Result<Option<DataRange>, Errno>>;
+}
+
+/// A [`Remote`] as a medium.
+#[derive(Debug)]
+pub(crate) struct RemoteFile {
+    pub(crate) remote: Arc<dyn Remote>,
+    pub(crate) len: u64,
+}
+
+impl RemoteFile {
+    /// One buffer of the payload, as far as the file goes.
+    pub(crate) async fn read(&self, mut payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        let Some(part) = Part::cut(&mut payload.bufs, skip, self.len.saturating_sub(offset)) else {
+            return (Ok(0), payload);
+        };
+        let Part { index, head, middle, tail } = part;
+        let len = middle.len();
+        let (result, middle) = self.remote.read(middle, offset).await;
+        Part { index, head, middle, tail }.put_back(&mut payload.bufs);
+        (result.map(|()| len), payload)
+    }
+
+    /// One buffer of the payload; the file doesn't grow.
+    pub(crate) async fn write(&self, mut payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+        let Some(part) = Part::cut(&mut payload.bufs, skip, self.len.saturating_sub(offset)) else {
+            return (Err(Errno::ENOSPC), payload);
+        };
+        let Part { index, head, middle, tail } = part;
+        let len = middle.len();
+        let (result, middle) = self.remote.write(middle, offset).await;
+        Part { index, head, middle, tail }.put_back(&mut payload.bufs);
+        (result.map(|()| len), payload)
+    }
+
+    pub(crate) async fn change_space(
+        &self,
+        space: Space,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<()> {
+        let _guard = guard;
+        match space {
+            // Length and space are the other side's business.
+            Space::Allocate => Err(Errno::ENOTSUP),
+            _ if offset.checked_add(len).is_none_or(|end| end > self.len) => Err(Errno::ENOSPC),
+            Space::Punch => self.remote.write_zeroes(offset, len, true).await,
+            Space::Zero => self.remote.write_zeroes(offset, len, false).await,
+        }
+    }
+}
+
+/// A part of one buffer of a payload, taken out for an operation.
+struct Part {
+    index: usize,
+    head: IoBuf,
+    middle: IoBuf,
+    tail: IoBuf,
+}
+
+impl Part {
+    /// The rest of the buffer in which the byte `skip` of all of them is, at most `room` bytes; `None` when that is nothing.
+    fn cut(bufs: &mut Bufs, skip: usize, room: u64) -> Option<Part> {
+        let bufs = bufs.slice_mut();
+        let (index, skip) = locate(bufs, skip);
+        let mut middle = std::mem::take(bufs.get_mut(index)?);
+        let head = middle.split_to(skip);
+        let len = usize::try_from(room).unwrap_or(usize::MAX).min(middle.len());
+        let tail = middle.split_off(len);
+        let part = Part { index, head, middle, tail };
+        if len == 0 {
+            part.put_back_into(bufs);
+            return None;
+        }
+        Some(part)
+    }
+
+    fn put_back(self, bufs: &mut Bufs) {
+        self.put_back_into(bufs.slice_mut());
+    }
+
+    fn put_back_into(self, bufs: &mut [IoBuf]) {
+        let Part { index, mut head, middle, tail } = self;
+        let joined = head.unsplit(middle).is_ok() && head.unsplit(tail).is_ok();
+        assert!(joined, "a remote file gave back another buffer than it was given");
+        bufs[index] = head;
+    }
+}
