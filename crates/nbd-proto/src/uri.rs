@@ -32,6 +32,8 @@ pub struct NbdUri {
     pub tls: bool,
     /// `tls-hostname`: the name in the server's certificate.
     pub tls_hostname: Option<String>,
+    /// `tls-certificates`: the folder of the credentials, as libnbd has it.
+    pub tls_certificates: Option<String>,
     /// `tls-verify-peer`: whether the server's certificate is looked at.
     pub tls_verify_peer: Option<bool>,
 }
@@ -78,13 +80,14 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
     if export.contains('\0') || export.len() > crate::MAX_STRING_BYTES {
         return Err("the export's name holds a NUL or is too long".into());
     }
-    let (mut socket, mut tls_hostname, mut tls_verify_peer) = (None, None, None);
+    let (mut socket, mut tls_hostname, mut tls_certificates, mut tls_verify_peer) = (None, None, None, None);
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         let value = decode(value)?;
         match key {
             "socket" => socket = Some(value),
             "tls-hostname" => tls_hostname = Some(value),
+            "tls-certificates" => tls_certificates = Some(value),
             "tls-verify-peer" => {
                 tls_verify_peer = Some(match value.as_str() {
                     "0" | "false" => false,
@@ -108,7 +111,7 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
         }
         tcp(authority)?
     };
-    Ok(NbdUri { place, export, tls, tls_hostname, tls_verify_peer })
+    Ok(NbdUri { place, export, tls, tls_hostname, tls_certificates, tls_verify_peer })
 }
 
 /// `[USER@]HOST[:PORT]`, where an IPv6 address stands in brackets.
@@ -144,7 +147,14 @@ fn parse_legacy(rest: &str) -> Result<NbdUri, String> {
         Some(path) => Place::Unix { path: path.to_owned() },
         None => tcp(rest)?,
     };
-    Ok(NbdUri { place, export: export.to_owned(), tls: false, tls_hostname: None, tls_verify_peer: None })
+    Ok(NbdUri {
+        place,
+        export: export.to_owned(),
+        tls: false,
+        tls_hostname: None,
+        tls_certificates: None,
+        tls_verify_peer: None,
+    })
 }
 
 /// Turns `%XX` into the byte.
@@ -208,6 +218,9 @@ impl fmt::Display for NbdUri {
         }
         if let Some(name) = &self.tls_hostname {
             parameters.push(("tls-hostname", name));
+        }
+        if let Some(folder) = &self.tls_certificates {
+            parameters.push(("tls-certificates", folder));
         }
         if let Some(verify) = self.tls_verify_peer {
             parameters.push(("tls-verify-peer", if verify { "1" } else { "0" }));
@@ -285,7 +298,8 @@ mod tests {
                 true => Place::Unix { path },
                 false => Place::Tcp { host: "fe80::1".into(), port },
             };
-            let uri = NbdUri { place, export, tls, tls_hostname: None, tls_verify_peer: None };
+            let tls_certificates = tls.then(|| "/etc/a b".to_owned());
+            let uri = NbdUri { place, export, tls, tls_hostname: None, tls_certificates, tls_verify_peer: None };
             prop_assert_eq!(NbdUri::parse(&uri.to_string()).unwrap(), uri);
         }
 

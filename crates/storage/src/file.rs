@@ -197,12 +197,13 @@ impl File {
         self.0.is_writable.load(Ordering::Relaxed)
     }
 
-    /// True for a block device, whose length can't change.
+    /// True for a block device or what lies behind a protocol: the length can't change.
     pub fn is_device(&self) -> bool {
         match &self.0.medium {
             Medium::Host(host) => host.is_device(),
             Medium::Faulty(faulty) => faulty.base().is_device(),
-            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => false,
+            Medium::Remote(_) => true,
+            Medium::Null(_) | Medium::Sim(_) => false,
         }
     }
 

@@ -4,8 +4,9 @@
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::node::Preallocation;
+use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf, OpenOptions, Permissions, path_of_text};
+use cowshed_storage::{File, IoBuf, OpenOptions, Permissions, path_of_text, text_of_path};
 use std::path::Path;
 
 /// Zeroes are written in pieces of so many bytes.
@@ -15,7 +16,11 @@ const SECTOR_BYTES: usize = 512;
 
 /// Creates or empties a file and keeps it locked. What an old file held is durably gone before anything new is
 /// written: a power cut must not leave an old header over new tables.
-async fn create_file(path: &Path) -> Result<File> {
+async fn create_file(path: &Path, len: u64) -> Result<File> {
+    let name = text_of_path(path);
+    if is_nbd_name(&name) {
+        return take_export(&name, len).await;
+    }
     let existed = std::fs::metadata(path).is_ok_and(|metadata| metadata.len() > 0);
     let options =
         OpenOptions { write: true, create: true, permissions: Some(Permissions::CREATE), ..OpenOptions::default() };
@@ -26,14 +31,29 @@ async fn create_file(path: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// An export exists already and has the length that it has: `len` bytes must fit. Its first sector is cleared, so that it
+/// isn't taken for the image that it held before.
+async fn take_export(name: &str, len: u64) -> Result<File> {
+    let file = open_nbd_file(name).await?;
+    if file.len() < len {
+        let message = format!("the export has {} bytes and the image needs {len}", file.len());
+        return Err(Error::new(ErrorKind::NoSpace, message).file(name));
+    }
+    let first = file.len().min(SECTOR_BYTES as u64);
+    write_zeroes(&file, 0, first).await?;
+    file.sync().await?;
+    Ok(file)
+}
+
 /// Creates a qcow2 image, with its data file if it has one.
 pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
     // The layout first: what can't be laid out must not cost an existing file its contents.
-    FreshLayout::of(options)?.header(options)?;
+    let layout = FreshLayout::of(options)?;
+    layout.header(options)?;
     if let Some(name) = &options.data_file {
         create_data_file(path, &path_of_text(name), options).await.map_err(|error| error.file(name))?;
     }
-    write_fresh_qcow2(&create_file(path).await?, options).await
+    write_fresh_qcow2(&create_file(path, layout.file_bytes).await?, options).await
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
@@ -59,8 +79,12 @@ fn same_file(one: &Path, other: &Path) -> bool {
 
 /// Creates a raw image of `size` bytes.
 pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
-    let file = create_file(path).await?;
-    write_fresh_raw(&file, size, preallocation).await
+    let file = create_file(path, size).await?;
+    match file.is_device() && file.len() >= size {
+        // A device or an export: longer than the image is fine.
+        true => file.sync().await,
+        false => write_fresh_raw(&file, size, preallocation).await,
+    }
 }
 
 /// Makes an empty `file` a raw image of `size` bytes.

@@ -154,7 +154,7 @@ pub(crate) async fn discard_file(file: &File, offset: u64, len: u64) -> Result<(
     if inside == 0 {
         return Ok(());
     }
-    match file.punch_hole(offset, inside).await {
+    match file.discard(offset, inside).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
         result => result,
     }

@@ -5,6 +5,7 @@
 //! while the attachments above them are drained: a request sees the graph before or after a change, never in between.
 
 mod attachment;
+mod credentials;
 mod drain;
 mod gate;
 mod moves;
@@ -18,6 +19,7 @@ pub use drain::Drained;
 
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_nbd::ClientTls;
 use owned::Owned;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -33,6 +35,8 @@ pub struct Graph {
     snapshot: RwLock<Arc<GraphSnapshot>>,
     generated: AtomicU32,
     owned: Mutex<Owned>,
+    /// TLS credentials by the id that options name them with.
+    credentials: Mutex<BTreeMap<String, ClientTls>>,
     /// Held for the time of a change: one at a time.
     change: futures_util::lock::Mutex<()>,
 }

@@ -199,6 +199,7 @@ impl Opener {
         schema.check(&mut draft.options, &draft.place.path)?;
         let (driver, filename) = match schema.name {
             "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
+            "nbd" => self.nbd_driver(&mut draft).await?,
             "null-co" => null_driver(&draft),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,

@@ -7,6 +7,7 @@ mod children;
 mod deadline;
 mod extents;
 mod names;
+mod nbd;
 mod permissions;
 mod policy;
 
@@ -15,6 +16,8 @@ pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;
 pub use names::resolve as resolve_name;
+pub use nbd::is_nbd_name;
+pub(crate) use nbd::open_nbd_file;
 pub(crate) use permissions::Edge;
 pub use policy::{FileKind, Files, HostFiles, Policy};
 

@@ -2,8 +2,9 @@
 //! File names: pseudo protocols, and names that are relative to the image that holds them.
 
 use super::policy::{FileKind, Files};
-use crate::options::BlockdevOptions;
+use crate::options::{self, BlockdevOptions};
 use cowshed_block::{Error, Result};
+use cowshed_nbd_proto::NbdUri;
 use cowshed_storage::path_of_text;
 
 /// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.
@@ -14,6 +15,9 @@ pub(super) fn protocol(name: &str) -> Option<&str> {
 
 /// The options of the protocol node for a name.
 pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    if NbdUri::is_one(name) {
+        return Ok(options::nbd_of_uri(&NbdUri::parse(name)?));
+    }
     let path = match protocol(name) {
         None => name,
         Some("file") => &name["file:".len()..],
@@ -87,9 +91,13 @@ mod tests {
         assert_eq!(driver("a.qcow2").unwrap(), "file");
         assert_eq!(driver("./a:b").unwrap(), "file");
         assert_eq!(driver("null-co://").unwrap(), "null-co");
+        for name in ["nbd://h/x", "nbd:unix:/x", "nbd+unix:///?socket=/x", "NBD://h"] {
+            assert_eq!(driver(name).unwrap(), "nbd");
+        }
         let file = protocol_options("file:a:b", &HostFiles).unwrap();
         assert_eq!(file.text("filename"), Some("a:b"));
-        for (name, part) in [("nbd:unix:/x", "'nbd'"), ("http://x/y", "'http'"), ("", "empty"), ("file:", "empty")] {
+        for (name, part) in [("nbd+unix:///x", "'socket'"), ("http://x/y", "'http'"), ("", "empty"), ("file:", "empty")]
+        {
             let error = driver(name).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }

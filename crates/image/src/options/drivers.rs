@@ -30,6 +30,7 @@ const CACHE: &[Key] = &[
 pub const DRIVERS: &[DriverSchema] = &[
     DriverSchema { name: "file", kind: DriverKind::Protocol, about: "a regular file", keys: FILE },
     DriverSchema { name: "host_device", kind: DriverKind::Protocol, about: "a block device of the host", keys: FILE },
+    DriverSchema { name: "nbd", kind: DriverKind::Protocol, about: "an export of an NBD server", keys: NBD },
     DriverSchema { name: "null-co", kind: DriverKind::Protocol, about: "no storage at all, for measuring", keys: NULL },
     DriverSchema {
         name: "raw",
@@ -52,6 +53,29 @@ const FILE: &[Key] = &[
     key("filename", KeyType::Text, REQUIRED, "path of the file"),
     key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "who does the I/O"),
     key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
+];
+
+const NBD: &[Key] = &[
+    key("server", KeyType::Struct(NBD_SERVER), "from the older keys", "where the server is"),
+    key("path", KeyType::Text, "", "older spelling of server.path"),
+    key("host", KeyType::Text, "", "older spelling of server.host"),
+    key("port", KeyType::Text, "10809", "older spelling of server.port"),
+    key("export", KeyType::Text, "the default one", "name of the export"),
+    key("tls-creds", KeyType::Text, "no encryption", "id of TLS credentials"),
+    key("tls-certificates", KeyType::Text, "no encryption", "folder with TLS credentials, instead of tls-creds"),
+    key("tls-hostname", KeyType::Text, "the host", "name in the server's certificate"),
+    key("tls-verify-peer", KeyType::Bool, "on", "whether the server's certificate must be right"),
+    key("reconnect-delay", KeyType::Number(0, MAX_SECONDS), "0", "wait so many seconds for a lost server"),
+    key("open-timeout", KeyType::Number(0, MAX_SECONDS), "0", "try so many seconds to connect at first"),
+];
+
+const MAX_SECONDS: u64 = u32::MAX as u64;
+
+const NBD_SERVER: &[Key] = &[
+    key("type", KeyType::Choice(&["inet", "unix"]), REQUIRED, "the kind of address"),
+    key("path", KeyType::Text, "", "path of the Unix socket"),
+    key("host", KeyType::Text, "", "host name or address"),
+    key("port", KeyType::Text, "10809", "port"),
 ];
 
 const NULL: &[Key] = &[

@@ -4,6 +4,7 @@
 mod blkdebug;
 mod drivers;
 mod keyval;
+mod nbd;
 mod schema;
 mod size;
 mod tree;
@@ -12,6 +13,7 @@ mod typed;
 pub(crate) use blkdebug::BlkdebugOptions;
 pub use drivers::{COMMON, DRIVERS};
 pub use keyval::{BareKey, parse_list};
+pub(crate) use nbd::{nbd_client, nbd_of_uri};
 pub(crate) use schema::check_common;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 pub use size::parse_size;

@@ -8,6 +8,7 @@ use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::codec::Codec;
 use cowshed_image::create::{self, CreateRequest};
+use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;
 use std::sync::Arc;
 
@@ -68,9 +69,12 @@ fn set_codec(node: &Node, options: &ConvertOptions) -> Result<()> {
     }
 }
 
-/// A block device keeps its old contents under a new image.
+/// A block device, and an export on a server, keep their old contents under a new image.
 fn is_device(name: &str) -> bool {
     use std::os::unix::fs::FileTypeExt;
+    if is_nbd_name(name) {
+        return true;
+    }
     std::fs::metadata(path_of_text(name)).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 

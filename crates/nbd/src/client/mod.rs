@@ -65,21 +65,6 @@ impl ClientOptions {
         }
     }
 
-    /// What a URI says; encryption, where it asks for it, with certificates only as far as `tls-verify-peer=0` allows: the
-    /// credentials of an authority can't be named by a URI.
-    pub fn from_uri(uri: &NbdUri) -> Result<ClientOptions> {
-        let mut options = ClientOptions::new(address_of(&uri.place), uri.export.clone());
-        if uri.tls {
-            if uri.tls_verify_peer != Some(false) {
-                let message = "an encrypted NBD connection needs credentials: option 'tls-creds'";
-                return Err(Error::invalid_argument(message).file(uri.to_string()));
-            }
-            options.tls = Some(ClientTls::unverified()?);
-        }
-        options.tls_hostname = uri.tls_hostname.clone();
-        Ok(options)
-    }
-
     /// The same as a URI, for people and for messages.
     pub fn uri(&self) -> NbdUri {
         let place = match &self.address {
@@ -91,16 +76,9 @@ impl ClientOptions {
             export: self.export.clone(),
             tls: self.tls.is_some(),
             tls_hostname: self.tls_hostname.clone(),
+            tls_certificates: None,
             tls_verify_peer: None,
         }
-    }
-}
-
-/// The address of a place in a URI.
-pub fn address_of(place: &Place) -> SocketAddress {
-    match place {
-        Place::Unix { path } => SocketAddress::Unix(path.clone()),
-        Place::Tcp { host, port } => SocketAddress::Tcp { host: host.clone(), port: *port },
     }
 }
 

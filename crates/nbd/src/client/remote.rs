@@ -8,6 +8,11 @@ use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture};
 use std::sync::Arc;
 
 impl Client {
+    /// True when the server doesn't let us write.
+    pub fn is_read_only(&self) -> bool {
+        self.facts().flags.contains(TransmissionFlags::READ_ONLY)
+    }
+
     /// The export as a file, to be written to or not. Its length can't be changed.
     pub fn into_file(self, writable: bool) -> Result<File> {
         let name = self.name().to_owned();
@@ -60,7 +65,7 @@ impl Remote for Client {
     }
 
     fn is_read_only(&self) -> bool {
-        self.facts().flags.contains(TransmissionFlags::READ_ONLY)
+        Client::is_read_only(self)
     }
 
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Reply<()>, IoBuf)> {

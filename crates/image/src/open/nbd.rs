@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening an export of an NBD server.
+
+use super::build::{Draft, Opener};
+use crate::node::{Driver, FileDriver};
+use crate::options;
+use cowshed_block::{Error, Result};
+use cowshed_nbd::Client;
+use cowshed_nbd_proto::NbdUri;
+use cowshed_storage::File;
+use std::rc::Rc;
+
+impl Opener {
+    pub(super) async fn nbd_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+        let options = options::nbd_client(&draft.options, |id| self.graph.tls_credentials(id))?;
+        let client = Client::connect(options).await?;
+        let filename = client.name().to_owned();
+        if draft.place.auto_read_only && client.is_read_only() {
+            draft.settings.read_only = true;
+        }
+        let file = client.into_file(!draft.settings.read_only)?;
+        Ok((Driver::File(FileDriver { name: "nbd", file, null_reads_zeroes: None }), filename))
+    }
+}
+
+/// True for names of exports on NBD servers: like a device, such an image is there before it is created, and keeps its old
+/// contents then.
+pub fn is_nbd_name(name: &str) -> bool {
+    NbdUri::is_one(name)
+}
+
+/// The export that a URI names, for writing, as storage for a new image.
+pub(crate) async fn open_nbd_file(name: &str) -> Result<File> {
+    let options = options::nbd_client(&options::nbd_of_uri(&NbdUri::parse(name)?), |_| None);
+    let options = options.map_err(|error: Error| error.file(name))?;
+    Client::connect(options).await?.into_file(true)
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Options of the driver `nbd`, and the same as a URI.
+
+use super::BlockdevOptions;
+use cowshed_block::{Error, Result};
+use cowshed_nbd::{ClientOptions, ClientTls};
+use cowshed_nbd_proto::uri::Place;
+use cowshed_nbd_proto::{DEFAULT_PORT, NbdUri};
+use cowshed_storage::{SocketAddress, path_of_text};
+use serde_json::Value;
+use std::time::Duration;
+
+/// The options that a URI stands for.
+pub(crate) fn nbd_of_uri(uri: &NbdUri) -> BlockdevOptions {
+    let server = match &uri.place {
+        Place::Unix { path } => BlockdevOptions::new().with("type", "unix").with("path", path.as_str()),
+        Place::Tcp { host, port } => {
+            let server = BlockdevOptions::new().with("type", "inet");
+            server.with("host", host.as_str()).with("port", port.to_string())
+        }
+    };
+    let mut options = BlockdevOptions::new().with("driver", "nbd").with("server", server);
+    if !uri.export.is_empty() {
+        options.insert("export", uri.export.as_str());
+    }
+    // Where encryption is a must, the folder is asked for even when the URI forgets it.
+    if uri.tls || uri.tls_certificates.is_some() {
+        options.insert("tls-certificates", uri.tls_certificates.as_deref().unwrap_or_default());
+    }
+    if let Some(name) = &uri.tls_hostname {
+        options.insert("tls-hostname", name.as_str());
+    }
+    if let Some(verify) = uri.tls_verify_peer {
+        options.insert("tls-verify-peer", verify);
+    }
+    options
+}
+
+/// What the client needs. `credentials` finds those that `tls-creds` names.
+pub(crate) fn nbd_client(
+    options: &BlockdevOptions,
+    credentials: impl FnOnce(&str) -> Option<ClientTls>,
+) -> Result<ClientOptions> {
+    let mut client = ClientOptions::new(address(options)?, options.text("export").unwrap_or_default());
+    let seconds = |key| Duration::from_secs(options.number(key).unwrap_or(0));
+    client.reconnect_delay = seconds("reconnect-delay");
+    client.open_timeout = seconds("open-timeout");
+    client.tls_hostname = options.text("tls-hostname").map(str::to_owned);
+    let verify_peer = options.flag("tls-verify-peer").unwrap_or(true);
+    client.tls = match (options.text("tls-creds"), options.text("tls-certificates")) {
+        (None, None) => None,
+        (Some(_), Some(_)) => {
+            return Err(Error::invalid_argument("'tls-creds' and 'tls-certificates' exclude one another"));
+        }
+        (Some(id), None) => match credentials(id) {
+            Some(found) => Some(found),
+            None => return Err(Error::invalid_argument(format!("there are no TLS credentials with the id '{id}'"))),
+        },
+        (None, Some("")) if !verify_peer => Some(ClientTls::unverified()?),
+        (None, Some("")) => {
+            let message = "an encrypted connection needs the folder of its credentials: 'tls-certificates'";
+            return Err(Error::invalid_argument(message));
+        }
+        (None, Some(folder)) => Some(ClientTls::from_dir(&path_of_text(folder), verify_peer)?),
+    };
+    if client.tls.is_none() && client.tls_hostname.is_some() {
+        return Err(Error::invalid_argument("'tls-hostname' needs TLS credentials"));
+    }
+    Ok(client)
+}
+
+fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
+    let old = ["path", "host", "port"].iter().any(|key| options.get(key).is_some());
+    let server = match options.get("server") {
+        Some(Value::Object(map)) if !old => BlockdevOptions::from_map(map.clone())?,
+        Some(_) => {
+            return Err(Error::invalid_argument("'server' can't be given together with 'path', 'host' or 'port'"));
+        }
+        None => options.clone(),
+    };
+    let is_unix = match (server.text("type").filter(|_| !old), server.text("path"), server.text("host")) {
+        (Some(kind), path, host) => {
+            let is_unix = kind == "unix";
+            if (is_unix && host.is_some()) || (!is_unix && path.is_some()) {
+                let message = "an address has 'path' (type unix), or 'host' and 'port' (type inet)";
+                return Err(Error::invalid_argument(message));
+            }
+            is_unix
+        }
+        (None, Some(_), Some(_)) => return Err(Error::invalid_argument("'path' and 'host' exclude one another")),
+        (None, Some(_), None) => true,
+        (None, None, Some(_)) => false,
+        (None, None, None) => {
+            return Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path' or 'server.host'"));
+        }
+    };
+    if is_unix {
+        let path = server.text("path").unwrap_or_default();
+        return match path.is_empty() {
+            true => Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path'")),
+            false => Ok(SocketAddress::Unix(path.to_owned())),
+        };
+    }
+    let host = server.text("host").filter(|host| !host.is_empty()).unwrap_or("localhost");
+    let port = match server.text("port") {
+        None => DEFAULT_PORT,
+        Some(text) => text.parse().ok().filter(|&port| port != 0).ok_or_else(|| {
+            Error::invalid_argument("the port of an NBD server is a number from 1 to 65535").value(format!("'{text}'"))
+        })?,
+    };
+    Ok(SocketAddress::Tcp { host: host.to_owned(), port })
+}
