@@ -136,7 +136,8 @@ fn a_disk_on_qemu_nbd_is_a_disk() {
         assert_eq!(node.driver_name(), "raw");
         exercise(&node, &mut content).await;
         let runs = node.block_status_chain(0, SIZE, 1000).await.expect("status");
-        let zero = runs.iter().any(|run: &StatusExtent| run.zero && run.start <= 5 << 20 && run.start + run.len >= 6 << 20);
+        let zero =
+            runs.iter().any(|run: &StatusExtent| run.zero && run.start <= 5 << 20 && run.start + run.len >= 6 << 20);
         assert!(zero, "the hole shows: {runs:?}");
         node.discard(6 << 20, 1 << 20).await.expect("discard");
         content.truncate(6 << 20);
@@ -154,10 +155,17 @@ fn a_disk_on_nbdkit_is_a_disk() {
     // Also without the commands that are no must, and in the old way.
     for arguments in [
         &["memory", "8M"][..],
-        &["--filter=nozero", "--filter=noextents", "--filter=nofua", "memory", "8M", "fuamode=none"],
+        &["--filter=nozero", "--filter=noextents", "--filter=fua", "memory", "8M", "fuamode=none"],
         &["--mask-handshake=0", "memory", "8M"],
         &["--no-sr", "memory", "8M"],
-        &["--filter=blocksize-policy", "memory", "8M", "blocksize-minimum=4096", "blocksize-maximum=1M", "blocksize-error-policy=error"],
+        &[
+            "--filter=blocksize-policy",
+            "memory",
+            "8M",
+            "blocksize-minimum=4096",
+            "blocksize-maximum=1M",
+            "blocksize-error-policy=error",
+        ],
     ] {
         let server = Foreign::nbdkit(&socket, arguments);
         let mut content = vec![0; SIZE as usize];
@@ -227,7 +235,8 @@ fn images_and_backing_files_may_be_on_a_server() {
     // The file of a qcow2 image, as raw bytes.
     let server = Foreign::qemu_nbd(&dir.path().join("socket"), &base, &["--shared=4"]);
     rt::block_on(async {
-        let image = format!("driver=qcow2,file.driver=nbd,file.server.type=unix,file.server.path={}", server.socket.display());
+        let image =
+            format!("driver=qcow2,file.driver=nbd,file.server.type=unix,file.server.path={}", server.socket.display());
         let node = open(OpenRequest::image_opts(&image).expect("options").writable(true)).await.expect("open");
         assert!(read(&node, 0, SIZE as usize).await == content);
         write(&node, 4096, b"changed in place").await;
