@@ -60,6 +60,8 @@ pub use cowshed_image::open::{BackingPolicy, Cache, Policy};
 pub use cowshed_image::options::BlockdevOptions;
 pub use cowshed_image::{Node, OpenRequest, Preallocation, StatusExtent, ZeroFlags};
 pub use cowshed_storage::IoBuf;
+/// Locking a process in before it opens an image from a stranger.
+pub use cowshed_storage::confine;
 /// Faults on demand, for testing against a failing disk: see [`Node::faults`].
 pub use cowshed_storage::fault;
 pub use cowshed_storage::rt::{block_on, spawn};

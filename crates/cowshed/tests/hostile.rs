@@ -288,3 +288,119 @@ fn inspection() {
     }
     bench.qemu.expect_clean(&bench.path("good"));
 }
+
+/// Every limit is an option, in both directions.
+#[test]
+fn limits_by_option() {
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 disk 64M");
+    bench.make("create -q -u -f qcow2 -F qcow2 -b disk top 64M");
+    for name in ["one", "two"] {
+        bench.make(&format!("snapshot -c {name} disk"));
+    }
+    std::fs::write(bench.path("source"), vec![7; 1 << 20]).unwrap();
+    bench.make("convert -c -f raw -O qcow2 source packed");
+    bench.make("create -q -f qcow2 -o cluster_size=512 wide 1G");
+    for (limit, least, image, part) in [
+        ("chain-depth", 2, "top", "longer than 1 images"),
+        ("virtual-size", 64 << 20, "disk", "size"),
+        ("table-bytes", 256 << 10, "wide", "l1_size"),
+        ("snapshots", 2, "disk", "nb_snapshots"),
+        ("decompressed-bytes", 1 << 20, "packed", "decompressed"),
+    ] {
+        let verb =
+            |value: u64| format!("convert --untrusted --allow backing --limit {limit}={value} -O raw {image} out");
+        bench.expect_ok(&verb(least));
+        bench.expect_refused(&verb(least - 1), part);
+    }
+    // And beyond what --untrusted would set.
+    bench.make("create -q -f qcow2 -o cluster_size=2M huge 100T");
+    bench.expect_refused("info --untrusted huge", "size");
+    bench.expect_ok("info --untrusted --limit virtual-size=100T,table-bytes=32M huge");
+    bench.expect_refused("info --untrusted --limit depth=1 huge", "no limit 'depth'");
+    bench.expect_refused("info --limit chain-depth=1 huge", "needs --untrusted");
+    bench.expect_refused("info --time-limit 1 huge", "needs --untrusted");
+}
+
+/// Work that would never end comes to its end.
+#[test]
+fn time_limits() {
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 disk 64M");
+    for verb in READERS.map(|verb| (verb.0.replace("--untrusted", "--untrusted --time-limit 0"), verb.1)) {
+        bench.expect_refused(&line((&verb.0, verb.1), "", "disk"), "time limit of 0 s");
+    }
+    for verb in ["info", "check", "check -r all"] {
+        bench.expect_refused(&format!("{verb} --untrusted --time-limit 0 disk"), "time limit of 0 s");
+    }
+    bench.expect_refused("resize --untrusted --time-limit 0 disk 65M", "time limit of 0 s");
+    bench.expect_refused("info --untrusted --time-limit soon disk", "Invalid time limit");
+    // At this rate it would take a minute.
+    std::fs::write(bench.path("source"), vec![7; 64 << 20]).unwrap();
+    let slow = "convert --untrusted --time-limit 0.5 -r 1M -f raw -O raw source out";
+    bench.expect_refused(slow, "time limit of 0.5 s");
+    bench.expect_ok("compare --untrusted --time-limit 600 disk disk");
+}
+
+/// A target that is there already is a stranger's as much as the source is; and what stands below a backing file is
+/// named by that file, not by the user.
+#[test]
+fn targets_are_not_trusted_either() {
+    let bench = Bench::new();
+    let secret = bench.text("secret");
+    bench.make("create -q -f raw source 64k");
+    bench.make(&format!("create -q -u -f qcow2 -F raw -b {secret} evil 64k"));
+    bench.expect_refused("convert -n --untrusted -O qcow2 source evil", &secret);
+    bench.expect_refused("convert --untrusted -O qcow2 -B evil -F qcow2 source out", &secret);
+    bench.expect_ok("convert --untrusted --allow backing -O qcow2 -B evil -F qcow2 source out");
+    bench.make("create -q -f qcow2 base 64k");
+    bench.expect_ok("convert --untrusted -O qcow2 -B base -F qcow2 source out");
+}
+
+/// Whatever the command line names can be used by a confined process.
+#[test]
+fn confined_work() {
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 disk 1M");
+    std::fs::create_dir(bench.path("sub")).unwrap();
+    bench.expect_ok("convert --untrusted -O qcow2 -o data_file=sub/data,data_file_raw=on disk sub/image");
+    bench.expect_ok("convert --untrusted -O qcow2 disk sub/image");
+    bench.expect_ok("convert --untrusted -c -O qcow2 disk sub/packed");
+    bench.expect_ok("resize --untrusted sub/image 2M");
+    bench.expect_ok("dd --untrusted if=sub/image of=sub/blocks bs=64k count=1");
+    bench.expect_ok("check --untrusted -r all --undo-log sub/log sub/image");
+    bench.expect_ok("check --untrusted --undo sub/log sub/image");
+    bench.expect_ok("compare --untrusted disk sub/packed");
+    bench.expect_ok("map --untrusted --image-opts driver=qcow2,file.filename=disk");
+    bench.make("create -q -f qcow2 -b disk -F qcow2 top");
+    bench.expect_ok("info --untrusted --allow backing --backing-chain top");
+    let (_, json) = bench.inspect("disk");
+    let confined = &json["confinement"];
+    assert_ne!(confined["files"], "none", "this test needs Linux 5.13 with Landlock enabled: {json}");
+    assert_eq!(confined["system-calls"], "full", "{json}");
+}
+
+/// The kernel says of the running process that it is confined.
+#[test]
+fn the_process_is_confined() {
+    let bench = Bench::new();
+    std::fs::write(bench.path("source"), vec![7; 64 << 20]).unwrap();
+    // At this rate it would take a minute.
+    let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args("convert --untrusted -r 1M -f raw -O qcow2 source out".split(' '))
+        .current_dir(bench.folder.path())
+        .spawn()
+        .unwrap();
+    while !bench.path("out").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        assert!(child.try_wait().unwrap().is_none(), "it runs");
+    }
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+    let value = |key: &str| {
+        let line = status.lines().find(|line| line.starts_with(key)).unwrap_or_else(|| panic!("{key} in {status}"));
+        line[key.len()..].trim().to_owned()
+    };
+    assert_eq!((value("NoNewPrivs:").as_str(), value("Seccomp:").as_str()), ("1", "2"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+}

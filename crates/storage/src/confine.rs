@@ -60,6 +60,7 @@ pub struct Confinement {
     writable: Vec<PathBuf>,
     reads_everything: bool,
     writes_everything: bool,
+    connects: bool,
 }
 
 impl Confinement {
@@ -93,10 +94,16 @@ impl Confinement {
         self
     }
 
+    /// Sockets can be made and connected: for images that the user has on the network.
+    pub fn connect(&mut self) -> &mut Self {
+        self.connects = true;
+        self
+    }
+
     /// Confines this thread and those that it will start. A kernel that can't do it, or not all of it, is no error: the
     /// answer says so. A path that is there and can't be looked at is one.
     pub fn apply(&self) -> Result<Confined> {
-        Ok(Confined { files: self.confine_files()?, system_calls: confine_system_calls()? })
+        Ok(Confined { files: self.confine_files()?, system_calls: confine_system_calls(self.connects)? })
     }
 
     fn confine_files(&self) -> Result<Enforcement> {
@@ -106,8 +113,12 @@ impl Confinement {
         let mut ruleset = Ruleset::default()
             .set_compatibility(CompatLevel::BestEffort)
             .handle_access(AccessFs::from_all(LANDLOCK_ABI))
-            .and_then(|ruleset| ruleset.handle_access(AccessNet::from_all(LANDLOCK_ABI)))
-            .and_then(|ruleset| ruleset.scope(Scope::from_all(LANDLOCK_ABI)))
+            .and_then(|ruleset| match self.connects {
+                true => Ok(ruleset),
+                false => ruleset
+                    .handle_access(AccessNet::from_all(LANDLOCK_ABI))
+                    .and_then(|ruleset| ruleset.scope(Scope::from_all(LANDLOCK_ABI))),
+            })
             .and_then(Ruleset::create)
             .map_err(|error| landlock_error(&error))?;
         let reading = AccessFs::ReadFile | AccessFs::ReadDir;
@@ -164,7 +175,7 @@ fn refused(error: &dyn std::error::Error) -> Error {
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Forbids what no work on images needs. Programs are started by a process of their own: without one there is none.
-fn confine_system_calls() -> Result<Enforcement> {
+fn confine_system_calls(connects: bool) -> Result<Enforcement> {
     let Ok(arch) = std::env::consts::ARCH.try_into() else { return Ok(Enforcement::None) };
     let filter = |rules: Rules, errno: i32| -> Result<BpfProgram> {
         let action = SeccompAction::Errno(errno.unsigned_abs());
@@ -172,6 +183,9 @@ fn confine_system_calls() -> Result<Enforcement> {
         filter.try_into().map_err(|error: seccompiler::BackendError| refused(&error))
     };
     let mut forbidden: Rules = FORBIDDEN.iter().map(|call| (*call, Vec::new())).collect();
+    if connects {
+        CONNECTING.iter().for_each(|call| drop(forbidden.remove(call)));
+    }
     // A thread is started by `clone`, too.
     let no_thread = SeccompCondition::new(
         0,
@@ -197,6 +211,9 @@ fn confine_system_calls() -> Result<Enforcement> {
     }
     Ok(Enforcement::Full)
 }
+
+/// Of these, what a client of a server needs.
+const CONNECTING: &[i64] = &[libc::SYS_socket, libc::SYS_connect];
 
 /// Programs, other processes, the network, mounts, keys, the kernel itself, and attributes of files.
 const FORBIDDEN: &[i64] = &[

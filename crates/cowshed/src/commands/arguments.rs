@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Arguments that several verbs share, and what they become.
 
+use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
-use cowshed_image::open::Policy;
 use cowshed_jobs::ImageSpec;
 
 /// `--output`.
@@ -25,25 +25,9 @@ pub struct NamingArgs {
     /// QEMU user-creatable object, for example a secret (not yet supported)
     #[arg(long = "object", value_name = "OBJDEF")]
     pub objects: Vec<String>,
-    /// The image may be hostile: no other file is opened on its word, and its tables have tighter limits
-    #[arg(long)]
-    pub untrusted: bool,
-    /// With --untrusted: what the image may name all the same, separated by commas
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "backing,data-file,json,probe")]
-    pub allow: Vec<Allowed>,
-}
-
-/// `--allow`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Allowed {
-    /// Its backing file
-    Backing,
-    /// Its external data file
-    DataFile,
-    /// Names that are json:{…}, which can be any file by any driver
-    Json,
-    /// A backing file whose format the image doesn't say
-    Probe,
+    /// For images from strangers.
+    #[command(flatten)]
+    pub untrusted: UntrustedArgs,
 }
 
 impl NamingArgs {
@@ -53,24 +37,7 @@ impl NamingArgs {
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
         }
-        if !self.untrusted && !self.allow.is_empty() {
-            return Err(Failure::new("--allow needs --untrusted: without it everything is allowed"));
-        }
-        Ok(())
-    }
-
-    fn policy(&self) -> Policy {
-        if !self.untrusted {
-            return Policy::default();
-        }
-        let allows = |what: Allowed| self.allow.contains(&what);
-        Policy {
-            allow_backing: allows(Allowed::Backing),
-            allow_data_file: allows(Allowed::DataFile),
-            allow_json: allows(Allowed::Json),
-            allow_backing_probe: allows(Allowed::Probe),
-            ..Policy::untrusted()
-        }
+        self.untrusted.check()
     }
 
     /// The image `name`.
@@ -81,7 +48,7 @@ impl NamingArgs {
             format: format.cloned(),
             image_opts: self.image_opts,
             on_warning: Some(warning::print),
-            policy: self.policy(),
+            policy: self.untrusted.policy()?,
             ..ImageSpec::default()
         })
     }

@@ -3,6 +3,7 @@
 
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
 use super::sizes::{MOST, size_between};
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json};
@@ -115,6 +116,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new(format!("Could not open '{file}': {reason}")));
     }
     refuse_contradictions(&args)?;
+    guard(&args, &image, console)?;
     if let Some(log) = &args.undo {
         return undo(&image, log, &args, console);
     }
@@ -140,6 +142,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     print(&outcome, &args, console);
     Ok(outcome.exit_code())
+}
+
+fn guard(args: &CheckArgs, image: &ImageSpec, console: &mut Console) -> Result<(), Failure> {
+    let writes = args.undo.is_some() || (args.repair.is_some() && !args.dry_run);
+    let mut uses = vec![if writes { Use::Write(image) } else { Use::Read(image) }];
+    uses.extend(args.undo_log.iter().chain(&args.undo).map(|log| Use::WriteFile(log)));
+    args.naming.untrusted.guard(&uses, console)
 }
 
 fn refuse_contradictions(args: &CheckArgs) -> Result<(), Failure> {

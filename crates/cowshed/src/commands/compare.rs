@@ -2,6 +2,7 @@
 //! `compare`: whether two images read the same.
 
 use super::arguments::{NamingArgs, cache_mode};
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -78,6 +79,8 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
         second: spec(second, args.b_format.as_ref())?,
         strict: args.strict,
     };
+    work::fail_with(ERROR_EXIT_CODE);
+    args.naming.untrusted.guard(&[Use::Read(&options.first), Use::Read(&options.second)], console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
     let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[first, second], error);
     let outcome = job.run(async |handle| compare::run(&options, &handle).await, failed)?;

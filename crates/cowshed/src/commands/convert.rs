@@ -2,11 +2,14 @@
 //! `convert`: copies images into a new one, in another format.
 
 use super::arguments::{NamingArgs, cache_mode};
+use super::untrusted::Use;
 use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::open::resolve_name;
+use cowshed_image::options::{BareKey, parse_list};
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
@@ -143,6 +146,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     let options = options(&args, sources, target)?;
     let started = Instant::now();
+    guard(&args, &options, console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
     let failed = |error: &Error| failed(console.persona, &options, error);
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
@@ -157,6 +161,21 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         summary(&outcome, target, started, console);
     }
     Ok(0)
+}
+
+fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) -> Result<(), Failure> {
+    let mut uses: Vec<Use<'_>> = options.sources.iter().map(Use::Read).collect();
+    uses.push(Use::Write(&options.target));
+    let backing = options.backing_file.as_deref().map(|name| resolve_name(name, Some(&options.target.name)));
+    let backing = backing.transpose()?;
+    uses.extend(backing.as_deref().map(Use::ReadFile));
+    let mut data_files = Vec::new();
+    for list in &args.options {
+        let values = parse_list(list, BareKey::On)?.into_iter();
+        data_files.extend(values.filter(|(key, _)| key == "data_file").map(|(_, name)| name));
+    }
+    uses.extend(data_files.iter().map(|name| Use::WriteFile(name)));
+    args.naming.untrusted.guard(&uses, console)
 }
 
 fn refuse_not_yet(args: &ConvertArgs) -> Result<(), Failure> {
@@ -238,6 +257,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         force_share: false,
         cache: cache_mode("", args.target_cache.as_ref())?,
         on_warning: Some(warning::print),
+        policy: args.naming.untrusted.policy_of_target(!args.no_create)?,
         ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;

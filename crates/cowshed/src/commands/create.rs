@@ -74,6 +74,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         backing_file: args.backing,
         backing_format: args.backing_format,
         backing_unchecked: args.backing_unsafe,
+        ..CreateRequest::default()
     };
     let persona = console.persona;
     let failed = |error| Failure::about(persona, file, &error);

@@ -2,6 +2,7 @@
 //! `dd`: copies blocks of one image into a new one.
 
 use super::arguments::NamingArgs;
+use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -86,6 +87,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         count: operands.count,
         skip: operands.skip.unwrap_or(0),
     };
+    args.naming.untrusted.guard(&[Use::Read(&options.source), Use::Write(&options.target)], console)?;
     let job = work::Foreground::new(console.persona, false, false, "copying")?;
     let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[&input, &output], error);
     let outcome = job.run(async |handle| dd::run(&options, &handle).await, failed)?;

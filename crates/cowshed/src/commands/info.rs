@@ -2,6 +2,7 @@
 //! `info`: what an image is, without reading its data.
 
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::output::info::{Paint, render};
 use crate::output::{Console, Failure, json};
@@ -60,6 +61,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         cache: cache_mode("", args.cache.as_ref())?,
         ..args.naming.spec(file, args.format.as_ref())?
     };
+    args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = InfoOptions { image, backing_chain: args.backing_chain, limits: args.limits };
     let layers = work::run_quietly(async |job| info::run(&options, &job).await)
         .map_err(|error| Failure::open(console.persona, file, &error))?;

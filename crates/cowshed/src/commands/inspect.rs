@@ -2,11 +2,14 @@
 //! `inspect`: what an image asks for.
 
 use super::arguments::{OutputFormat, one_file};
+use super::untrusted::confine_to;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::shown_name;
 use cowshed_jobs::inspect::{self, Inspection, Verdict};
+use cowshed_storage::confine::Confined;
+use serde_json::Value;
 
 pub const VERB: Verb = Verb {
     name: "inspect",
@@ -36,16 +39,25 @@ struct InspectArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = InspectArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
+    let confined = confine_to(file, console)?;
     let inspection = work::run_quietly(async |_| inspect::run(file).await)
         .map_err(|error| Failure::open(console.persona, file, &error))?;
     match args.output {
         OutputFormat::Json => {
             let value = serde_json::to_value(&inspection);
-            console.line(json::pretty(&value.map_err(|error| Failure::new(format!("could not make JSON: {error}")))?));
+            let mut value = value.map_err(|error| Failure::new(format!("could not make JSON: {error}")))?;
+            if let Value::Object(map) = &mut value {
+                map.insert("confinement".to_owned(), confinement(confined));
+            }
+            console.line(json::pretty(&value));
         }
         OutputFormat::Human => print_human(&inspection, console),
     }
     Ok(inspection.exit_code())
+}
+
+fn confinement(confined: Confined) -> Value {
+    serde_json::json!({ "files": confined.files.as_str(), "system-calls": confined.system_calls.as_str() })
 }
 
 fn print_human(inspection: &Inspection, console: &mut Console) {

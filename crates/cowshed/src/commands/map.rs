@@ -2,6 +2,7 @@
 //! `map`: where the bytes of an image are.
 
 use super::arguments::{NamingArgs, OutputFormat, one_file};
+use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -51,6 +52,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let len = args.max_length.as_deref().map(|text| sizes::size("max length", text)).transpose()?;
     let file = one_file(&args.files)?;
     let image = ImageSpec { force_share: args.force_share, ..args.naming.spec(file, args.format.as_ref())? };
+    args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = MapOptions { image, start: start.unwrap_or(0), len };
     let mut writer = match args.output {
         OutputFormat::Json => Writer::Json { opening: "[" },

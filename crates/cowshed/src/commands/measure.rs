@@ -2,6 +2,7 @@
 //! `measure`: how much space an image would take.
 
 use super::arguments::{NamingArgs, OutputFormat};
+use super::untrusted::Use;
 use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
@@ -75,6 +76,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     create_options::require_format(args.target_format.as_deref())?;
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
+    let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
+    args.naming.untrusted.guard(&uses, console)?;
     let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
         let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();
         Failure::open_either(console.persona, &names, &error)

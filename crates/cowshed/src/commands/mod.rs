@@ -19,6 +19,7 @@ pub mod parser;
 pub mod resize;
 pub mod sizes;
 pub mod snapshot;
+pub mod untrusted;
 pub mod work;
 
 use crate::invocation::{Invocation, Persona};

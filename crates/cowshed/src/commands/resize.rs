@@ -2,6 +2,7 @@
 //! `resize`: changes the size of the virtual disk.
 
 use super::arguments::NamingArgs;
+use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human};
@@ -58,6 +59,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         shrink: args.shrink,
         preallocation: preallocation(args.preallocation.as_deref())?,
     };
+    args.naming.untrusted.guard(&[Use::Write(&options.image)], console)?;
     let outcome = work::run_quietly(async |job| resize::run(&options, &job).await)
         .map_err(|error| failed(console.persona, file, &error))?;
     match console.persona {

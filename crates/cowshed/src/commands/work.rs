@@ -9,8 +9,54 @@ use cowshed_jobs::JobHandle;
 use cowshed_storage::rt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// How long a job may take to end once its time is over, before the process is ended.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// The time that this process has, for images from strangers.
+static TIME_LIMIT: OnceLock<Duration> = OnceLock::new();
+/// The code to exit with when that is over.
+static ERROR_EXIT_CODE: AtomicU8 = AtomicU8::new(1);
+
+/// The process ends after so long, whatever it is doing. The first call counts.
+pub fn limit_time(limit: Duration) {
+    let _ = TIME_LIMIT.set(limit);
+}
+
+/// For verbs in which 1 is no error.
+pub fn fail_with(code: u8) {
+    ERROR_EXIT_CODE.store(code, Ordering::Relaxed);
+}
+
+/// Cancels the job when the time is over, and ends the process where that doesn't help.
+fn watch_time(handle: &JobHandle) -> Result<(), Error> {
+    let Some(limit) = TIME_LIMIT.get().copied() else { return Ok(()) };
+    let handle = handle.clone();
+    let watch = move || {
+        std::thread::sleep(limit);
+        handle.cancel();
+        std::thread::sleep(GRACE);
+        crate::output::warning::print(&too_late(limit));
+        std::process::exit(i32::from(ERROR_EXIT_CODE.load(Ordering::Relaxed)));
+    };
+    let thread = std::thread::Builder::new().name("time limit".to_owned()).spawn(watch);
+    thread.map(drop).map_err(|error| Error::io(&error, "could not watch the time"))
+}
+
+fn too_late(limit: Duration) -> String {
+    format!("the time limit of {} s is used up", limit.as_secs_f64())
+}
+
+/// A job that was cancelled because its time was over.
+fn reason(error: Error) -> Error {
+    match (error.kind(), TIME_LIMIT.get()) {
+        (ErrorKind::Cancelled, Some(limit)) => Error::new(ErrorKind::Limit, too_late(*limit)),
+        _ => error,
+    }
+}
 
 /// What the shell adds to the number of the signal that ended a process.
 const SIGNAL_EXIT_BASE: i32 = 128;
@@ -41,21 +87,23 @@ impl Foreground {
         failed: impl FnOnce(&Error) -> Failure,
     ) -> Result<T, Failure> {
         lock(&self.progress).update(0, 1);
-        let result = rt::block_on(work(self.handle.clone()));
+        let result = watch_time(&self.handle).and_then(|()| rt::block_on(work(self.handle.clone())));
         lock(&self.progress).finish(result.is_ok());
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {
                 Failure::new("interrupted; what was written so far is incomplete").code(signal_exit_code(signal))
             }
-            _ => failed(&error),
+            _ => failed(&reason(error)),
         })
     }
 }
 
 /// Runs a job that nobody needs to watch or stop.
 pub fn run_quietly<T, F: Future<Output = Result<T, Error>>>(work: impl FnOnce(JobHandle) -> F) -> Result<T, Error> {
-    rt::block_on(work(JobHandle::new()))
+    let handle = JobHandle::new();
+    watch_time(&handle)?;
+    rt::block_on(work(handle)).map_err(reason)
 }
 
 fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {

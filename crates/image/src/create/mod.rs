@@ -7,7 +7,7 @@ pub mod qcow2;
 pub mod schema;
 
 use crate::node::Preallocation;
-use crate::open::{OpenRequest, open, resolve_name};
+use crate::open::{OpenRequest, Policy, open, resolve_name};
 use cowshed_block::{Error, Result};
 use cowshed_storage::path_of_text;
 use qcow2::{Qcow2CreateOptions, parse_preallocation, round_size};
@@ -33,6 +33,8 @@ pub struct CreateRequest {
     pub backing_format: Option<String>,
     /// `-u`: the backing file is neither opened nor needed.
     pub backing_unchecked: bool,
+    /// What the backing file may make us open.
+    pub policy: Policy,
 }
 
 /// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
@@ -100,7 +102,7 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     let format = values.get("backing_fmt").map(str::to_owned);
     if !request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename))?;
-        let opened = OpenRequest::file(&name).format(format.as_deref());
+        let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();

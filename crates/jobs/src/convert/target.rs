@@ -101,6 +101,8 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()
         backing_file: options.backing_file.clone(),
         backing_format: options.backing_format.clone(),
         backing_unchecked: false,
+        // The sources come from where the backing file comes from.
+        policy: options.sources.first().map(|source| source.policy.clone()).unwrap_or_default(),
     };
     let plan = create::prepare_sized(&request, sources.size()).await?;
     if options.compressed && plan.is_preallocated() {

@@ -113,8 +113,9 @@ impl Qcow2Driver {
         if limit == u64::MAX {
             return Ok(());
         }
-        let before = self.decompressed_bytes.fetch_add(self.cluster_size(), Ordering::Relaxed);
-        if before < limit {
+        let cluster = self.cluster_size();
+        let before = self.decompressed_bytes.fetch_add(cluster, Ordering::Relaxed);
+        if before.saturating_add(cluster) <= limit {
             return Ok(());
         }
         let message =
