@@ -11,6 +11,7 @@ pub mod images;
 pub mod journal;
 pub mod matrix;
 pub mod model;
+pub mod mutants;
 pub mod operations;
 pub mod qemu;
 pub mod random;

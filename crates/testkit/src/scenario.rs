@@ -400,13 +400,14 @@ impl Prepared {
     /// # Errors
     /// What went wrong, and how to see it again.
     pub fn crash_or_shrink(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
-        const MOST_TRIES: u32 = 300;
+        // 0 for those who only want to know that it fails.
+        let most_tries = std::env::var("COWSHED_SHRINK_TRIES").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
         self.crash(trial).map_err(|first| {
             let mut last = first.clone();
             let mut tries = 0;
             let small = shrink(&trial.steps, |steps| {
                 tries += 1;
-                if tries > MOST_TRIES {
+                if tries > most_tries {
                     return false;
                 }
                 let smaller = Trial { steps: steps.to_vec(), sample_qemu: 0, ..trial.clone() };
