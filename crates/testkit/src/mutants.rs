@@ -65,7 +65,7 @@ pub const MUTANTS: &[Mutant] = &[
             "cycle.stages[0].push(MetaWrite { host: HostOffset(*host), bytes });",
             "cycle.stages[2].push(MetaWrite { host: HostOffset(*host), bytes });",
         )],
-        test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
     },
     Mutant {
         name: "no_barrier_between_stages",
