@@ -216,6 +216,120 @@ fn filters_come_and_go_under_load() {
     assert!(node.user_names().is_empty());
 }
 
+/// What a reopen is given for a node: its options as they are, with these changed.
+fn changed(node: &Node, changes: &str) -> BlockdevOptions {
+    let mut options = BlockdevOptions::new().with("node-name", node.name());
+    for (key, value) in BlockdevOptions::from_keyval(changes).unwrap().iter() {
+        options.insert(key.clone(), value.clone());
+    }
+    options
+}
+
+fn reopen(graph: &Arc<Graph>, list: &[BlockdevOptions]) -> Result<()> {
+    rt::block_on(graph.reopen(list.to_vec()))
+}
+
+/// The bytes of `/proc/locks` that this process has locked in a file.
+fn locks(path: &str) -> Vec<u64> {
+    use std::os::unix::fs::MetadataExt;
+    let inode = format!(":{} ", std::fs::metadata(path).unwrap().ino());
+    let text = std::fs::read_to_string("/proc/locks").unwrap();
+    let mut bytes: Vec<u64> = text
+        .lines()
+        .filter(|line| line.contains(&inode))
+        .flat_map(|line| {
+            let mut end = line.rsplit(' ');
+            let (last, first) = (end.next().unwrap().parse::<u64>(), end.next().unwrap().parse::<u64>().unwrap());
+            first..=last.unwrap_or(first)
+        })
+        .collect();
+    bytes.sort_unstable();
+    bytes.dedup();
+    bytes
+}
+
+const READER: [u64; 3] = [100, 201, 203];
+const WRITER: [u64; 5] = [100, 101, 103, 201, 203];
+
+#[test]
+fn reopening_changes_options_locks_and_the_right_to_write() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
+    let graph = Graph::new();
+    let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path},read-only=on")).unwrap();
+    assert_eq!(locks(&path), READER);
+    let reader = export(&graph, &node, "r", false).unwrap();
+    reopen(&graph, &[changed(&node, "l2-cache-size=1M,discard=unmap,overlap-check=all")]).unwrap();
+    assert!(!node.is_read_only() && node.discards());
+    assert_eq!(locks(&path), WRITER);
+    let writer = export(&graph, &node, "w", true).unwrap();
+    let queue = writer.queue();
+    write(&queue, 0, &[7; 65536]).unwrap();
+    let error = reopen(&graph, &[changed(&node, "read-only=on")]).unwrap_err();
+    assert!(error.to_string().contains("cannot support read-write users"), "{error}");
+    assert_eq!((locks(&path), node.discards()), (WRITER.to_vec(), true));
+    drop(queue);
+    rt::block_on(writer.detach()).unwrap();
+    reopen(&graph, &[changed(&node, "read-only=on")]).unwrap();
+    assert_eq!(locks(&path), READER);
+    assert!(node.is_read_only() && !node.discards());
+    // Complete on disk, though the node is still open and was never closed.
+    qemu_img(&["check", "-q", &path]);
+    assert_eq!(read(&reader.queue(), 0, 2).unwrap(), [7, 7]);
+    reopen(&graph, &[changed(&node, "lazy-refcounts=on")]).unwrap();
+    let writer = export(&graph, &node, "w", true).unwrap();
+    write(&writer.queue(), 65536, &[8; 65536]).unwrap();
+    rt::block_on(writer.queue().flush()).unwrap();
+    reopen(&graph, &[changed(&node, "lazy-refcounts=off")]).unwrap();
+    assert!(!node.qcow2().unwrap().header().is_dirty());
+    for (change, part) in [
+        ("driver=raw", "'driver'"),
+        ("file.filename=x", "'file"),
+        ("l2-cache-entry-size=512", "'l2-cache-entry-size'"),
+        ("data-file=n", "'data-file'"),
+        ("backing=zz", "'zz'"),
+        ("foo=1", "'foo'"),
+        ("cache-size=1M,l2-cache-size=2M", "cache-size"),
+        ("detect-zeroes=unmap", "discard=unmap"),
+    ] {
+        let error = reopen(&graph, &[changed(&node, change)]).unwrap_err().to_string();
+        assert!(error.contains(part), "{change}: {error}");
+    }
+    rt::block_on(writer.detach()).unwrap();
+    rt::block_on(reader.detach()).unwrap();
+    rt::block_on(graph.close_all()).unwrap();
+    assert_eq!(locks(&path), [0u64; 0]);
+    qemu_img(&["check", "-q", &path]);
+}
+
+#[test]
+fn a_reopen_of_several_nodes_changes_all_or_none() {
+    let folder = folder();
+    let (one, two) = (
+        image(folder.path(), "a.qcow2", "1M", "preallocation=off"),
+        image(folder.path(), "b.qcow2", "1M", "preallocation=off"),
+    );
+    let graph = Graph::new();
+    let a = add(&graph, &format!("driver=qcow2,node-name=a,file.filename={one},read-only=on")).unwrap();
+    let b = add(&graph, &format!("driver=qcow2,node-name=b,file.filename={two},read-only=on")).unwrap();
+    // Somebody else reads the second one and shares with readers only.
+    let other = rt::block_on(cowshed_image::open(cowshed_image::OpenRequest::file(&two))).unwrap();
+    let error = reopen(&graph, &[changed(&a, "l2-cache-size=2M"), changed(&b, "read-only=off")]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(a.is_read_only() && b.is_read_only());
+    assert_eq!((locks(&one), locks(&two)), (READER.to_vec(), READER.to_vec()));
+    assert!(a.options().get("l2-cache-size").is_none());
+    rt::block_on(other.close()).unwrap();
+    reopen(&graph, &[changed(&a, ""), changed(&b, "backing=b")]).unwrap_err();
+    assert!(a.is_read_only() && b.is_read_only(), "a loop is refused, and what came before it is taken back");
+    reopen(&graph, &[changed(&a, "read-only=on"), changed(&b, "backing=a")]).unwrap();
+    assert_eq!(b.backing().unwrap().name(), "a");
+    assert!(rt::block_on(graph.delete("a")).is_err());
+    reopen(&graph, &[changed(&b, "read-only=on,backing=")]).unwrap();
+    rt::block_on(graph.delete("a")).unwrap();
+    rt::block_on(graph.close_all()).unwrap();
+}
+
 #[test]
 fn a_drain_holds_requests_back_and_lets_them_go_on() {
     let folder = folder();

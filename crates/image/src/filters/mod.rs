@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Filters: nodes with one child that see the requests pass. A graph without filters doesn't pay for them.
 
+mod copy_on_read;
 mod fault;
+pub mod throttle;
 
+pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
+pub use throttle::Throttle;
 
 use crate::node::{Link, Node, Preallocation, ZeroFlags};
 use cowshed_block::{Error, Result};
-use cowshed_storage::{IoBuf, Permissions};
+use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use std::sync::Arc;
 
 /// A filter: one line of [`FILTERS`].
@@ -20,7 +24,11 @@ pub struct FilterInfo {
 }
 
 /// The filters there are.
-pub const FILTERS: &[FilterInfo] = &[FilterInfo { name: "fault", about: "fails chosen requests with a chosen errno" }];
+pub const FILTERS: &[FilterInfo] = &[
+    FilterInfo { name: "fault", about: "fails chosen requests with a chosen errno" },
+    FilterInfo { name: "throttle", about: "limits operations and bytes per second" },
+    FilterInfo { name: "copy-on-read", about: "copies what is read from a backing file into the image" },
+];
 
 /// The end of a filter's edge to the node behind it.
 #[derive(Clone)]
@@ -78,6 +86,8 @@ impl Below {
 /// A filter node's driver: static dispatch over the filters.
 pub(crate) enum Filter {
     Fault(Fault),
+    Throttle(Throttle),
+    CopyOnRead(CopyOnRead),
 }
 
 /// The same expression for each filter.
@@ -85,6 +95,8 @@ macro_rules! each {
     ($filter:expr, |$one:ident| $work:expr) => {
         match $filter {
             Filter::Fault($one) => $work,
+            Filter::Throttle($one) => $work,
+            Filter::CopyOnRead($one) => $work,
         }
     };
 }
@@ -93,6 +105,8 @@ impl Filter {
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Filter::Fault(_) => "fault",
+            Filter::Throttle(_) => "throttle",
+            Filter::CopyOnRead(_) => "copy-on-read",
         }
     }
 
@@ -103,10 +117,10 @@ impl Filter {
     /// What the filter asks of its child when its users have `wanted`.
     pub(crate) fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
         match self {
-            Filter::Fault(_) => {
-                let _ = read_only;
-                wanted
+            Filter::CopyOnRead(_) if !read_only && !wanted.used.is_empty() => {
+                Permissions { used: wanted.used | PermissionSet::WRITE_UNCHANGED, ..wanted }
             }
+            _ => wanted,
         }
     }
 

@@ -3,7 +3,8 @@
 
 use super::gate::{Gate, Lane};
 use super::{Drained, Graph};
-use crate::node::{Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::filters::throttle::Direction;
+use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
 use crate::open::Edge;
 use crate::stats::{AttachmentStats, Histogram, Interval, IoKind, KINDS, KindStats, Outcome};
 use arc_swap::ArcSwap;
@@ -443,6 +444,24 @@ impl Queue {
         let _passage = queue.attachment.gate.enter(&queue.lane).await;
         queue.check_attached()?;
         queue.node().resize(size, preallocation).await
+    }
+
+    /// Waits as a request of `len` bytes would in the throttle filters at its node: for requests that the caller answers
+    /// without reading or writing (a hole, found by its status), and that count all the same.
+    pub async fn charge(&self, kind: IoKind, len: u64) {
+        let queue = &*self.0;
+        let start_ns = now_ns();
+        let passage = queue.attachment.gate.enter(&queue.lane).await;
+        let direction = if kind == IoKind::Read { Direction::Read } else { Direction::Write };
+        let mut node = Some(Arc::clone(&queue.node()));
+        while let Some(filter) = node.filter(|node| node.is_filter()) {
+            if let Some(throttle) = filter.throttle() {
+                throttle.admit(direction, len).await;
+            }
+            node = filter.child(ChildRole::File);
+        }
+        queue.count(kind, 0, len, start_ns, &Ok(()));
+        drop(passage);
     }
 
     /// Counts a request that the caller joined with another one.

@@ -10,16 +10,27 @@ use std::sync::Arc;
 #[must_use = "requests go on when the guard is dropped"]
 pub struct Drained {
     attachments: Vec<Arc<Attachment>>,
+    /// Nodes that hold requests back on purpose, and don't meanwhile.
+    throttles: Vec<Arc<Node>>,
 }
 
 impl Drained {
     /// Closes the gates, lets throttled requests go, and waits until no request is left.
     pub(super) async fn of(attachments: Vec<Arc<Attachment>>) -> Drained {
+        let mut throttles: Vec<Arc<Node>> = Vec::new();
         for attachment in &attachments {
             attachment.gate().close();
+            for node in nodes_below(&attachment.node()) {
+                if node.throttle().is_some() && !throttles.iter().any(|known| Arc::ptr_eq(known, &node)) {
+                    throttles.push(node);
+                }
+            }
+        }
+        for throttle in throttles.iter().filter_map(|node| node.throttle()) {
+            throttle.begin_drain();
         }
         // Made before the wait: dropped half-way, it opens the gates again.
-        let drained = Drained { attachments };
+        let drained = Drained { attachments, throttles };
         for attachment in &drained.attachments {
             attachment.gate().empty().await;
         }
@@ -29,6 +40,9 @@ impl Drained {
 
 impl Drop for Drained {
     fn drop(&mut self) {
+        for throttle in self.throttles.iter().filter_map(|node| node.throttle()) {
+            throttle.end_drain();
+        }
         for attachment in &self.attachments {
             attachment.gate().open();
         }

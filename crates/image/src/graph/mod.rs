@@ -10,6 +10,7 @@ mod drain;
 mod gate;
 mod moves;
 mod owned;
+mod reopen;
 mod snapshot;
 mod writing;
 
@@ -17,6 +18,7 @@ pub(crate) use attachment::outcome_of;
 pub use attachment::{AttachRequest, Attachment, Queue};
 pub use drain::Drained;
 
+use crate::filters::throttle::Groups;
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::ClientTls;
@@ -37,6 +39,7 @@ pub struct Graph {
     owned: Mutex<Owned>,
     /// TLS credentials by the id that options name them with.
     credentials: Mutex<BTreeMap<String, ClientTls>>,
+    throttle_groups: Groups,
     /// Held for the time of a change: one at a time.
     change: futures_util::lock::Mutex<()>,
 }
@@ -86,6 +89,11 @@ impl Graph {
     /// The node with this name.
     pub fn find(&self, name: &str) -> Option<Arc<Node>> {
         self.snapshot().find(name)
+    }
+
+    /// The throttle groups that nodes of this graph may be in.
+    pub fn throttle_groups(&self) -> &Groups {
+        &self.throttle_groups
     }
 
     /// Waits until no other change of the graph is under way.

@@ -82,6 +82,10 @@ impl Driver {
                 // Whoever still holds the node keeps the file open, but not its locks.
                 synced.and(file.file.unlock())
             }
+            Driver::Filter(Filter::Throttle(throttle)) => {
+                throttle.leave();
+                Ok(())
+            }
             Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => Ok(()),
         }
     }

@@ -2,13 +2,16 @@
 //! What the graph changes about a node while it stays open. No request runs meanwhile.
 
 use super::driver::Driver;
-use super::{ChildLink, Node, height_over};
+use super::{ChildLink, DetectZeroes, Node, height_over};
+use crate::filters::throttle::Group;
+use crate::formats::Qcow2RuntimeOptions;
 use crate::open::Edge;
 use crate::options;
+use crate::options::BlockdevOptions;
 use cowshed_block::Result;
 use cowshed_storage::Permissions;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 impl Node {
     /// The child edges.
@@ -33,8 +36,28 @@ impl Node {
             Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(true);
-        self.options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert("read-only", true);
+        self.options.lock().unwrap_or_else(PoisonError::into_inner).insert("read-only", true);
         Ok(())
+    }
+
+    /// Other options from now on; what can fail has been done.
+    pub(crate) fn apply(
+        &self,
+        options: BlockdevOptions,
+        discard: bool,
+        detect_zeroes: DetectZeroes,
+        qcow2_options: Option<&Qcow2RuntimeOptions>,
+        group: Option<Arc<Group>>,
+    ) {
+        self.settings.set_discards(discard);
+        self.settings.set_detect_zeroes(detect_zeroes);
+        if let (Some(qcow2), Some(options)) = (self.qcow2(), qcow2_options) {
+            qcow2.apply(options);
+        }
+        if let (Some(throttle), Some(group)) = (self.throttle(), group) {
+            throttle.set_group(group);
+        }
+        *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
     /// Takes writes from now on; the children that store it are writable already.
@@ -49,7 +72,7 @@ impl Node {
             Driver::Raw(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(false);
-        self.options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert("read-only", false);
+        self.options.lock().unwrap_or_else(PoisonError::into_inner).insert("read-only", false);
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ pub use driver::LocalFuture;
 pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link};
+pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
 use settings::LiveSettings;
 pub(crate) use users::MONITOR;
@@ -282,6 +283,14 @@ impl Node {
     pub fn fault(&self) -> Option<&crate::filters::Fault> {
         match &self.driver {
             Driver::Filter(Filter::Fault(fault)) => Some(fault),
+            _ => None,
+        }
+    }
+
+    /// The throttle filter, when this node is one.
+    pub fn throttle(&self) -> Option<&crate::filters::Throttle> {
+        match &self.driver {
+            Driver::Filter(Filter::Throttle(throttle)) => Some(throttle),
             _ => None,
         }
     }

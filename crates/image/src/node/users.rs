@@ -24,6 +24,11 @@ impl Node {
         self.users().iter().map(|edge| edge.user.clone()).filter(|user| user != MONITOR).collect()
     }
 
+    /// True when nobody uses the node, and nobody added it by name.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.users().is_empty()
+    }
+
     /// True when somebody may write to the node now.
     pub fn has_writer(&self) -> bool {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))

@@ -4,14 +4,13 @@
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
-use crate::filters::{Below, Fault, Filter};
+use crate::filters::{Below, CopyOnRead, Fault, Filter, Throttle};
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
 use crate::graph::Graph;
 use crate::node::{
-    ChildRole, Children, DetectZeroes, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts,
-    NodeSettings,
+    ChildRole, Children, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
 };
 use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
@@ -197,6 +196,10 @@ impl Opener {
         let mut draft = Draft { name, options, place, settings, children };
         let schema = self.find_driver(&mut draft).await?;
         schema.check(&mut draft.options, &draft.place.path)?;
+        if is_plain_filter(schema) && draft.options.get("discard").is_none() {
+            // What comes through is up to the node behind it.
+            draft.settings.discard = true;
+        }
         let (driver, filename) = match schema.name {
             "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
             "nbd" => self.nbd_driver(&mut draft).await?,
@@ -204,6 +207,21 @@ impl Opener {
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
             "blkdebug" => self.blkdebug_driver(&mut draft).await?,
+            "throttle" => {
+                let child = self.file_child(&mut draft).await?;
+                let name = draft.options.text("throttle-group").unwrap_or_default();
+                let group = self.graph.throttle_groups().find(name).ok_or_else(|| {
+                    Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist"))
+                })?;
+                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
+                (Driver::Filter(Filter::Throttle(Throttle::new(below, group))), child.filename())
+            }
+            "copy-on-read" => {
+                let child = self.file_child(&mut draft).await?;
+                let bottom = draft.options.text("bottom").map(str::to_owned);
+                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
+                (Driver::Filter(Filter::CopyOnRead(CopyOnRead::new(below, bottom))), child.filename())
+            }
             "fault" => {
                 let child = self.file_child(&mut draft).await?;
                 let filename = child.filename();
@@ -497,16 +515,7 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
         Some(_) => false,
         None => place.discard,
     };
-    let detect_zeroes = match options.text("detect-zeroes") {
-        Some("on") => DetectZeroes::On,
-        Some("unmap") if !discard => {
-            let path = &place.path;
-            let message = format!("'{path}detect-zeroes=unmap' needs '{path}discard=unmap'");
-            return Err(Error::invalid_argument(message));
-        }
-        Some("unmap") => DetectZeroes::Unmap,
-        _ => DetectZeroes::Off,
-    };
+    let detect_zeroes = options::detect_zeroes(options, discard, &place.path)?;
     let writethrough = place.writethrough && place.role == Role::Root;
     Ok(NodeSettings {
         read_only: !place.writable,

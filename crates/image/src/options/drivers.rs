@@ -46,6 +46,18 @@ pub const DRIVERS: &[DriverSchema] = &[
         about: "faults below a format: errors, delays, torn and lost writes, corrupted reads",
         keys: BLKDEBUG,
     },
+    DriverSchema {
+        name: "throttle",
+        kind: DriverKind::Filter,
+        about: "limits operations and bytes per second",
+        keys: THROTTLE,
+    },
+    DriverSchema {
+        name: "copy-on-read",
+        kind: DriverKind::Filter,
+        about: "copies what is read from a backing file into the image",
+        keys: COPY_ON_READ,
+    },
     DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
 ];
 
@@ -125,6 +137,16 @@ const OVERLAP: &[Key] = &[
     key("inactive-l1", KeyType::Bool, "as the template", "the snapshots' L1 tables"),
     key("inactive-l2", KeyType::Bool, "as the template", "the snapshots' L2 tables"),
     key("bitmap-directory", KeyType::Bool, "as the template", "the directory of bitmaps"),
+];
+
+const THROTTLE: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the node whose requests are limited"),
+    key("throttle-group", KeyType::Text, REQUIRED, "the group whose limits count"),
+];
+
+const COPY_ON_READ: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the image that gets the copies"),
+    key("bottom", KeyType::Text, "the whole chain", "node-name of the last layer that is copied from"),
 ];
 
 const FAULT: &[Key] = &[

@@ -5,6 +5,7 @@
 use super::BlockdevOptions;
 use crate::filters::{FaultOp, FaultRule};
 use crate::formats::{OverlapChecks, Qcow2RuntimeOptions};
+use crate::node::DetectZeroes;
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::{Engine, Locking};
 use serde_json::{Map, Value};
@@ -16,6 +17,19 @@ impl BlockdevOptions {
 
     pub(crate) fn number(&self, key: &str) -> Option<u64> {
         self.get(key).and_then(Value::as_u64)
+    }
+}
+
+/// What becomes of zeroes in a node that passes discards on (`discard`) or not. `path` is for messages.
+pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str) -> Result<DetectZeroes> {
+    match options.text("detect-zeroes") {
+        Some("on") => Ok(DetectZeroes::On),
+        Some("unmap") if !discard => {
+            let message = format!("'{path}detect-zeroes=unmap' needs '{path}discard=unmap'");
+            Err(Error::invalid_argument(message))
+        }
+        Some("unmap") => Ok(DetectZeroes::Unmap),
+        _ => Ok(DetectZeroes::Off),
     }
 }
 

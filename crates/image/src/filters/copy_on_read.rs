@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
+
+use super::Below;
+use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::IoBuf;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Runs that one question about the mapping returns at most.
+const STATUS_RUNS: usize = 64;
+/// What is copied in one piece is at most this long, in bytes.
+const MOST_COPIED_BYTES: u64 = 1 << 20;
+
+/// The filter.
+///
+/// A copy reads and writes back the same bytes; a write that comes between would be undone by it. So a range that is
+/// being copied and writes to it exclude each other.
+pub struct CopyOnRead {
+    below: Below,
+    /// The last node that is copied from; what only those below it have stays there. `None`: copy from any depth.
+    bottom: Option<String>,
+    ranges: Arc<Ranges>,
+}
+
+/// Ranges of bytes that one request alone may touch.
+#[derive(Default)]
+struct Ranges {
+    busy: Mutex<BTreeMap<u64, u64>>,
+    changes: crate::events::Events,
+}
+
+struct Claim {
+    ranges: Arc<Ranges>,
+    start: u64,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.ranges.busy().remove(&self.start);
+        self.ranges.changes.notify();
+    }
+}
+
+impl Ranges {
+    fn busy(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until nobody has a part of the range, and takes it.
+    async fn claim(self: &Arc<Self>, start: u64, len: u64) -> Claim {
+        let end = start.saturating_add(len.max(1));
+        loop {
+            let seen = self.changes.now();
+            {
+                let mut busy = self.busy();
+                let before = busy.range(..end).next_back();
+                if before.is_none_or(|(_, other_end)| *other_end <= start) {
+                    busy.insert(start, end);
+                    return Claim { ranges: Arc::clone(self), start };
+                }
+            }
+            self.changes.wait(seen).await;
+        }
+    }
+}
+
+impl CopyOnRead {
+    pub(crate) fn new(below: Below, bottom: Option<String>) -> CopyOnRead {
+        CopyOnRead { below, bottom, ranges: Arc::default() }
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        &self.below
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match self.fill(offset, buf.len() as u64).await {
+            Ok(()) => self.below.read(offset, buf).await,
+            Err(error) => (Err(error), buf),
+        }
+    }
+
+    /// Copies what a range has in lower layers.
+    async fn fill(&self, offset: u64, len: u64) -> Result<()> {
+        let child = self.below.node()?;
+        if child.is_read_only() || child.backing().is_none() {
+            return Ok(());
+        }
+        let end = offset.saturating_add(len);
+        let unit = child.qcow2().map_or(1, |qcow2| qcow2.cluster_size());
+        let mut at = offset;
+        while at < end {
+            let runs = child.block_status_boxed(at, end - at, STATUS_RUNS).await?;
+            let Some(last) = runs.last() else { break };
+            let next = last.start + last.len;
+            for run in runs.into_iter().filter(|run| !run.present) {
+                self.copy_run(&child, &run, unit).await?;
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Copies a run that the top layer lacks, in whole clusters.
+    async fn copy_run(&self, child: &Arc<Node>, run: &StatusExtent, unit: u64) -> Result<()> {
+        let start = run.start / unit * unit;
+        let end = (run.start + run.len).next_multiple_of(unit).min(child.size());
+        let mut at = start;
+        while at < end {
+            let len = MOST_COPIED_BYTES.max(unit).min(end - at);
+            let _claim = self.ranges.claim(at, len).await;
+            self.copy_claimed(child, at, len).await?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// Nobody else changes the range meanwhile; what came before the claim is seen here.
+    async fn copy_claimed(&self, child: &Arc<Node>, offset: u64, len: u64) -> Result<()> {
+        let end = offset + len;
+        let mut at = offset;
+        let deepest = self.deepest(child);
+        while at < end {
+            let runs = child.block_status_chain(at, end - at, STATUS_RUNS).await?;
+            let Some(last) = runs.last() else { break };
+            let next = last.start + last.len;
+            // What no layer has reads as zeroes without a copy.
+            for run in runs.iter().filter(|run| run.present && (1..=deepest).contains(&run.depth)) {
+                let bytes = usize::try_from(run.len).map_err(|_| Error::internal("a run longer than asked for"))?;
+                let (result, buf) = child.read_boxed(run.start, IoBuf::zeroed(bytes)).await;
+                result?;
+                let written = match crate::node::is_zero(&buf) {
+                    true => child.write_zeroes_boxed(run.start, run.len, ZeroFlags::default()).await,
+                    false => child.write_boxed(run.start, buf).await.0,
+                };
+                // A full disk doesn't make reading fail.
+                match written {
+                    Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+                    _ => {}
+                }
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// How many layers down there still is something to copy.
+    fn deepest(&self, child: &Arc<Node>) -> u32 {
+        let Some(bottom) = &self.bottom else { return u32::MAX };
+        let (mut depth, mut layer) = (0, Some(Arc::clone(child)));
+        while let Some(node) = layer {
+            if node.name() == bottom {
+                return depth;
+            }
+            layer = match node.backing() {
+                Some(backing) => {
+                    depth += 1;
+                    Some(backing)
+                }
+                None => node.child(ChildRole::File).filter(|_| node.is_filter()),
+            };
+        }
+        u32::MAX
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let _claim = self.ranges.claim(offset, buf.len() as u64).await;
+        self.below.write(offset, buf).await
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        let mut clusters = clusters;
+        // In one order, so that two of these can't wait for each other.
+        clusters.sort_by_key(|(offset, _)| *offset);
+        let mut claims = Vec::with_capacity(clusters.len());
+        for (offset, buf) in &clusters {
+            claims.push(self.ranges.claim(*offset, buf.len() as u64).await);
+        }
+        self.below.write_compressed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        let _claim = self.ranges.claim(offset, len).await;
+        self.below.write_zeroes(offset, len, flags).await
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        let _claim = self.ranges.claim(offset, len).await;
+        self.below.discard(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.below.flush().await
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        let _claim = self.ranges.claim(0, u64::MAX).await;
+        self.below.resize(size, preallocation).await
+    }
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The throttle filter: requests wait until the limits of its group let them go.
+//!
+//! A request counts the same whether it meets data, zeroes or a hole; flushes and questions about the mapping don't
+//! count.
+
+mod group;
+mod limits;
+mod meter;
+mod schedule;
+#[cfg(test)]
+mod tests;
+
+pub use group::{Group, Groups};
+pub use limits::{Limit, Limited, Limits, MAX_RATE};
+pub use meter::{Direction, Meter};
+pub use schedule::{Entry, Schedule, ThrottleWaits};
+
+use super::Below;
+use crate::node::{Preallocation, ZeroFlags};
+use arc_swap::ArcSwap;
+use cowshed_block::Result;
+use cowshed_storage::IoBuf;
+use group::Membership;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The filter.
+pub struct Throttle {
+    below: Below,
+    member: ArcSwap<Membership>,
+    /// Drains under way: a member that joins meanwhile must not hold requests back either.
+    drains: AtomicU32,
+}
+
+impl Throttle {
+    pub(crate) fn new(below: Below, group: Arc<Group>) -> Throttle {
+        let member = ArcSwap::from_pointee(Membership::new(group));
+        Throttle { below, member, drains: AtomicU32::new(0) }
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        &self.below
+    }
+
+    /// The group whose limits count.
+    pub fn group(&self) -> Arc<Group> {
+        Arc::clone(self.member.load().group())
+    }
+
+    /// How its requests waited since it joined the group.
+    pub fn waits(&self) -> ThrottleWaits {
+        self.member.load().waits()
+    }
+
+    /// Goes over to another group. Requests that wait in the old one go at once.
+    pub fn set_group(&self, group: Arc<Group>) {
+        if Arc::ptr_eq(&group, self.member.load().group()) {
+            return;
+        }
+        let member = Membership::new(group);
+        for _ in 0..self.drains.load(Ordering::SeqCst) {
+            member.begin_free();
+        }
+        let old = self.member.swap(Arc::new(member));
+        // Those that wait hold the old membership until they are through.
+        old.begin_free();
+    }
+
+    /// Leaves its group for good: the node is closed.
+    pub(crate) fn leave(&self) {
+        if let Ok(nowhere) = Group::new("", Limits::new()) {
+            self.set_group(nowhere);
+        }
+    }
+
+    /// Lets what waits go, and holds nothing back until [`Throttle::end_drain`].
+    pub(crate) fn begin_drain(&self) {
+        self.drains.fetch_add(1, Ordering::SeqCst);
+        self.member.load().begin_free();
+    }
+
+    pub(crate) fn end_drain(&self) {
+        self.drains.fetch_sub(1, Ordering::SeqCst);
+        self.member.load().end_free();
+    }
+
+    /// Waits as a request of `bytes` does.
+    pub(crate) async fn admit(&self, direction: Direction, bytes: u64) {
+        self.member.load().admit(direction, bytes).await;
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.admit(Direction::Read, buf.len() as u64).await;
+        self.below.read(offset, buf).await
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.admit(Direction::Write, buf.len() as u64).await;
+        self.below.write(offset, buf).await
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        for (_, buf) in &clusters {
+            self.admit(Direction::Write, buf.len() as u64).await;
+        }
+        self.below.write_compressed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.admit(Direction::Write, len).await;
+        self.below.write_zeroes(offset, len, flags).await
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.admit(Direction::Write, len).await;
+        self.below.discard(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.below.flush().await
+    }
+
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        self.below.resize(size, preallocation).await
+    }
+}

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Reopening: nodes get other options while they are in use, all of them or none.
+//!
+//! First every node is prepared: options are checked, files opened for writing, locks taken, images made complete on
+//! disk, whatever can fail. Then all is committed, or what was prepared is taken back. The nodes are drained meanwhile.
+
+use super::Graph;
+use super::owned::no_such_node;
+use crate::filters::throttle::Group;
+use crate::formats::Qcow2RuntimeOptions;
+use crate::node::{ChildRole, DetectZeroes, Node};
+use crate::options::{self, BlockdevOptions, DriverSchema};
+use cowshed_block::{Error, ErrorKind, Result};
+use serde_json::Value;
+use std::sync::Arc;
+
+/// Options of any node that a reopen changes.
+const COMMON: &[&str] = &["read-only", "discard", "detect-zeroes"];
+/// Options of a qcow2 node that it changes, beside its backing file.
+const QCOW2: &[&str] = &[
+    "lazy-refcounts",
+    "l2-cache-size",
+    "l2-cache-coverage",
+    "refcount-cache-size",
+    "cache-size",
+    "cache-clean-interval",
+    "overlap-check",
+    "discard-no-unref",
+    "pass-discard-request",
+    "pass-discard-snapshot",
+    "pass-discard-other",
+];
+
+/// One node with its new options, checked.
+struct Plan {
+    node: Arc<Node>,
+    options: BlockdevOptions,
+    read_only: bool,
+    discard: bool,
+    detect_zeroes: DetectZeroes,
+    qcow2: Option<Qcow2RuntimeOptions>,
+    group: Option<Arc<Group>>,
+    backing: Backing,
+}
+
+enum Backing {
+    Keep,
+    None,
+    Node(Arc<Node>),
+}
+
+impl Graph {
+    /// Gives nodes other options (`blockdev-reopen`): each of `list` names its node and has the options that the node
+    /// is to have from now on. An option that is left out goes back to its default, but for children and `backing`,
+    /// which stay. What can't change is refused by name. Either all nodes are reopened or none.
+    pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let mut plans = Vec::with_capacity(list.len());
+        for options in list {
+            plans.push(self.plan_reopen(options)?);
+        }
+        let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
+        let _drained = self.drain(&nodes).await;
+        let mut prepared = Vec::new();
+        for plan in &plans {
+            let was_read_only = plan.node.is_read_only();
+            let result = self.prepare(plan).await;
+            // Also one that failed half-way goes back.
+            prepared.push((Arc::clone(&plan.node), was_read_only));
+            if let Err(error) = result {
+                for (node, was_read_only) in prepared.into_iter().rev() {
+                    self.take_back(&node, was_read_only).await;
+                }
+                return Err(error);
+            }
+        }
+        // Backing files are the last thing that can be refused; each is put back when a later one is.
+        let mut relinked: Vec<(Arc<Node>, Option<Arc<Node>>)> = Vec::new();
+        for plan in &plans {
+            let old = plan.node.backing();
+            let result = match &plan.backing {
+                Backing::Keep => continue,
+                Backing::None => self.set_backing_drained(&plan.node, None),
+                Backing::Node(node) => self.set_backing_drained(&plan.node, Some(node)),
+            };
+            if let Err(error) = result {
+                for (node, old) in relinked.into_iter().rev() {
+                    if let Err(error) = self.set_backing_drained(&node, old.as_ref()) {
+                        tracing::error!("{error}");
+                    }
+                }
+                for (node, was_read_only) in prepared.into_iter().rev() {
+                    self.take_back(&node, was_read_only).await;
+                }
+                return Err(error);
+            }
+            relinked.push((Arc::clone(&plan.node), old));
+        }
+        for plan in plans {
+            plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.qcow2.as_ref(), plan.group);
+        }
+        for old in relinked.into_iter().filter_map(|(_, old)| old) {
+            if old.is_unused() {
+                old.close().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the options of one node against what it is.
+    fn plan_reopen(&self, mut options: BlockdevOptions) -> Result<Plan> {
+        let Some(name) = options.text("node-name").map(str::to_owned) else {
+            return Err(Error::invalid_argument("'node-name' must be specified to reopen a node"));
+        };
+        let node = self.find(&name).ok_or_else(|| no_such_node(&name))?;
+        let old = node.options();
+        let driver = node.driver_name();
+        if options.text("driver").is_some_and(|wanted| wanted != driver) {
+            return Err(cannot_change("driver"));
+        }
+        let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
+        options.insert("driver", driver);
+        for (key, value) in old.iter() {
+            // Children stay where nothing is said of them.
+            if is_child(key) && options.get(key).is_none() {
+                options.insert(key.clone(), value.clone());
+            }
+        }
+        let backing = self.wanted_backing(&node, &options)?;
+        schema.check(&mut options, "")?;
+        check_unchanged(&node, &old, &options)?;
+        let read_only = options.flag("read-only").unwrap_or(false);
+        let discard = match options.text("discard") {
+            Some(word) => matches!(word, "unmap" | "on"),
+            // A node below others passes on what those let through, and so does a filter.
+            None => !self.owns(&node) || node.is_filter(),
+        };
+        let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
+        let qcow2 = match node.qcow2() {
+            Some(_) => Some(options::qcow2_options(&options, discard)?),
+            None => None,
+        };
+        let group = match options.text("throttle-group") {
+            Some(name) if node.throttle().is_some() => {
+                let group = self.throttle_groups().find(name).ok_or_else(|| {
+                    Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist"))
+                })?;
+                Some(group)
+            }
+            _ => None,
+        };
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, backing })
+    }
+
+    fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
+        if node.qcow2().is_none() {
+            return Ok(Backing::Keep);
+        }
+        match options.get("backing") {
+            None => Ok(Backing::Keep),
+            Some(Value::Null) => Ok(Backing::None),
+            Some(Value::String(name)) if name.is_empty() => Ok(Backing::None),
+            Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_node(name))?)),
+            // As it was when the node was added.
+            Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),
+            Some(_) => Err(cannot_change("backing")),
+        }
+    }
+
+    /// What can fail for reasons outside of this process.
+    async fn prepare(&self, plan: &Plan) -> Result<()> {
+        plan.node.complete().await?;
+        match (plan.node.is_read_only(), plan.read_only) {
+            (false, true) if plan.node.has_writer() => {
+                let message = format!("Read-only block node '{}' cannot support read-write users", plan.node.name());
+                Err(Error::new(ErrorKind::Busy, message))
+            }
+            (false, true) => self.make_read_only(&plan.node).await,
+            (true, false) => self.make_writable(&plan.node).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn take_back(&self, node: &Arc<Node>, was_read_only: bool) {
+        let result = match was_read_only {
+            true => self.make_read_only(node).await,
+            false => self.make_writable(node).await,
+        };
+        if let Err(error) = result {
+            tracing::error!("could not take a failed reopen back: {error}");
+        }
+    }
+}
+
+fn cannot_change(key: &str) -> Error {
+    Error::invalid_argument(format!("Cannot change the option '{key}'"))
+}
+
+fn is_child(key: &str) -> bool {
+    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Backing].iter().any(|role| role.as_str() == key)
+}
+
+/// Refuses options that differ from what the node has and that only an open can change.
+fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
+    let changeable = |key: &str| {
+        COMMON.contains(&key)
+            || (node.qcow2().is_some() && (QCOW2.contains(&key) || key == "backing"))
+            || (node.throttle().is_some() && key == "throttle-group")
+    };
+    let keys = old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
+    for key in keys.filter(|key| !changeable(key) && *key != "node-name") {
+        if old.get(key) == new.get(key) || is_same_child(node, key, new.get(key)) {
+            continue;
+        }
+        return Err(cannot_change(key));
+    }
+    Ok(())
+}
+
+/// A child may be named by its node-name where it was given by its options, and the other way round only unchanged.
+fn is_same_child(node: &Arc<Node>, key: &str, value: Option<&Value>) -> bool {
+    let Some(Value::String(name)) = value else { return false };
+    node.children().iter().any(|child| child.role.as_str() == key && child.node.name() == name)
+}
