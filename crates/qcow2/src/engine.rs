@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The engine: state shared by all queues of one image, and how missing tables are asked for.
 
+use crate::budget::Budget;
 use crate::config::Config;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
@@ -15,7 +16,10 @@ use cowshed_block::{Error, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+
+/// Most bytes of dirty L2 slices, however large the cache is.
+const MOST_DIRTY_BYTES: u64 = 16 << 20;
 
 /// A table or a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,8 +79,20 @@ pub struct Statistics {
     pub l2_slices: u64,
     /// Dirty L2 slices.
     pub l2_dirty: u64,
+    /// Look-ups that found their slice in memory.
+    pub l2_hits: u64,
     /// Slices read from the image since it was opened.
     pub l2_misses: u64,
+    /// Memory of the L2 slices in bytes, bookkeeping included.
+    pub l2_bytes: u64,
+    /// Most bytes of L2 slices (`l2-cache-size`).
+    pub l2_limit_bytes: u64,
+    /// Refcount blocks read from the image since it was opened.
+    pub refcount_misses: u64,
+    /// Memory of the refcount blocks in bytes.
+    pub refcount_bytes: u64,
+    /// Most bytes of refcount blocks (`refcount-cache-size`).
+    pub refcount_limit_bytes: u64,
     /// Refcount blocks in memory.
     pub refcount_blocks: u64,
     /// Freed host ranges that may not be used again yet.
@@ -104,6 +120,9 @@ pub(crate) struct State {
     /// The dirty bit must be set in the header by the next cycle.
     pub(crate) want_dirty_bit: bool,
     pub(crate) l2_misses: u64,
+    pub(crate) refcount_misses: u64,
+    /// What the budget was told that the image takes, in bytes.
+    pub(crate) accounted_bytes: u64,
     /// L1 indices of L2 tables that share their cluster with other metadata.
     pub(crate) overlapping_tables: Vec<usize>,
 }
@@ -120,6 +139,7 @@ pub struct Engine {
     pub(crate) metadata: MetadataMap,
     pub(crate) tuning: Tuning,
     size: AtomicU64,
+    pub(crate) budget: OnceLock<Arc<Budget>>,
     state: Mutex<State>,
 }
 
@@ -141,6 +161,8 @@ impl Engine {
             data_high_water: config.data_file_len,
             want_dirty_bit: false,
             l2_misses: 0,
+            refcount_misses: 0,
+            accounted_bytes: 0,
             overlapping_tables: Vec::new(),
         };
         let engine = Engine {
@@ -150,6 +172,7 @@ impl Engine {
             size: AtomicU64::new(config.size),
             metadata: MetadataMap::default(),
             tuning: Tuning::new(&config),
+            budget: OnceLock::new(),
             state: Mutex::new(state),
             config,
         };
@@ -171,6 +194,15 @@ impl Engine {
             }
         }
         self.state.lock().unwrap_or_else(|_| panic!("{PANICKED}"))
+    }
+
+    /// Becomes the owner if nobody is.
+    pub(crate) fn try_own(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock().ok()
+    }
+
+    pub(crate) fn state_mut(&mut self) -> std::sync::LockResult<&mut State> {
+        self.state.get_mut()
     }
 
     /// Facts given at open.
@@ -214,7 +246,12 @@ impl Engine {
                 state.refcounts.set_table(self.geometry, bytes)?;
                 self.mark_refcount_blocks(&mut state);
             }
-            TableId::RefcountBlock(index) => state.refcounts.insert_block(index, bytes),
+            TableId::RefcountBlock(index) => {
+                state.refcount_misses += 1;
+                self.relieve_budget(&mut state);
+                state.refcounts.insert_block(index, bytes);
+                self.account(&mut state);
+            }
         }
         Ok(())
     }
@@ -235,7 +272,13 @@ impl Engine {
         Statistics {
             l2_slices: state.tables.cached() as u64,
             l2_dirty: state.tables.dirty_slices() as u64,
+            l2_hits: self.pins.hits(),
             l2_misses: state.l2_misses,
+            l2_bytes: state.tables.memory_bytes(),
+            l2_limit_bytes: self.cache_limits().0,
+            refcount_misses: state.refcount_misses,
+            refcount_bytes: state.refcounts.memory_bytes(),
+            refcount_limit_bytes: self.cache_limits().1,
             refcount_blocks: state.refcounts.cached() as u64,
             quarantined: state.freed.len() as u64,
         }
@@ -244,7 +287,7 @@ impl Engine {
     /// True when enough of the cache is dirty that the caller should run a write-back cycle before going on.
     pub fn wants_writeback(&self) -> bool {
         let state = self.own();
-        let limit = (self.cache_limits().0 / 2).max(8 * self.config.l2_slice_bytes);
+        let limit = (self.cache_limits().0 / 2).min(MOST_DIRTY_BYTES).max(8 * self.config.l2_slice_bytes);
         state.tables.dirty_slices() as u64 * self.config.l2_slice_bytes > limit
             || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)
     }

@@ -7,6 +7,7 @@
 //! again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
 
 mod allocate;
+mod budget;
 pub mod check;
 mod compressed;
 mod config;
@@ -28,6 +29,7 @@ mod writeback;
 mod zero;
 
 pub use allocate::{Allocation, Fill};
+pub use budget::Budget;
 pub use compressed::{CompressedAllocation, CompressedPlace};
 pub use config::Config;
 pub use engine::{Engine, Load, Planned, Stall, Statistics, TableId};

@@ -115,6 +115,7 @@ impl Engine {
             });
             match walked {
                 Some(Ok((bytes, more))) => {
+                    self.pins.count_hit();
                     done += bytes;
                     if !more {
                         break;

@@ -15,7 +15,7 @@ const SHARDS: usize = 16;
 
 #[repr(align(64))]
 #[derive(Default)]
-struct Shard([AtomicU64; LIVE_EPOCHS]);
+struct Shard([AtomicU64; LIVE_EPOCHS], AtomicU64);
 
 /// The epoch counter and the pins per epoch.
 pub(crate) struct Pins {
@@ -64,6 +64,17 @@ impl Pins {
             }
             counter.fetch_sub(1, Ordering::SeqCst);
         }
+    }
+
+    /// Counts a look-up that found its table in memory, on the cache line that the pin has touched anyway.
+    #[inline]
+    pub(crate) fn count_hit(&self) {
+        self.shards[shard_of_thread()].1.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The look-ups counted so far.
+    pub(crate) fn hits(&self) -> u64 {
+        self.shards.iter().map(|shard| shard.1.load(Ordering::Relaxed)).sum()
     }
 
     fn is_slot_empty(&self, epoch: u64) -> bool {

@@ -52,6 +52,8 @@ pub(crate) struct Refcounts {
     /// The table is being moved: no new blocks meanwhile.
     pub(crate) growing: bool,
     tick: u64,
+    /// The tick when idle blocks were dropped last.
+    swept_tick: u64,
     cap: usize,
     cluster_size: u64,
 }
@@ -71,6 +73,7 @@ impl Refcounts {
             overlapping: BTreeSet::new(),
             growing: false,
             tick: 0,
+            swept_tick: 0,
             cap: (config.refcount_cache_bytes / cluster_size).max(4) as usize,
             cluster_size,
         }
@@ -109,6 +112,18 @@ impl Refcounts {
         self.tick += 1;
         let block = Block { bytes: bytes.into(), dirt: Dirt::Clean, changed: 0..0, writing: 0..0, used: self.tick };
         self.blocks.insert(index, block);
+    }
+
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.blocks.len() as u64 * self.cluster_size
+    }
+
+    /// Drops clean blocks that nobody used since the last call. Returns how many. Not in the middle of a change.
+    pub(crate) fn drop_idle(&mut self) -> usize {
+        let (before, since) = (self.blocks.len(), self.swept_tick);
+        self.blocks.retain(|_, block| block.dirt != Dirt::Clean || block.used > since);
+        self.swept_tick = self.tick;
+        before - self.blocks.len()
     }
 
     /// Lets clean blocks go until there is room for one more.

@@ -75,7 +75,14 @@ pub(crate) struct Tables {
     /// Tables being copied to a new place: their slices stay.
     pub(crate) moving: BTreeSet<usize>,
     cap: usize,
+    /// Memory of a cached slice in bytes.
+    slice_memory: u64,
     slices_per_table: u64,
+}
+
+/// Slices that fit into so many bytes: the size of a cache says what it can hold, not what that takes.
+fn slices_in(config: &Config, bytes: u64) -> usize {
+    usize::try_from(bytes / config.l2_slice_bytes).unwrap_or(usize::MAX).max(2)
 }
 
 impl Tables {
@@ -90,14 +97,22 @@ impl Tables {
             l1_offset: config.l1_offset,
             l1_len,
             moving: BTreeSet::new(),
-            cap: (config.l2_cache_bytes / slice_memory).max(2) as usize,
+            cap: slices_in(config, config.l2_cache_bytes),
+            slice_memory,
             slices_per_table: config.geometry().cluster_size() / config.l2_slice_bytes,
         }
     }
 
     pub(crate) fn set_cap(&mut self, config: &Config, bytes: u64) {
-        let slice_memory = Slice::memory_bytes(config.l2_slice_bytes as usize / 8) as u64;
-        self.cap = (bytes / slice_memory).max(2) as usize;
+        self.cap = slices_in(config, bytes);
+    }
+
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.slices.len() as u64 * self.slice_memory
+    }
+
+    pub(crate) fn clock_len(&self) -> usize {
+        self.clock.len()
     }
 
     pub(crate) fn cached(&self) -> usize {
@@ -157,12 +172,14 @@ impl Engine {
     /// Puts a slice into the cache and lets others go.
     pub(crate) fn insert_slice(&self, state: &mut State, number: u64, slice: Slice) -> Arc<Slice> {
         self.evict(state);
+        self.relieve_budget(state);
         let (l1_index, index) = self.slice_of_number(number);
         let slice = Arc::new(slice);
         self.directory.set_slice(l1_index, index, Some(slice.clone()));
         if state.tables.slices.insert(number, SliceMeta::default()).is_none() {
             state.tables.clock.push_back(number);
         }
+        self.account(state);
         slice
     }
 
@@ -177,18 +194,37 @@ impl Engine {
             if !tables.slices.contains_key(&number) {
                 continue;
             }
-            let (l1_index, index) = self.slice_of_number(number);
-            let referenced = self
-                .directory
-                .slice(l1_index, index)
-                .is_some_and(|slice| slice.referenced.swap(false, Ordering::Relaxed));
-            if referenced || !tables.may_leave(number) {
+            if !self.try_leave(tables, number) {
                 tables.clock.push_back(number);
-            } else {
-                tables.slices.remove(&number);
-                self.directory.set_slice(l1_index, index, None);
             }
         }
+    }
+
+    /// Walks the clock's hand past so many slices: those that were not used since it last came by leave. Returns how
+    /// many did.
+    pub(crate) fn walk_clock(&self, state: &mut State, steps: usize) -> usize {
+        let tables = &mut state.tables;
+        let before = tables.slices.len();
+        for _ in 0..steps.min(tables.clock.len()) {
+            let Some(number) = tables.clock.pop_front() else { break };
+            if tables.slices.contains_key(&number) && !self.try_leave(tables, number) {
+                tables.clock.push_back(number);
+            }
+        }
+        before - tables.slices.len()
+    }
+
+    /// Takes a slice out of the cache unless it was used lately or must stay.
+    fn try_leave(&self, tables: &mut Tables, number: u64) -> bool {
+        let (l1_index, index) = self.slice_of_number(number);
+        let slice = self.directory.slice(l1_index, index);
+        let referenced = slice.is_some_and(|slice| slice.referenced.swap(false, Ordering::Relaxed));
+        if referenced || !tables.may_leave(number) {
+            return false;
+        }
+        tables.slices.remove(&number);
+        self.directory.set_slice(l1_index, index, None);
+        true
     }
 
     /// Lets go what is more than the limits allow.
@@ -201,6 +237,7 @@ impl Engine {
             self.evict(state);
         }
         state.refcounts.evict();
+        self.account(state);
     }
 
     /// Drops all slices of a table that is no longer part of the image, dirty or not.

@@ -4,15 +4,25 @@
 
 use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
-use cowshed_qcow2::{Config, Cycle, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode};
+use cowshed_qcow2::{
+    Budget, Config, Cycle, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode,
+};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// An image file in memory with its engine; the backing file is a fixed pattern.
 struct Disk {
     bytes: Vec<u8>,
-    engine: Engine,
+    engine: Arc<Engine>,
+    budget: Arc<Budget>,
     config: Config,
     backing: Vec<u8>,
+}
+
+fn engine_of(config: &Config, l1: &[u64], budget: &Arc<Budget>) -> Arc<Engine> {
+    let engine = Arc::new(Engine::new(config.clone(), l1));
+    engine.join_budget(budget);
+    engine
 }
 
 fn backing_byte(offset: u64) -> u8 {
@@ -29,6 +39,8 @@ struct Shape {
     backing_size: Option<u64>,
     slice_bytes: u64,
     l2_cache_bytes: u64,
+    /// What the budget of the image allows.
+    budget_bytes: u64,
 }
 
 impl Disk {
@@ -72,7 +84,8 @@ impl Disk {
         };
         let l1 = vec![0; l1_entries as usize];
         let backing = (0..shape.backing_size.unwrap_or(0)).map(backing_byte).collect();
-        Disk { engine: Engine::new(config.clone(), &l1), config, bytes, backing }
+        let budget = Budget::new(shape.budget_bytes);
+        Disk { engine: engine_of(&config, &l1, &budget), budget, config, bytes, backing }
     }
 
     fn write_host(&mut self, host: u64, bytes: &[u8]) {
@@ -270,7 +283,7 @@ impl Disk {
     fn reopen(&mut self) {
         self.flush();
         self.config.file_len = self.bytes.len() as u64;
-        self.engine = Engine::new(self.config.clone(), &self.l1());
+        self.engine = engine_of(&self.config, &self.l1(), &self.budget);
     }
 
     /// Counts every reference on "disk" and compares with every stored refcount.
@@ -407,6 +420,7 @@ fn random_requests_match_a_byte_model() {
         backing_size: None,
         slice_bytes: 512,
         l2_cache_bytes: 4096,
+        budget_bytes: u64::MAX,
     };
     let mut shapes = vec![base, Shape { version: 2, ..base }];
     for refcount_order in 0..=6 {
@@ -436,6 +450,7 @@ fn the_refcount_table_moves_when_it_is_full() {
         backing_size: None,
         slice_bytes: 512,
         l2_cache_bytes: 4096,
+        budget_bytes: u64::MAX,
     };
     let mut disk = Disk::new(shape);
     let before = disk.config.refcount_table_clusters;
@@ -463,6 +478,7 @@ fn an_aborted_write_leaves_the_old_data_and_gives_its_clusters_back() {
         backing_size: None,
         slice_bytes: 4096,
         l2_cache_bytes: 65536,
+        budget_bytes: u64::MAX,
     };
     let mut disk = Disk::new(shape);
     let allocation = disk.plan(|engine| engine.begin_allocate(GuestOffset(8192), 4096));
@@ -478,4 +494,108 @@ fn an_aborted_write_leaves_the_old_data_and_gives_its_clusters_back() {
     assert_eq!(again.host, HostOffset(host.0));
     assert!(!again.host_is_zero);
     disk.engine.abort(again, true);
+}
+
+const SMALL: Shape = Shape {
+    cluster_bits: 12,
+    refcount_order: 4,
+    extended_l2: false,
+    version: 3,
+    size: 16 << 20,
+    backing_size: None,
+    slice_bytes: 512,
+    l2_cache_bytes: 1 << 20,
+    budget_bytes: u64::MAX,
+};
+
+#[test]
+fn a_budget_that_is_always_exceeded_breaks_nothing() {
+    for (index, cluster_bits) in [9, 12, 14].into_iter().enumerate() {
+        for backing_size in [None, Some(500_000)] {
+            let shape = Shape { cluster_bits, backing_size, size: 2 << 20, budget_bytes: 1, ..SMALL };
+            run(shape, 77 + index as u64, 300);
+        }
+    }
+}
+
+/// As many slices as the disk has, so that they can be seen coming and going.
+fn read_all(disk: &mut Disk) {
+    for at in (0..SMALL.size).step_by(64 * 4096) {
+        disk.read(at, 4096);
+    }
+}
+
+#[test]
+fn images_share_a_budget_and_what_is_idle_goes_first() {
+    let budget = Budget::new(u64::MAX);
+    let mut disks: Vec<Disk> = (0..3)
+        .map(|number| {
+            let mut disk = Disk::new(SMALL);
+            for at in (0..SMALL.size).step_by(64 * 4096) {
+                disk.write(at, &[number + 1; 4096]);
+            }
+            disk.flush();
+            disk.budget = Arc::clone(&budget);
+            disk.reopen();
+            disk
+        })
+        .collect();
+    disks.iter_mut().for_each(read_all);
+    let full = disks[0].engine.statistics();
+    assert_eq!((full.l2_slices, full.l2_misses), (64, 64));
+    assert_eq!(budget.used_bytes(), 3 * (full.l2_bytes + full.refcount_bytes));
+    assert!(full.l2_bytes > 64 * 512 && budget.members() == 3);
+    // Two of three images fit. The first is used again and again, the others lie idle.
+    let limit = 2 * (full.l2_bytes + full.refcount_bytes);
+    budget.set_limit_bytes(limit);
+    for _ in 0..4 {
+        read_all(&mut disks[0]);
+    }
+    assert!(budget.used_bytes() <= limit);
+    let misses = disks[0].engine.statistics().l2_misses;
+    for _ in 0..4 {
+        read_all(&mut disks[0]);
+    }
+    assert_eq!(disks[0].engine.statistics().l2_misses, misses, "what is in use stays");
+    assert!(disks[0].engine.statistics().l2_hits >= 64 * 8);
+    // An image that comes into use takes from those that are idle.
+    read_all(&mut disks[1]);
+    read_all(&mut disks[1]);
+    assert_eq!(disks[1].engine.statistics().l2_slices, 64);
+    assert!(budget.used_bytes() <= limit + 2 * 1024);
+    drop(disks.remove(0));
+    drop(disks.remove(0));
+    let left = disks[0].engine.statistics();
+    assert_eq!(budget.used_bytes(), left.l2_bytes + left.refcount_bytes);
+    drop(disks);
+    assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
+}
+
+#[test]
+fn cleaning_drops_what_was_not_used_since_the_last_time() {
+    let mut disk = Disk::new(SMALL);
+    for at in (0..SMALL.size).step_by(64 * 4096) {
+        disk.write(at, &[9; 4096]);
+    }
+    assert!(disk.engine.statistics().l2_dirty > 0);
+    disk.engine.clean();
+    disk.engine.clean();
+    assert_eq!(disk.engine.statistics().l2_slices, 64, "what is dirty stays");
+    disk.flush();
+    disk.engine.clean();
+    disk.read(0, 4096);
+    disk.engine.clean();
+    assert_eq!(disk.engine.statistics().l2_slices, 1);
+    disk.engine.clean();
+    let empty = disk.engine.statistics();
+    assert_eq!((empty.l2_slices, empty.l2_bytes, empty.refcount_blocks), (0, 0, 0));
+    assert_eq!(disk.budget.used_bytes(), 0);
+    assert_eq!(disk.read(64 * 4096, 4096), [9; 4096]);
+    // Smaller limits count at once.
+    read_all(&mut disk);
+    disk.engine.set_cache_limits(4 * 512, 1);
+    assert!(disk.engine.statistics().l2_slices <= 4);
+    assert_eq!(disk.engine.statistics().l2_limit_bytes, 4 * 512);
+    disk.flush();
+    disk.check();
 }

@@ -40,6 +40,8 @@ pub struct Qcow2RuntimeOptions {
     pub lazy_refcounts: Option<bool>,
     /// `l2-cache-size`.
     pub l2_cache_bytes: Option<u64>,
+    /// `l2-cache-coverage`: bytes of the virtual disk whose mapping fits into the L2 cache.
+    pub l2_cache_coverage_bytes: Option<u64>,
     /// `l2-cache-entry-size`: a power of two from 512 to the cluster size.
     pub l2_cache_entry_bytes: Option<u64>,
     /// `refcount-cache-size`.
@@ -65,6 +67,7 @@ impl Default for Qcow2RuntimeOptions {
         Qcow2RuntimeOptions {
             lazy_refcounts: None,
             l2_cache_bytes: None,
+            l2_cache_coverage_bytes: None,
             l2_cache_entry_bytes: None,
             refcount_cache_bytes: None,
             cache_bytes: None,

@@ -137,7 +137,11 @@ impl Graph {
         };
         let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
         let qcow2 = match node.qcow2() {
-            Some(_) => Some(options::qcow2_options(&options, discard)?),
+            Some(qcow2) => {
+                let options = options::qcow2_options(&options, discard)?;
+                qcow2.cache_sizes(&options)?;
+                Some(options)
+            }
             None => None,
         };
         let group = match options.text("throttle-group") {

@@ -97,6 +97,7 @@ pub(crate) fn qcow2_options(options: &BlockdevOptions, discard: bool) -> Result<
     let result = Qcow2RuntimeOptions {
         lazy_refcounts: options.flag("lazy-refcounts"),
         l2_cache_bytes: options.number("l2-cache-size"),
+        l2_cache_coverage_bytes: options.number("l2-cache-coverage"),
         l2_cache_entry_bytes: options.number("l2-cache-entry-size"),
         refcount_cache_bytes: options.number("refcount-cache-size"),
         cache_bytes: options.number("cache-size"),
@@ -111,22 +112,25 @@ pub(crate) fn qcow2_options(options: &BlockdevOptions, discard: bool) -> Result<
     Ok(result)
 }
 
-/// The three cache sizes depend on one another: two of them say everything.
+/// The cache sizes depend on one another; refused with QEMU's words where it has the option.
 fn check_caches(options: &Qcow2RuntimeOptions) -> Result<()> {
     let refused = |message: &str, value: u64| Err(Error::invalid_argument(message).value(value));
-    if let Some(entry) = options.l2_cache_entry_bytes
-        && !(entry.is_power_of_two() && (512..=2 << 20).contains(&entry))
+    if options.cache_clean_interval_s > u64::from(u32::MAX) {
+        return refused("Cache clean interval too big", options.cache_clean_interval_s);
+    }
+    if let Some(coverage) = options.l2_cache_coverage_bytes
+        && (options.l2_cache_bytes.is_some() || options.cache_bytes.is_some())
     {
-        return refused("'l2-cache-entry-size' must be a power of two from 512 to the cluster size", entry);
+        return refused("l2-cache-coverage and l2-cache-size or cache-size may not be set at the same time", coverage);
     }
     let Some(total) = options.cache_bytes else { return Ok(()) };
     match (options.l2_cache_bytes, options.refcount_cache_bytes) {
         (Some(_), Some(_)) => {
-            refused("'cache-size', 'l2-cache-size' and 'refcount-cache-size' may not be given all together", total)
+            refused("cache-size, l2-cache-size and refcount-cache-size may not be set at the same time", total)
         }
-        (Some(l2), None) if l2 > total => refused("'l2-cache-size' may not exceed 'cache-size'", l2),
+        (Some(l2), None) if l2 > total => refused("l2-cache-size may not exceed cache-size", l2),
         (None, Some(refcount)) if refcount > total => {
-            refused("'refcount-cache-size' may not exceed 'cache-size'", refcount)
+            refused("refcount-cache-size may not exceed cache-size", refcount)
         }
         _ => Ok(()),
     }

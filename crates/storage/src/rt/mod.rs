@@ -149,7 +149,7 @@ impl Drop for Obligation {
 }
 
 /// True when the running executor is a simulation's.
-pub(crate) fn is_simulated() -> bool {
+pub fn is_simulated() -> bool {
     with_current(|local| local.is_some_and(|local| local.simulation().is_some()))
 }
 

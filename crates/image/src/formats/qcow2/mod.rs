@@ -7,6 +7,7 @@
 
 mod allocate;
 mod cipher;
+mod cleaner;
 mod compressed;
 mod flush;
 mod header;
@@ -39,7 +40,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
-    engine: Engine,
+    engine: Arc<Engine>,
     file: File,
     file_name: String,
     data_file: Option<File>,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: header, L1 table, and nothing else that grows with the image.
 
+use super::cleaner::clean_each;
 use super::{Cipher, Events, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
@@ -9,16 +10,16 @@ use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
-use cowshed_qcow2::{Config, Engine, OverlapSet, Structure};
-use cowshed_storage::{File, IoBuf};
+use cowshed_qcow2::{Budget, Config, Engine, OverlapSet, Structure};
+use cowshed_storage::{File, IoBuf, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-/// Default of `l2-cache-size` in bytes.
-const L2_CACHE_BYTES: u64 = 32 << 20;
 /// Default of `l2-cache-entry-size` in bytes, where the cluster isn't smaller.
 const L2_SLICE_BYTES: u64 = 4096;
-/// Refcount blocks in the cache by default.
+/// Refcount blocks that a cache can count.
+const MOST_REFCOUNT_BLOCKS: u64 = i32::MAX as u64;
+/// Refcount blocks in the cache at least.
 const REFCOUNT_BLOCKS: u64 = 4;
 
 impl Qcow2Driver {
@@ -66,8 +67,13 @@ impl Qcow2Driver {
             config.other_metadata.extend(snapshot_metadata(&context, &header).await?);
         }
         let punch = context.options.pass_discard_request;
+        let engine = Arc::new(Engine::new(config, &l1));
+        engine.join_budget(Budget::process_wide());
+        if !rt::is_simulated() && context.options.cache_clean_interval_s > 0 {
+            clean_each(&engine, context.options.cache_clean_interval_s);
+        }
         Ok(Qcow2Driver {
-            engine: Engine::new(config, &l1),
+            engine,
             codec: Mutex::new(Codec::new(header.compression())),
             decompressed_bytes: AtomicU64::new(0),
             max_decompressed_bytes: context.max_decompressed_bytes,
@@ -149,10 +155,11 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     let options = &context.options;
     let format = L2Format::of(header)?;
     let cluster_size = format.geometry.cluster_size();
-    let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, cluster_size);
+    let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, &format, header.size)?;
     let l2_slice_bytes = options.l2_cache_entry_bytes.unwrap_or(L2_SLICE_BYTES.min(cluster_size));
     if !l2_slice_bytes.is_power_of_two() || !(512..=cluster_size).contains(&l2_slice_bytes) {
-        let message = "L2 cache entry size must be a power of two between 512 and the cluster size";
+        let message =
+            format!("L2 cache entry size must be a power of two between 512 and the cluster size ({cluster_size})");
         return Err(Error::invalid_argument(message).field("l2-cache-entry-size").value(l2_slice_bytes));
     }
     Ok(Config {
@@ -223,16 +230,26 @@ fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
         .collect()
 }
 
-/// L2 and refcount cache in bytes. Of `l2-cache-size`, `refcount-cache-size` and `cache-size` any two decide the third;
-/// of one alone, L2 gets what is left after the least that the refcount cache needs.
-pub(super) fn cache_sizes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> (u64, u64) {
-    let least = REFCOUNT_BLOCKS * cluster_size;
-    match (options.cache_bytes, options.l2_cache_bytes, options.refcount_cache_bytes) {
-        (Some(both), Some(l2), _) => (l2, both.saturating_sub(l2).max(least)),
-        (Some(both), None, Some(refcounts)) => (both.saturating_sub(refcounts), refcounts.max(least)),
-        (Some(both), None, None) => (both.saturating_sub(least).max(both / 5 * 4), least),
-        (None, l2, refcounts) => (l2.unwrap_or(L2_CACHE_BYTES), refcounts.unwrap_or(least).max(least)),
+/// L2 and refcount cache in bytes. One size alone sets the other, 4 : 1; of two the total decides the third. Without any,
+/// the L2 cache covers `l2-cache-coverage`, by default the whole disk: it is the budget of the process that bounds it then.
+pub(super) fn cache_sizes(options: &Qcow2RuntimeOptions, format: &L2Format, disk_bytes: u64) -> Result<(u64, u64)> {
+    let geometry = format.geometry;
+    let cluster_size = geometry.cluster_size();
+    let covering = |bytes: u64| bytes.div_ceil(cluster_size).saturating_mul(geometry.l2_entry_size());
+    let l2_given = options.l2_cache_bytes.or(options.l2_cache_coverage_bytes.map(covering));
+    let (l2, refcounts) = match (options.cache_bytes, l2_given, options.refcount_cache_bytes) {
+        (Some(both), Some(l2), _) => (l2, both.saturating_sub(l2)),
+        (Some(both), None, Some(refcounts)) => (both.saturating_sub(refcounts), refcounts),
+        (Some(both), None, None) => (both - both / 5, both / 5),
+        (None, Some(l2), Some(refcounts)) => (l2, refcounts),
+        (None, Some(l2), None) => (l2, l2 / 4),
+        (None, None, Some(refcounts)) => (refcounts.saturating_mul(4), refcounts),
+        (None, None, None) => (covering(disk_bytes), 0),
+    };
+    if refcounts / cluster_size > MOST_REFCOUNT_BLOCKS {
+        return Err(Error::invalid_argument("Refcount cache size too big").value(refcounts));
     }
+    Ok((l2, refcounts.max(REFCOUNT_BLOCKS * cluster_size)))
 }
 
 impl Qcow2Driver {

@@ -2,11 +2,13 @@
 //! What changes while the image stays open. The graph sees to it that no request runs meanwhile.
 
 use super::Qcow2Driver;
+use super::cleaner::clean_each;
 use super::open::{cache_sizes, check_may_write, overlap_set};
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::OverlapSet;
+use cowshed_storage::rt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -63,10 +65,20 @@ impl Qcow2Driver {
         self.clear_unknown_autoclear().await
     }
 
+    /// L2 and refcount cache in bytes, by these options.
+    pub(crate) fn cache_sizes(&self, options: &Qcow2RuntimeOptions) -> Result<(u64, u64)> {
+        cache_sizes(options, &self.engine.config().format, self.size()).map_err(|error| self.error(error))
+    }
+
     /// Applies the run-time options. [`Qcow2Driver::complete`] has run before.
     pub(crate) fn apply(&self, options: &Qcow2RuntimeOptions) {
-        let (l2, refcounts) = cache_sizes(options, self.cluster_size());
-        self.engine.set_cache_limits(l2, refcounts);
+        // Checked when the options were.
+        if let Ok((l2, refcounts)) = self.cache_sizes(options) {
+            self.engine.set_cache_limits(l2, refcounts);
+        }
+        if !rt::is_simulated() {
+            clean_each(&self.engine, options.cache_clean_interval_s);
+        }
         self.engine.set_discard_no_unref(options.discard_no_unref);
         self.punch.store(options.pass_discard_request, Ordering::Relaxed);
         if self.writable.load(Ordering::Relaxed) {
