@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Under which name the program was called, and what follows from it.
 
+use crate::commands::TOOLS;
 use cowshed_block::text_of_name;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -16,6 +17,8 @@ pub enum Persona {
     Cowshed,
     /// `qemu-img`: the text that scripts parse.
     QemuImg,
+    /// Another program of QEMU, by its name: one of [`crate::commands::TOOLS`].
+    Tool(&'static str),
 }
 
 impl Persona {
@@ -24,6 +27,7 @@ impl Persona {
         match self {
             Persona::Cowshed => "cowshed",
             Persona::QemuImg => "qemu-img",
+            Persona::Tool(name) => name,
         }
     }
 }
@@ -38,20 +42,27 @@ pub struct Invocation {
 }
 
 impl Invocation {
-    /// Takes the whole argument vector, program name first. `cowshed img ARGS` is `qemu-img ARGS`.
+    /// Takes the whole argument vector, program name first. `cowshed img ARGS` is `qemu-img ARGS`,
+    /// `cowshed qemu-nbd ARGS` is `qemu-nbd ARGS`.
     /// Arguments that are not UTF-8 become text by [`cowshed_block::text_of_name`].
     pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Self {
         let mut argv = argv.into_iter();
         let program = argv.next().unwrap_or_default();
         let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
+        let tool = |name: &str| TOOLS.iter().find(|tool| tool.name == name).map(|tool| Persona::Tool(tool.name));
         let mut persona = match name.as_deref() {
             Some("qemu-img") => Persona::QemuImg,
-            _ => Persona::Cowshed,
+            name => name.and_then(tool).unwrap_or(Persona::Cowshed),
         };
         let mut arguments: Vec<String> = argv.map(|argument| text_of_name(argument.as_bytes()).into_owned()).collect();
         if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img") {
             arguments.remove(0);
             persona = Persona::QemuImg;
+        } else if persona == Persona::Cowshed
+            && let Some(tool) = arguments.first().and_then(|first| tool(first))
+        {
+            arguments.remove(0);
+            persona = tool;
         }
         Self { persona, arguments }
     }
@@ -73,5 +84,9 @@ mod tests {
         let nested = invocation(&["cowshed", "img", "info", "a"]);
         assert_eq!(nested.persona, Persona::QemuImg);
         assert_eq!(nested.arguments, ["info", "a"]);
+        assert_eq!(invocation(&["/usr/bin/qemu-nbd", "-t", "a"]).persona, Persona::Tool("qemu-nbd"));
+        let nested = invocation(&["cowshed", "qemu-storage-daemon", "--daemonize"]);
+        assert_eq!(nested.persona, Persona::Tool("qemu-storage-daemon"));
+        assert_eq!(nested.arguments, ["--daemonize"]);
     }
 }

@@ -10,12 +10,13 @@ mod inbox;
 mod monitor;
 mod nbd;
 mod objects;
-pub mod options;
+mod options;
 mod schema;
 mod socket;
 mod state;
+mod statistics;
 
 pub use control::{Message, Ready, Served, Setup, StopReason, run, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
-pub use options::Step;
+pub use options::{Chardevs, Drive, Step};

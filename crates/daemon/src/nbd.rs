@@ -171,7 +171,14 @@ impl Nbd {
                 SocketAddress::Unix(path) => Place::Unix { path },
                 SocketAddress::Tcp { host, port } => Place::Tcp { host: reachable(host), port },
             };
-            NbdUri { place, export: export.to_owned(), tls: self.tls, tls_hostname: None, tls_verify_peer: None }
+            NbdUri {
+                place,
+                export: export.to_owned(),
+                tls: self.tls,
+                tls_hostname: None,
+                tls_verify_peer: None,
+                tls_certificates: None,
+            }
         };
         self.addresses.iter().map(|address| uri(address).to_string()).collect()
     }

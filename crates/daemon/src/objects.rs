@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What `object-add` makes: throttle groups, credentials, secrets, threads.
 
+use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// An object.
 #[derive(Clone, Debug)]
 pub(crate) enum Object {
     /// A name for a thread: connections are spread over the daemon's own threads, so it decides nothing.
     IoThread,
+    /// `throttle-group`: limits that its members share.
+    ThrottleGroup(Arc<Group>),
     /// `tls-creds-x509`: a folder with certificates.
     TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool },
 }
@@ -22,16 +26,22 @@ impl Object {
     pub fn kind(&self) -> &'static str {
         match self {
             Object::IoThread => "iothread",
+            Object::ThrottleGroup(_) => "throttle-group",
             Object::TlsCreds { .. } => "tls-creds-x509",
         }
     }
 
     /// The names and types of its properties.
-    pub fn properties(&self) -> Vec<(&'static str, &'static str)> {
+    pub fn properties(&self) -> Vec<(String, &'static str)> {
         match self {
             Object::IoThread => Vec::new(),
+            Object::ThrottleGroup(_) => {
+                let names = Limits::option_names().map(|name| (format!("x-{name}"), "int"));
+                std::iter::once(("limits".to_owned(), "ThrottleLimits")).chain(names).collect()
+            }
             Object::TlsCreds { .. } => {
-                vec![("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")]
+                let names = [("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")];
+                names.map(|(name, kind)| (name.to_owned(), kind)).into()
             }
         }
     }
@@ -39,6 +49,8 @@ impl Object {
     /// The value of a property.
     pub fn get(&self, property: &str) -> Option<Value> {
         match (self, property) {
+            (Object::ThrottleGroup(group), "limits") => Some(Value::Object(group.limits().to_json())),
+            (Object::ThrottleGroup(group), name) => group.limits().get(name.strip_prefix("x-")?).map(Value::from),
             (Object::TlsCreds { dir, .. }, "dir") => Some(dir.to_string_lossy().into()),
             (Object::TlsCreds { is_server, .. }, "endpoint") => {
                 Some(if *is_server { "server" } else { "client" }.into())
@@ -48,9 +60,32 @@ impl Object {
         }
     }
 
-    /// Changes a property.
-    pub fn set(&self, property: &str, _value: &Value) -> QmpResult<()> {
-        Err(QmpError::generic(format!("Property '{property}' of '{}' cannot be changed", self.kind())))
+    /// Changes a property. What is wrong changes nothing.
+    pub fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
+        let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
+        let Object::ThrottleGroup(group) = self else {
+            return Err(QmpError::generic(format!("Property '{property}' of '{}' cannot be changed", self.kind())));
+        };
+        let mut limits = group.limits();
+        match (property, value) {
+            ("limits", Value::Object(given)) => {
+                // What isn't named stays as it is.
+                let mut all = limits.to_json();
+                for (name, value) in given {
+                    all.insert(name.clone(), value.clone());
+                }
+                limits = Limits::from_json(&all).map_err(failed)?;
+            }
+            ("limits", _) => {
+                return Err(QmpError::generic("Invalid parameter type for 'limits', expected: object"));
+            }
+            (name, value) => {
+                let number = value.as_u64();
+                let wrong = || QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"));
+                limits.set(name, number.ok_or_else(wrong)?).map_err(failed)?;
+            }
+        }
+        group.set_limits(limits).map_err(failed)
     }
 }
 
@@ -63,8 +98,7 @@ impl Objects {
     pub fn add(&self, id: &str, object: Object) -> QmpResult<()> {
         let mut objects = self.0.borrow_mut();
         if objects.contains_key(id) {
-            let message = format!("attempt to add duplicate property '{id}' to object (type 'container')");
-            return Err(QmpError::generic(message));
+            return Err(duplicate(id));
         }
         objects.insert(id.to_owned(), object);
         Ok(())
@@ -111,4 +145,9 @@ impl Objects {
             _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
         }
     }
+}
+
+/// The error for an id that is taken.
+pub(crate) fn duplicate(id: &str) -> QmpError {
+    QmpError::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
 }

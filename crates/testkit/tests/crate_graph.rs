@@ -22,7 +22,15 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
     (
         "cowshed",
-        &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image", "cowshed-jobs"],
+        &[
+            "cowshed-block",
+            "cowshed-layout",
+            "cowshed-qcow2",
+            "cowshed-storage",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-daemon",
+        ],
     ),
     (
         "cowshed-daemon",

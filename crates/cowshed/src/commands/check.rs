@@ -136,7 +136,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let Some(outcome) = job.run(async |handle| check::run(&options, &handle).await, failed)? else {
         let message = match console.persona {
             Persona::QemuImg => "This image format does not support checks".to_owned(),
-            Persona::Cowshed => format!("{file}: this format has nothing to check"),
+            Persona::Cowshed | Persona::Tool(_) => format!("{file}: this format has nothing to check"),
         };
         return Err(Failure::new(message).code(NOT_CHECKABLE_EXIT_CODE));
     };

@@ -101,7 +101,9 @@ fn print_human(measurement: &Measurement, console: &mut Console) {
         let Some(bytes) = bytes else { continue };
         match console.persona {
             Persona::QemuImg => console.line(format_args!("{label}: {bytes}")),
-            Persona::Cowshed => console.line(format_args!("{label}: {} ({bytes} bytes)", human(bytes))),
+            Persona::Cowshed | Persona::Tool(_) => {
+                console.line(format_args!("{label}: {} ({bytes} bytes)", human(bytes)))
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ pub mod completions;
 pub mod convert;
 pub mod create;
 pub mod create_options;
+pub mod daemon;
 pub mod dd;
 pub mod help;
 pub mod info;
@@ -59,6 +60,7 @@ pub const COMMANDS: &[Verb] = &[
     resize::VERB,
     snapshot::VERB,
     dd::VERB,
+    daemon::serve::VERB,
     completions::VERB,
     man::VERB,
     help::VERB,
@@ -66,6 +68,8 @@ pub const COMMANDS: &[Verb] = &[
 
 /// Verbs of qemu-img that we don't have yet.
 pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap", "commit", "rebase"];
+
+pub use daemon::TOOLS;
 
 /// Runs the command line; the exit code.
 pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
@@ -84,6 +88,9 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
     if invocation.persona == Persona::QemuImg && help::answer_as_qemu_img(&invocation.arguments, console) {
         return Ok(None);
     }
+    if let Persona::Tool(name) = invocation.persona {
+        return parse_tool(name, invocation, console);
+    }
     if let Some(name) = verb_word(&invocation.arguments).filter(|word| NOT_YET.contains(word)) {
         return Err(Failure::new(format!("the command '{name}' is not yet supported")));
     }
@@ -98,6 +105,20 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
             }
             None => Err(Failure::usage("Not enough arguments")),
         },
+        Err(error) => parser::explain(&error, &root, console).map(|()| None),
+    }
+}
+
+/// The command line of a program that has no verbs.
+fn parse_tool(
+    name: &str,
+    invocation: &Invocation,
+    console: &mut Console,
+) -> Result<Option<(&'static Verb, ArgMatches)>, Failure> {
+    let Some(tool) = TOOLS.iter().find(|tool| tool.name == name) else { return Ok(None) };
+    let mut root = parser::tool(tool);
+    match root.try_get_matches_from_mut(std::iter::once(name).chain(invocation.arguments.iter().map(String::as_str))) {
+        Ok(matches) => Ok(Some((tool, matches))),
         Err(error) => parser::explain(&error, &root, console).map(|()| None),
     }
 }

@@ -35,7 +35,7 @@ pub fn root(persona: Persona) -> Command {
 /// The parser of one verb.
 pub fn command(verb: &Verb, persona: Persona) -> Command {
     let ours = |text: &str| match persona {
-        Persona::Cowshed => text.to_owned(),
+        Persona::Cowshed | Persona::Tool(_) => text.to_owned(),
         Persona::QemuImg => text.replace("cowshed ", "qemu-img "),
     };
     let usage = format!("{} {} [OPTIONS] {}", persona.name(), verb.name, verb.operands);
@@ -54,10 +54,17 @@ pub fn command(verb: &Verb, persona: Persona) -> Command {
     })
 }
 
+/// The parser of a program without verbs.
+pub fn tool(tool: &Verb) -> Command {
+    command(tool, Persona::Tool(tool.name))
+        .override_usage(format!("{} [OPTIONS] {}", tool.name, tool.operands).trim_end().to_owned())
+        .version(version(Persona::QemuImg))
+}
+
 /// What `--version` prints after the name.
 fn version(persona: Persona) -> String {
     match persona {
-        Persona::Cowshed => env!("CARGO_PKG_VERSION").to_owned(),
+        Persona::Cowshed | Persona::Tool(_) => env!("CARGO_PKG_VERSION").to_owned(),
         Persona::QemuImg => format!("version {QEMU_IMG_LEVEL} (Cowshed {})", env!("CARGO_PKG_VERSION")),
     }
 }
@@ -132,7 +139,7 @@ fn suggestion(error: &clap::Error, console: &Console) -> String {
         }
     });
     match suggested {
-        Some(text) if console.persona == Persona::Cowshed => format!(" (did you mean '{text}'?)"),
+        Some(text) if console.persona != Persona::QemuImg => format!(" (did you mean '{text}'?)"),
         _ => String::new(),
     }
 }

@@ -65,7 +65,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     match console.persona {
         _ if args.quiet => {}
         Persona::QemuImg => console.line("Image resized."),
-        Persona::Cowshed => {
+        Persona::Cowshed | Persona::Tool(_) => {
             console.line(format_args!("{file}: {} -> {}", human(outcome.old_size), human(outcome.new_size)));
         }
     }
@@ -75,7 +75,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 /// qemu-img has words of its own for two refusals that scripts meet.
 fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     match error.message() {
-        _ if persona == Persona::Cowshed => Failure::open(persona, file, error),
+        _ if persona != Persona::QemuImg => Failure::open(persona, file, error),
         message if message.starts_with("shrinking") => Failure::new(
             "Use the --shrink option to perform a shrink operation.\n\
              qemu-img: warning: Shrinking an image will delete all data beyond the shrunken image's end. Before performing such \
@@ -100,7 +100,7 @@ fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {
         }
         Err(sizes::Fault::NotASize) => {
             return Err(Failure::new(match persona {
-                Persona::Cowshed => {
+                Persona::Cowshed | Persona::Tool(_) => {
                     format!("Invalid size '{text}': expected a number with an optional suffix k, M, G, T, P or E")
                 }
                 Persona::QemuImg => "Parameter 'size' expects a non-negative number below 2^64\n\

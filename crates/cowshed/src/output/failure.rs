@@ -41,7 +41,7 @@ impl Failure {
     /// An image could not be opened. qemu-img words it `Could not open 'NAME': REASON`, which scripts look for.
     pub fn open(persona: Persona, name: &str, error: &Error) -> Self {
         match persona {
-            Persona::Cowshed => Self::about(persona, name, error),
+            Persona::Cowshed | Persona::Tool(_) => Self::about(persona, name, error),
             Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error))),
         }
     }

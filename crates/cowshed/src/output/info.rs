@@ -94,7 +94,9 @@ impl Text {
         if let Some(bytes) = image.get("cluster-size").and_then(Value::as_u64) {
             match self.persona {
                 Persona::QemuImg => self.line(&format!("cluster_size: {bytes}")),
-                Persona::Cowshed => self.line(&format!("cluster size: {} ({bytes} bytes)", human(bytes))),
+                Persona::Cowshed | Persona::Tool(_) => {
+                    self.line(&format!("cluster size: {} ({bytes} bytes)", human(bytes)))
+                }
             }
         }
         if flag(image, "dirty-flag") {

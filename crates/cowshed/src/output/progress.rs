@@ -31,7 +31,7 @@ impl Progress {
             _ if quiet => Progress::Hidden,
             Persona::QemuImg if wanted => Progress::Percent { shown: None },
             Persona::QemuImg => Progress::Hidden,
-            Persona::Cowshed => {
+            Persona::Cowshed | Persona::Tool(_) => {
                 let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND));
                 if bar.is_hidden() {
                     return if wanted { Progress::Percent { shown: None } } else { Progress::Hidden };

@@ -24,7 +24,7 @@ pub fn print(text: &str) {
 /// qemu-img warns of a guessed raw format only, in words that scripts know.
 fn worded(persona: Persona, text: &str) -> Option<String> {
     match persona {
-        Persona::Cowshed => Some(format!("cowshed: warning: {text}\n")),
+        Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
         Persona::QemuImg => text.split_once(": the image format was not given").map(|(name, _)| {
             format!(
                 "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \

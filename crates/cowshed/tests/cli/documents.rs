@@ -36,6 +36,22 @@ fn compat_names_every_option() {
     }
 }
 
+/// Programs of QEMU whose command lines we have.
+#[test]
+fn compat_names_every_option_of_the_tools() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../COMPAT.md");
+    let page = std::fs::read_to_string(path).expect("COMPAT.md");
+    for tool in ["qemu-nbd", "qemu-storage-daemon"] {
+        let section = page.split(&format!("\n## {tool}\n")).nth(1).unwrap_or_else(|| panic!("no section {tool}"));
+        let section = section.split("\n## ").next().unwrap_or_default();
+        let options = options(&cowshed(&[tool, "--help"]));
+        assert!(options.len() > 5, "{tool}: {options:?}");
+        for option in options.iter().filter(|option| !["-h", "--help", "-V", "--version"].contains(&option.as_str())) {
+            assert!(section.contains(&format!("`{option}`")), "COMPAT.md, {tool}: no row for {option}");
+        }
+    }
+}
+
 #[test]
 fn completions_know_the_verbs() {
     for shell in ["bash", "zsh", "fish"] {

@@ -10,4 +10,5 @@ mod limits;
 mod names;
 mod oracle;
 mod running;
+mod serving;
 mod stranger;

@@ -58,24 +58,36 @@ fn not_running() -> QmpError {
 }
 
 async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let address = address(arguments.object("addr"))?;
+    let most = arguments.number("max-connections")?.unwrap_or(0);
+    let most = usize::try_from(most).map_err(|_| too_large("max-connections"))?;
+    let patience = arguments.number("handshake-max-seconds")?;
+    start_nbd(&daemon, address, arguments.maybe_text("tls-creds"), most, patience)?;
+    nothing()
+}
+
+/// Starts the NBD server; without an address on the sockets that were passed to this process.
+pub(crate) fn start_nbd(
+    daemon: &Rc<Daemon>,
+    address: Option<SocketAddress>,
+    tls: Option<&str>,
+    max_connections: usize,
+    handshake_seconds: Option<u64>,
+) -> QmpResult<()> {
     if daemon.nbd().is_some() {
         return Err(QmpError::generic("NBD server already running"));
     }
-    let number = |key: &str| -> QmpResult<Option<usize>> {
-        let number = arguments.number(key)?;
-        number.map(|number| usize::try_from(number).map_err(|_| too_large(key))).transpose()
-    };
     let setup = NbdSetup {
-        address: address(arguments.object("addr"))?,
-        tls: arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?,
-        max_connections: number("max-connections")?.unwrap_or(0),
-        handshake_seconds: arguments.number("handshake-max-seconds")?,
+        address,
+        tls: tls.map(|id| daemon.objects.server_tls(id)).transpose()?,
+        max_connections,
+        handshake_seconds,
         queues: daemon.queues,
         stop_when_idle: daemon.stop_when_idle,
     };
     let nbd = Nbd::start(setup, daemon.events.clone(), daemon.control.clone()).map_err(failed)?;
     daemon.set_nbd(Some(Rc::new(nbd)));
-    nothing()
+    Ok(())
 }
 
 fn too_large(key: &str) -> QmpError {

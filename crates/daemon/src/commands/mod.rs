@@ -6,8 +6,12 @@ mod exports;
 mod general;
 mod nodes;
 mod objects;
+mod snapshot;
+mod stats;
+mod throttle;
 
 pub(crate) use arguments::{Arguments, failed};
+pub(crate) use exports::start_nbd;
 pub(crate) use nodes::add_node;
 
 use crate::state::Daemon;
@@ -33,7 +37,15 @@ pub(crate) struct Group {
 }
 
 /// All groups.
-pub(crate) const GROUPS: &[&Group] = &[&general::GROUP, &nodes::GROUP, &exports::GROUP, &objects::GROUP];
+pub(crate) const GROUPS: &[&Group] = &[
+    &general::GROUP,
+    &nodes::GROUP,
+    &exports::GROUP,
+    &objects::GROUP,
+    &throttle::GROUP,
+    &stats::GROUP,
+    &snapshot::GROUP,
+];
 
 /// A line of a group's table.
 macro_rules! command {

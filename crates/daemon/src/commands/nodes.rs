@@ -4,6 +4,7 @@
 use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
+use cowshed_image::filters::throttle::Limits;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
 use cowshed_qmp::{QmpError, QmpResult};
@@ -16,7 +17,7 @@ pub(super) const GROUP: Group = Group {
 command blockdev-add(BlockdevOptions)
 command blockdev-del: node-name: str
 command block_resize: device?: str, node-name?: str, size: int
-command query-block: flat?: bool -> [any]
+command blockdev-reopen: options: [BlockdevOptions]
 object BlockdevChild: child: str, node-name: str
 object BlockdevCacheInfo: writeback: bool, direct: bool, no-flush: bool
 object BlockDeviceInfo: file: str, node-name: str, ro: bool, drv: str, backing_file?: str, backing_file_depth: int
@@ -32,7 +33,7 @@ command query-named-block-nodes: flat?: bool -> [BlockDeviceInfo]
         command!("blockdev-add", blockdev_add),
         command!("blockdev-del", blockdev_del),
         command!("block_resize", block_resize),
-        command!("query-block", query_block),
+        command!("blockdev-reopen", blockdev_reopen),
         command!("query-named-block-nodes", query_named_block_nodes),
     ],
 };
@@ -90,8 +91,17 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     nothing()
 }
 
-async fn query_block(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
-    Ok(json!([]))
+async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let mut list = Vec::new();
+    for options in arguments.get("options").and_then(Value::as_array).into_iter().flatten() {
+        let options = options.as_object().cloned().unwrap_or_default();
+        if !options.contains_key("node-name") {
+            return Err(QmpError::generic("node-name not specified"));
+        }
+        list.push(BlockdevOptions::from_map(options).map_err(failed)?);
+    }
+    daemon.graph.reopen(list).await.map_err(failed)?;
+    nothing()
 }
 
 async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -105,7 +115,7 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
 }
 
 /// A `BlockDeviceInfo`. `flat`: without the images below.
-async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
+pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
     let image = image_of(node).await?;
     let depth = std::iter::successors(node.backing(), |node| node.backing()).count();
     let children: Vec<Value> = node
@@ -121,6 +131,17 @@ async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>>
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "cache": {"writeback": !node.is_writethrough(), "direct": false, "no-flush": false},
     });
+    if let Some(throttle) = node.throttle() {
+        let (group, limits) = (throttle.group(), throttle.group().limits());
+        info["group"] = json!(group.name());
+        for name in Limits::qmp_names() {
+            let value = limits.get(&name).unwrap_or_default();
+            // Bursts are told where there are any, as QEMU does.
+            if value > 0 && (!name.ends_with("_length") || value > 1) {
+                info[name] = json!(value);
+            }
+        }
+    }
     if let Some(backing) = node.backing() {
         info["backing_file"] = json!(backing.filename());
     }

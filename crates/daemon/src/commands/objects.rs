@@ -1,21 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Objects, and their properties.
 
-use super::{Arguments, Group, command, nothing};
-use crate::objects::Object;
+use super::{Arguments, Group, command, failed, nothing};
+use crate::objects::{Object, duplicate};
 use crate::state::Daemon;
+use cowshed_image::filters::throttle::Limits;
+use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum ObjectType: iothread tls-creds-x509
+enum ObjectType: iothread throttle-group tls-creds-x509
 enum QCryptoTLSCredsEndpoint: client server
 object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, aio-max-batch?: int
 object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool
+object ThrottleLimits: bps-total?: int, bps-total-max?: int, bps-total-max-length?: int, bps-read?: int
+  , bps-read-max?: int, bps-read-max-length?: int, bps-write?: int, bps-write-max?: int
+  , bps-write-max-length?: int, iops-total?: int, iops-total-max?: int, iops-total-max-length?: int
+  , iops-read?: int, iops-read-max?: int, iops-read-max-length?: int, iops-write?: int, iops-write-max?: int
+  , iops-write-max-length?: int, iops-size?: int
+object ThrottleGroupProperties: limits?: ThrottleLimits, x-bps-total?: int, x-bps-total-max?: int
+  , x-bps-total-max-length?: int, x-bps-read?: int, x-bps-read-max?: int, x-bps-read-max-length?: int
+  , x-bps-write?: int, x-bps-write-max?: int, x-bps-write-max-length?: int, x-iops-total?: int
+  , x-iops-total-max?: int, x-iops-total-max-length?: int, x-iops-read?: int, x-iops-read-max?: int
+  , x-iops-read-max-length?: int, x-iops-write?: int, x-iops-write-max?: int, x-iops-write-max-length?: int
+  , x-iops-size?: int
 object ObjectOptions: qom-type: ObjectType, id: str | qom-type = iothread: IothreadProperties
-  , tls-creds-x509: TlsCredsX509Properties
+  , throttle-group: ThrottleGroupProperties, tls-creds-x509: TlsCredsX509Properties
 object ObjectPropertyInfo: name: str, type: str, description?: str, default-value?: any
 command object-add(ObjectOptions)
 command object-del: id: str
@@ -40,29 +53,52 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     }
     let object = match arguments.text("qom-type") {
         "iothread" => Object::IoThread,
+        "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         _ => Object::TlsCreds {
             dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
             is_server: arguments.maybe_text("endpoint") == Some("server"),
             verify_peer: arguments.flag("verify-peer", true),
         },
     };
-    daemon.objects.add(id, object)?;
-    // Credentials that can't be used are refused here, not when a server needs them.
-    if let Some(Object::TlsCreds { is_server: true, .. }) = daemon.objects.find(id)
-        && let Err(error) = daemon.objects.server_tls(id)
-    {
-        daemon.objects.remove(id);
-        return Err(error);
+    if daemon.objects.find(id).is_some() {
+        return Err(duplicate(id));
     }
+    // Credentials that can't be used are refused here, not when somebody needs them.
+    match &object {
+        Object::TlsCreds { dir, is_server: true, verify_peer } => {
+            ServerTls::from_dir(dir, *verify_peer).map_err(failed)?;
+        }
+        Object::TlsCreds { dir, is_server: false, verify_peer } => {
+            let credentials = ClientTls::from_dir(dir, *verify_peer).map_err(failed)?;
+            daemon.graph.set_tls_credentials(id, Some(credentials));
+        }
+        _ => {}
+    }
+    daemon.objects.add(id, object)?;
+    nothing()
+}
+
+fn add_throttle_group(daemon: &Rc<Daemon>, id: &str, arguments: &Arguments) -> QmpResult<Value> {
+    let mut given: Map<String, Value> = arguments.object("limits").cloned().unwrap_or_default();
+    given.extend(arguments.clone().into_map().into_iter().filter(|(key, _)| key.starts_with("x-")));
+    let limits = Limits::from_json(&given).map_err(failed)?;
+    if daemon.objects.find(id).is_some() {
+        return Err(duplicate(id));
+    }
+    let group = daemon.graph.throttle_groups().create(id, limits).map_err(failed)?;
+    daemon.objects.add(id, Object::ThrottleGroup(group))?;
     nothing()
 }
 
 async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let id = arguments.text("id");
-    match daemon.objects.remove(id) {
-        Some(_) => nothing(),
-        None => Err(QmpError::generic(format!("object '{id}' not found"))),
+    match daemon.objects.find(id) {
+        None => return Err(QmpError::generic(format!("object '{id}' not found"))),
+        Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
+        Some(_) => daemon.graph.set_tls_credentials(id, None),
     }
+    daemon.objects.remove(id);
+    nothing()
 }
 
 async fn qom_list(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

@@ -2,8 +2,10 @@
 //! The option grammars of `qemu-storage-daemon`: each option becomes a [`Step`], carried out in the order given.
 
 mod chardev;
+mod drive;
 
 pub use chardev::Chardevs;
+pub use drive::Drive;
 
 use crate::commands;
 use crate::monitor::MonitorAddress;
@@ -11,6 +13,7 @@ use crate::state::Daemon;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_qmp::Strictness;
+use cowshed_storage::SocketAddress;
 use serde_json::{Map, Value};
 use std::rc::Rc;
 
@@ -36,6 +39,14 @@ enum What {
     Monitor {
         address: MonitorAddress,
         pretty: bool,
+    },
+    Drive(Box<Drive>),
+    /// An NBD server on the sockets that a service manager passed, or at an address.
+    Serve {
+        address: Option<SocketAddress>,
+        tls: Option<String>,
+        max_connections: usize,
+        handshake_seconds: Option<u64>,
     },
 }
 
@@ -146,8 +157,31 @@ impl Step {
         Step { option: option.to_owned(), what: What::Monitor { address, pretty } }
     }
 
+    /// The node of a drive.
+    pub fn drive(option: &str, drive: Drive) -> Step {
+        Step { option: option.to_owned(), what: What::Drive(Box::new(drive)) }
+    }
+
+    /// The NBD server; without an address it listens on the sockets that were passed to this process. `tls` is the id
+    /// of credentials, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
+    pub fn serve(
+        address: Option<SocketAddress>,
+        tls: Option<String>,
+        max_connections: usize,
+        handshake_seconds: Option<u64>,
+    ) -> Step {
+        Step {
+            option: "the NBD server".to_owned(),
+            what: What::Serve { address, tls, max_connections, handshake_seconds },
+        }
+    }
+
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
         let result = match self.what {
+            What::Drive(drive) => return drive.add(daemon).await,
+            What::Serve { address, tls, max_connections, handshake_seconds } => {
+                commands::start_nbd(daemon, address, tls.as_deref(), max_connections, handshake_seconds)
+            }
             What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
             What::Command { name, object, arguments, strictness } => {

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// A daemon with the image `a.qcow2` as node `q`, and its NBD server at `n.sock`.
-fn serving() -> (Running, Client) {
+pub fn serving() -> (Running, Client) {
     let daemon = Running::start(Vec::new());
     Qemu::system().create(&daemon.path("a.qcow2"), "qcow2", "", 16 << 20);
     let mut client = daemon.client();
@@ -19,16 +19,16 @@ fn serving() -> (Running, Client) {
     (daemon, client)
 }
 
-fn node(path: &Path, name: &str) -> Value {
+pub fn node(path: &Path, name: &str) -> Value {
     json!({"driver": "qcow2", "node-name": name, "discard": "unmap", "file": {"driver": "file", "filename": path}})
 }
 
-fn uri(daemon: &Running, export: &str) -> String {
+pub fn uri(daemon: &Running, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", daemon.path("n.sock").display())
 }
 
 /// Runs a tool that must be there; what it printed.
-fn tool(name: &str, arguments: &[&str]) -> String {
+pub fn tool(name: &str, arguments: &[&str]) -> String {
     let output = Command::new(name).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{name} can't be run ({error}): scripts/setup test installs it"));
     assert!(output.status.success(), "{name} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));

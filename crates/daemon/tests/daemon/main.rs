@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as its clients see it.
 
+mod documents;
 mod exports;
+mod limits;
 mod monitors;
 mod nodes;
 mod running;
+mod snapshots;
+mod statistics;

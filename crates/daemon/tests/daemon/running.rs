@@ -51,6 +51,12 @@ impl Running {
         self.join()
     }
 
+    /// As [`Running::stop`]; the folder stays until it is dropped.
+    pub fn keep_after_stop(self) -> (tempfile::TempDir, cowshed_block::Result<StopReason>) {
+        let _ = self.control.send(Message::Stop(StopReason::Signal(15)));
+        (self.folder, self.thread.join().expect("the daemon doesn't panic"))
+    }
+
     pub fn join(self) -> cowshed_block::Result<StopReason> {
         self.thread.join().expect("the daemon doesn't panic")
     }
@@ -89,7 +95,7 @@ impl Client {
         (!line.is_empty()).then(|| serde_json::from_str(&line).expect("the monitor speaks JSON"))
     }
 
-    fn reply(&mut self) -> Value {
+    pub fn reply(&mut self) -> Value {
         loop {
             let message = self.message().expect("a reply");
             match message.get("event") {

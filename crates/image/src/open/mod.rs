@@ -230,6 +230,11 @@ impl From<String> for OpenRequest {
     }
 }
 
+/// The option tree that a file name means, with a format if it is given: to add options to before opening.
+pub fn options_of_name(name: &str, format: Option<&str>) -> Result<BlockdevOptions> {
+    build::named(name, format, &HostFiles)
+}
+
 /// Opens an image with its whole chain, takes the locks, and returns its top node.
 pub async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     build::open(request).await

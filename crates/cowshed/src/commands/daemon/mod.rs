@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The storage daemon under its names: `serve`, `qemu-nbd`, `qemu-storage-daemon`.
+
+mod background;
+mod logging;
+pub mod nbd;
+pub mod serve;
+pub mod storage_daemon;
+
+use super::Verb;
+use crate::output::Failure;
+use background::{Background, PidFile};
+use cowshed_block::Error;
+use cowshed_daemon::{Message, Ready, Sender, Setup, StopReason};
+use logging::LogFormat;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// Programs of QEMU whose names and command lines we have, besides qemu-img.
+pub const TOOLS: &[Verb] = &[nbd::VERB, storage_daemon::VERB];
+
+/// How a daemon runs, whatever it serves.
+struct Running {
+    setup: Setup,
+    /// Leave the terminal once it is up.
+    background: bool,
+    pid_file: Option<String>,
+    log: LogFormat,
+    /// What is logged where `RUST_LOG` doesn't say it.
+    log_level: &'static str,
+}
+
+impl Running {
+    /// Runs it to its end. `announce` tells the user what is there now.
+    fn run(self, announce: impl FnOnce(&Ready)) -> Result<u8, Failure> {
+        let background = match self.background {
+            true => match Background::start()? {
+                Background::Parent(code) => return Ok(code),
+                child => Some(child),
+            },
+            false => None,
+        };
+        logging::start(self.log, self.log_level)?;
+        let mut pid_file = None;
+        let mut trouble: Option<Failure> = None;
+        let result = cowshed_daemon::run(self.setup, |ready| {
+            let up = || -> Result<(), Failure> {
+                stop_on_signals(ready.control.clone())?;
+                pid_file = self.pid_file.as_deref().map(PidFile::write).transpose()?;
+                announce(ready);
+                background.map_or(Ok(()), Background::detach)
+            };
+            up().map_err(|failure| {
+                let error = Error::invalid_argument(failure.message.clone());
+                trouble = Some(failure);
+                error
+            })
+        });
+        drop(pid_file);
+        match (result, trouble) {
+            (_, Some(failure)) => Err(failure),
+            (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
+            (Err(error), None) => Err(Failure::new(error.to_string())),
+        }
+    }
+}
+
+/// The first signal stops the daemon in order, the second one ends the process at once.
+fn stop_on_signals(control: Sender<Message>) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let watch = move || {
+        let mut stopping = false;
+        for signal in &mut signals {
+            tracing::info!(signal, "stopping");
+            if std::mem::replace(&mut stopping, true) {
+                std::process::exit(128 + signal);
+            }
+            // Fails only when it has stopped already.
+            let _ = control.send(Message::Stop(StopReason::Signal(signal)));
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;
+    Ok(())
+}
+
+/// Threads that serve clients where the user doesn't say it: more than four rarely help, and each costs memory.
+fn default_queues() -> usize {
+    std::thread::available_parallelism().map_or(1, |count| count.get().min(4))
+}

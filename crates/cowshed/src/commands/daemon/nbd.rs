@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `qemu-nbd`: one image, one export.
+
+use super::super::Verb;
+use super::{LogFormat, Running, default_queues};
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_daemon::{Drive, Setup, Step};
+use cowshed_storage::SocketAddress;
+use serde_json::json;
+
+pub const VERB: Verb = Verb {
+    name: "qemu-nbd",
+    about: "Serve one image over NBD, with the options of qemu-nbd",
+    operands: "FILE",
+    details: "Without -t it ends when its last client goes. Attaching to /dev/nbd* is left to nbd-client.",
+    examples: "  qemu-nbd -t -k /run/disk.sock -f qcow2 disk.qcow2
+  qemu-nbd -r -p 10809 -x disk disk.qcow2",
+    in_qemu_img: false,
+    arguments: NbdArgs::augment_args,
+    run,
+};
+
+/// The port that NBD has from IANA.
+const DEFAULT_PORT: u16 = 10809;
+
+/// The name of the one node.
+const NODE: &str = "disk";
+
+#[derive(Args, Clone, Debug)]
+struct NbdArgs {
+    /// Port to listen on [default: 10809]
+    #[arg(short, long, value_name = "PORT")]
+    port: Option<u16>,
+    /// Address to listen on [default: all]
+    #[arg(short, long, value_name = "ADDRESS")]
+    bind: Option<String>,
+    /// Listen on a Unix socket
+    #[arg(short = 'k', long, value_name = "PATH")]
+    socket: Option<String>,
+    /// So many clients at a time; 0 is any number
+    #[arg(short = 'e', long, value_name = "NUM", default_value_t = 1)]
+    shared: usize,
+    /// Go on after the last client
+    #[arg(short = 't', long)]
+    persistent: bool,
+    /// Log what clients do
+    #[arg(short, long)]
+    verbose: bool,
+    /// Name of the export
+    #[arg(short = 'x', long, value_name = "NAME", default_value = "")]
+    export_name: String,
+    /// Description of the export
+    #[arg(short = 'D', long, value_name = "TEXT", default_value = "")]
+    description: String,
+    /// Seconds that a client may take to choose an export; 0 is for ever
+    #[arg(long, value_name = "NUM")]
+    handshake_limit: Option<u64>,
+    /// Offset into a raw image
+    #[arg(short, long, value_name = "OFFSET")]
+    offset: Option<String>,
+    /// Offer the context qemu:allocation-depth
+    #[arg(short = 'A', long)]
+    allocation_depth: bool,
+    /// Offer the context of a dirty bitmap (not yet supported)
+    #[arg(short = 'B', long, value_name = "NAME")]
+    bitmap: Vec<String>,
+    /// List the exports of another server (not yet supported)
+    #[arg(short = 'L', long)]
+    list: bool,
+    /// Define an object, for example credentials
+    #[arg(long = "object", value_name = "TYPE,id=ID,…")]
+    objects: Vec<String>,
+    /// Encrypt, with the credentials of an object
+    #[arg(long, value_name = "ID")]
+    tls_creds: Option<String>,
+    /// Authorization by an object (not yet supported)
+    #[arg(long, value_name = "ID")]
+    tls_authz: Option<String>,
+    /// Host name in a server's certificate (not yet supported)
+    #[arg(long, value_name = "NAME")]
+    tls_hostname: Option<String>,
+    /// Accepted without effect
+    #[arg(short = 'T', long, value_name = "TRACE")]
+    trace: Vec<String>,
+    /// Go into the background once it is up
+    #[arg(long)]
+    fork: bool,
+    /// Write the process's number to a file
+    #[arg(long, value_name = "PATH")]
+    pid_file: Option<String>,
+    /// Label of the socket (not supported)
+    #[arg(long, value_name = "LABEL")]
+    selinux_label: Option<String>,
+    /// Attach to a device (not supported: use nbd-client)
+    #[arg(short, long, value_name = "DEV")]
+    connect: Option<String>,
+    /// Detach a device (not supported: use nbd-client)
+    #[arg(short, long, value_name = "DEV")]
+    disconnect: Option<String>,
+    /// Format of the image [default: probed]
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Serve for reading only
+    #[arg(short, long)]
+    read_only: bool,
+    /// Keep writes in a temporary overlay (not yet supported)
+    #[arg(short, long)]
+    snapshot: bool,
+    /// Serve an internal snapshot (not yet supported)
+    #[arg(short, long, value_name = "SNAPSHOT")]
+    load_snapshot: Option<String>,
+    /// The same as --cache=none
+    #[arg(short, long)]
+    nocache: bool,
+    /// Cache mode: none, writeback, writethrough, directsync or unsafe
+    #[arg(long, value_name = "MODE")]
+    cache: Option<String>,
+    /// Who does the I/O: io_uring, threads or native
+    #[arg(long, value_name = "MODE")]
+    aio: Option<String>,
+    /// Pass discards on: ignore or unmap
+    #[arg(long, value_name = "MODE")]
+    discard: Option<String>,
+    /// Turn writes of zeroes into zero writes: off, on or unmap
+    #[arg(long, value_name = "MODE")]
+    detect_zeroes: Option<String>,
+    /// FILE is an option string
+    #[arg(long)]
+    image_opts: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    file: Vec<String>,
+}
+
+impl NbdArgs {
+    fn check(&self) -> Result<(), Failure> {
+        let refused = [
+            ("--bitmap", !self.bitmap.is_empty()),
+            ("--list", self.list),
+            ("--tls-authz", self.tls_authz.is_some()),
+            ("--tls-hostname", self.tls_hostname.is_some()),
+            ("--selinux-label", self.selinux_label.is_some()),
+            ("--connect", self.connect.is_some()),
+            ("--disconnect", self.disconnect.is_some()),
+            ("--snapshot", self.snapshot),
+            ("--load-snapshot", self.load_snapshot.is_some()),
+        ];
+        match refused.iter().find(|(_, given)| *given) {
+            Some((option, _)) => Err(Failure::not_yet(option)),
+            None if self.image_opts && self.format.is_some() => {
+                Err(Failure::new("--image-opts and -f are mutually exclusive"))
+            }
+            None if self.nocache && self.cache.is_some() => {
+                Err(Failure::new("-n and --cache can only be specified once"))
+            }
+            None if self.socket.is_some() && (self.port.is_some() || self.bind.is_some()) => {
+                Err(Failure::new("a Unix socket has no port and no address: give -k or -p and -b"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// `None`: the sockets that a service manager passed.
+    fn address(&self) -> Option<SocketAddress> {
+        if std::env::var_os("LISTEN_FDS").is_some() {
+            return None;
+        }
+        Some(match &self.socket {
+            Some(path) => SocketAddress::Unix(path.clone()),
+            None => SocketAddress::Tcp {
+                host: self.bind.clone().unwrap_or_default(),
+                port: self.port.unwrap_or(DEFAULT_PORT),
+            },
+        })
+    }
+
+    fn drive(&self, file: &str) -> Result<Drive, Failure> {
+        let writable = !self.read_only;
+        let mut drive = match (&self.offset, self.image_opts) {
+            (None, true) => Drive::image_opts(NODE, file, writable)?,
+            (None, false) => Drive::file(NODE, file, self.format.as_deref(), writable)?,
+            (Some(offset), false) if self.format.as_deref().is_none_or(|format| format == "raw") => {
+                Drive::parse(&format!("file={},format=raw,offset={offset}", file.replace(',', ",,")), NODE, writable)?
+            }
+            (Some(_), _) => return Err(Failure::new("--offset needs an image of format raw")),
+        };
+        let cache = if self.nocache { Some("none") } else { self.cache.as_deref() };
+        // Discards are passed on where nothing else is said, as qemu-nbd does.
+        let discard = Some(self.discard.as_deref().unwrap_or("unmap"));
+        let settings = [
+            ("cache", cache),
+            ("aio", self.aio.as_deref()),
+            ("discard", discard),
+            ("detect-zeroes", self.detect_zeroes.as_deref()),
+        ];
+        for (key, value) in settings {
+            if let Some(value) = value {
+                drive.set(key, value)?;
+            }
+        }
+        Ok(drive)
+    }
+}
+
+fn run(matches: &ArgMatches, _console: &mut Console) -> Result<u8, Failure> {
+    let args = NbdArgs::from_arg_matches(matches)?;
+    args.check()?;
+    let [file] = args.file.as_slice() else { return Err(Failure::usage("Expecting one image file name")) };
+    let mut steps = Vec::new();
+    for object in &args.objects {
+        steps.push(Step::object(object)?);
+    }
+    steps.push(Step::drive(file, args.drive(file)?));
+    steps.push(Step::serve(args.address(), args.tls_creds.clone(), args.shared, args.handshake_limit));
+    let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": !args.read_only,
+                        "description": args.description, "allocation-depth": args.allocation_depth});
+    steps.push(Step::call(file, "block-export-add", "BlockExportOptions", export));
+    let running = Running {
+        setup: Setup { steps, queues: default_queues(), stop_when_idle: !args.persistent },
+        background: args.fork,
+        pid_file: args.pid_file.clone(),
+        log: LogFormat::Text,
+        log_level: if args.verbose { "info" } else { "warn" },
+    };
+    running.run(|_| ())
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `qemu-storage-daemon`: nodes, exports and monitors, all said on the command line.
+
+use super::super::Verb;
+use super::{LogFormat, Running, default_queues};
+use crate::output::{Console, Failure};
+use clap::{Arg, ArgAction, ArgMatches};
+use cowshed_daemon::{Chardevs, Setup, Step};
+
+pub const VERB: Verb = Verb {
+    name: "qemu-storage-daemon",
+    about: "Serve what the command line says, with the options of QEMU's storage daemon",
+    operands: "",
+    details: "The options are carried out in the order given. See docs/daemon.md for the commands of its monitors.",
+    examples: "  qemu-storage-daemon \\
+      --blockdev file,node-name=f,filename=disk.qcow2 --blockdev qcow2,node-name=disk,file=f \\
+      --nbd-server addr.type=unix,addr.path=nbd.sock --export nbd,id=e,node-name=disk,writable=on \\
+      --chardev socket,id=m,path=qmp.sock,server=on,wait=off --monitor m
+      Serves disk.qcow2 over NBD, with a QMP monitor.",
+    in_qemu_img: false,
+    arguments,
+    run,
+};
+
+/// Options that are steps: each may come several times, and their order counts.
+const STEPS: &[(&str, &str, &str)] = &[
+    ("blockdev", "[driver=]DRIVER,node-name=NAME,…", "Add a block node"),
+    ("chardev", "OPTIONS", "Say where a monitor can be: socket,id=ID,path=PATH,server=on,wait=off or stdio,id=ID"),
+    ("export", "[type=]nbd,id=ID,node-name=NAME,…", "Export a node"),
+    ("monitor", "[chardev=]ID,…", "Start a QMP monitor on a character device"),
+    ("nbd-server", "addr.type=TYPE,…", "Start the NBD server"),
+    ("object", "TYPE,id=ID,…", "Create an object"),
+];
+
+fn arguments(command: clap::Command) -> clap::Command {
+    let step = |(name, value, help): &(&'static str, &'static str, &'static str)| {
+        Arg::new(*name).long(*name).value_name(*value).action(ArgAction::Append).help(*help)
+    };
+    command.args(STEPS.iter().map(step)).args([
+        Arg::new("daemonize").long("daemonize").action(ArgAction::SetTrue).help("Go into the background once it is up"),
+        Arg::new("pidfile").long("pidfile").value_name("PATH").help("Write the process's number to a file"),
+        Arg::new("trace")
+            .short('T')
+            .long("trace")
+            .value_name("TRACE")
+            .action(ArgAction::Append)
+            .help("Accepted without effect"),
+    ])
+}
+
+fn run(matches: &ArgMatches, _console: &mut Console) -> Result<u8, Failure> {
+    let running = Running {
+        setup: Setup { steps: steps(matches)?, queues: default_queues(), stop_when_idle: false },
+        background: matches.get_flag("daemonize"),
+        pid_file: matches.get_one("pidfile").cloned(),
+        log: LogFormat::Text,
+        log_level: "warn",
+    };
+    running.run(|_| ())
+}
+
+fn steps(matches: &ArgMatches) -> Result<Vec<Step>, Failure> {
+    let mut given: Vec<(usize, &str, &String)> = Vec::new();
+    for (name, ..) in STEPS {
+        let (Some(values), Some(indices)) = (matches.get_many::<String>(name), matches.indices_of(name)) else {
+            continue;
+        };
+        given.extend(indices.zip(values).map(|(index, value)| (index, *name, value)));
+    }
+    given.sort_by_key(|(index, ..)| *index);
+    let mut chardevs = Chardevs::default();
+    let mut steps = Vec::new();
+    for (_, name, value) in given {
+        match name {
+            "chardev" => chardevs.add(value)?,
+            "monitor" => steps.push(Step::monitor(value, &chardevs)?),
+            "blockdev" => steps.push(Step::blockdev(value)?),
+            "export" => steps.push(Step::export(value)?),
+            "nbd-server" => steps.push(Step::nbd_server(value)?),
+            _ => steps.push(Step::object(value)?),
+        }
+    }
+    Ok(steps)
+}

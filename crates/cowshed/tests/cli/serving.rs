@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `serve`, and the command lines of qemu-nbd and qemu-storage-daemon, used by real clients.
+
+use crate::oracle::Oracle;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
+
+/// A running daemon; killed if the test ends early.
+struct Serving(Child);
+
+impl Serving {
+    fn start(folder: &Path, arguments: &[&str]) -> Serving {
+        let child = Command::new(COWSHED)
+            .args(arguments)
+            .current_dir(folder)
+            .env_remove("RUST_LOG")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn();
+        Serving(child.expect("our own binary runs"))
+    }
+
+    /// The next line of its output.
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        let mut output = BufReader::with_capacity(1, self.0.stdout.as_mut().expect("a pipe"));
+        output.read_line(&mut line).expect("text");
+        line.trim_end().to_owned()
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([format!("-{signal}"), self.0.id().to_string()]).status();
+        assert!(status.expect("kill runs").success());
+    }
+
+    fn wait(mut self) -> ExitStatus {
+        self.0.wait().expect("it ends")
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits for a socket to be there.
+fn await_socket(path: &Path) {
+    while UnixStream::connect(path).is_err() {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn serve_prints_a_uri_that_clients_use() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    let mut serving = Serving::start(oracle.work(), &["serve", "disk.qcow2"]);
+    let uri = serving.line();
+    assert!(uri.starts_with("nbd+unix:///?socket="), "{uri}");
+    let socket = uri.split("socket=").nth(1).expect("a socket").to_owned();
+    oracle.qemu.io(["-f", "raw", "-c", "write -P 9 1M 2M", &uri]).expect_ok();
+    oracle.qemu.io(["-f", "raw", "-c", "read -P 9 1M 2M", "-c", "read -P 0 3M 5M", &uri]).expect_ok();
+    serving.signal("TERM");
+    assert!(serving.wait().success());
+    assert!(!Path::new(&socket).exists() && !Path::new(&socket).parent().expect("a folder").exists());
+    oracle.qemu.expect_clean(&oracle.work().join("disk.qcow2"));
+    oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 9 1M 2M".into()]);
+}
+
+#[test]
+fn several_images_have_names_and_a_monitor() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 a.qcow2 1M");
+    oracle.make("create -q -f raw b.raw 2M");
+    let arguments = [
+        "serve",
+        "-k",
+        "n.sock",
+        "--monitor",
+        "m.sock",
+        "a.qcow2",
+        "--drive",
+        "file=b.raw,format=raw,id=b,readonly=on",
+    ];
+    let mut serving = Serving::start(oracle.work(), &arguments);
+    assert_eq!([serving.line(), serving.line()], ["nbd+unix:///a?socket=n.sock", "nbd+unix:///b?socket=n.sock"]);
+    assert_eq!(serving.line(), "QMP: unix:m.sock");
+    let list =
+        Command::new("nbdinfo").args(["--list", "nbd+unix:///?socket=n.sock"]).current_dir(oracle.work()).output();
+    let list = list.expect("nbdinfo runs: scripts/setup test installs it");
+    let list = String::from_utf8_lossy(&list.stdout).into_owned();
+    assert!(list.contains("export=\"a\"") && list.contains("export=\"b\""), "{list}");
+
+    let mut monitor = UnixStream::connect(oracle.work().join("m.sock")).expect("it listens");
+    monitor.write_all(b"{'execute': 'qmp_capabilities'} {'execute': 'quit'}").expect("it reads");
+    assert!(BufReader::new(monitor).lines().any(|line| line.expect("text").contains("SHUTDOWN")));
+    assert!(serving.wait().success());
+    assert!(!oracle.work().join("n.sock").exists() && !oracle.work().join("m.sock").exists());
+}
+
+#[test]
+fn qemu_nbd_ends_with_its_last_client() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    let serving = Serving::start(oracle.work(), &["qemu-nbd", "-k", "n.sock", "-f", "qcow2", "-x", "x", "disk.qcow2"]);
+    let socket = oracle.work().join("n.sock");
+    await_socket(&socket);
+    let uri = format!("nbd+unix:///x?socket={}", socket.display());
+    oracle.qemu.io(["-f", "raw", "-c", "write -P 5 0 1M", &uri]).expect_ok();
+    assert!(serving.wait().success());
+    assert!(!socket.exists());
+    oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 5 0 1M".into()]);
+}
+
+#[test]
+fn qemu_storage_daemon_goes_into_the_background() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    let arguments = [
+        "qemu-storage-daemon",
+        "--daemonize",
+        "--pidfile",
+        "pid",
+        "--blockdev",
+        "file,node-name=f,filename=disk.qcow2",
+        "--blockdev",
+        "qcow2,node-name=q,file=f",
+        "--nbd-server",
+        "addr.type=unix,addr.path=n.sock",
+        "--export",
+        "nbd,id=e,node-name=q,writable=on",
+        "--chardev",
+        "socket,id=m,path=m.sock,server=on,wait=off",
+        "--monitor",
+        "m",
+    ];
+    let output =
+        Command::new(COWSHED).args(arguments).current_dir(oracle.work()).output().expect("our own binary runs");
+    assert!(output.status.success(), "{output:?}");
+    // Once the first process has ended everything is there.
+    let pid = std::fs::read_to_string(oracle.work().join("pid")).expect("a number");
+    let uri = format!("nbd+unix:///q?socket={}", oracle.work().join("n.sock").display());
+    oracle.qemu.io(["-f", "raw", "-c", "write -P 6 0 1M", &uri]).expect_ok();
+    let status = Command::new("kill").arg(pid.trim()).status().expect("kill runs");
+    assert!(status.success(), "{pid}");
+    while oracle.work().join("pid").exists() {
+        std::thread::yield_now();
+    }
+    assert!(!oracle.work().join("n.sock").exists() && !oracle.work().join("m.sock").exists());
+    oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 6 0 1M".into()]);
+}
+
+#[test]
+fn what_cannot_start_says_why_and_leaves_nothing() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    let mistakes: [(&[&str], &str); 7] = [
+        (&["serve"], "Expecting an image file name"),
+        (&["serve", "-k", "n.sock", "nothing.qcow2"], "nothing.qcow2"),
+        (&["serve", "-k", "n.sock", "--cache", "fast", "disk.qcow2"], "'fast'"),
+        (&["serve", "-k", "n.sock", "--monitor", "foo:bar", "disk.qcow2"], "foo:bar"),
+        (&["qemu-nbd", "-k", "n.sock", "-c", "/dev/nbd0", "disk.qcow2"], "--connect"),
+        (&["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=z"], "'z'"),
+        (&["qemu-storage-daemon", "--daemonize", "--blockdev", "qcow2,node-name=q,file=nothing"], "nothing"),
+    ];
+    for (arguments, reason) in mistakes {
+        let output = Command::new(COWSHED).args(arguments).current_dir(oracle.work()).output();
+        let output = output.expect("our own binary runs");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {message}");
+        assert!(message.contains(reason), "{arguments:?}: {message}");
+        assert!(!oracle.work().join("n.sock").exists(), "{arguments:?}");
+    }
+}

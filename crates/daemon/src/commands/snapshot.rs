@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Live snapshots, one or several at the same moment.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::state::Daemon;
+use cowshed_image::Node;
+use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::node::ChildRole;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Map, Value, json};
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+enum NewImageMode: existing absolute-paths
+object BlockdevSnapshot: node: str, overlay: str
+object BlockdevSnapshotSync: device?: str, node-name?: str, snapshot-file: str, snapshot-node-name?: str, format?: str
+  , mode?: NewImageMode
+object BlockdevSnapshotWrapper: data: BlockdevSnapshot
+object BlockdevSnapshotSyncWrapper: data: BlockdevSnapshotSync
+object Abort:
+object AbortWrapper: data: Abort
+enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync
+object TransactionAction: type: TransactionActionKind | type = abort: AbortWrapper
+  , blockdev-snapshot: BlockdevSnapshotWrapper, blockdev-snapshot-sync: BlockdevSnapshotSyncWrapper
+enum ActionCompletionMode: individual grouped
+object TransactionProperties: completion-mode?: ActionCompletionMode
+command blockdev-snapshot(BlockdevSnapshot)
+command blockdev-snapshot-sync(BlockdevSnapshotSync)
+command transaction: actions: [TransactionAction], properties?: TransactionProperties
+",
+    commands: &[
+        command!("blockdev-snapshot", blockdev_snapshot),
+        command!("blockdev-snapshot-sync", blockdev_snapshot_sync),
+        command!("transaction", transaction),
+    ],
+};
+
+/// A snapshot that is ready to be taken: its overlay is open.
+struct Prepared {
+    node: Arc<Node>,
+    overlay: Arc<Node>,
+    /// The overlay was opened, and perhaps created, for this: it goes if the snapshot isn't taken.
+    opened: bool,
+    created: Option<String>,
+}
+
+impl Prepared {
+    async fn discard(self, daemon: &Rc<Daemon>) {
+        if self.opened
+            && let Err(error) = daemon.graph.delete(self.overlay.name()).await
+        {
+            tracing::warn!(%error, "could not close an overlay");
+        }
+        if let Some(file) = self.created
+            && let Err(error) = std::fs::remove_file(&file)
+        {
+            tracing::warn!(file, %error, "could not remove an overlay");
+        }
+    }
+}
+
+async fn blockdev_snapshot(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let prepared = prepare_blockdev(&daemon, &arguments)?;
+    take_all(&daemon, vec![prepared]).await
+}
+
+async fn blockdev_snapshot_sync(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let prepared = prepare_sync(&daemon, &arguments).await?;
+    take_all(&daemon, vec![prepared]).await
+}
+
+async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let actions = arguments.get("actions").and_then(Value::as_array).cloned().unwrap_or_default();
+    let mut prepared = Vec::new();
+    let mut failure = None;
+    for action in &actions {
+        let data = action["data"].as_object().cloned().unwrap_or_default();
+        let one = match action["type"].as_str().unwrap_or_default() {
+            "blockdev-snapshot" => prepare_blockdev(&daemon, &Arguments::new(data)),
+            "blockdev-snapshot-sync" => prepare_sync(&daemon, &Arguments::new(data)).await,
+            _ => Err(QmpError::generic("Transaction aborted using Abort action")),
+        };
+        match one {
+            Ok(one) => prepared.push(one),
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        }
+    }
+    match failure {
+        None => take_all(&daemon, prepared).await,
+        Some(error) => {
+            for one in prepared.into_iter().rev() {
+                one.discard(&daemon).await;
+            }
+            Err(error)
+        }
+    }
+}
+
+/// What an export, or a node-name, stores its data in: the node below the filters.
+fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    let export = daemon.find_export(name).map(|export| export.attachment.node());
+    let Some(mut node) = export.or_else(|| daemon.graph.find(name)) else {
+        return Err(QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'")));
+    };
+    while node.is_filter() {
+        match node.child(ChildRole::File) {
+            Some(child) => node = child,
+            None => break,
+        }
+    }
+    Ok(node)
+}
+
+fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
+    let node = image_of(daemon, arguments.text("node"))?;
+    let overlay = arguments.text("overlay");
+    let not_found = || QmpError::generic(format!("Cannot find device='{overlay}' nor node-name='{overlay}'"));
+    let overlay = daemon.graph.find(overlay).ok_or_else(not_found)?;
+    Ok(Prepared { node, overlay, opened: false, created: None })
+}
+
+async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
+    let name = match (arguments.maybe_text("device"), arguments.maybe_text("node-name")) {
+        (Some(name), None) | (None, Some(name)) => name,
+        (None, None) => return Err(QmpError::generic("Cannot find device='' nor node-name=''")),
+        (Some(_), Some(_)) => return Err(QmpError::generic("'device' and 'node-name' are mutually exclusive")),
+    };
+    let node = image_of(daemon, name)?;
+    let (file, format) = (arguments.text("snapshot-file"), arguments.maybe_text("format").unwrap_or("qcow2"));
+    let overlay_name = match arguments.maybe_text("snapshot-node-name") {
+        Some(name) if daemon.graph.find(name).is_some() => {
+            return Err(QmpError::generic("New overlay node-name already in use"));
+        }
+        Some(name) => name.to_owned(),
+        None => free_name(daemon, "snapshot"),
+    };
+    let existing = arguments.maybe_text("mode") == Some("existing");
+    let created = if existing { None } else { Some(create(&node, file, format).await?) };
+    let options: Map<String, Value> = Map::from_iter([
+        ("driver".to_owned(), json!(format)),
+        ("node-name".to_owned(), json!(overlay_name)),
+        ("backing".to_owned(), Value::Null),
+        ("discard".to_owned(), json!(if node.discards() { "unmap" } else { "ignore" })),
+        ("file".to_owned(), json!({"driver": "file", "filename": file})),
+    ]);
+    let opened = match BlockdevOptions::from_map(options) {
+        Ok(options) => daemon.graph.add(options).await,
+        Err(error) => Err(error),
+    };
+    match opened {
+        Ok(overlay) => Ok(Prepared { node, overlay, opened: true, created }),
+        Err(error) => {
+            if let Some(file) = created {
+                // The error about opening it is the one to tell.
+                let _ = std::fs::remove_file(file);
+            }
+            Err(failed(error))
+        }
+    }
+}
+
+/// Creates an overlay over the node; its file name. A file that is there already is left alone.
+async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
+    if std::path::Path::new(file).exists() {
+        let message = format!("{file}: there is a file of this name already; mode 'existing' takes it as it is");
+        return Err(QmpError::generic(message));
+    }
+    // Relative names in an image are relative to its own folder, not to ours.
+    let name = node.filename();
+    let backing = match name.contains(':') {
+        true => name,
+        false => std::path::absolute(&name).map_or(name, |path| path.to_string_lossy().into_owned()),
+    };
+    let request = CreateRequest {
+        filename: file.to_owned(),
+        format: format.to_owned(),
+        size: Some(node.size()),
+        backing_file: Some(backing),
+        backing_format: Some(node.driver_name().to_owned()),
+        backing_unchecked: true,
+        ..CreateRequest::default()
+    };
+    let plan = prepare(&request).await.map_err(failed)?;
+    plan.run().await.map_err(failed)?;
+    Ok(file.to_owned())
+}
+
+/// A node-name that nobody has.
+pub(super) fn free_name(daemon: &Daemon, stem: &str) -> String {
+    let mut names = (0..).map(|n| format!("{stem}{n}"));
+    names.find(|name| daemon.graph.find(name).is_none()).unwrap_or_else(|| stem.to_owned())
+}
+
+/// Takes all snapshots at one moment, or none.
+async fn take_all(daemon: &Rc<Daemon>, prepared: Vec<Prepared>) -> QmpResult<Value> {
+    let nodes: Vec<&Arc<Node>> = prepared.iter().map(|one| &one.node).collect();
+    // No request runs between the first and the last one.
+    let drained = daemon.graph.drain(&nodes).await;
+    let mut result = Ok(());
+    let mut taken = 0;
+    for one in &prepared {
+        result = daemon.graph.take_snapshot(&one.node, &one.overlay).await;
+        if result.is_err() {
+            break;
+        }
+        taken += 1;
+    }
+    if let Err(error) = result {
+        for one in prepared[..taken].iter().rev() {
+            if let Err(error) = take_back(daemon, one).await {
+                tracing::error!(%error, node = one.node.name(), "could not take a snapshot back");
+            }
+        }
+        drop(drained);
+        for one in prepared.into_iter().rev() {
+            one.discard(daemon).await;
+        }
+        return Err(failed(error));
+    }
+    drop(drained);
+    for one in &prepared {
+        tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
+    }
+    nothing()
+}
+
+async fn take_back(daemon: &Rc<Daemon>, one: &Prepared) -> cowshed_block::Result<()> {
+    daemon.graph.set_backing(&one.overlay, None).await?;
+    daemon.graph.set_read_only(&one.node, false).await?;
+    daemon.graph.replace(&one.overlay, &one.node).await
+}

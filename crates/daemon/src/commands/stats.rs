@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Statistics and latency histograms.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::nbd::Exported;
+use crate::state::Daemon;
+use crate::statistics;
+use cowshed_image::stats::{Histogram, IoKind};
+use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use serde_json::{Value, json};
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+object BlockStats: device?: str, qdev?: str, node-name?: str, stats: any, parent?: BlockStats, backing?: BlockStats
+command query-blockstats: query-nodes?: bool -> [BlockStats]
+object BlockInfo: device: str, qdev?: str, type: str, removable: bool, locked: bool, inserted?: BlockDeviceInfo
+command query-block: flat?: bool -> [BlockInfo]
+command block-latency-histogram-set: id: str, boundaries?: [int], boundaries-read?: [int], boundaries-write?: [int]
+  , boundaries-flush?: [int]
+command x-block-stats-intervals-set: id: str, intervals: [int]
+",
+    commands: &[
+        command!("query-blockstats", query_blockstats),
+        command!("query-block", query_block),
+        command!("block-latency-histogram-set", histogram_set),
+        command!("x-block-stats-intervals-set", intervals_set),
+    ],
+};
+
+fn exports(daemon: &Daemon) -> Vec<Exported> {
+    daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default()
+}
+
+async fn query_blockstats(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    if arguments.flag("query-nodes", false) {
+        return Ok(daemon.graph.snapshot().nodes().map(|node| statistics::of_node(&node)).collect());
+    }
+    Ok(exports(&daemon).iter().map(|export| statistics::of_attachment(&export.id, &export.attachment)).collect())
+}
+
+/// The exports are our devices.
+async fn query_block(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let flat = arguments.flag("flat", false);
+    let mut list = Vec::new();
+    for export in exports(&daemon) {
+        let inserted = super::nodes::describe(&export.attachment.node(), flat).await?;
+        list.push(
+            json!({"device": export.id, "qdev": export.id, "type": "unknown", "removable": false, "locked": false,
+                         "inserted": inserted}),
+        );
+    }
+    Ok(Value::Array(list))
+}
+
+fn export(daemon: &Daemon, id: &str) -> QmpResult<Exported> {
+    let not_found = || QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found"));
+    daemon.find_export(id).ok_or_else(not_found)
+}
+
+fn numbers(arguments: &Arguments, key: &str) -> QmpResult<Option<Vec<u64>>> {
+    let Some(list) = arguments.get(key).and_then(Value::as_array) else { return Ok(None) };
+    let number = |value: &Value| {
+        value.as_u64().ok_or_else(|| QmpError::generic(format!("Parameter '{key}' expects numbers of at least 0")))
+    };
+    list.iter().map(number).collect::<QmpResult<Vec<u64>>>().map(Some)
+}
+
+async fn histogram_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let export = export(&daemon, arguments.text("id"))?;
+    let all = numbers(&arguments, "boundaries")?;
+    let mut wanted = Vec::new();
+    for (key, kind) in
+        [("boundaries-read", IoKind::Read), ("boundaries-write", IoKind::Write), ("boundaries-flush", IoKind::Flush)]
+    {
+        if let Some(bounds) = numbers(&arguments, key)?.or_else(|| all.clone()) {
+            wanted.push((kind, bounds));
+        }
+    }
+    // All are looked at before the first is set.
+    for (_, bounds) in wanted.iter().filter(|(_, bounds)| !bounds.is_empty()) {
+        Histogram::new(bounds).map_err(failed)?;
+    }
+    if wanted.is_empty() {
+        wanted = [IoKind::Read, IoKind::Write, IoKind::Flush].map(|kind| (kind, Vec::new())).into();
+    }
+    for (kind, bounds) in wanted {
+        export.attachment.set_histogram(kind, &bounds).map_err(failed)?;
+    }
+    nothing()
+}
+
+async fn intervals_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let export = export(&daemon, arguments.text("id"))?;
+    let lengths = numbers(&arguments, "intervals")?.unwrap_or_default();
+    export.attachment.set_intervals(&lengths).map_err(failed)?;
+    nothing()
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `block_set_io_throttle`: limits for an export or a node, with a throttle filter put in where there is none.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::state::Daemon;
+use cowshed_image::Node;
+use cowshed_image::filters::throttle::Limits;
+use cowshed_image::node::ChildRole;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::Value;
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bps_wr: int, iops: int, iops_rd: int
+  , iops_wr: int, bps_max?: int, bps_rd_max?: int, bps_wr_max?: int, iops_max?: int, iops_rd_max?: int
+  , iops_wr_max?: int, bps_max_length?: int, bps_rd_max_length?: int, bps_wr_max_length?: int, iops_max_length?: int
+  , iops_rd_max_length?: int, iops_wr_max_length?: int, iops_size?: int, group?: str
+",
+    commands: &[command!("block_set_io_throttle", block_set_io_throttle)],
+};
+
+/// Names of filters that the command put in start so.
+const FILTER_PREFIX: &str = "throttle-";
+
+/// What an export's id, else a node-name means: the node that its requests go to first.
+pub(super) fn target(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    let export = daemon.find_export(name).map(|export| export.attachment.node());
+    let found = export.or_else(|| daemon.graph.find(name));
+    found.ok_or_else(|| QmpError::new(cowshed_qmp::ErrorClass::DeviceNotFound, format!("Device '{name}' not found")))
+}
+
+/// The throttle filter that requests for `top` pass: `top` itself, or one among the filters below or directly above.
+fn filter_of(daemon: &Daemon, top: &Arc<Node>) -> Option<Arc<Node>> {
+    let mut next = Some(Arc::clone(top));
+    while let Some(node) = next.filter(|node| node.is_filter()) {
+        if node.throttle().is_some() {
+            return Some(node);
+        }
+        next = node.child(ChildRole::File);
+    }
+    let above = |node: &Arc<Node>| {
+        node.throttle().is_some() && node.child(ChildRole::File).is_some_and(|child| Arc::ptr_eq(&child, top))
+    };
+    daemon.graph.snapshot().nodes().find(above)
+}
+
+async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let name = match (arguments.maybe_text("device"), arguments.maybe_text("id")) {
+        (Some(name), None) | (None, Some(name)) => name.to_owned(),
+        _ => return Err(QmpError::generic("Need exactly one of 'device' and 'id'")),
+    };
+    let top = target(&daemon, &name)?;
+    let mut limits = arguments.clone().into_map();
+    limits.retain(|key, _| Limits::is_name(key));
+    let limits = Limits::from_json(&limits).map_err(failed)?;
+    let filter = filter_of(&daemon, &top);
+    if !limits.is_limited() {
+        return match filter {
+            Some(filter) => leave(&daemon, &filter).await,
+            None => nothing(),
+        };
+    }
+    let groups = daemon.graph.throttle_groups();
+    let current = filter.as_ref().and_then(|filter| filter.throttle()).map(|throttle| throttle.group());
+    let group_name = match (arguments.maybe_text("group"), &current) {
+        (Some(group), _) => group.to_owned(),
+        (None, Some(group)) => group.name().to_owned(),
+        (None, None) => name.clone(),
+    };
+    let is_new = groups.find(&group_name).is_none();
+    let group = groups.find_or_create(&group_name).map_err(failed)?;
+    let before = group.limits();
+    group.set_limits(limits).map_err(failed)?;
+    match filter.as_ref().and_then(|filter| filter.throttle()) {
+        Some(throttle) => throttle.set_group(group),
+        None => {
+            let inserted = insert(&daemon, &top, &name, &group_name).await;
+            if let Err(error) = inserted {
+                // As before: what others in the group had, or no group.
+                group.set_limits(before).map_err(failed)?;
+                drop(group);
+                if is_new {
+                    groups.delete(&group_name).map_err(failed)?;
+                }
+                return Err(error);
+            }
+        }
+    }
+    if let Some(old) = current.filter(|old| old.name() != group_name) {
+        forget_unused(&daemon, old.name());
+    }
+    nothing()
+}
+
+async fn insert(daemon: &Rc<Daemon>, node: &Arc<Node>, name: &str, group: &str) -> QmpResult<()> {
+    let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(16).collect();
+    let mut candidates = (0..).map(|n| match n {
+        0 => format!("{FILTER_PREFIX}{stem}"),
+        n => format!("{FILTER_PREFIX}{stem}-{n}"),
+    });
+    let free = candidates.find(|name| daemon.graph.find(name).is_none()).unwrap_or_default();
+    let options =
+        BlockdevOptions::new().with("driver", "throttle").with("node-name", free).with("throttle-group", group);
+    daemon.graph.insert_filter(node, options).await.map(drop).map_err(failed)
+}
+
+/// Ends the limits: a filter that we put in is taken out, one of the user's goes into a group without limits.
+async fn leave(daemon: &Rc<Daemon>, filter: &Arc<Node>) -> QmpResult<Value> {
+    let Some(throttle) = filter.throttle() else { return nothing() };
+    let group = throttle.group();
+    if filter.name().starts_with(FILTER_PREFIX) {
+        daemon.graph.remove_filter(filter).await.map_err(failed)?;
+    } else {
+        let free = cowshed_image::filters::throttle::Group::new("", Limits::new()).map_err(failed)?;
+        throttle.set_group(free);
+    }
+    let name = group.name().to_owned();
+    drop(group);
+    forget_unused(daemon, &name);
+    nothing()
+}
+
+/// A group that no `object-add` made goes with its last member.
+fn forget_unused(daemon: &Rc<Daemon>, name: &str) {
+    let unused = daemon.graph.throttle_groups().find(name).is_some_and(|group| group.members() == 0);
+    if unused && daemon.objects.find(name).is_none() {
+        // Fails only when somebody has joined it since.
+        let _ = daemon.graph.throttle_groups().delete(name);
+    }
+}

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Statistics as QMP shows them.
+
+use cowshed_image::Node;
+use cowshed_image::graph::Attachment;
+use cowshed_image::stats::{AttachmentStats, IntervalStats, IoKind, KindStats, NodeStats};
+use serde_json::{Map, Value, json};
+
+/// Kinds of requests under QEMU's names: writes of zeroes are writes there.
+const KINDS: &[(&str, &[IoKind])] = &[
+    ("rd", &[IoKind::Read]),
+    ("wr", &[IoKind::Write, IoKind::WriteZeroes]),
+    ("flush", &[IoKind::Flush]),
+    ("unmap", &[IoKind::Discard]),
+];
+
+/// The counters of one name.
+fn sum(kinds: &[IoKind], of: impl Fn(IoKind) -> KindStats) -> KindStats {
+    kinds.iter().fold(KindStats::default(), |sum, kind| {
+        let more = of(*kind);
+        KindStats {
+            operations: sum.operations + more.operations,
+            bytes: sum.bytes + more.bytes,
+            merged: sum.merged + more.merged,
+            failed: sum.failed + more.failed,
+            invalid: sum.invalid + more.invalid,
+            total_ns: sum.total_ns + more.total_ns,
+        }
+    })
+}
+
+fn counters(of: impl Fn(IoKind) -> KindStats) -> Map<String, Value> {
+    let mut map = Map::new();
+    for (name, kinds) in KINDS {
+        let KindStats { operations, bytes, merged, failed, invalid, total_ns } = sum(kinds, &of);
+        map.insert(format!("{name}_operations"), operations.into());
+        map.insert(format!("{name}_total_time_ns"), total_ns.into());
+        map.insert(format!("failed_{name}_operations"), failed.into());
+        map.insert(format!("invalid_{name}_operations"), invalid.into());
+        if *name != "flush" {
+            map.insert(format!("{name}_bytes"), bytes.into());
+            map.insert(format!("{name}_merged"), merged.into());
+        }
+    }
+    map
+}
+
+/// A `BlockDeviceStats` of an export.
+pub(crate) fn of_export(stats: &AttachmentStats) -> Value {
+    let mut map = counters(|kind| *stats.kind(kind));
+    map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
+    map.insert("account_invalid".into(), true.into());
+    map.insert("account_failed".into(), true.into());
+    if let Some(idle_ns) = stats.idle_ns {
+        map.insert("idle_time_ns".into(), idle_ns.into());
+    }
+    map.insert("timed_stats".into(), stats.intervals.iter().map(interval).collect());
+    for (name, kind) in [("rd", IoKind::Read), ("wr", IoKind::Write), ("flush", IoKind::Flush)] {
+        if let Some(histogram) = &stats.histograms[kind as usize] {
+            let value = json!({"boundaries": histogram.bounds_ns, "bins": histogram.bins});
+            map.insert(format!("{name}_latency_histogram"), value);
+        }
+    }
+    Value::Object(map)
+}
+
+/// A `BlockDeviceTimedStats`.
+fn interval(stats: &IntervalStats) -> Value {
+    let mut map = Map::new();
+    map.insert("interval_length".into(), (stats.length_ns / 1_000_000_000).into());
+    for (name, kind) in [("rd", IoKind::Read), ("wr", IoKind::Write), ("flush", IoKind::Flush)] {
+        let latency = stats.kind(kind);
+        map.insert(format!("min_{name}_latency_ns"), latency.min_ns.into());
+        map.insert(format!("max_{name}_latency_ns"), latency.max_ns.into());
+        map.insert(format!("avg_{name}_latency_ns"), latency.average_ns.into());
+        if name != "flush" {
+            let depth = latency.average_queue_depth_milli as f64 / 1000.0;
+            map.insert(format!("avg_{name}_queue_depth"), depth.into());
+        }
+    }
+    Value::Object(map)
+}
+
+/// A `BlockDeviceStats` of a node.
+fn of_node_counters(stats: &NodeStats) -> Value {
+    let mut map = counters(|kind| *stats.kind(kind));
+    map.insert("wr_highest_offset".into(), 0.into());
+    map.insert("account_invalid".into(), true.into());
+    map.insert("account_failed".into(), true.into());
+    map.insert("timed_stats".into(), json!([]));
+    Value::Object(map)
+}
+
+/// A `BlockStats` of a node, with what it stands on.
+pub(crate) fn of_node(node: &Node) -> Value {
+    let mut stats = json!({"node-name": node.name(), "stats": of_node_counters(&node.statistics())});
+    if let Some(file) = node.child(cowshed_image::node::ChildRole::File) {
+        stats["parent"] = of_node(&file);
+    }
+    if let Some(backing) = node.backing() {
+        stats["backing"] = of_node(&backing);
+    }
+    stats
+}
+
+/// A `BlockStats` of an export.
+pub(crate) fn of_attachment(id: &str, attachment: &Attachment) -> Value {
+    let node = attachment.node();
+    let mut stats = of_node(&node);
+    stats["device"] = json!(id);
+    stats["qdev"] = json!(id);
+    stats["stats"] = of_export(&attachment.statistics());
+    stats
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Live snapshots by command, under a client that goes on writing.
+
+use super::exports::{node, serving, uri};
+use cowshed_testkit::qemu::Qemu;
+use serde_json::json;
+use std::process::{Command, Stdio};
+
+#[test]
+fn a_snapshot_under_a_writing_client_loses_nothing() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let qemu = Qemu::system();
+    let uri = uri(&daemon, "q");
+    // 512 requests, each with its own pattern, while snapshots are taken.
+    let commands: Vec<String> =
+        (0..512).flat_map(|n| ["-c".to_owned(), format!("write -P {} {}k 32k", n % 255 + 1, n * 32)]).collect();
+    let mut writer = Command::new(qemu.io_path())
+        .args(["-f", "raw"])
+        .args(&commands)
+        .arg(&uri)
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("qemu-io runs");
+    let mut top = "q".to_owned();
+    for n in 0..4 {
+        let overlay = format!("s{n}");
+        let arguments = json!({"device": "e", "snapshot-file": daemon.path(&format!("{overlay}.qcow2")),
+                               "snapshot-node-name": overlay});
+        client.command("blockdev-snapshot-sync", arguments);
+        let exports = client.command("query-block-exports", json!({}));
+        assert_eq!(exports[0]["node-name"], overlay.as_str(), "{exports}");
+        top = overlay;
+    }
+    assert!(writer.wait().expect("qemu-io ends").success(), "no request may fail");
+    let reads: Vec<String> =
+        (0..512).flat_map(|n| ["-c".to_owned(), format!("read -P {} {}k 32k", n % 255 + 1, n * 32)]).collect();
+    let mut arguments = vec!["-f".to_owned(), "raw".to_owned()];
+    arguments.extend(reads.clone());
+    arguments.push(uri);
+    let output = qemu.io(&arguments).expect_ok();
+    assert!(!output.stdout.contains("failed"), "{}", output.stdout);
+    check_chain(daemon, &top, &reads);
+}
+
+/// The image as QEMU sees it once the daemon has ended.
+fn check_chain(daemon: super::running::Running, top: &str, reads: &[String]) {
+    let qemu = Qemu::system();
+    let path = daemon.path(&format!("{top}.qcow2"));
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    let chain = qemu.img(["info", "--backing-chain", "--output=json", path.to_str().expect("text")]).expect_ok();
+    assert_eq!(chain.json().as_array().expect("a list").len(), 5);
+    for entry in std::fs::read_dir(folder.path()).expect("a folder") {
+        let file = entry.expect("an entry").path();
+        if file.extension().is_some_and(|end| end == "qcow2") {
+            qemu.expect_clean(&file);
+        }
+    }
+    let commands: Vec<String> = reads.iter().filter(|word| *word != "-c").cloned().collect();
+    qemu.io_commands(&path, "qcow2", &commands);
+}
+
+#[test]
+fn an_overlay_that_was_added_takes_over() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let base = daemon.path("a.qcow2");
+    let over = daemon.path("over.qcow2");
+    let qemu = Qemu::system();
+    qemu.io(["-f", "raw", "-c", "write -P 1 0 1M", &uri(&daemon, "q")]).expect_ok();
+    let options = format!("backing_file={},backing_fmt=qcow2", base.display());
+    let created = qemu.img(["create", "-q", "-u", "-f", "qcow2", "-o", &options, over.to_str().expect("text"), "16M"]);
+    created.expect_ok();
+    let mut overlay = node(&over, "over");
+    overlay["backing"] = json!(null);
+    client.command("blockdev-add", overlay);
+    client.command("blockdev-snapshot", json!({"node": "q", "overlay": "over"}));
+    qemu.io(["-f", "raw", "-c", "write -P 2 64k 64k", &uri(&daemon, "q")]).expect_ok();
+    assert!(client.refusal("blockdev-snapshot", json!({"node": "over", "overlay": "q"})).contains("q"));
+    assert!(client.refusal("blockdev-snapshot", json!({"node": "over", "overlay": "none"})).contains("Cannot find"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.io_commands(&over, "qcow2", &["read -P 2 64k 64k".into(), "read -P 1 0 64k".into()]);
+    qemu.io_commands(&base, "qcow2", &["read -P 1 0 1M".into()]);
+}
+
+#[test]
+fn a_transaction_takes_all_or_none() {
+    let (daemon, mut client) = serving();
+    Qemu::system().create(&daemon.path("b.qcow2"), "qcow2", "", 1 << 20);
+    client.command("blockdev-add", node(&daemon.path("b.qcow2"), "b"));
+    let snapshot = |name: &str, file: &str| {
+        json!({"type": "blockdev-snapshot-sync", "data": {"node-name": name, "snapshot-file": daemon.path(file),
+               "snapshot-node-name": format!("over-{name}")}})
+    };
+    let abort = json!({"type": "abort", "data": {}});
+    let before = client.command("query-named-block-nodes", json!({}));
+    let all =
+        |last: serde_json::Value| json!({"actions": [snapshot("q", "q1.qcow2"), snapshot("b", "b1.qcow2"), last]});
+    assert_eq!(client.refusal("transaction", all(abort)), "Transaction aborted using Abort action");
+    // The last one can't be taken when the first ones have been.
+    let again = json!({"type": "blockdev-snapshot", "data": {"node": "b", "overlay": "q"}});
+    client.refusal("transaction", all(again));
+    assert_eq!(client.command("query-named-block-nodes", json!({})), before);
+    assert!(!daemon.path("q1.qcow2").exists() && !daemon.path("b1.qcow2").exists());
+    let both = json!({"actions": [snapshot("q", "q1.qcow2"), snapshot("b", "b1.qcow2")]});
+    client.command("transaction", both);
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let over = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "over-b").expect("is there");
+    assert_eq!(over["backing_file_depth"], 1);
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_file_that_is_there_is_not_overwritten() {
+    let (daemon, mut client) = serving();
+    std::fs::write(daemon.path("precious"), "data").expect("a file");
+    let arguments = json!({"node-name": "q", "snapshot-file": daemon.path("precious")});
+    assert!(client.refusal("blockdev-snapshot-sync", arguments).contains("already"));
+    assert_eq!(std::fs::read_to_string(daemon.path("precious")).expect("a file"), "data");
+    daemon.stop().expect("stopped in order");
+}

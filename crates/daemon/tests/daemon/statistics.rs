@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Statistics of exports and nodes.
+
+use super::exports::{serving, uri};
+use cowshed_testkit::qemu::Qemu;
+use serde_json::json;
+
+#[test]
+fn exports_count_what_clients_do() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    client.command("block-latency-histogram-set", json!({"id": "e", "boundaries": [1000, 1_000_000_000_000_u64]}));
+    client.command("x-block-stats-intervals-set", json!({"id": "e", "intervals": [60]}));
+    let commands =
+        ["-c", "write 0 64k", "-c", "write 64k 64k", "-c", "read 0 4k", "-c", "flush", "-c", "discard 1M 1M"];
+    let mut arguments = vec!["-f", "raw"];
+    arguments.extend(commands);
+    let uri = uri(&daemon, "q");
+    arguments.push(&uri);
+    Qemu::system().io(arguments).expect_ok();
+    let stats = client.command("query-blockstats", json!({}));
+    let export = &stats[0];
+    assert_eq!((&export["device"], &export["node-name"]), (&json!("e"), &json!("q")));
+    let stats = &export["stats"];
+    assert_eq!(
+        (&stats["wr_operations"], &stats["wr_bytes"], &stats["wr_highest_offset"]),
+        (&json!(2), &json!(131072), &json!(131072))
+    );
+    assert_eq!(
+        (&stats["rd_operations"], &stats["rd_bytes"], &stats["failed_rd_operations"]),
+        (&json!(1), &json!(4096), &json!(0))
+    );
+    assert_eq!((&stats["unmap_operations"], &stats["unmap_bytes"]), (&json!(1), &json!(1 << 20)));
+    assert!(stats["flush_operations"].as_u64() >= Some(1) && stats["wr_total_time_ns"].as_u64() > Some(0), "{stats}");
+    let bins = stats["wr_latency_histogram"]["bins"].as_array().expect("a histogram");
+    assert_eq!(bins.iter().filter_map(|bin| bin.as_u64()).sum::<u64>(), 2);
+    let timed = &stats["timed_stats"][0];
+    assert_eq!(timed["interval_length"], 60);
+    assert!(timed["max_wr_latency_ns"].as_u64() >= timed["min_wr_latency_ns"].as_u64(), "{timed}");
+
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("is listed");
+    assert_eq!(node["stats"]["wr_bytes"], 131072);
+    assert!(node["parent"]["node-name"].is_string(), "{node}");
+    let block = client.command("query-block", json!({}));
+    assert_eq!((&block[0]["device"], &block[0]["inserted"]["node-name"]), (&json!("e"), &json!("q")));
+
+    client.command("block-latency-histogram-set", json!({"id": "e"}));
+    let stats = client.command("query-blockstats", json!({}));
+    assert!(stats[0]["stats"].get("wr_latency_histogram").is_none());
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn wrong_bounds_change_nothing() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q"}));
+    let wrong = json!({"id": "e", "boundaries-read": [5, 9], "boundaries-write": [9, 5]});
+    assert!(client.refusal("block-latency-histogram-set", wrong).contains("rise"));
+    assert!(client.refusal("x-block-stats-intervals-set", json!({"id": "e", "intervals": [0]})).contains("second"));
+    let error = client.execute("block-latency-histogram-set", json!({"id": "z"})).expect_err("no such export");
+    assert_eq!(error["class"], "DeviceNotFound");
+    let stats = client.command("query-blockstats", json!({}));
+    assert!(stats[0]["stats"].get("rd_latency_histogram").is_none());
+    daemon.stop().expect("stopped in order");
+}
