@@ -12,7 +12,7 @@ use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
 use crate::remote::{Remote, RemoteFile};
 use crate::sim::SimFile;
-use crate::{Alignment, DataRange, DeviceQueue, IoBuf, NullOptions, OpenOptions, rt};
+use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, rt};
 use cowshed_block::{Errno, Error, Result};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -222,6 +222,13 @@ impl File {
             Medium::Host(host) => host.device_queue(),
             Medium::Faulty(faulty) => faulty.base().device_queue(),
             Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
+        }
+    }
+
+    /// Says how a new, still empty file should lie on its disk. See [`LayoutHints`].
+    pub fn hint_layout(&self, hints: LayoutHints) {
+        if let Medium::Host(host) = &self.0.medium {
+            host.hint_layout(hints);
         }
     }
 

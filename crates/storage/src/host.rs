@@ -7,7 +7,7 @@ use crate::payload::Payload;
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
-use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, OpenOptions};
+use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, LayoutHints, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxFlags};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -105,6 +105,18 @@ impl HostFile {
             max_segments: limit("max_segments"),
             discard_granularity_bytes: limit("discard_granularity"),
         })
+    }
+
+    /// Passes hints on to the file system. There is nothing to tell when it doesn't take them.
+    pub(crate) fn hint_layout(&self, hints: LayoutHints) {
+        if hints.no_cow
+            && let Ok(flags) = rustix::fs::ioctl_getflags(&self.fd)
+        {
+            let _ = rustix::fs::ioctl_setflags(&self.fd, flags | rustix::fs::IFlags::NOCOW);
+        }
+        if let Some(bytes) = hints.extent_bytes {
+            let _ = sys::set_extent_size(&self.fd, bytes);
+        }
     }
 
     pub(crate) fn truncate_now(&self) -> SysResult<()> {

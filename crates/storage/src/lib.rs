@@ -30,6 +30,6 @@ pub use buf::IoBuf;
 pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, text_of_path};
-pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, NullOptions, OpenOptions};
+pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions};
 pub use remote::{Remote, RemoteFuture};
 pub use socket::{Listener, Socket, SocketAddress, Want};

@@ -68,6 +68,15 @@ pub struct Alignment {
     pub offset: u64,
 }
 
+/// How a new file should lie on its disk. Hints: a file system that doesn't know one goes without.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayoutHints {
+    /// Write in place where the file system would copy on write (btrfs: `FS_NOCOW_FL`; its checksums go, too).
+    pub no_cow: bool,
+    /// Allocate in pieces of so many bytes (XFS: `extsize`).
+    pub extent_bytes: Option<u32>,
+}
+
 /// What the kernel says of a block device's queue; sizes in bytes. `None` where it doesn't say, or there is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceQueue {

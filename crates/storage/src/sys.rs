@@ -150,6 +150,41 @@ pub(crate) fn device_block_size(file: impl AsFd) -> SysResult<u64> {
     }
 }
 
+/// `struct fsxattr` of the kernel.
+#[repr(C)]
+#[derive(Default)]
+struct ExtendedAttributes {
+    flags: u32,
+    extent_size_bytes: u32,
+    extents: u32,
+    project: u32,
+    cow_extent_size_bytes: u32,
+    padding: [u8; 8],
+}
+
+/// `_IOR('X', 31, struct fsxattr)`.
+const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801c_581f_u32 as libc::Ioctl;
+/// `_IOW('X', 32, struct fsxattr)`.
+const FS_IOC_FSSETXATTR: libc::Ioctl = 0x401c_5820;
+const FS_XFLAG_EXTSIZE: u32 = 0x800;
+
+/// Asks the file system to allocate a file in pieces of this size.
+pub(crate) fn set_extent_size(file: impl AsFd, bytes: u32) -> SysResult<()> {
+    let fd = file.as_fd().as_raw_fd();
+    let mut attributes = ExtendedAttributes::default();
+    // SAFETY: the request writes one `struct fsxattr`.
+    if unsafe { libc::ioctl(fd, FS_IOC_FSGETXATTR, &raw mut attributes) } < 0 {
+        return Err(last_errno());
+    }
+    attributes.flags |= FS_XFLAG_EXTSIZE;
+    attributes.extent_size_bytes = bytes;
+    // SAFETY: the request reads one `struct fsxattr`.
+    match unsafe { libc::ioctl(fd, FS_IOC_FSSETXATTR, &raw const attributes) } {
+        0.. => Ok(()),
+        _ => Err(last_errno()),
+    }
+}
+
 /// A byte-range lock on an open file description, not on the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ByteLock {

@@ -2,6 +2,7 @@
 //! `snapshot`: lists, takes, applies and deletes internal snapshots.
 
 use super::arguments::NamingArgs;
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, info};
@@ -73,6 +74,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::usage("Expecting one image file name"));
     };
     let image = args.naming.spec(file, args.format.as_ref())?;
+    args.naming.untrusted.guard(&[if action.is_some() { Use::Write(&image) } else { Use::Read(&image) }], console)?;
     let Some(action) = action else {
         return list(&ImageSpec { force_share: args.force_share, ..image }, file, console);
     };

@@ -256,6 +256,14 @@ mod tests {
     }
 
     #[test]
+    fn images_on_servers() {
+        let remote = |image: ImageSpec| is_remote(&Use::Read(&image));
+        assert!(remote(ImageSpec::file("nbd://host/disk")) && remote(ImageSpec::file("NBD+unix:///disk?socket=s")));
+        assert!(remote(ImageSpec { image_opts: true, ..ImageSpec::file("driver=nbd,server.type=unix") }));
+        assert!(!remote(ImageSpec::file("nbd.qcow2")) && !remote(ImageSpec::file("disk.qcow2")));
+    }
+
+    #[test]
     fn limits_are_named() {
         let mut policy = Policy::untrusted();
         for text in ["chain-depth=3", "virtual-size=1G", "table-bytes=64k", "snapshots=7", "decompressed-bytes=2M"] {

@@ -6,7 +6,7 @@ use super::qcow2::Qcow2CreateOptions;
 use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf, OpenOptions, Permissions, path_of_text, text_of_path};
+use cowshed_storage::{File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, text_of_path};
 use std::path::Path;
 
 /// Zeroes are written in pieces of so many bytes.
@@ -16,7 +16,7 @@ const SECTOR_BYTES: usize = 512;
 
 /// Creates or empties a file and keeps it locked. What an old file held is durably gone before anything new is
 /// written: a power cut must not leave an old header over new tables.
-async fn create_file(path: &Path, len: u64) -> Result<File> {
+async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> {
     let name = text_of_path(path);
     if is_nbd_name(&name) {
         return take_export(&name, len).await;
@@ -25,6 +25,7 @@ async fn create_file(path: &Path, len: u64) -> Result<File> {
     let options =
         OpenOptions { write: true, create: true, permissions: Some(Permissions::CREATE), ..OpenOptions::default() };
     let file = File::open(path, &options)?;
+    file.hint_layout(hints);
     if existed {
         file.sync().await?;
     }
@@ -53,7 +54,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> R
     if let Some(name) = &options.data_file {
         create_data_file(path, &path_of_text(name), options).await.map_err(|error| error.file(name))?;
     }
-    write_fresh_qcow2(&create_file(path, layout.file_bytes).await?, options).await
+    write_fresh_qcow2(&create_file(path, layout.file_bytes, options.hints).await?, options).await
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
@@ -61,7 +62,7 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
-        return create_raw(path, options.size, options.preallocation).await;
+        return create_raw(path, options.size, options.preallocation, options.hints).await;
     }
     let file = File::open(path, &OpenOptions { write: true, ..OpenOptions::default() })?;
     if file.len() < options.size {
@@ -78,8 +79,8 @@ fn same_file(one: &Path, other: &Path) -> bool {
 }
 
 /// Creates a raw image of `size` bytes.
-pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
-    let file = create_file(path, size).await?;
+pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation, hints: LayoutHints) -> Result<()> {
+    let file = create_file(path, size, hints).await?;
     match file.is_device() && file.len() >= size {
         // A device or an export: longer than the image is fine.
         true => file.sync().await,

@@ -10,7 +10,7 @@ use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, open, resolve_name};
 use cowshed_block::{Error, Result};
 use cowshed_storage::path_of_text;
-use qcow2::{Qcow2CreateOptions, parse_preallocation, round_size};
+use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::PathBuf;
 
@@ -169,7 +169,7 @@ impl CreatePlan {
             if preallocation == Preallocation::Metadata {
                 return Err(Error::unsupported("a raw image has no metadata to preallocate").field("preallocation"));
             }
-            file::create_raw(&self.path, round_size(self.size)?, preallocation).await
+            file::create_raw(&self.path, round_size(self.size)?, preallocation, layout_hints(&self.values)?).await
         }
     }
 }

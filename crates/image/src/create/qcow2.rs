@@ -4,6 +4,7 @@
 use super::schema::OptionValues;
 use crate::node::Preallocation;
 use cowshed_block::{Compression, Error, Result, name_of_text};
+use cowshed_storage::LayoutHints;
 
 /// Largest L1 table, bytes: QEMU opens no image with a larger one.
 pub const MAX_L1_BYTES: u64 = 32 << 20;
@@ -39,6 +40,8 @@ pub struct Qcow2CreateOptions {
     pub backing_file: Option<String>,
     /// Its format.
     pub backing_format: Option<String>,
+    /// How its files should lie on the disk.
+    pub hints: LayoutHints,
 }
 
 impl Default for Qcow2CreateOptions {
@@ -57,6 +60,7 @@ impl Default for Qcow2CreateOptions {
             keep_data_file: false,
             backing_file: None,
             backing_format: None,
+            hints: LayoutHints::default(),
         }
     }
 }
@@ -64,6 +68,17 @@ impl Default for Qcow2CreateOptions {
 /// log2 of `value` when it is a power of two.
 fn exact_log2(value: u64) -> Option<u32> {
     value.is_power_of_two().then(|| value.trailing_zeros())
+}
+
+/// Options `nocow` and `extent_size_hint`, of every format. Files of virtual disks grow in many places: by default they do so
+/// in pieces of a megabyte, as QEMU's do.
+pub fn layout_hints(values: &OptionValues) -> Result<LayoutHints> {
+    const DEFAULT_EXTENT_BYTES: u64 = 1 << 20;
+    let bytes = values.number("extent_size_hint").unwrap_or(DEFAULT_EXTENT_BYTES);
+    let extent_bytes = u32::try_from(bytes)
+        .map_err(|_| Error::invalid_argument("extent size hint too large").field("extent_size_hint").value(bytes))?;
+    let extent_bytes = Some(extent_bytes).filter(|bytes| *bytes > 0);
+    Ok(LayoutHints { no_cow: values.switch("nocow"), extent_bytes })
 }
 
 /// `value` of option `preallocation`.
@@ -127,6 +142,7 @@ impl Qcow2CreateOptions {
             keep_data_file: values.switch("keep_data_file"),
             backing_file: text("backing_file"),
             backing_format: text("backing_fmt"),
+            hints: layout_hints(values)?,
         };
         if values.switch("encryption") || values.is_given("encrypt.format") {
             return Err(Error::unsupported("creating encrypted images is not supported yet").field("encrypt.format"));

@@ -64,16 +64,16 @@ pub const QCOW2: &[CreateOption] = &[
     option("data_file_raw", Switch, "the data file is a raw image of the disk at any time"),
     preset("lazy_refcounts", Switch, "off", "write reference counts at close only, under the dirty bit"),
     preset("refcount_bits", Number, "16", "width of a reference count: 1, 2, 4, 8, 16, 32 or 64 bits"),
-    option("nocow", Switch, "taken, without effect (copy-on-write of btrfs)"),
-    option("extent_size_hint", Size, "taken, without effect (extent size of XFS)"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
 /// Options of a raw image.
 pub const RAW: &[CreateOption] = &[
     option("size", Size, "size of the virtual disk"),
-    option("nocow", Switch, "taken, without effect (copy-on-write of btrfs)"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
     option("preallocation", Text, "what to allocate at once: off, falloc or full"),
-    option("extent_size_hint", Size, "taken, without effect (extent size of XFS)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
 /// The options of a format, `None` when images of this format can't be created.

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Block devices as source and target, and file systems with ways of their own. Needs root and loop devices, so these tests
+//! are ignored in an ordinary run; `scripts/test` runs them where it can and says so where it can't.
+
+use cowshed_testkit::qemu::Qemu;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+const MIB: usize = 1 << 20;
+
+/// Runs a program, which must succeed; its output.
+#[track_caller]
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {text}{errors}");
+    text
+}
+
+#[track_caller]
+fn cowshed(arguments: &[&str]) -> String {
+    run(env!("CARGO_BIN_EXE_cowshed"), arguments)
+}
+
+/// A loop device, detached when dropped.
+struct Loop(String);
+
+impl Loop {
+    fn new(file: &Path) -> Loop {
+        Loop(run("losetup", &["--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+/// A file system in a file, unmounted when dropped.
+struct Mount {
+    place: PathBuf,
+    _folder: TempDir,
+}
+
+impl Mount {
+    fn new(make: &str, size: &str) -> Mount {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (disk, place) = (folder.path().join("disk"), folder.path().join("place"));
+        run("truncate", &["-s", size, disk.to_str().unwrap()]);
+        run(make, &["-q", disk.to_str().unwrap()]);
+        std::fs::create_dir(&place).unwrap();
+        run("mount", &["-o", "loop", disk.to_str().unwrap(), place.to_str().unwrap()]);
+        Mount { place, _folder: folder }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.place.join(name).to_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.place).status();
+    }
+}
+
+#[test]
+#[ignore = "needs root and loop devices"]
+fn images_are_converted_onto_devices_and_from_them() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (source, below) = (path("source.raw"), path("below"));
+    let mut bytes = vec![0; 4 * MIB];
+    bytes[MIB..2 * MIB + 777].fill(7);
+    std::fs::write(&source, &bytes).unwrap();
+    // What was on the device must not show through: it isn't zero before.
+    std::fs::write(&below, vec![0xee; 8 * MIB]).unwrap();
+    let device = Loop::new(Path::new(&below));
+    let qemu = Qemu::system();
+    let equal = |one: (&str, &str), other: (&str, &str)| {
+        qemu.is_equal((Path::new(one.0), one.1), (Path::new(other.0), other.1))
+    };
+
+    for cache in ["unsafe", "none"] {
+        cowshed(&["convert", "-q", "-n", "-t", cache, "-f", "raw", "-O", "raw", &source, &device.0]);
+        let (onto, rest) = (std::fs::read(&device.0).unwrap(), 4 * MIB);
+        assert!(onto[..rest] == bytes[..] && onto[rest..].iter().all(|byte| *byte == 0xee), "{cache}");
+        std::fs::write(&below, vec![0xee; 8 * MIB]).unwrap();
+    }
+    cowshed(&["convert", "-q", "-f", "raw", "-O", "qcow2", &source, &device.0]);
+    cowshed(&["check", "-q", &device.0]);
+    assert!(equal((&source, "raw"), (&device.0, "qcow2")));
+    let info = cowshed(&["info", "--output=json", &device.0]);
+    assert!(info.contains("\"format\": \"host_device\"") && info.contains("\"format\": \"qcow2\""), "{info}");
+    let back = path("back.qcow2");
+    cowshed(&["convert", "-q", "-c", "-T", "none", "-f", "qcow2", "-O", "qcow2", &device.0, &back]);
+    assert!(equal((&source, "raw"), (&back, "qcow2")));
+    cowshed(&["compare", "-q", &device.0, &back]);
+    cowshed(&["convert", "-q", "--untrusted", &device.0, &path("raw")]);
+    assert!(std::fs::read(path("raw")).unwrap() == bytes);
+    let limits = cowshed(&["info", "--limits", "-f", "raw", &device.0]);
+    assert!(limits.contains("max hw transfer: ") && limits.contains("max hw iov: "), "{limits}");
+
+    // What doesn't fit is refused before anything is written.
+    std::fs::write(&source, vec![1; 16 * MIB]).unwrap();
+    let before = std::fs::read(&below).unwrap();
+    let refused = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(["convert", "-n", "-f", "raw", "-O", "raw", &source, &device.0])
+        .output()
+        .unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    assert!(std::fs::read(&below).unwrap() == before);
+}
+
+#[test]
+#[ignore = "needs root and loop devices"]
+fn new_images_lie_on_xfs_as_asked() {
+    let xfs = Mount::new("mkfs.xfs", "400M");
+    let extent_size = |name: &str| {
+        let said = run("xfs_io", &["-r", "-c", "extsize", &xfs.path(name)]);
+        said.split_whitespace().next().unwrap_or_default().trim_matches(['[', ']']).to_owned()
+    };
+    cowshed(&["create", "-q", "-f", "raw", "-o", "extent_size_hint=2M", &xfs.path("raw"), "8M"]);
+    cowshed(&["create", "-q", "-f", "qcow2", &xfs.path("qcow2"), "8M"]);
+    cowshed(&["create", "-q", "-f", "qcow2", "-o", "extent_size_hint=0", &xfs.path("none"), "8M"]);
+    assert_eq!(["raw", "qcow2", "none"].map(extent_size), ["2097152", "1048576", "0"]);
+}
+
+#[test]
+#[ignore = "needs root and loop devices"]
+fn new_images_lie_on_btrfs_as_asked() {
+    let btrfs = Mount::new("mkfs.btrfs", "400M");
+    for (name, options) in [("on", "nocow=on"), ("off", "nocow=off")] {
+        cowshed(&["create", "-q", "-f", "qcow2", "-o", options, &btrfs.path(name), "8M"]);
+        let flags = run("lsattr", &[&btrfs.path(name)]);
+        let flags = flags.split_whitespace().next().unwrap_or_default();
+        assert_eq!(flags.contains('C'), name == "on", "{flags}");
+    }
+}
