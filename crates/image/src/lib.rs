@@ -11,6 +11,7 @@ pub mod graph;
 pub mod node;
 pub mod open;
 pub mod options;
+pub mod rescue;
 pub mod snapshots;
 pub mod stats;
 

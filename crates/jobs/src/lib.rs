@@ -17,6 +17,7 @@ pub mod limits;
 pub mod map;
 pub mod measure;
 mod rate;
+pub mod rescue;
 pub mod resize;
 pub mod snapshot;
 pub mod spec;

@@ -17,6 +17,7 @@ pub mod man;
 pub mod map;
 pub mod measure;
 pub mod parser;
+pub mod rescue;
 pub mod resize;
 pub mod sizes;
 pub mod snapshot;
@@ -54,6 +55,7 @@ pub const COMMANDS: &[Verb] = &[
     inspect::VERB,
     map::VERB,
     check::VERB,
+    rescue::VERB,
     compare::VERB,
     convert::VERB,
     measure::VERB,

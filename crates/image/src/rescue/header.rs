@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The header of a damaged image, field by field: what can be believed, what the user says instead, what is lost.
+
+use super::Overrides;
+use cowshed_block::{Compression, Error, Result};
+use cowshed_layout::bytes::{be32_at, be64_at};
+use cowshed_layout::qcow2::{Geometry, Header, features, limits, offset};
+
+/// What a reader needs to know of an image.
+#[derive(Clone, Debug)]
+pub(super) struct Fields {
+    pub geometry: Geometry,
+    pub version: u32,
+    /// Size of the virtual disk in bytes.
+    pub size: u64,
+    /// Where the active L1 table starts; `None` where that is lost.
+    pub l1_offset: Option<u64>,
+    pub data_file: bool,
+    pub data_file_name: Option<String>,
+    pub compression: Compression,
+    /// Name and format of the backing file.
+    pub backing: Option<(String, Option<String>)>,
+    /// The header, where it is whole.
+    pub header: Option<Header>,
+    /// What is wrong with it, in words.
+    pub notes: Vec<String>,
+}
+
+/// Number of bytes of the header's first field that isn't looked at alone.
+const FIELDS_BYTES: usize = 112;
+
+/// Reads the fields from an image's first bytes; `file_len` bounds what can be believed.
+pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result<Fields> {
+    let mut notes = Vec::new();
+    let header = match Header::parse(bytes) {
+        Ok(header) => Some(header),
+        Err(error) => {
+            notes.push(format!("the header is damaged: {error}"));
+            None
+        }
+    };
+    let mut padded = bytes.get(..FIELDS_BYTES.min(bytes.len())).unwrap_or_default().to_vec();
+    padded.resize(FIELDS_BYTES, 0);
+    let mut reader = Reader { bytes: &padded, file_len, overrides, notes };
+    let version = reader.version();
+    let incompatible = reader.incompatible(version);
+    let geometry = reader.geometry(incompatible)?;
+    let size = reader.size(geometry)?;
+    let l1_offset = reader.l1_offset(geometry);
+    reader.note_encryption(header.as_ref())?;
+    let compression = reader.compression(version, incompatible);
+    let backing = match &header {
+        Some(header) => header
+            .backing_file_name()
+            .filter(|name| !name.is_empty())
+            .map(|name| (name.into_owned(), header.backing_format().map(|format| format.into_owned()))),
+        None => {
+            reader.note_backing();
+            None
+        }
+    };
+    Ok(Fields {
+        geometry,
+        version,
+        size,
+        l1_offset,
+        data_file: incompatible & features::INCOMPAT_DATA_FILE != 0,
+        data_file_name: header.as_ref().and_then(|header| header.data_file_name().map(|name| name.into_owned())),
+        compression,
+        backing,
+        notes: reader.notes,
+        header,
+    })
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    file_len: u64,
+    overrides: &'a Overrides,
+    notes: Vec<String>,
+}
+
+impl Reader<'_> {
+    fn be32(&self, at: u64) -> u32 {
+        be32_at(self.bytes, at as usize).unwrap_or_default()
+    }
+
+    fn be64(&self, at: u64) -> u64 {
+        be64_at(self.bytes, at as usize).unwrap_or_default()
+    }
+
+    fn version(&mut self) -> u32 {
+        match self.be32(offset::VERSION) {
+            version @ 2..=3 => version,
+            other => {
+                self.notes.push(format!("version {other} is none: taken for 3"));
+                3
+            }
+        }
+    }
+
+    fn incompatible(&mut self, version: u32) -> u64 {
+        let mut found = if version < 3 { 0 } else { self.be64(offset::INCOMPATIBLE_FEATURES) };
+        let unknown = found & !features::INCOMPAT_KNOWN;
+        if unknown != 0 {
+            self.notes.push(format!("unknown incompatible features {unknown:#x} are ignored"));
+        }
+        match self.overrides.extended_l2 {
+            Some(true) => found |= features::INCOMPAT_EXTL2,
+            Some(false) => found &= !features::INCOMPAT_EXTL2,
+            None => {}
+        }
+        found
+    }
+
+    fn geometry(&mut self, incompatible: u64) -> Result<Geometry> {
+        let extended = incompatible & features::INCOMPAT_EXTL2 != 0;
+        let bits = match self.overrides.cluster_size_bytes {
+            Some(bytes) if bytes.is_power_of_two() => bytes.trailing_zeros(),
+            Some(bytes) => {
+                return Err(Error::invalid_argument("a cluster size is a power of two").value(bytes));
+            }
+            None => self.be32(offset::CLUSTER_BITS),
+        };
+        // The refcounts aren't looked at.
+        Geometry::new(bits, 4, extended).map_err(|error| match self.overrides.cluster_size_bytes {
+            Some(_) => error,
+            None => error.context("the header's cluster size is damaged, it must be given"),
+        })
+    }
+
+    fn size(&mut self, geometry: Geometry) -> Result<u64> {
+        let (found, given) = match self.overrides.size_bytes {
+            Some(bytes) => (bytes, true),
+            None => (self.be64(offset::SIZE), false),
+        };
+        let possible = found <= i64::MAX as u64 && geometry.l1_entries_needed(found) * 8 <= limits::L1_BYTES;
+        if possible && (found != 0 || given) {
+            return Ok(found);
+        }
+        let message = match given {
+            true => "no image has a disk of this size",
+            false => "the header's disk size is damaged, it must be given",
+        };
+        Err(Error::invalid_argument(message).field("size").value(found))
+    }
+
+    fn l1_offset(&mut self, geometry: Geometry) -> Option<u64> {
+        let found = self.overrides.l1_offset_bytes.unwrap_or_else(|| self.be64(offset::L1_TABLE_OFFSET));
+        if found != 0 && geometry.in_cluster(found) == 0 && found < self.file_len {
+            return Some(found);
+        }
+        self.notes.push(format!("there can't be an L1 table at {found:#x}: everything that it led to is lost"));
+        None
+    }
+
+    fn note_encryption(&mut self, header: Option<&Header>) -> Result<()> {
+        let method = self.be32(offset::CRYPT_METHOD);
+        if header.is_some() && method != 0 || (1..=2).contains(&method) {
+            let message = "encrypted images can't be rescued yet";
+            return Err(Error::unsupported(message).field("crypt_method").value(method));
+        }
+        if method != 0 {
+            self.notes.push(format!("encryption method {method} is none: taken for unencrypted"));
+        }
+        Ok(())
+    }
+
+    fn compression(&mut self, version: u32, incompatible: u64) -> Compression {
+        let has_field = version >= 3 && self.be32(offset::HEADER_LENGTH) > offset::COMPRESSION_TYPE as u32;
+        let kind = if has_field { self.bytes[offset::COMPRESSION_TYPE as usize] } else { 0 };
+        let bit = incompatible & features::INCOMPAT_COMPRESSION != 0;
+        if bit != (kind == 1) {
+            self.notes.push("the compression type contradicts the features: zstd is taken".to_owned());
+        }
+        if bit || kind == 1 { Compression::Zstd } else { Compression::Zlib }
+    }
+
+    /// A backing file in a damaged header is not opened on its word.
+    fn note_backing(&mut self) {
+        if self.be64(offset::BACKING_FILE_OFFSET) != 0 && !self.overrides.backing_is_given {
+            let message =
+                "the damaged header may have named a backing file: without one, what isn't allocated is zeroes";
+            self.notes.push(message.to_owned());
+        }
+    }
+}
