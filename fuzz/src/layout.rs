@@ -2,12 +2,15 @@
 //! Entry points of the parsers in `cowshed-layout`: they take any bytes and panic only on a bug. The fuzz targets call
 //! them, and so do the tests that replay the corpus on a stable compiler.
 
+use cowshed_layout::bytes::le32_at;
 use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
 use cowshed_layout::probe::{FormatName, probe};
 use cowshed_layout::qcow2::{
     BitmapTableEntry, BitmapsExtension, Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format, Parsed,
     RefcountTableEntry, SubclusterBitmap, bitmap, peek_cluster_bits, refcount, snapshot,
 };
+
+use cowshed_layout::vmdk::{CompressedGrain, Descriptor, Grain, SparseHeader, limits, sectors_to_bytes};
 
 /// Name (also of the folder under `corpus/` and `regressions/`) and function.
 pub type Entry = (&'static str, fn(&[u8]));
@@ -20,6 +23,7 @@ pub const ENTRIES: &[Entry] = &[
     ("bitmap_directory", bitmap_directory),
     ("table_entries", table_entries),
     ("probe", probe_format),
+    ("vmdk", vmdk_file),
 ];
 
 /// The first bytes of a file as a header: what is accepted can be written again and then says the same.
@@ -146,6 +150,39 @@ pub fn table_entries(data: &[u8]) {
             let format = L2Format { geometry, version: 2 + u32::from(flags & 1), data_file };
             let _ = (L2Entry(raw).cluster(format), L1Entry(raw).table(geometry));
             let _ = RefcountTableEntry(raw).block(geometry);
+        }
+    }
+}
+
+/// A VMDK file: a descriptor, or an extent whose tables are walked as the driver does.
+pub fn vmdk_file(data: &[u8]) {
+    if let Ok(descriptor) = Descriptor::parse(data) {
+        assert!(descriptor.extents.len() <= limits::EXTENTS && !descriptor.create_type.is_empty());
+        if let Ok(sectors) = descriptor.total_sectors() {
+            assert!(sectors_to_bytes(sectors).is_some());
+        }
+        for extent in &descriptor.extents {
+            assert!(extent.name.len() <= limits::NAME_BYTES);
+            assert!(
+                extent.offset_sectors.checked_add(extent.sectors).is_some_and(|end| sectors_to_bytes(end).is_some())
+            );
+        }
+    }
+    let Ok(header) = SparseHeader::parse(data) else { return };
+    assert!(header.directory_bytes() <= 64 << 20 && header.grain_bytes() <= 32 << 20);
+    if let Some((start, sectors)) = header.descriptor {
+        let from = usize::try_from(start * 512).unwrap_or(usize::MAX);
+        let to = from.saturating_add(usize::try_from(sectors.saturating_mul(512)).unwrap_or(usize::MAX));
+        let _ = data.get(from..to.min(data.len())).map(Descriptor::parse);
+    }
+    let directory = header.directory_sector.and_then(sectors_to_bytes).unwrap_or(u64::MAX);
+    for index in 0..header.directory_entries().min(64) {
+        let entry = usize::try_from(directory.saturating_add(index * 4)).ok().and_then(|at| le32_at(data, at));
+        let Some(sector) = entry else { break };
+        for slot in 0..header.table_entries as usize {
+            let at = sector as usize * 512 + slot * 4;
+            let Some(Grain::At(sector)) = le32_at(data, at).map(|entry| header.grain(entry)) else { continue };
+            let _ = data.get(sector as usize * 512..).and_then(CompressedGrain::parse);
         }
     }
 }

@@ -3,6 +3,7 @@
 
 mod commands;
 mod invocation;
+mod io;
 mod output;
 
 use invocation::Invocation;

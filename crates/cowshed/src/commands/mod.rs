@@ -13,6 +13,7 @@ pub mod dd;
 pub mod help;
 pub mod info;
 pub mod inspect;
+pub mod io;
 pub mod man;
 pub mod map;
 pub mod measure;
@@ -62,6 +63,7 @@ pub const COMMANDS: &[Verb] = &[
     resize::VERB,
     snapshot::VERB,
     dd::VERB,
+    io::VERB,
     daemon::serve::VERB,
     completions::VERB,
     man::VERB,

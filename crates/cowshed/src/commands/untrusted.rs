@@ -8,10 +8,13 @@ use clap::{Args, ValueEnum};
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_jobs::ImageSpec;
+use cowshed_layout::probe::{self, FormatName};
+use cowshed_layout::vmdk;
 use cowshed_storage::confine::{Confined, Confinement, Enforcement};
 use cowshed_storage::path_of_text;
 use serde_json::Value;
-use std::path::PathBuf;
+use std::io::Read as _;
+use std::path::{Component, PathBuf};
 use std::time::Duration;
 
 /// Where the time zone is looked up, for the dates of snapshots.
@@ -128,7 +131,7 @@ impl UntrustedArgs {
         }
         for used in uses {
             let (paths, writes) = match used {
-                Use::Read(image) => (paths_of(image), false),
+                Use::Read(image) => (with_extents(paths_of(image)), false),
                 Use::Write(image) => (paths_of(image), true),
                 Use::ReadFile(name) => (vec![path_of_name(name)], false),
                 Use::WriteFile(name) => (vec![path_of_name(name)], true),
@@ -208,6 +211,30 @@ fn paths_of(image: &ImageSpec) -> Vec<PathBuf> {
         Some(Ok(options)) => collect(&options.into(), &mut paths),
         Some(Err(_)) => {}
     }
+    paths
+}
+
+/// The files with those beside them that hold the parts of a split disk. Whether they may be opened, the image's policy
+/// says once more.
+fn with_extents(mut paths: Vec<PathBuf>) -> Vec<PathBuf> {
+    let mut extents = Vec::new();
+    for path in &paths {
+        let Ok(file) = std::fs::File::open(path) else { continue };
+        let mut text = Vec::new();
+        let most = vmdk::limits::DESCRIPTOR_BYTES as u64;
+        let is_read = file.metadata().is_ok_and(|about| about.is_file() && about.len() <= most)
+            && file.take(most).read_to_end(&mut text).is_ok();
+        if !is_read || probe::probe(&text) != FormatName::Vmdk {
+            continue;
+        }
+        let Ok(descriptor) = vmdk::Descriptor::parse(&text) else { continue };
+        let folder = path.parent().map(PathBuf::from).unwrap_or_default();
+        let inside = |name: &&str| path_of_text(name).components().all(|part| matches!(part, Component::Normal(_)));
+        let names = descriptor.extents.iter().map(|extent| extent.name.as_str());
+        extents
+            .extend(names.filter(inside).filter(|name| !name.is_empty()).map(|name| folder.join(path_of_text(name))));
+    }
+    paths.append(&mut extents);
     paths
 }
 

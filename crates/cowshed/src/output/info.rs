@@ -38,6 +38,13 @@ pub fn render(image: &Value, persona: Persona, paint: Paint) -> String {
     text.out
 }
 
+/// The part of the text that only the image's format has.
+pub fn render_specific(image: &Value, persona: Persona) -> String {
+    let mut text = Text { out: String::new(), indent: 0, persona, paint: Paint::default(), zone: TimeZone::UTC };
+    text.specific(image);
+    text.out
+}
+
 struct Text {
     out: String,
     indent: usize,

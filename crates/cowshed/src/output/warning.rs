@@ -24,13 +24,18 @@ pub fn print(text: &str) {
 /// qemu-img warns of a guessed raw format only, in words that scripts know.
 fn worded(persona: Persona, text: &str) -> Option<String> {
     match persona {
+        Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(text),
         Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
-        Persona::QemuImg => text.split_once(": the image format was not given").map(|(name, _)| {
-            format!(
-                "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \
+    }
+}
+
+/// The one warning of QEMU's tools that scripts know.
+fn as_qemu(text: &str) -> Option<String> {
+    text.split_once(": the image format was not given").map(|(name, _)| {
+        format!(
+            "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \
                  Automatically detecting the format is dangerous for raw images, write operations on block 0 will be \
                  restricted.\n         Specify the 'raw' format explicitly to remove the restrictions.\n"
-            )
-        }),
-    }
+        )
+    })
 }

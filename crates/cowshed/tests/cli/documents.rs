@@ -9,7 +9,7 @@ fn cowshed(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-const VERBS: [&str; 9] = ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "dd"];
+const VERBS: [&str; 10] = ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "dd", "io"];
 
 /// The options that a help text lists, short and long.
 fn options(help: &str) -> Vec<String> {

@@ -64,6 +64,9 @@ impl FaultyFile {
 
     /// Waits as the rules want, and says what is to happen.
     async fn decide(&self, io: IoType, range: Option<Range<u64>>) -> FaultAction {
+        if let Some(held) = self.faults.hold_before(io) {
+            held.await;
+        }
         let Some(verdict) = self.faults.decide(io, range) else { return FaultAction::Pass };
         if !verdict.delay.is_zero() {
             rt::sleep(verdict.delay).await;
@@ -150,6 +153,9 @@ impl FaultyFile {
                 let (result, payload) = self.write_part(payload, skip, offset, limit).await;
                 if result.is_ok() {
                     self.faults.written();
+                    if let Some(held) = self.faults.hold_after_write() {
+                        held.await;
+                    }
                 }
                 (result, payload)
             }

@@ -4,6 +4,7 @@
 //! For users who test their guests and programs against a failing disk, and for our own tests with real files; the
 //! simulator has faults of its own, which know about caches and power cuts.
 
+mod breakpoints;
 mod medium;
 mod rules;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The rule table of a file with faults: which operation is hit, and by what. No I/O here.
 
+use super::breakpoints::{Breakpoints, Held};
 use crate::sim::Rng;
 use cowshed_block::Errno;
 use std::ops::Range;
@@ -217,6 +218,7 @@ struct Table {
 pub struct Faults {
     armed: AtomicBool,
     hits: AtomicU64,
+    breakpoints: Breakpoints,
     table: Mutex<Table>,
 }
 
@@ -225,7 +227,12 @@ impl Faults {
     pub fn new(seed: u64) -> Faults {
         let table =
             Table { rules: Vec::new(), states: Vec::new(), state: FIRST_STATE, next_id: 1, rng: Rng::new(seed) };
-        Faults { armed: AtomicBool::new(false), hits: AtomicU64::new(0), table: Mutex::new(table) }
+        Faults {
+            armed: AtomicBool::new(false),
+            hits: AtomicU64::new(0),
+            breakpoints: Breakpoints::default(),
+            table: Mutex::new(table),
+        }
     }
 
     /// Adds a rule behind the others; of those that match the first decides. The number takes it away again.
@@ -268,6 +275,42 @@ impl Faults {
     /// Sets the state.
     pub fn set_state(&self, state: u32) {
         self.table().state = state;
+    }
+
+    /// The next operation that meets `event` is held up until [`Faults::resume`] lets it go on.
+    pub fn set_break(&self, event: Event, tag: &str) {
+        self.breakpoints.set(event, tag);
+        self.armed.store(true, Ordering::Release);
+    }
+
+    /// The tags of the operations that are held up, in the order they came.
+    pub fn held(&self) -> Vec<String> {
+        self.breakpoints.held()
+    }
+
+    /// Lets one operation go on; false when none is held up by this tag.
+    pub fn resume(&self, tag: &str) -> bool {
+        self.breakpoints.resume(tag)
+    }
+
+    /// Takes a breakpoint away that nothing has met yet; false when there is none with this tag.
+    pub fn remove_break(&self, tag: &str) -> bool {
+        self.breakpoints.remove(tag)
+    }
+
+    /// Takes all breakpoints away and lets everything go on.
+    pub fn remove_all_breaks(&self) {
+        self.breakpoints.clear();
+    }
+
+    /// What an operation has to wait for before it begins.
+    pub(super) fn hold_before(&self, io: IoType) -> Option<Held> {
+        if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(Event::before(io)) } else { None }
+    }
+
+    /// What a write that succeeded has to wait for.
+    pub(super) fn hold_after_write(&self) -> Option<Held> {
+        if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(&[Event::PwritevDone]) } else { None }
     }
 
     /// Operations hit so far.

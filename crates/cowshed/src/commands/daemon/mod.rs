@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 /// Programs of QEMU whose names and command lines we have, besides qemu-img.
-pub const TOOLS: &[Verb] = &[nbd::VERB, storage_daemon::VERB];
+pub const TOOLS: &[Verb] = &[nbd::VERB, storage_daemon::VERB, super::io::QEMU_IO];
 
 /// How a daemon runs, whatever it serves.
 struct Running {

@@ -274,8 +274,8 @@ impl Sparse {
         }
         let data_bytes = u64::from(header.data_bytes);
         let needed = data_bytes + COMPRESSED_GRAIN_HEADER_BYTES as u64;
-        if needed > available || data_bytes > grain_bytes + MAX_PACKED_EXCESS_BYTES {
-            return bad("grain length", data_bytes, "a compressed grain is longer than it can be");
+        if data_bytes == 0 || needed > available || data_bytes > grain_bytes + MAX_PACKED_EXCESS_BYTES {
+            return bad("grain length", data_bytes, "a compressed grain has an impossible length");
         }
         if needed > first {
             let (result, longer) = file.read_boxed(host, IoBuf::scratch(needed as usize)).await;

@@ -90,12 +90,14 @@ fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
 /// One sparse file with the descriptor inside.
 async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
     let header = SparseHeader::parse(first)?;
-    let Some((start, sectors)) = header.descriptor else {
-        let message = "this is one extent of a disk: open the disk by its descriptor";
-        return Err(Error::invalid_image("descriptorOffset", 0, message));
-    };
+    let (start, sectors) = header.descriptor.unwrap_or((0, 0));
     let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
-    let descriptor = Descriptor::parse(&read(file, start * SECTOR_BYTES, wanted).await?)?;
+    let text = read(file, start * SECTOR_BYTES, wanted).await?;
+    if text.first().is_none_or(|byte| *byte == 0) {
+        let message = "this is one extent of a disk, open the disk by its descriptor (there is no createType here)";
+        return Err(Error::invalid_image("descriptorOffset", start, message));
+    }
+    let descriptor = Descriptor::parse(&text)?;
     let sparse = open_sparse(opener, file, 0, header, "").await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(sparse) };
     Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])

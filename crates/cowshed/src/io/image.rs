@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is no transfer: the image's size and mapping, flushes, and the process itself.
+
+use super::Shell;
+use super::arguments::{self, Arguments};
+use super::outcome::{Done, Failed};
+use super::text;
+use crate::output::{info, json};
+use cowshed_image::{Node, Preallocation};
+use cowshed_jobs::info::image_info;
+use cowshed_storage::rt;
+use std::time::Duration;
+
+const SECTOR_BYTES: u64 = 512;
+/// Runs asked for at once.
+const MAX_RUNS: usize = 1024;
+/// Bytes of entries of an L2 table; extended ones are twice as long.
+const L2_ENTRY_BYTES: u64 = 8;
+
+pub(super) async fn length(shell: &mut Shell) -> Done {
+    let size = shell.session()?.node.size();
+    shell.console.line(text::size(size as f64));
+    Ok(())
+}
+
+pub(super) async fn flush(shell: &mut Shell) -> Done {
+    let node = shell.session()?.node.clone();
+    node.flush().await.map_err(|error| Failed::output(format!("flush failed: {}", shell.reason(&error))))
+}
+
+pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
+    let preallocation = match arguments.value('m') {
+        None | Some("off") => Preallocation::Off,
+        Some("metadata") => Preallocation::Metadata,
+        Some("falloc") => Preallocation::Falloc,
+        Some("full") => Preallocation::Full,
+        Some(other) => return Err(Failed::complaint(format!("Invalid preallocation mode '{other}'"))),
+    };
+    let [size] = &arguments.operands[..] else { return Err(Failed::usage()) };
+    let size = arguments::size(size)?;
+    let node = shell.session()?.node.clone();
+    if shell.session()?.image().qcow2().is_some() && !size.is_multiple_of(SECTOR_BYTES) {
+        return Err(Failed::complaint("The new size must be a multiple of 512"));
+    }
+    node.resize(size, preallocation).await.map_err(|error| Failed::complaint(error.to_string()))
+}
+
+pub(super) async fn info(shell: &mut Shell) -> Done {
+    let node = shell.session()?.image();
+    let failed = |error: cowshed_block::Error| Failed::complaint(error.to_string());
+    let image = image_info(&node).await.map_err(failed)?;
+    let cluster = image.cluster_size.unwrap_or(0);
+    shell.console.line(format_args!("format name: {}", image.format));
+    shell.console.line(format_args!("cluster size: {}", text::size(cluster as f64)));
+    shell.console.line(format_args!("vm state offset: {}", text::size(vm_state_offset(&node) as f64)));
+    let image = serde_json::to_value(image).map_err(|error| Failed::complaint(error.to_string()))?;
+    let specific = info::render_specific(&json::in_qemu_order(image), shell.console.persona);
+    shell.console.print(specific);
+    Ok(())
+}
+
+/// The state of a virtual machine is kept behind the disk, from the next L2 table on.
+fn vm_state_offset(node: &Node) -> u64 {
+    let Some(header) = node.qcow2().map(|qcow2| qcow2.header()) else { return 0 };
+    let cluster = header.cluster_size();
+    let entry = if header.has_extended_l2() { 2 * L2_ENTRY_BYTES } else { L2_ENTRY_BYTES };
+    header.size.checked_next_multiple_of(cluster / entry * cluster).unwrap_or(0)
+}
+
+/// Hands out the runs of a range as (first byte, length, held by this layer).
+async fn each_run(shell: &Shell, start: u64, len: u64, mut take: impl FnMut(u64, u64, bool)) -> Result<(), Failed> {
+    let node = shell.session()?.node.clone();
+    let (mut at, end) = (start, start + len);
+    while at < end {
+        let failed = |error| Failed::output(format!("is_allocated failed: {}", shell.reason(&error)));
+        let runs = node.block_status(at, end - at, MAX_RUNS).await.map_err(failed)?;
+        let from = at;
+        for run in runs {
+            take(run.start, run.len, run.present);
+            at = run.start + run.len;
+        }
+        if at == from {
+            return Err(Failed::complaint("the image says nothing of a range"));
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
+    let Some(offset) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let offset = arguments::size(offset)?;
+    let count = arguments.operands.get(1).map_or(Ok(SECTOR_BYTES), |text| arguments::size(text))?;
+    let size = shell.session()?.node.size();
+    if offset > size {
+        return Err(Failed::output("offset is past the end of the disk"));
+    }
+    let count = count.min(size - offset);
+    let mut sum = 0;
+    each_run(shell, offset, count, |_, len, present| sum += if present { len } else { 0 }).await?;
+    shell.console.line(format_args!("{sum}/{count} bytes allocated at offset {}", text::size(offset as f64)));
+    Ok(())
+}
+
+pub(super) async fn map(shell: &mut Shell) -> Done {
+    let size = shell.session()?.node.size();
+    let mut runs: Vec<(u64, u64, bool)> = Vec::new();
+    each_run(shell, 0, size, |start, len, present| match runs.last_mut() {
+        Some(last) if last.2 == present => last.1 += len,
+        _ => runs.push((start, len, present)),
+    })
+    .await?;
+    for (start, len, present) in runs {
+        let state = if present { "    allocated" } else { "not allocated" };
+        let (len_text, start_text) = (text::size(len as f64), text::size(start as f64));
+        shell.console.line(format_args!("{len_text} ({len:#x}) bytes {state} at offset {start_text} ({start:#x})"));
+    }
+    Ok(())
+}
+
+pub(super) async fn sleep(shell: &mut Shell, arguments: Arguments) -> Done {
+    let Some(text) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let milliseconds = text.parse::<u64>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
+    let milliseconds = milliseconds.ok_or_else(|| Failed::output(format!("{text} is not a valid number")))?;
+    shell.print_later();
+    shell.console.flush();
+    rt::sleep(Duration::from_millis(milliseconds)).await;
+    Ok(())
+}
+
+pub(super) async fn sigraise(shell: &mut Shell, arguments: Arguments) -> Done {
+    let Some(text) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let signal = arguments::size(text)?;
+    let signal = i32::try_from(signal).map_err(|_| Failed::output(format!("signal out of range: {text}")))?;
+    shell.print_later();
+    shell.console.flush();
+    // As with raise(3) a number that is no signal is nobody's failure.
+    let _ = signal_hook::low_level::raise(signal);
+    Ok(())
+}
+
+pub(super) async fn abort(shell: &mut Shell) -> Done {
+    shell.console.flush();
+    std::process::abort()
+}
+
+pub(super) async fn quit(shell: &mut Shell) -> Done {
+    shell.is_over = true;
+    Ok(())
+}

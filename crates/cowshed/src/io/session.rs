@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening and closing the shell's image.
+
+use super::arguments::Arguments;
+use super::outcome::{Done, Failed};
+use super::{Shell, later};
+use crate::invocation::Persona;
+use crate::output::{Failure, warning};
+use cowshed_block::{Error, Result};
+use cowshed_image::create::{self, CreateRequest};
+use cowshed_image::node::ChildRole;
+use cowshed_image::open::{CACHE_MODES, Policy};
+use cowshed_image::options::{BlockdevOptions, DriverKind, DriverSchema};
+use cowshed_image::{Node, OpenRequest, open as open_image};
+use serde_json::Value;
+use std::sync::Arc;
+
+/// The filter that keeps what was read from a backing file.
+const COPY_ON_READ: &str = "copy-on-read";
+
+/// What to open and how.
+#[derive(Clone, Debug, Default)]
+pub struct OpenSpec {
+    /// A file name, or with `image_opts` an option list.
+    pub path: Option<String>,
+    /// `path` is an option list.
+    pub image_opts: bool,
+    /// The format; probed when `None`.
+    pub format: Option<String>,
+    /// Options of the driver.
+    pub options: Option<BlockdevOptions>,
+    /// For reading.
+    pub read_only: bool,
+    /// With a temporary overlay that takes the writes.
+    pub snapshot: bool,
+    /// Cache mode.
+    pub cache: Option<String>,
+    /// Discards: ignore, off, unmap, on.
+    pub discard: Option<String>,
+    /// Who does the I/O.
+    pub aio: Option<String>,
+    /// Share with writers.
+    pub force_share: bool,
+    /// Keep what is read from the backing file.
+    pub copy_on_read: bool,
+    /// What the image may make us do.
+    pub policy: Policy,
+}
+
+/// An open image.
+pub struct Session {
+    /// The image.
+    pub node: Arc<Node>,
+    spec: OpenSpec,
+}
+
+impl Session {
+    /// The image itself, below a filter that stands on it.
+    pub fn image(&self) -> Arc<Node> {
+        let below = (self.node.driver_name() == COPY_ON_READ).then(|| self.node.child(ChildRole::File)).flatten();
+        below.unwrap_or_else(|| Arc::clone(&self.node))
+    }
+}
+
+impl OpenSpec {
+    /// Refuses words that no option knows.
+    fn check(&self) -> std::result::Result<(), Failed> {
+        let invalid = |what: &str, word: &str| Err(Failed::complaint(format!("Invalid {what} option: {word}")));
+        match (self.cache.as_deref(), self.discard.as_deref(), self.aio.as_deref()) {
+            (Some(word), _, _) if !CACHE_MODES.contains(&word) => invalid("cache", word),
+            (_, Some(word), _) if !["ignore", "off", "unmap", "on"].contains(&word) => invalid("discard", word),
+            (_, _, Some(word)) if !["threads", "native", "io_uring"].contains(&word) => invalid("aio", word),
+            _ => Ok(()),
+        }
+    }
+
+    /// For messages.
+    fn name(&self) -> String {
+        self.path.clone().unwrap_or_else(|| match &self.options {
+            Some(options) => options.to_json_name(),
+            None => "(no name)".to_owned(),
+        })
+    }
+
+    /// The options as a tree, the format included; `None` where the name says it all.
+    fn tree(&self) -> Result<Option<BlockdevOptions>> {
+        let path = self.path.as_deref().unwrap_or_default();
+        let is_plain = self.options.is_none() && self.aio.is_none() && !self.snapshot && !self.copy_on_read;
+        let mut tree = match BlockdevOptions::from_json_name(path) {
+            _ if self.image_opts => BlockdevOptions::from_keyval(path)?,
+            _ if is_plain => return Ok(None),
+            Some(options) => options?,
+            None => self.with_path(path),
+        };
+        if let Some(format) = self.format.as_deref().filter(|_| tree.get("driver").is_none()) {
+            tree.insert("driver", format);
+        }
+        if let Some(aio) = &self.aio {
+            let mut file = tree.remove("file").unwrap_or(Value::Null);
+            if let Value::Object(file) = &mut file {
+                file.insert("aio".to_owned(), aio.as_str().into());
+            }
+            tree.insert("file", file);
+        }
+        Ok(Some(tree))
+    }
+
+    /// The driver's options with the path where the driver wants it.
+    fn with_path(&self, path: &str) -> BlockdevOptions {
+        let mut tree = self.options.clone().unwrap_or_default();
+        let driver = tree.text("driver").and_then(DriverSchema::find);
+        if path.is_empty() {
+            return tree;
+        }
+        if driver.is_some_and(|driver| driver.kind == DriverKind::Protocol) {
+            tree.insert("filename", path);
+            return tree;
+        }
+        let file = tree.remove("file").unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+        let file = match file {
+            Value::Object(mut file) => {
+                file.insert("filename".to_owned(), path.into());
+                Value::Object(file)
+            }
+            other => other,
+        };
+        tree.with("file", file)
+    }
+
+    fn request(&self, tree: Option<BlockdevOptions>) -> Result<OpenRequest> {
+        let request = match tree {
+            Some(tree) => OpenRequest::options(tree),
+            None => OpenRequest::file(self.path.clone().unwrap_or_default()).format(self.format.as_deref()),
+        };
+        let unmaps = !matches!(self.discard.as_deref(), Some("ignore" | "off"));
+        let request =
+            request.writable(!self.read_only).force_share(self.force_share).discard(unmaps).policy(self.policy.clone());
+        // What the shell writes is durable when it says so, unless another mode is asked for.
+        request.cache(self.cache.as_deref().unwrap_or("writethrough"))
+    }
+}
+
+/// Opens an image.
+async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
+    if spec.force_share && !spec.read_only {
+        return Err(Error::invalid_argument("force-share=on can only be used with read-only images"));
+    }
+    if spec.aio.as_deref() == Some("native") && !matches!(spec.cache.as_deref(), Some("none" | "off" | "directsync")) {
+        let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+        return Err(Error::invalid_argument(message));
+    }
+    let mut tree = spec.tree()?;
+    // What is only read has nowhere to keep it.
+    if spec.copy_on_read && !spec.read_only {
+        tree = tree.map(|tree| BlockdevOptions::new().with("driver", COPY_ON_READ).with("file", Value::from(tree)));
+    }
+    if spec.snapshot { open_overlay(spec, tree).await } else { open_image(spec.request(tree)?).await }
+}
+
+/// A temporary overlay over the image. Its file has no name any more when this returns.
+async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<Arc<Node>> {
+    let base = base.unwrap_or_default();
+    let reading = OpenSpec { read_only: true, ..spec.clone() };
+    let node = open_image(reading.request(Some(base.clone()))?).await?;
+    let (size, driver) = (node.size(), node.driver_name());
+    node.close().await?;
+    let folder = tempfile::tempdir().map_err(|error| Error::io(&error, "could not make a folder for the overlay"))?;
+    let path = folder.path().join("overlay.qcow2").display().to_string();
+    let request = CreateRequest {
+        filename: path.clone(),
+        format: "qcow2".to_owned(),
+        size: Some(size),
+        ..CreateRequest::default()
+    };
+    create::prepare(&request).await?.run().await?;
+    let file = BlockdevOptions::new().with("driver", "file").with("filename", path);
+    let tree = BlockdevOptions::new()
+        .with("driver", "qcow2")
+        .with("file", Value::from(file))
+        .with("backing", Value::from(base.with("driver", driver)));
+    // Nobody will see it after a crash.
+    let spec = OpenSpec { cache: Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned())), ..spec.clone() };
+    open_image(spec.request(Some(tree))?).await
+}
+
+/// Opens the image of the shell; there must be none.
+pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
+    spec.check()?;
+    if shell.session.is_some() {
+        return Err(Failed::complaint("file open already, try 'help close'"));
+    }
+    let name = spec.name();
+    let node = open_node(&spec).await.map_err(|error| refusal(shell, &name, &error))?;
+    node.warnings().iter().for_each(|text| warning::print(text));
+    shell.session = Some(Session { node, spec });
+    Ok(())
+}
+
+fn refusal(shell: &Shell, name: &str, error: &Error) -> Failed {
+    match shell.manner.terse {
+        true => {
+            let reason = Failure::open(Persona::QemuImg, name, error).message;
+            let reason = reason
+                .strip_prefix(&format!("Could not open '{name}': Could not open"))
+                .map_or_else(|| reason.clone(), |rest| format!("Could not open{rest}"));
+            Failed::complaint(format!("can't open device {name}: {reason}"))
+        }
+        false => Failed::complaint(Failure::about(Persona::Cowshed, name, error).message),
+    }
+}
+
+pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Done {
+    let path = match &arguments.operands[..] {
+        [] => None,
+        [path] => Some(path.clone()),
+        _ => return Err(Failed::usage()),
+    };
+    let options = match arguments.value('o') {
+        None => None,
+        Some(text) => Some(BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?),
+    };
+    if path.is_none() && options.is_none() {
+        return Err(Failed::usage());
+    }
+    let text = |flag| arguments.value(flag).map(str::to_owned);
+    let spec = OpenSpec {
+        path,
+        options,
+        read_only: arguments.has('r'),
+        snapshot: arguments.has('s'),
+        cache: if arguments.has('n') { Some("none".to_owned()) } else { text('t') },
+        discard: text('d'),
+        aio: if arguments.has('k') { Some("native".to_owned()) } else { text('i') },
+        force_share: arguments.has('U'),
+        copy_on_read: arguments.has('C'),
+        ..OpenSpec::default()
+    };
+    open(shell, spec).await
+}
+
+/// Waits for what runs in the background, and closes the image where there is one.
+pub(super) async fn close(shell: &mut Shell) -> Done {
+    super::faults::let_go(shell);
+    later::wait_for_all(shell).await;
+    let Some(session) = shell.session.take() else { return Ok(()) };
+    let closed = session.node.close().await;
+    closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))
+}
+
+pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
+    if !arguments.operands.is_empty() {
+        return Err(Failed::usage());
+    }
+    if arguments.has('r') && arguments.has('w') {
+        return Err(Failed::complaint("Only one -r/-w option may be given"));
+    }
+    let before = shell.session()?.spec.clone();
+    let mut spec = before.clone();
+    spec.read_only = (before.read_only || arguments.has('r')) && !arguments.has('w');
+    if let Some(mode) = arguments.value('c') {
+        spec.cache = Some(mode.to_owned());
+    }
+    spec.check()?;
+    if let Some(text) = arguments.value('o') {
+        let options = BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?;
+        spec.add(options)?;
+    }
+    if before.snapshot {
+        return Err(Failed::complaint("an image with a temporary overlay (-s) can't be opened again"));
+    }
+    close(shell).await?;
+    let opened = open(shell, spec).await;
+    if opened.is_err() {
+        // As it was: a reopen that fails changes nothing.
+        open(shell, before).await?;
+    }
+    opened
+}
+
+impl OpenSpec {
+    /// Lays options over those that the image was opened with.
+    fn add(&mut self, more: BlockdevOptions) -> std::result::Result<(), Failed> {
+        if let Some((key, _)) = more.iter().find(|(key, _)| ["driver", "file", "node-name"].contains(&key.as_str())) {
+            return Err(Failed::complaint(format!("Cannot change the option '{key}'")));
+        }
+        let mut options = match self.image_opts {
+            true => {
+                let text = self.path.take().unwrap_or_default();
+                self.image_opts = false;
+                BlockdevOptions::from_keyval(&text).map_err(|error| Failed::complaint(error.to_string()))?
+            }
+            false => self.options.take().unwrap_or_default(),
+        };
+        for (key, value) in more.iter() {
+            options.insert(key.clone(), value.clone());
+        }
+        self.options = Some(options);
+        Ok(())
+    }
+}

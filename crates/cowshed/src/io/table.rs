@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The commands of the shell: one entry each.
+
+use super::arguments::Arguments;
+use super::outcome::{Done, Failed};
+use super::{Shell, faults, image, later, session, transfer};
+use std::pin::Pin;
+
+/// Carries a command out.
+pub type Run = for<'a> fn(&'a mut Shell, Arguments) -> Pin<Box<dyn Future<Output = Done> + 'a>>;
+
+/// A command.
+pub struct Command {
+    /// Its word.
+    pub name: &'static str,
+    /// A shorter word, "" for none.
+    pub short: &'static str,
+    /// Fewest words behind the name.
+    pub least: usize,
+    /// Most of them; `usize::MAX` for any number.
+    pub most: usize,
+    /// Its flags, see [`Arguments::parse`].
+    pub flags: &'static str,
+    /// It works on an open image.
+    pub needs_image: bool,
+    /// It changes the image.
+    pub writes: bool,
+    /// What stands behind the name in its usage.
+    pub syntax: &'static str,
+    /// One line for people.
+    pub about: &'static str,
+    /// More of them.
+    pub details: &'static str,
+    /// Does it.
+    pub run: Run,
+}
+
+const ANY: usize = usize::MAX;
+
+const BASE: Command = Command {
+    name: "",
+    short: "",
+    least: 0,
+    most: 0,
+    flags: "",
+    needs_image: true,
+    writes: false,
+    syntax: "",
+    about: "",
+    details: "",
+    run: |_, _| Box::pin(async { Ok(()) }),
+};
+
+const COMMON_FLAGS: &str = "
+ -C  the report in a form for programs: bytes, requests, time, bytes and requests a second
+ -q  no report";
+
+const READ: &str = "
+ -P BYTE  check that every byte is this one
+ -v       print the data
+ -p, -r   accepted, without effect";
+
+const WRITE: &str = "
+ -P BYTE  write this byte (default: 0xcd)
+ -z       write zeroes without transferring them
+ -u       with -z: the space may be given back
+ -f       durable when it returns
+ -p, -r   accepted, without effect";
+
+/// All of them, in the order of `help`.
+pub const COMMANDS: &[Command] = &[
+    Command {
+        name: "abort",
+        needs_image: false,
+        about: "ends the program at once, as a crash would",
+        run: |shell, _| Box::pin(image::abort(shell)),
+        ..BASE
+    },
+    Command {
+        name: "aio_discard",
+        least: 2,
+        most: ANY,
+        flags: "Cq",
+        writes: true,
+        syntax: "[-Cq] off len",
+        about: "gives a range back, in the background",
+        details: COMMON_FLAGS,
+        run: |shell, arguments| Box::pin(later::discard(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "aio_flush",
+        about: "waits for all requests in the background, and makes what they wrote durable",
+        run: |shell, _| Box::pin(later::flush(shell)),
+        ..BASE
+    },
+    Command {
+        name: "aio_read",
+        least: 2,
+        most: ANY,
+        flags: "CiP:qrv",
+        syntax: "[-Ciqrv] [-P pattern] off len [len..]",
+        about: "reads in the background",
+        details: "
+ The command succeeds once the request is under way; errors and wrong data are only printed.
+ -i  count a request as invalid instead of making it",
+        run: |shell, arguments| Box::pin(later::read(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "aio_write",
+        least: 2,
+        most: ANY,
+        flags: "CfiP:qruz",
+        writes: true,
+        syntax: "[-Cfiqruz] [-P pattern] off len [len..]",
+        about: "writes in the background",
+        details: WRITE,
+        run: |shell, arguments| Box::pin(later::write(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "alloc",
+        short: "a",
+        least: 1,
+        most: 2,
+        syntax: "offset [count]",
+        about: "counts the bytes of a range that this layer holds",
+        run: |shell, arguments| Box::pin(image::alloc(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "break",
+        least: 2,
+        most: 2,
+        syntax: "event tag",
+        about: "holds the next request up at an event of the blkdebug driver, and calls it tag",
+        run: |shell, arguments| Box::pin(faults::set_break(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "close",
+        short: "c",
+        about: "closes the image",
+        run: |shell, _| Box::pin(session::close(shell)),
+        ..BASE
+    },
+    Command {
+        name: "discard",
+        short: "d",
+        least: 2,
+        most: ANY,
+        flags: "Cq",
+        writes: true,
+        syntax: "[-Cq] off len",
+        about: "gives a range back",
+        details: COMMON_FLAGS,
+        run: |shell, arguments| Box::pin(transfer::discard(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "flush",
+        short: "f",
+        about: "makes everything written durable",
+        run: |shell, _| Box::pin(image::flush(shell)),
+        ..BASE
+    },
+    Command {
+        name: "help",
+        short: "?",
+        most: 1,
+        needs_image: false,
+        syntax: "[command]",
+        about: "explains the commands, or one of them",
+        run: |shell, arguments| Box::pin(help(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "info",
+        short: "i",
+        about: "says what the image is",
+        run: |shell, _| Box::pin(image::info(shell)),
+        ..BASE
+    },
+    Command {
+        name: "length",
+        short: "l",
+        about: "prints the size of the disk",
+        run: |shell, _| Box::pin(image::length(shell)),
+        ..BASE
+    },
+    Command {
+        name: "map",
+        about: "prints which ranges this layer holds",
+        run: |shell, _| Box::pin(image::map(shell)),
+        ..BASE
+    },
+    Command {
+        name: "open",
+        short: "o",
+        least: 1,
+        most: ANY,
+        flags: "rsCnkUi:t:d:o:",
+        needs_image: false,
+        syntax: "[-rsCnkU] [-t cache] [-d discard] [-o options] [path]",
+        about: "opens an image",
+        details: "
+ -r  for reading
+ -s  with a temporary overlay that takes the writes
+ -n  the same as -t none
+ -U  share the image with others that write to it; needs -r
+ -k  the same as -i native
+ -i  who does the I/O: threads, native, io_uring
+ -t  cache mode
+ -d  discards: ignore (off) or unmap (on)
+ -o  options of the driver: key=value,key=value
+ -C  keep what is read from the backing file",
+        run: |shell, arguments| Box::pin(session::open_command(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "quit",
+        short: "q",
+        most: ANY,
+        needs_image: false,
+        about: "ends the shell",
+        run: |shell, _| Box::pin(image::quit(shell)),
+        ..BASE
+    },
+    Command {
+        name: "read",
+        short: "r",
+        least: 2,
+        most: ANY,
+        flags: "bCl:pP:qrs:v",
+        syntax: "[-abCqrv] [-P pattern [-s off] [-l len]] off len",
+        about: "reads a range",
+        details: "
+ -s OFF   with -P: skip so many bytes of what was read
+ -l LEN   with -P: check only so many bytes
+ -b       the state of a virtual machine (not yet supported)",
+        run: |shell, arguments| Box::pin(transfer::read(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "readv",
+        least: 2,
+        most: ANY,
+        flags: "CP:qrv",
+        syntax: "[-Cqrv] [-P pattern] off len [len..]",
+        about: "reads a range into several buffers",
+        details: READ,
+        run: |shell, arguments| Box::pin(transfer::readv(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "remove_break",
+        least: 1,
+        most: 1,
+        syntax: "tag",
+        about: "takes a breakpoint away, and lets its request go on",
+        run: |shell, arguments| Box::pin(faults::remove_break(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "reopen",
+        most: ANY,
+        flags: "rwc:o:",
+        syntax: "[(-r|-w)] [-c cache] [-o options]",
+        about: "opens the image again with other options",
+        details: "
+ -r  for reading
+ -w  for writing
+ -c  cache mode
+ -o  options of the driver: key=value,key=value",
+        run: |shell, arguments| Box::pin(session::reopen(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "resume",
+        least: 1,
+        most: 1,
+        syntax: "tag",
+        about: "lets a request go on that a breakpoint holds up",
+        run: |shell, arguments| Box::pin(faults::resume(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "sigraise",
+        least: 1,
+        most: 1,
+        needs_image: false,
+        syntax: "signal",
+        about: "sends this process a signal, by its number",
+        run: |shell, arguments| Box::pin(image::sigraise(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "sleep",
+        least: 1,
+        most: 1,
+        needs_image: false,
+        about: "waits so many milliseconds",
+        run: |shell, arguments| Box::pin(image::sleep(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "truncate",
+        short: "t",
+        least: 1,
+        most: 3,
+        flags: "m:",
+        writes: true,
+        syntax: "[-m prealloc_mode] off",
+        about: "changes the size of the disk",
+        run: |shell, arguments| Box::pin(image::truncate(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "wait_break",
+        least: 1,
+        most: 1,
+        syntax: "tag",
+        about: "waits until a breakpoint holds a request up",
+        run: |shell, arguments| Box::pin(faults::wait_break(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "write",
+        short: "w",
+        least: 2,
+        most: ANY,
+        flags: "bcCfnpP:qrs:uz",
+        writes: true,
+        syntax: "[-bcCfnqruz] [-P pattern | -s source_file] off len",
+        about: "writes a range",
+        details: "
+ -s FILE  write the content of this file, again and again
+ -c       compressed, whole clusters
+ -n       with -z: fail where that would be slow
+ -b       the state of a virtual machine (not yet supported)",
+        run: |shell, arguments| Box::pin(transfer::write(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "writev",
+        least: 2,
+        most: ANY,
+        flags: "CfP:qr",
+        writes: true,
+        syntax: "[-Cfqr] [-P pattern] off len [len..]",
+        about: "writes a range from several buffers",
+        details: WRITE,
+        run: |shell, arguments| Box::pin(transfer::writev(shell, arguments)),
+        ..BASE
+    },
+];
+
+/// The command with this name.
+pub fn find(name: &str) -> Option<&'static Command> {
+    COMMANDS.iter().find(|command| command.name == name || (!name.is_empty() && command.short == name))
+}
+
+impl Command {
+    /// One line: how it is called and what it does.
+    pub fn usage(&self) -> String {
+        let space = if self.syntax.is_empty() { "" } else { " " };
+        format!("{}{space}{} -- {}", self.name, self.syntax, self.about)
+    }
+
+    /// The number of words behind `name`, which is what the user typed.
+    pub fn check_count(&self, name: &str, count: usize) -> Done {
+        if (self.least..=self.most).contains(&count) {
+            return Ok(());
+        }
+        let expected = match (self.least, self.most) {
+            (least, ANY) => format!("at least {least}"),
+            (least, most) if least == most => format!("{least}"),
+            (least, most) => format!("between {least} and {most}"),
+        };
+        Err(Failed::plain_error(format!("bad argument count {count} to {name}, expected {expected} arguments")))
+    }
+}
+
+async fn help(shell: &mut Shell, arguments: Arguments) -> Done {
+    let Some(name) = arguments.operands.first() else {
+        for command in COMMANDS {
+            shell.console.line(command.usage());
+        }
+        shell.console.line("\nUse 'help commandname' for extended help.");
+        return Ok(());
+    };
+    let command = find(name).ok_or_else(|| Failed::output(format!("command {name} not found")))?;
+    shell.console.line(command.usage());
+    if !command.details.is_empty() {
+        shell.console.line(command.details);
+    }
+    Ok(())
+}

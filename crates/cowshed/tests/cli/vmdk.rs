@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VMDK images that the real qemu-img makes, and ones of VMware's kinds that it only reads, under both tools.
+
+use crate::oracle::{Oracle, words};
+use std::fs;
+use std::path::Path;
+
+/// Every kind that qemu-img can make.
+const SUBFORMATS: [&str; 5] =
+    ["monolithicSparse", "monolithicFlat", "twoGbMaxExtentSparse", "twoGbMaxExtentFlat", "streamOptimized"];
+
+/// Ours, which must succeed; its standard output.
+#[track_caller]
+fn ours(oracle: &Oracle, line: &str) -> String {
+    let said = oracle.ours(&oracle.work(), &words(line));
+    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
+    said.out
+}
+
+/// A source of random-looking data with holes, and an image of each kind made of it.
+fn gallery(oracle: &Oracle, size: &str, commands: &[&str]) -> Vec<String> {
+    oracle.make(&format!("create -q -f raw source.raw {size}"));
+    oracle.io(commands, "source.raw");
+    SUBFORMATS
+        .iter()
+        .map(|subformat| {
+            oracle.make(&format!("convert -O vmdk -o subformat={subformat} source.raw {subformat}.vmdk"));
+            format!("{subformat}.vmdk")
+        })
+        .collect()
+}
+
+const SMALL: [&str; 4] = ["write -P 1 0 5000", "write -P 2 64k 200k", "write -P 3 1M 512", "write -P 4 2M 1M"];
+
+#[test]
+fn content_is_what_the_real_tool_put_in() {
+    // 10 MiB and an odd end: the last grain is not whole.
+    for size in ["10M", "10486272", "3222016"] {
+        let oracle = Oracle::new();
+        for image in gallery(&oracle, size, &SMALL) {
+            for format in ["raw", "qcow2"] {
+                ours(&oracle, &format!("convert -f vmdk -O {format} {image} target.{format}"));
+                oracle.make(&format!("compare -f raw -F {format} source.raw target.{format}"));
+            }
+            ours(&oracle, &format!("compare source.raw {image}"));
+            ours(&oracle, &format!("compare {image} target.qcow2"));
+        }
+    }
+}
+
+#[test]
+fn a_disk_split_in_extents_of_two_gigabytes_converts_in_one_step() {
+    let oracle = Oracle::new();
+    // Across the borders of extents, and into the last one, which is shorter.
+    let far = ["write -P 7 2147418112 131072", "write -P 8 4294967296 64k", "write -P 9 4831838208 4k"];
+    for image in gallery(&oracle, "4831842304", &far).iter().filter(|name| name.starts_with("twoGb")) {
+        ours(&oracle, &format!("convert -p -O qcow2 {image} target.qcow2"));
+        oracle.make("compare -f raw -F qcow2 source.raw target.qcow2");
+        ours(&oracle, &format!("compare {image} source.raw"));
+        assert!(fs::metadata(oracle.work().join("target.qcow2")).unwrap().len() < 16 << 20);
+    }
+}
+
+#[test]
+fn info_map_and_check_are_the_real_ones() {
+    let oracle = Oracle::new();
+    let mut images = gallery(&oracle, "10M", &SMALL);
+    oracle.make("create -q -f vmdk -o zeroed_grain=on zeroed.vmdk 10M");
+    let mut command = std::process::Command::new(oracle.qemu.io_path());
+    command.current_dir(oracle.work()).args(["-f", "vmdk", "-c", "write -P 5 1M 64k", "-c", "write -z 2M 1M"]);
+    assert!(command.arg("zeroed.vmdk").status().unwrap().success());
+    oracle.make("create -q -f vmdk -b monolithicSparse.vmdk -F vmdk child.vmdk");
+    images.extend(["zeroed.vmdk".to_owned(), "child.vmdk".to_owned()]);
+    for image in &images {
+        oracle.compare(&format!("info {image}"));
+        oracle.compare(&format!("info --output=json --backing-chain {image}"));
+        oracle.compare(&format!("map --output=json {image}"));
+        oracle.compare(&format!("check {image}"));
+        oracle.compare(&format!("check --output=json {image}"));
+        oracle.compare(&format!("check -r all {image}"));
+        if image != "streamOptimized.vmdk" {
+            oracle.compare(&format!("map {image}"));
+        }
+    }
+    oracle.compare("compare child.vmdk source.raw");
+    oracle.compare("info --image-opts driver=vmdk,file.filename=child.vmdk");
+    oracle.verdict();
+}
+
+#[test]
+fn a_child_reads_from_its_parent_and_notices_a_changed_one() {
+    let oracle = Oracle::new();
+    gallery(&oracle, "10M", &SMALL);
+    oracle.make("create -q -f vmdk -b monolithicSparse.vmdk -F vmdk child.vmdk");
+    let write = |image: &str, command: &str| {
+        let mut process = std::process::Command::new(oracle.qemu.io_path());
+        process.current_dir(oracle.work()).args(["-f", "vmdk", "-c", command, image]);
+        assert!(process.status().unwrap().success());
+    };
+    write("child.vmdk", "write -P 6 128k 70000");
+    oracle.make("convert -O raw child.vmdk expected.raw");
+    ours(&oracle, "convert -O qcow2 child.vmdk ours.qcow2");
+    oracle.make("compare -f raw -F qcow2 expected.raw ours.qcow2");
+    // Its content id changes with the first write.
+    write("monolithicSparse.vmdk", "write -P 9 0 64k");
+    let said = oracle.ours(&oracle.work(), &words("convert -O raw child.vmdk target.raw"));
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("was changed since") && said.err.contains("parentCID"), "{}", said.err);
+    ours(&oracle, "info child.vmdk");
+    // Whoever says so himself gets the differences alone.
+    let said = oracle.ours(
+        &oracle.work(),
+        &words("convert -O raw --image-opts driver=vmdk,file.filename=child.vmdk,backing= target.raw"),
+    );
+    assert_eq!(said.code, Some(0), "{}", said.err);
+}
+
+/// Moves the place of the directory into a footer, as programs do that write an image as a stream.
+fn with_footer(image: &[u8]) -> Vec<u8> {
+    let mut bytes = image.to_vec();
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    let header = bytes[..512].to_vec();
+    bytes[56..64].fill(0xff);
+    let mut marker = vec![0; 512];
+    marker[0] = 1;
+    marker[12] = 3;
+    bytes.extend(marker);
+    bytes.extend(header);
+    bytes.extend([0; 512]);
+    bytes
+}
+
+#[test]
+fn streams_with_their_directory_at_the_end_are_read() {
+    let oracle = Oracle::new();
+    gallery(&oracle, "10M", &SMALL);
+    let path = oracle.work().join("stream.vmdk");
+    let image = with_footer(&fs::read(oracle.work().join("streamOptimized.vmdk")).unwrap());
+    fs::write(&path, &image).unwrap();
+    oracle.make("compare -F vmdk source.raw stream.vmdk");
+    ours(&oracle, "compare source.raw stream.vmdk");
+    fs::write(&path, &image[..image.len() - 512]).unwrap();
+    let said = oracle.ours(&oracle.work(), &words("info stream.vmdk"));
+    assert!(said.code == Some(1) && said.err.contains("cut short"), "{}", said.err);
+}
+
+/// A disk of one extent of ESX' older sparse kind: grains of one sector, `data` at sector 5, and at sector 5000, which
+/// the second grain table describes.
+fn esx(folder: &Path, data: &[u8; 512]) {
+    let mut extent = b"COWD".to_vec();
+    for word in [1u32, 3, 8192, 1, 4, 2, 80] {
+        extent.extend(word.to_le_bytes());
+    }
+    extent.resize(80 * 512, 0);
+    let mut put = |at: usize, word: u32| extent[at..at + 4].copy_from_slice(&word.to_le_bytes());
+    put(4 * 512, 8);
+    put(4 * 512 + 4, 40);
+    put(8 * 512 + 5 * 4, 80);
+    put(40 * 512 + (5000 - 4096) * 4, 81);
+    extent.extend(data);
+    extent.extend(data);
+    fs::write(folder.join("esx-delta.vmdk"), extent).unwrap();
+    let descriptor = "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"vmfsSparse\"\n\
+                      RW 8192 VMFSSPARSE \"esx-delta.vmdk\"\n";
+    fs::write(folder.join("esx.vmdk"), descriptor).unwrap();
+}
+
+#[test]
+fn esx_kinds_are_read() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let data: [u8; 512] = std::array::from_fn(|index| index as u8);
+    esx(&work, &data);
+    let mut expected = vec![0; 8192 * 512];
+    expected[5 * 512..6 * 512].copy_from_slice(&data);
+    expected[5000 * 512..5001 * 512].copy_from_slice(&data);
+    fs::write(work.join("expected.raw"), &expected).unwrap();
+    oracle.make("compare -F vmdk expected.raw esx.vmdk");
+    ours(&oracle, "compare expected.raw esx.vmdk");
+    oracle.compare("info esx.vmdk");
+    oracle.compare("map --output=json esx.vmdk");
+    // Flat extents of ESX, with windows into one file and a part without a file.
+    fs::write(work.join("disk-flat.vmdk"), &expected).unwrap();
+    let descriptor = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
+                      RW 6 VMFS \"disk-flat.vmdk\"\n";
+    fs::write(work.join("disk.vmdk"), descriptor).unwrap();
+    oracle.compare("info disk.vmdk");
+    oracle.compare("map --output=json disk.vmdk");
+    oracle.verdict();
+    let more = "RW 10 ZERO\nRDONLY 4 FLAT \"disk-flat.vmdk\" 4999\n";
+    fs::write(work.join("disk.vmdk"), format!("{descriptor}{more}")).unwrap();
+    ours(&oracle, "convert -O raw disk.vmdk disk.raw");
+    let mut joined = expected[..6 * 512].to_vec();
+    joined.resize(16 * 512, 0);
+    joined.extend(&expected[4999 * 512..5003 * 512]);
+    assert_eq!(fs::read(work.join("disk.raw")).unwrap(), joined);
+}
+
+#[test]
+fn writing_is_refused_and_harms_nothing() {
+    let oracle = Oracle::new();
+    gallery(&oracle, "10M", &SMALL);
+    let before = fs::read(oracle.work().join("monolithicSparse.vmdk")).unwrap();
+    for line in ["resize monolithicSparse.vmdk 20M", "convert -n -O vmdk source.raw monolithicSparse.vmdk"] {
+        let said = oracle.ours(&oracle.work(), &words(line));
+        assert_eq!(said.code, Some(1), "{line}");
+        assert!(said.err.contains("can only be read"), "{line}: {}", said.err);
+    }
+    for line in ["create -f vmdk new.vmdk 1M", "convert -O vmdk source.raw new.vmdk"] {
+        let said = oracle.ours(&oracle.work(), &words(line));
+        assert_eq!(said.code, Some(1), "{line}");
+        assert!(said.err.contains("vmdk") && !oracle.work().join("new.vmdk").exists(), "{line}: {}", said.err);
+    }
+    assert_eq!(fs::read(oracle.work().join("monolithicSparse.vmdk")).unwrap(), before);
+}

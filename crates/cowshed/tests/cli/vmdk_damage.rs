@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Damaged and hostile VMDK images: one clear error, no foreign file opened, no memory for the asking.
+
+use crate::oracle::{Oracle, words};
+use std::fs;
+use std::path::Path;
+
+fn descriptor(create_type: &str, lines: &str) -> String {
+    format!("# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"{create_type}\"\n{lines}\n")
+}
+
+/// What we say when `line` is refused; it must be, with code 1 and in one go.
+#[track_caller]
+fn refused(oracle: &Oracle, line: &str) -> String {
+    let said = oracle.ours(&oracle.work(), &words(line));
+    assert_eq!(said.code, Some(1), "{line}: {}{}", said.out, said.err);
+    assert!(!said.err.contains("panicked"), "{line}: {}", said.err);
+    said.err
+}
+
+#[test]
+fn a_descriptor_does_not_lead_out_of_its_folder() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let secret = work.join("secret");
+    fs::write(&secret, [7; 4096]).unwrap();
+    fs::create_dir(work.join("upload")).unwrap();
+    std::os::unix::fs::symlink("../secret", work.join("upload/link")).unwrap();
+    fs::write(work.join("upload/own"), [1; 4096]).unwrap();
+    let write = |name: &str| {
+        let lines = format!("RW 8 FLAT \"{name}\" 0");
+        fs::write(work.join("upload/disk.vmdk"), descriptor("monolithicFlat", &lines)).unwrap();
+    };
+    let absolute = secret.to_str().unwrap().to_owned();
+    for name in [absolute.as_str(), "../secret", "sub/../../secret", "/etc/hostname"] {
+        write(name);
+        for line in ["info upload/disk.vmdk", "convert -O raw upload/disk.vmdk out.raw"] {
+            let message = refused(&oracle, line);
+            assert!(message.contains("not in its own folder") && message.contains("extents=anywhere"), "{message}");
+        }
+    }
+    // Names that would be another driver elsewhere are file names here.
+    for name in ["json:{\\\"driver\\\":\\\"file\\\",\\\"filename\\\":\\\"../secret\\\"}", "file:../secret", "nbd:x:1"] {
+        write(name);
+        refused(&oracle, "info upload/disk.vmdk");
+    }
+    assert!(!work.join("out.raw").exists());
+    // The user's own word counts.
+    write("../secret");
+    let line = "convert -O raw --image-opts driver=vmdk,extents=anywhere,file.filename=upload/disk.vmdk out.raw";
+    assert_eq!(oracle.ours(&work, &words(line)).code, Some(0));
+    assert_eq!(fs::read(work.join("out.raw")).unwrap(), [7; 4096]);
+    // A link is the user's, unless the image comes from a stranger.
+    write("link");
+    assert_eq!(oracle.ours(&work, &words("info upload/disk.vmdk")).code, Some(0));
+    let message = refused(&oracle, "info --untrusted upload/disk.vmdk");
+    assert!(message.contains("symbolic link"), "{message}");
+    write("own");
+    for line in ["convert --untrusted -O raw upload/disk.vmdk out.raw", "info --untrusted upload/disk.vmdk"] {
+        let said = oracle.ours(&work, &words(line));
+        assert_eq!(said.code, Some(0), "{line}: {}", said.err);
+    }
+    assert_eq!(fs::read(work.join("out.raw")).unwrap(), [1; 4096]);
+}
+
+#[test]
+fn the_parent_is_a_backing_file_to_the_policy() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vmdk base.vmdk 1M");
+    oracle.make("create -q -f vmdk -b base.vmdk -F vmdk child.vmdk");
+    let message = refused(&oracle, "convert --untrusted -O raw child.vmdk out.raw");
+    assert!(message.contains("'base.vmdk'") && message.contains("policy"), "{message}");
+    let line = "convert --untrusted --allow backing -O raw child.vmdk out.raw";
+    assert_eq!(oracle.ours(&oracle.work(), &words(line)).code, Some(0));
+    // A parent is a VMDK image, whatever its content looks like.
+    fs::write(oracle.work().join("base.vmdk"), vec![0x41; 1 << 20]).unwrap();
+    let message = refused(&oracle, "convert -O raw child.vmdk out.raw");
+    assert!(message.contains("base.vmdk"), "{message}");
+}
+
+#[test]
+fn damaged_headers_and_tables_are_named() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 10M");
+    oracle.io(&["write -P 1 64k 64k"], "source.raw");
+    oracle.make("convert -O vmdk source.raw good.vmdk");
+    let good = fs::read(oracle.work().join("good.vmdk")).unwrap();
+    let word = |at: usize| u32::from_le_bytes(good[at..at + 4].try_into().unwrap()) as usize;
+    let directory = word(56) * 512;
+    let table = word(directory) * 512;
+    let with = |at: usize, bytes: &[u8]| {
+        let mut image = good.clone();
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+        fs::write(oracle.work().join("bad.vmdk"), image).unwrap();
+    };
+    for (at, bytes, field) in [
+        (4, &[9u8, 0, 0, 0][..], "version"),
+        (12, &[0xff; 8], "capacity"),
+        (12, &[0, 0, 0, 0, 0, 0, 0, 1], "capacity"),
+        (20, &[0; 8], "grainSize"),
+        (20, &[0xff; 8], "grainSize"),
+        (44, &[0xff; 4], "numGTEsPerGT"),
+        (75, b"\n", "transfer as text"),
+        (512, &[0; 512], "createType"),
+        (28, &[0; 8], "descriptorOffset"),
+    ] {
+        with(at, bytes);
+        let message = refused(&oracle, "info bad.vmdk");
+        assert!(message.contains(field), "{at}: {message}");
+        assert!(refused(&oracle, "convert -O raw bad.vmdk out.raw").contains(field));
+    }
+    // A grain behind the end of the file: the same verdict as qemu-img's, which reads it as zeroes, though.
+    with(table + 4, &0x70_0000u32.to_le_bytes());
+    let real = oracle.real(&oracle.work(), &words("check bad.vmdk"));
+    assert_eq!(real.code, Some(1));
+    let message = refused(&oracle, "check bad.vmdk");
+    assert!(message.contains("sector 128") && message.contains("points after EOF"), "{message}");
+    let message = refused(&oracle, "convert -O raw bad.vmdk out.raw");
+    assert!(message.contains("points after EOF"), "{message}");
+    // One directory is lost, the other is there.
+    with(56, &(1u64 << 40).to_le_bytes());
+    let said = oracle.ours(&oracle.work(), &words("compare bad.vmdk source.raw"));
+    assert_eq!(said.code, Some(0), "{}", said.err);
+    with(directory, &0x70_0000u32.to_le_bytes());
+    let said = oracle.ours(&oracle.work(), &words("compare bad.vmdk source.raw"));
+    assert_eq!(said.code, Some(0), "{}", said.err);
+    // Both are.
+    with(48, &[&(1u64 << 40).to_le_bytes()[..], &(1u64 << 40).to_le_bytes()].concat());
+    assert!(refused(&oracle, "info bad.vmdk").contains("gdOffset"));
+}
+
+#[test]
+fn damaged_streams_are_named() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 10M");
+    oracle.io(&["write -P 1 64k 64k"], "source.raw");
+    oracle.make("convert -O vmdk -o subformat=streamOptimized source.raw good.vmdk");
+    let good = fs::read(oracle.work().join("good.vmdk")).unwrap();
+    let grain = 128 * 512;
+    assert_eq!(good[grain], 128, "the header of the only grain");
+    let convert = |image: &[u8]| {
+        fs::write(oracle.work().join("bad.vmdk"), image).unwrap();
+        refused(&oracle, "convert -O raw bad.vmdk out.raw")
+    };
+    for (at, byte, part) in [
+        (grain, 127, "another sector"),
+        (grain + 10, 0xff, "impossible length"),
+        (grain + 8, 3, "zlib"),
+        (grain + 16, 0xaa, "zlib"),
+    ] {
+        let mut image = good.clone();
+        image[at] = byte;
+        let message = convert(&image);
+        assert!(message.contains(part), "{at}: {message}");
+    }
+    let message = convert(&good[..grain + 8]);
+    assert!(message.contains("after EOF") || message.contains("impossible length"), "{message}");
+}
+
+#[test]
+fn descriptors_that_lie_are_refused() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    oracle.make("create -q -f vmdk -o subformat=twoGbMaxExtentSparse split.vmdk 3G");
+    fs::write(work.join("flat"), [0; 4096]).unwrap();
+    let cases = [
+        ("custom2", "RW 8 FLAT \"flat\" 0", "custom2"),
+        ("monolithicFlat", "", "names no extents"),
+        ("monolithicFlat", "RW 9 FLAT \"flat\" 0", "too short"),
+        ("monolithicFlat", "RW 8 FLAT \"flat\" 1", "too short"),
+        ("monolithicFlat", "RW 8 FLAT \"missing\" 0", "missing"),
+        ("monolithicFlat", "RW 8 FLAT \"disk.vmdk\" 0", "loops"),
+        ("monolithicFlat", "NOACCESS 8 FLAT \"flat\" 0", "NOACCESS"),
+        ("monolithicFlat", "RW 36028797018963967 ZERO", "no number of sectors"),
+        ("vmfs", "RW 8 VMFSRDM \"flat\"", "VMFSRDM"),
+        ("seSparse", "RW 8 SESPARSE \"flat\"", "seSparse"),
+        ("twoGbMaxExtentSparse", "RW 8 SPARSE \"flat\"", "no sparse VMDK extent"),
+        ("twoGbMaxExtentSparse", "RW 4194305 SPARSE \"split-s001.vmdk\"", "4194305"),
+        ("twoGbMaxExtentSparse", "RW 8 VMFSSPARSE \"split-s001.vmdk\"", "another kind"),
+        ("monolithicFlat", "RW 8 FLAT \".\" 0", "regular file"),
+    ];
+    for (create_type, lines, part) in cases {
+        fs::write(work.join("disk.vmdk"), descriptor(create_type, lines)).unwrap();
+        let message = refused(&oracle, "info disk.vmdk");
+        assert!(message.contains(part), "{lines}: {message}");
+    }
+    let one = refused(&oracle, "info split-s001.vmdk");
+    assert!(one.contains("open the disk by its descriptor"), "{one}");
+    // Huge on paper: refused under the limits for strangers, no memory needed without them.
+    let lines = "RW 9007199254740991 ZERO";
+    fs::write(work.join("disk.vmdk"), descriptor("monolithicFlat", lines)).unwrap();
+    assert_eq!(oracle.ours(&work, &words("info disk.vmdk")).code, Some(0));
+    assert!(refused(&oracle, "info --untrusted disk.vmdk").contains("policy"));
+    check_names_of_messages(&work, &oracle);
+}
+
+/// A message names the file that is wrong, which is not always the one that was opened.
+fn check_names_of_messages(work: &Path, oracle: &Oracle) {
+    let extent = work.join("split-s002.vmdk");
+    let mut bytes = fs::read(&extent).unwrap();
+    bytes[44] = 1;
+    bytes[45] = 8;
+    fs::write(&extent, bytes).unwrap();
+    let message = refused(oracle, "info split.vmdk");
+    assert!(message.contains("split-s002.vmdk") && message.contains("extent 1"), "{message}");
+}
