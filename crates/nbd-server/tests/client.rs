@@ -155,7 +155,7 @@ fn a_disk_on_nbdkit_is_a_disk() {
     // Also without the commands that are no must, and in the old way.
     for arguments in [
         &["memory", "8M"][..],
-        &["--filter=nozero", "--filter=noextents", "--filter=fua", "memory", "8M", "fuamode=none"],
+        &["--filter=nozero", "--filter=noextents", "memory", "8M"],
         &["--mask-handshake=0", "memory", "8M"],
         &["--no-sr", "memory", "8M"],
         &[

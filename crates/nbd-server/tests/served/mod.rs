@@ -2,6 +2,8 @@
 //! A server on an image, for tests: on a thread of its own, with the way to it.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod wire;
+
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_nbd_server::{Event, EventHandler, Export, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};

@@ -29,6 +29,10 @@ impl Qcow2Driver {
         if start >= stop {
             return self.zero_edge(offset, end, flags).await;
         }
+        if flags.no_fallback {
+            // Who asked for all or nothing must not find a part of it done.
+            self.zero_edge(stop, end, flags).await?;
+        }
         self.zero_edge(offset, start, flags).await?;
         let mode = if flags.may_unmap { ZeroMode::Unmap } else { ZeroMode::Keep };
         self.zero_units(start, stop, mode, flags).await?;

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Every option and every command, against a model of the bytes.
+
+mod served;
+
+use cowshed_image::OpenRequest;
+use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags, STATE_HOLE, STATE_ZERO, TransmissionFlags};
+use cowshed_nbd_proto::option::{BlockSizes, InfoRequest, MetaContextRequest, OptionReply, code, rep};
+use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
+use cowshed_nbd_server::{Limits, ServerConfig};
+use cowshed_testkit::qemu::Qemu;
+use served::Served;
+use served::wire::Wire;
+
+const SIZE: u64 = 4 << 20;
+const NONE: CommandFlags = CommandFlags(0);
+const STYLES: [ReplyStyle; 3] = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended];
+
+/// A server with an empty qcow2 image under the name "disk".
+fn serve() -> Served {
+    let served = Served::start(ServerConfig::default());
+    let image = served.path("disk.qcow2");
+    Qemu::system().create(&image, "qcow2", "", SIZE);
+    served.export(OpenRequest::file(image.to_str().unwrap()).writable(true).discard(true), |export| {
+        export.name = "disk".to_owned();
+        export.description = "for tests".to_owned();
+        export.allocation_depth = true;
+    });
+    served
+}
+
+fn info(name: &str, block_size: bool) -> Vec<u8> {
+    InfoRequest { name, block_size, canonical_name: false, description: false }.encode()
+}
+
+fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
+    MetaContextRequest { name, queries: queries.to_vec(), too_many: false }.encode()
+}
+
+#[test]
+fn every_option_is_answered() {
+    let served = serve();
+    let mut wire = Wire::connect(&served.socket);
+    // Unknown ones, also those that the protocol had once.
+    for option in [0, 4, 12, 99, u32::MAX] {
+        assert_eq!(wire.outcome(option, b"whatever"), rep::ERR_UNSUP);
+    }
+    let list = wire.option(code::LIST, &[]);
+    let server = OptionReply::parse(list[0].0, &list[0].1).unwrap();
+    assert_eq!(server, OptionReply::Server { name: "disk", description: "for tests" });
+    assert_eq!((list.len(), list[1].0), (2, rep::ACK));
+    for option in [code::LIST, code::STRUCTURED_REPLY, code::EXTENDED_HEADERS, code::STARTTLS] {
+        assert_eq!(wire.outcome(option, b"x"), rep::ERR_INVALID, "option {option} has no data");
+    }
+    assert_eq!(wire.outcome(code::STARTTLS, &[]), rep::ERR_UNSUP);
+    // Metadata needs structured replies.
+    assert_eq!(wire.outcome(code::SET_META_CONTEXT, &contexts("disk", &["base:allocation"])), rep::ERR_INVALID);
+    assert_eq!(wire.outcome(code::LIST_META_CONTEXT, &contexts("disk", &[])), rep::ERR_INVALID);
+    wire.expect_ack(code::STRUCTURED_REPLY);
+    wire.expect_ack(code::STRUCTURED_REPLY);
+    wire.replies = ReplyStyle::Structured;
+    let names = |replies: Vec<(u32, Vec<u8>)>| -> Vec<(u32, String)> {
+        assert_eq!(replies.last().unwrap().0, rep::ACK);
+        let parse = |(kind, data): &(u32, Vec<u8>)| match OptionReply::parse(*kind, data).unwrap() {
+            OptionReply::MetaContext(number, name) => Some((number, name.to_owned())),
+            _ => None,
+        };
+        replies.iter().filter_map(parse).collect()
+    };
+    let both = [(0, "base:allocation".to_owned()), (0, "qemu:allocation-depth".to_owned())];
+    assert_eq!(names(wire.option(code::LIST_META_CONTEXT, &contexts("disk", &[]))), both);
+    assert_eq!(names(wire.option(code::LIST_META_CONTEXT, &contexts("disk", &["base:"]))), both[..1]);
+    assert_eq!(names(wire.option(code::SET_META_CONTEXT, &contexts("disk", &["base:", "x-no:thing"]))), []);
+    let set =
+        names(wire.option(code::SET_META_CONTEXT, &contexts("disk", &["qemu:allocation-depth", "base:allocation"])));
+    assert_eq!((set.len(), set[0].0 != set[1].0), (2, true));
+    assert_eq!(wire.outcome(code::SET_META_CONTEXT, &contexts("nothing", &[])), rep::ERR_UNKNOWN);
+    assert_eq!(wire.outcome(code::SET_META_CONTEXT, &[0, 0, 0, 9, b'd']), rep::ERR_INVALID);
+    let many = vec!["base:allocation"; 300];
+    assert_eq!(wire.outcome(code::SET_META_CONTEXT, &contexts("disk", &many)), rep::ERR_TOO_BIG);
+    // Information about exports.
+    assert_eq!(wire.outcome(code::INFO, &info("nothing", true)), rep::ERR_UNKNOWN);
+    assert_eq!(wire.outcome(code::INFO, &info("", true)), rep::ERR_UNKNOWN, "there is no default export");
+    assert_eq!(wire.outcome(code::INFO, &[1, 2, 3]), rep::ERR_INVALID);
+    let mut long = info("disk", true);
+    long.push(0);
+    assert_eq!(wire.outcome(code::INFO, &long), rep::ERR_INVALID);
+    let replies = wire.option(code::INFO, &info("disk", true));
+    let parsed: Vec<_> = replies.iter().map(|(kind, data)| OptionReply::parse(*kind, data).unwrap()).collect();
+    assert!(matches!(parsed[0], OptionReply::Export(SIZE, _)), "{parsed:?}");
+    assert_eq!(parsed[1], OptionReply::BlockSize(BlockSizes::UNSAID));
+    assert_eq!(wire.option(code::GO, &info("disk", true)), replies, "GO says what INFO said");
+    assert_eq!(wire.ask(Command::Read, NONE, 0, 512).errno, 0);
+    served.stop();
+}
+
+#[test]
+fn extended_headers_take_precedence() {
+    let served = serve();
+    let mut wire = Wire::connect(&served.socket);
+    wire.expect_ack(code::EXTENDED_HEADERS);
+    assert_eq!(wire.outcome(code::STRUCTURED_REPLY, &[]), rep::ERR_EXT_HEADER_REQD);
+    // The old way to choose an export has no place for them.
+    wire.send(&cowshed_nbd_proto::option::encode(code::EXPORT_NAME, b"disk"));
+    wire.expect_end();
+    let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Extended, "disk", &["base:allocation"]);
+    assert!(flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
+    let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Extended, "disk", &[]);
+    assert!(!flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
+    let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Simple, "disk", &[]);
+    assert!(!flags.contains(TransmissionFlags::SEND_DF));
+    served.stop();
+}
+
+#[test]
+fn the_old_way_to_choose_an_export_works() {
+    let served = serve();
+    for (flags, zeroes) in [(ClientFlags::FIXED_NEWSTYLE | ClientFlags::NO_ZEROES, 0), (ClientFlags::default(), 124)] {
+        let mut wire = Wire::connect_with(&served.socket, flags);
+        wire.send(&cowshed_nbd_proto::option::encode(code::EXPORT_NAME, b"disk"));
+        let (size, _) = cowshed_nbd_proto::greeting::parse_export(&wire.array()).unwrap();
+        assert_eq!(size, SIZE);
+        assert_eq!(wire.bytes(zeroes), vec![0; zeroes]);
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 512).data, vec![0; 512]);
+    }
+    let mut wire = Wire::connect(&served.socket);
+    wire.send(&cowshed_nbd_proto::option::encode(code::EXPORT_NAME, b"nothing"));
+    wire.expect_end();
+    let mut wire = Wire::connect(&served.socket);
+    assert_eq!(wire.outcome(code::ABORT, b"data is ignored"), rep::ACK);
+    wire.expect_end();
+    served.stop();
+}
+
+/// A small generator, so that runs can be repeated.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+#[test]
+fn every_command_in_every_style_is_what_the_model_says() {
+    let seed = std::env::var("COWSHED_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
+    let served = serve();
+    let mut model = vec![0u8; SIZE as usize];
+    for (round, style) in STYLES.into_iter().cycle().take(6).enumerate() {
+        let queries: &[&str] = if style == ReplyStyle::Simple { &[] } else { &["base:allocation"] };
+        let (mut wire, _) = Wire::enter(&served.socket, style, "disk", queries);
+        let mut random = Random(seed + round as u64);
+        for step in 0..150 {
+            let offset = random.below(SIZE - 1);
+            let length = (1 + random.below(200_000)).min(SIZE - offset);
+            let range = offset as usize..(offset + length) as usize;
+            let fua = NONE.with(CommandFlags::FUA, random.below(4) == 0);
+            let context = format!("seed {seed}, {style:?}, step {step}");
+            match random.below(8) {
+                0 | 1 => {
+                    let byte = random.below(256) as u8;
+                    let data: Vec<u8> = (0..length).map(|i| byte.wrapping_add((i / 512) as u8)).collect();
+                    assert_eq!(wire.write(fua, offset, &data).errno, 0, "{context}");
+                    model[range].copy_from_slice(&data);
+                }
+                2 => {
+                    let flags = fua.with(CommandFlags::NO_HOLE, random.below(2) == 0);
+                    assert_eq!(wire.ask(Command::WriteZeroes, flags, offset, length).errno, 0, "{context}");
+                    model[range].fill(0);
+                }
+                3 => {
+                    let flags = fua | CommandFlags::FAST_ZERO;
+                    match wire.ask(Command::WriteZeroes, flags, offset, length).errno {
+                        0 => model[range].fill(0),
+                        errno => assert_eq!(errno, NbdErrno::ENOTSUP.0, "{context}"),
+                    }
+                }
+                4 => {
+                    assert_eq!(wire.ask(Command::Trim, fua, offset, length).errno, 0, "{context}");
+                    // What a trimmed range holds is the server's choice; ours: what it held, or zeroes.
+                    let now = wire.ask(Command::Read, NONE, offset, length).data;
+                    for (now, before) in now.iter().zip(&mut model[range]) {
+                        assert!(*now == *before || *now == 0, "{context}");
+                        *before = *now;
+                    }
+                }
+                5 => {
+                    assert_eq!(wire.ask(Command::Flush, NONE, 0, 0).errno, 0, "{context}");
+                    assert_eq!(wire.ask(Command::Cache, NONE, offset, length).errno, 0, "{context}");
+                }
+                6 if style != ReplyStyle::Simple => {
+                    let flags = NONE.with(CommandFlags::REQ_ONE, random.below(2) == 0);
+                    let status = wire.ask(Command::BlockStatus, flags, offset, length).status;
+                    assert_eq!(status.len(), 1, "{context}");
+                    let mut at = offset;
+                    for run in &status[0].1 {
+                        assert!(run.len > 0 && run.flags & !(STATE_HOLE | STATE_ZERO) == 0);
+                        let zero = model[at as usize..(at + run.len).min(SIZE) as usize].iter().all(|&b| b == 0);
+                        assert!(zero || run.flags & STATE_ZERO == 0, "{context}: {run:?} at {at}");
+                        at += run.len;
+                    }
+                    assert!(at <= offset + length);
+                    assert!(flags == NONE || status[0].1.len() == 1, "{context}");
+                }
+                _ => {
+                    let df = style != ReplyStyle::Simple && random.below(2) == 0;
+                    let reply = wire.ask(Command::Read, NONE.with(CommandFlags::DF, df), offset, length);
+                    let wrong = reply.data.iter().zip(&model[range]).position(|(found, expected)| found != expected);
+                    assert_eq!(wrong, None, "{context}: {offset} {length} {:?}", reply.pieces);
+                    assert!(!df || reply.pieces.len() == 1, "{context}");
+                }
+            }
+        }
+    }
+    served.stop();
+}
+
+#[test]
+fn errors_are_those_of_the_protocol() {
+    let served = serve();
+    let image = served.path("small.raw");
+    std::fs::write(&image, vec![1; 1 << 20]).unwrap();
+    served.export(OpenRequest::file(image.to_str().unwrap()).format("raw"), |export| {
+        export.name = "blocks".to_owned();
+        export.block_sizes = BlockSizes { minimum: 4096, preferred: 8192, maximum: 1 << 16 };
+    });
+    for style in STYLES {
+        let (mut wire, _) = Wire::enter(&served.socket, style, "disk", &[]);
+        let extended = style == ReplyStyle::Extended;
+        let fua = CommandFlags::FUA;
+        for (command, flags, offset, length, errno) in [
+            (Command::Read, NONE, SIZE, 1, NbdErrno::EINVAL),
+            (Command::Read, NONE, u64::MAX, 512, NbdErrno::EINVAL),
+            (Command::Read, NONE, 0, 33 << 20, NbdErrno::EINVAL),
+            (Command::Cache, NONE, SIZE - 1, 2, NbdErrno::EINVAL),
+            (Command::Trim, NONE, SIZE - 1, 2, NbdErrno::EINVAL),
+            (Command::WriteZeroes, NONE, SIZE - 1, 2, NbdErrno::ENOSPC),
+            (Command::BlockStatus, NONE, 0, 512, NbdErrno::EINVAL),
+            (Command::Unknown(77), NONE, 0, 512, NbdErrno::EINVAL),
+            (Command::Read, CommandFlags(1 << 14), 0, 512, NbdErrno::EINVAL),
+            (Command::Read, CommandFlags::NO_HOLE, 0, 512, NbdErrno::EINVAL),
+            (Command::Flush, CommandFlags::REQ_ONE, 0, 0, NbdErrno::EINVAL),
+            (Command::Flush, fua, 0, 0, NbdErrno(0)),
+            (Command::Read, fua, 0, 512, NbdErrno(0)),
+            (Command::Read, NONE, 5, 0, NbdErrno(0)),
+            (Command::WriteZeroes, NONE, SIZE, 0, NbdErrno(0)),
+            (Command::Trim, fua, 0, 0, NbdErrno(0)),
+        ] {
+            let reply = wire.ask(command, flags, offset, length);
+            assert_eq!(reply.errno, errno.0, "{style:?} {command:?} {flags:?} {offset} {length}: {reply:?}");
+            assert_eq!(reply.message.is_empty(), errno.0 == 0 || style == ReplyStyle::Simple);
+        }
+        let df = wire.ask(Command::Read, CommandFlags::DF, 0, 512);
+        assert_eq!(df.errno == 0, style != ReplyStyle::Simple);
+        assert_eq!(wire.write(NONE, SIZE - 1, &[1, 2]).errno, NbdErrno::ENOSPC.0);
+        assert_eq!(wire.write(CommandFlags::DF, 0, &[1, 2]).errno, NbdErrno::EINVAL.0);
+        assert_eq!(wire.write(NONE, 7, &[]).errno, 0);
+        if extended {
+            // Without the flag the length is not that of a payload: nothing follows.
+            let cookie = wire.request(Command::Write, NONE, 0, 512, &[]);
+            assert_eq!(wire.collect(cookie, 0, 0).errno, NbdErrno::EINVAL.0);
+            // A payload that doesn't belong there is taken and thrown away.
+            let cookie = wire.request(Command::Read, CommandFlags::PAYLOAD_LEN, 0, 5, b"12345");
+            assert_eq!(wire.collect(cookie, 0, 0).errno, NbdErrno::EINVAL.0);
+            let zeroes = wire.ask(Command::WriteZeroes, NONE, 0, 1 << 40);
+            assert_eq!(zeroes.errno, NbdErrno::ENOSPC.0);
+        }
+        // The connection is still in step.
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 512).errno, 0);
+
+        let (mut wire, flags) = Wire::enter(&served.socket, style, "blocks", &[]);
+        assert!(flags.contains(TransmissionFlags::READ_ONLY) && !flags.contains(TransmissionFlags::SEND_TRIM));
+        assert_eq!(wire.write(NONE, 0, &[0; 4096]).errno, NbdErrno::EPERM.0);
+        for (command, offset, length, errno) in [
+            (Command::Trim, 0, 4096, NbdErrno::EPERM),
+            (Command::WriteZeroes, 0, 4096, NbdErrno::EPERM),
+            (Command::Read, 512, 4096, NbdErrno::EINVAL),
+            (Command::Read, 0, 512, NbdErrno::EINVAL),
+            (Command::Read, 0, (1 << 16) + 4096, NbdErrno::EINVAL),
+            (Command::Read, 0, 1 << 16, NbdErrno(0)),
+            (Command::Flush, 0, 0, NbdErrno(0)),
+        ] {
+            assert_eq!(
+                wire.ask(command, NONE, offset, length).errno,
+                errno.0,
+                "{style:?} {command:?} {offset} {length}"
+            );
+        }
+        wire.request(Command::Disconnect, NONE, 0, 0, &[]);
+        wire.expect_end();
+    }
+    served.stop();
+}
+
+#[test]
+fn a_status_can_name_its_contexts() {
+    let served = serve();
+    let queries = ["base:allocation", "qemu:allocation-depth"];
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Extended, "disk", &queries);
+    assert_eq!(wire.write(NONE, 1 << 20, &[1; 65536]).errno, 0);
+    let both = wire.ask(Command::BlockStatus, NONE, 0, SIZE).status;
+    let numbers: Vec<u32> = both.iter().map(|(number, _)| *number).collect();
+    assert_eq!(numbers, [0, 1]);
+    let depths: Vec<(u64, u32)> = both[1].1.iter().map(|run| (run.len, run.flags)).collect();
+    assert_eq!(depths, [(1 << 20, 0), (65536, 1), (SIZE - (1 << 20) - 65536, 0)]);
+    let mut filtered = |ids: &[u32], effect: u64| {
+        let mut payload = effect.to_be_bytes().to_vec();
+        payload.extend(ids.iter().flat_map(|id| id.to_be_bytes()));
+        let cookie = wire.request(Command::BlockStatus, CommandFlags::PAYLOAD_LEN, 0, payload.len() as u64, &payload);
+        wire.collect(cookie, 0, 0)
+    };
+    assert_eq!(filtered(&[1], SIZE).status, both[1..]);
+    assert_eq!(filtered(&[0], SIZE).status, both[..1]);
+    for (ids, effect) in [(&[2][..], SIZE), (&[0, 0], SIZE), (&[], SIZE), (&[0], SIZE + 1), (&[0], 0)] {
+        assert_eq!(filtered(ids, effect).errno, NbdErrno::EINVAL.0, "{ids:?} {effect}");
+    }
+    served.stop();
+}
+
+#[test]
+fn many_requests_are_in_flight_and_none_is_mixed_up() {
+    let limits = Limits { max_requests: 8, max_bytes_in_flight: 1 << 20, ..Limits::default() };
+    let served = Served::start(ServerConfig { limits, ..ServerConfig::default() });
+    let image = served.path("disk.raw");
+    let content = served::write_pattern(&image, 16 << 20, 9);
+    served.export(OpenRequest::file(image.to_str().unwrap()).format("raw"), |_| ());
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+    // All requests go out before any reply is read: more than the server takes at once.
+    let cookies: Vec<u64> = (0..200).map(|i| wire.request(Command::Read, NONE, i * 70_000, 65_536, &[])).collect();
+    let mut seen = vec![false; 200];
+    for _ in 0..200 {
+        let header: [u8; 16] = wire.array();
+        let cookie = u64::from_be_bytes(header[8..].try_into().unwrap());
+        let index = cookies.iter().position(|&known| known == cookie).expect("a known cookie");
+        assert!(!std::mem::replace(&mut seen[index], true));
+        assert!(wire.bytes(65_536) == content[index * 70_000..][..65_536]);
+    }
+    served.stop();
+}
