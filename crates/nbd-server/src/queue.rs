@@ -32,7 +32,13 @@ pub(crate) enum Message<D: Disk> {
 pub(crate) struct Slot<D: Disk>(Arc<Registry<D>>);
 
 impl<D: Disk> Slot<D> {
-    /// Waits for a free one.
+    /// Waits until there is a free one.
+    async fn wait(registry: &Registry<D>) {
+        let limit = registry.config.limits.max_connections;
+        registry.connections.wait(|count| (*count < limit).then_some(())).await;
+    }
+
+    /// Waits for a free one and takes it.
     async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
         let limit = registry.config.limits.max_connections;
         registry.connections.wait(|count| (*count < limit).then(|| *count += 1)).await;
@@ -141,15 +147,16 @@ async fn accept_all<D: Disk>(
     next: Arc<AtomicUsize>,
 ) {
     loop {
-        let slot = Slot::take(&registry).await;
+        // Clients that are too many are left where the system keeps them.
+        Slot::wait(&registry).await;
         match listener.accept().await {
             Ok(socket) => {
+                let slot = Slot::take(&registry).await;
                 let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
                 mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
             }
             Err(error) if Listener::is_transient(&error) => {
                 tracing::warn!(%error, "can't take clients at the moment");
-                drop(slot);
                 rt::sleep(ACCEPT_PAUSE).await;
             }
             Err(error) => {

@@ -156,7 +156,8 @@ fn a_client_that_does_not_read_holds_nobody_up() {
     greedy.stream.set_nonblocking(true).expect("nonblocking");
     // As many requests as the socket takes, each for 1 MiB, and not one reply is read.
     let (mut sent, mut full) = (0, 0);
-    let request = cowshed_nbd_proto::Request { command: Command::Read, flags: NONE, cookie: 1, offset: 0, length: 1 << 20 };
+    let request =
+        cowshed_nbd_proto::Request { command: Command::Read, flags: NONE, cookie: 1, offset: 0, length: 1 << 20 };
     let (bytes, len) = request.encode(greedy.headers);
     while full < 20 && sent < 100_000 {
         use std::io::Write;
@@ -217,7 +218,12 @@ fn exports_come_and_go_under_their_clients() {
     assert!(served.server.exports().is_empty());
     let mut other = Wire::connect(&served.socket);
     assert_eq!(other.outcome(code::LIST, &[]), rep::ACK);
-    let request = cowshed_nbd_proto::option::InfoRequest { name: "", block_size: false, canonical_name: false, description: false };
+    let request = cowshed_nbd_proto::option::InfoRequest {
+        name: "",
+        block_size: false,
+        canonical_name: false,
+        description: false,
+    };
     assert_eq!(other.outcome(code::GO, &request.encode()), rep::ERR_UNKNOWN);
     let error = rt::block_on(served.server.remove_export("", Removal::Hard)).expect_err("gone");
     assert_eq!(error.kind(), ErrorKind::NotFound);
@@ -231,7 +237,8 @@ fn exports_come_and_go_under_their_clients() {
 fn what_was_taken_is_answered_before_the_end() {
     let served = serve(Limits::default());
     let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
-    let cookies: Vec<u64> = (0..50).map(|i| wire.request(Command::Write, NONE, i * 4096, 4096, &[i as u8; 4096])).collect();
+    let cookies: Vec<u64> =
+        (0..50).map(|i| wire.request(Command::Write, NONE, i * 4096, 4096, &[i as u8; 4096])).collect();
     // The first reply is there: the rest has been sent, and some of it taken.
     let mut answered: Vec<u64> = Vec::new();
     let mut take = |wire: &mut Wire| {
