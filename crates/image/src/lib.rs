@@ -4,6 +4,7 @@
 pub mod check;
 pub mod codec;
 pub mod create;
+pub mod dirty;
 mod events;
 pub mod filters;
 pub mod formats;

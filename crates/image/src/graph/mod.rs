@@ -121,7 +121,7 @@ impl Graph {
                 None => format!("#block{:03}", self.generated.fetch_add(1, Ordering::Relaxed)),
             };
             if nodes.contains_key(&name) {
-                return Err(Error::new(ErrorKind::InvalidArgument, format!("duplicate node-name '{name}'")));
+                return Err(Error::new(ErrorKind::InvalidArgument, format!("Duplicate nodes with node-name='{name}'")));
             }
             nodes.insert(name.clone(), Slot::Opening);
             Ok(name)

@@ -54,7 +54,7 @@ impl Graph {
         };
         let users = node.user_names();
         if !users.is_empty() {
-            let message = format!("node '{name}' is in use by {}", quoted(&users));
+            let message = format!("Node {name} is in use: by {}", quoted(&users));
             return Err(Error::new(ErrorKind::Busy, message));
         }
         self.owned().nodes.remove(name);
@@ -129,7 +129,7 @@ impl Graph {
 
 /// The error for a name that no node has.
 pub(super) fn no_such_node(name: &str) -> Error {
-    Error::new(ErrorKind::NotFound, format!("cannot find node '{name}'"))
+    Error::new(ErrorKind::NotFound, format!("Failed to find node with node-name='{name}'"))
 }
 
 /// Names for a message.

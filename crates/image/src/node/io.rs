@@ -81,6 +81,7 @@ impl Node {
             Driver::Filter(filter) => filter.write(offset, buf).await,
         };
         self.counters.count(IoKind::Write, len, outcome_of(&result));
+        self.tracking.written(offset, len);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush().await, buf);
         }
@@ -107,6 +108,7 @@ impl Node {
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
         };
         self.counters.count(IoKind::WriteZeroes, len, outcome_of(&result));
+        self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
     }
@@ -130,6 +132,7 @@ impl Node {
             Driver::Filter(filter) => filter.discard(offset, len).await,
         };
         self.counters.count(IoKind::Discard, len, outcome_of(&result));
+        self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
     }
@@ -171,14 +174,20 @@ impl Node {
         for (offset, buf) in &clusters {
             self.check_write(*offset, buf.len() as u64)?;
         }
-        match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await?,
-            Driver::Filter(filter) => filter.write_compressed(clusters).await?,
+        let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
+        let result = match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,
+            Driver::Filter(filter) => filter.write_compressed(clusters).await,
             Driver::Raw(_) | Driver::Mapped(_) | Driver::File(_) => {
                 let message = format!("driver '{}' can't write compressed data", self.driver_name());
                 return Err(Error::unsupported(message).file(self.filename.clone()));
             }
+        };
+        for (offset, len) in spans {
+            self.counters.count(IoKind::Write, len, outcome_of(&result));
+            self.tracking.written(offset, len);
         }
+        result?;
         self.flush_if_writethrough().await
     }
 

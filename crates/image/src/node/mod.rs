@@ -7,6 +7,7 @@ mod io;
 mod live;
 mod settings;
 mod status;
+mod tracking;
 mod users;
 
 pub use driver::LocalFuture;
@@ -16,6 +17,7 @@ pub(crate) use edge::{ChildLink, Children, Link};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
 use settings::LiveSettings;
+use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
 use crate::filters::Filter;
@@ -117,6 +119,7 @@ pub struct Node {
     /// What the users of this node (parents, exports, jobs) may do with it.
     users: Mutex<Vec<Edge>>,
     counters: NodeCounters,
+    tracking: Tracking,
     graph: Arc<Graph>,
     warnings: Vec<String>,
     deadline: Option<Deadline>,
@@ -173,6 +176,7 @@ impl Node {
             options: Mutex::new(parts.options),
             users: Mutex::default(),
             counters: NodeCounters::default(),
+            tracking: Tracking::default(),
             graph: parts.graph,
             warnings: parts.warnings,
             deadline: parts.deadline,

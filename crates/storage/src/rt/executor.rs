@@ -134,6 +134,8 @@ pub(crate) struct LocalState {
     /// Detached tasks that must end before `block_on` may return, because other threads wait for what they do.
     pub(super) obligations: Cell<usize>,
     pub(super) timers: RefCell<Timers>,
+    /// The time that this round goes by, once somebody has asked for it.
+    pub(super) round_clock: Cell<Option<Duration>>,
     outside: Outside,
 }
 
@@ -180,6 +182,7 @@ impl Local {
             unfinished: RefCell::default(),
             obligations: Cell::new(0),
             timers: RefCell::default(),
+            round_clock: Cell::new(None),
             outside,
         };
         Ok(Local { state: Rc::new(state) })
@@ -211,6 +214,7 @@ impl Local {
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
         self.state.shared.main_woken.store(true, Ordering::SeqCst);
+        self.state.round_clock.set(None);
         let output = loop {
             if self.state.shared.main_woken.load(Ordering::Relaxed)
                 && self.state.shared.main_woken.swap(false, Ordering::SeqCst)
@@ -303,6 +307,7 @@ impl LocalState {
 
     /// One round: runs what can run, submits what was asked for, waits when there is nothing else to do.
     fn turn(&self) {
+        self.round_clock.set(None);
         self.take_remote();
         let runnable = self.ready.borrow().len();
         for _ in 0..runnable.min(TASKS_PER_ROUND) {
@@ -325,6 +330,7 @@ impl LocalState {
             }
             Outside::System(_) => self.sleep(next_timer),
         }
+        self.round_clock.set(None);
     }
 
     /// Wakes whose time has come; returns the next deadline.

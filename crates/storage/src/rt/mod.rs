@@ -102,6 +102,21 @@ pub fn now() -> Duration {
     }
 }
 
+/// As [`now`], but looks at the clock once in a round of this thread's executor (a round runs the tasks that can run,
+/// then looks for completions): for statistics, many a time in a request.
+pub fn round_now() -> Duration {
+    let noted = with_current(|local| local.and_then(|local| local.round_clock.get()));
+    noted.unwrap_or_else(|| {
+        let now = now();
+        with_current(|local| {
+            if let Some(local) = local {
+                local.round_clock.set(Some(now));
+            }
+        });
+        now
+    })
+}
+
 /// Lets other tasks of this thread run.
 pub async fn yield_now() {
     let mut yielded = false;

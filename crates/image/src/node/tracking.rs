@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who wants to know which parts of a node are written.
+
+use super::Node;
+use crate::dirty::DirtyMap;
+use cowshed_block::Result;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// The dirty maps of one node; without any a write looks at one flag.
+#[derive(Debug, Default)]
+pub(super) struct Tracking {
+    active: AtomicBool,
+    maps: Mutex<Vec<Weak<DirtyMap>>>,
+}
+
+impl Tracking {
+    /// A range was written, or may have been.
+    #[inline]
+    pub(super) fn written(&self, offset: u64, len: u64) {
+        if self.active.load(Ordering::Acquire) {
+            self.mark(offset, len);
+        }
+    }
+
+    #[cold]
+    fn mark(&self, offset: u64, len: u64) {
+        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
+        maps.retain(|map| match map.upgrade() {
+            Some(map) => {
+                map.mark(offset, len);
+                true
+            }
+            None => false,
+        });
+        if maps.is_empty() {
+            self.active.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl Node {
+    /// From now on marks what is written through this node, by whomever, in parts of `granularity_bytes` (a power of two
+    /// from 512 to 2 GiB). Ends when the map is dropped. To miss nothing, call it while the node is drained.
+    pub fn track_dirty(&self, granularity_bytes: u64) -> Result<Arc<DirtyMap>> {
+        let map = Arc::new(DirtyMap::new(granularity_bytes)?);
+        self.tracking.maps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&map));
+        self.tracking.active.store(true, Ordering::Release);
+        Ok(map)
+    }
+}
