@@ -3,6 +3,7 @@
 
 use crate::commands;
 use crate::inbox::{Inbox, Sender, inbox};
+use crate::metrics;
 use crate::monitor::MonitorAddress;
 use crate::options::Step;
 use crate::schema;
@@ -29,6 +30,11 @@ pub enum Message {
         command: Command,
         /// For its result. Dropped without one when the daemon stops.
         reply: mpsc::SyncSender<QmpResult<Value>>,
+    },
+    /// The page of the metrics endpoint is wanted.
+    Metrics {
+        /// For the page.
+        reply: mpsc::SyncSender<String>,
     },
     /// Stop in order.
     Stop(StopReason),
@@ -89,6 +95,8 @@ pub struct Served {
 pub struct Ready {
     /// Monitors, with the ports that were found free.
     pub monitors: Vec<MonitorAddress>,
+    /// Metrics endpoints, with the ports that were found free.
+    pub metrics: Vec<String>,
     /// Exports.
     pub exports: Vec<Served>,
     /// To stop it.
@@ -117,7 +125,12 @@ pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<S
     rt::block_on(async {
         let result = match start(&daemon, setup.steps).await {
             Ok(()) => {
-                let ready = Ready { monitors: daemon.monitor_addresses(), exports: daemon.served(), control };
+                let ready = Ready {
+                    monitors: daemon.monitor_addresses(),
+                    metrics: daemon.metrics_addresses(),
+                    exports: daemon.served(),
+                    control,
+                };
                 match started(&ready) {
                     Ok(()) => Ok(serve(&daemon, &messages).await),
                     Err(error) => Err(error),
@@ -152,6 +165,10 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                 }
                 // The client may be gone.
                 let _ = reply.send(result);
+            }
+            Message::Metrics { reply } => {
+                // The scraper may be gone.
+                let _ = reply.send(metrics::render(daemon));
             }
             Message::Stop(reason) => {
                 let data = json!({"guest": false, "reason": reason.as_str()});

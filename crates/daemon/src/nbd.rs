@@ -164,6 +164,11 @@ impl Nbd {
         result
     }
 
+    /// Connections at the moment.
+    pub fn connections(&self) -> usize {
+        self.server.connections()
+    }
+
     /// The URIs of an export: one for each address.
     pub fn uris(&self, export: &str) -> Vec<String> {
         let uri = |address: &SocketAddress| {

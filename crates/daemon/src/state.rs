@@ -33,6 +33,7 @@ pub(crate) struct Daemon {
     pub stop_when_idle: bool,
     nbd: RefCell<Option<Rc<Nbd>>>,
     monitors: RefCell<Vec<Listening>>,
+    metrics: RefCell<Vec<String>>,
 }
 
 impl Daemon {
@@ -47,6 +48,7 @@ impl Daemon {
             stop_when_idle: setup.stop_when_idle,
             nbd: RefCell::default(),
             monitors: RefCell::default(),
+            metrics: RefCell::default(),
         }
     }
 
@@ -60,6 +62,18 @@ impl Daemon {
         };
         self.monitors.borrow_mut().push(monitor::listen(address, context)?);
         Ok(())
+    }
+
+    /// Starts a metrics endpoint.
+    pub fn add_metrics(&self, address: &str) -> Result<()> {
+        let bound = crate::metrics::listen(address, self.control.clone())?;
+        self.metrics.borrow_mut().push(bound);
+        Ok(())
+    }
+
+    /// Where the metrics endpoints are.
+    pub fn metrics_addresses(&self) -> Vec<String> {
+        self.metrics.borrow().clone()
     }
 
     /// Where the monitors are.

@@ -94,6 +94,20 @@ fn of_node_counters(stats: &NodeStats) -> Value {
 /// A `BlockStats` of a node, with what it stands on.
 pub(crate) fn of_node(node: &Node) -> Value {
     let mut stats = json!({"node-name": node.name(), "stats": of_node_counters(&node.statistics())});
+    if let Some(qcow2) = node.qcow2() {
+        let cache = qcow2.statistics();
+        stats["x-cache"] = json!({
+            "l2-hits": cache.l2_hits, "l2-misses": cache.l2_misses, "l2-bytes": cache.l2_bytes,
+            "l2-entries": cache.l2_slices, "l2-limit-bytes": cache.l2_limit_bytes,
+            "refcount-misses": cache.refcount_misses, "refcount-bytes": cache.refcount_bytes,
+            "refcount-entries": cache.refcount_blocks, "refcount-limit-bytes": cache.refcount_limit_bytes,
+        });
+    }
+    if let Some(throttle) = node.throttle() {
+        let waits = throttle.waits();
+        stats["x-throttle"] = json!({"group": throttle.group().name(), "waits": waits.count,
+                                     "wait-ns": waits.total_ns, "waiting": waits.waiting});
+    }
     if let Some(file) = node.child(cowshed_image::node::ChildRole::File) {
         stats["parent"] = of_node(&file);
     }

@@ -65,6 +65,7 @@ pub const COMMANDS: &[Verb] = &[
     dd::VERB,
     io::VERB,
     daemon::serve::VERB,
+    daemon::top::VERB,
     completions::VERB,
     man::VERB,
     help::VERB,

@@ -13,7 +13,7 @@ const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 struct Serving(Child);
 
 impl Serving {
-    fn start(folder: &Path, arguments: &[&str]) -> Serving {
+    fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
         let child = Command::new(COWSHED)
             .args(arguments)
             .current_dir(folder)
@@ -177,4 +177,27 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
         assert!(message.contains(reason), "{arguments:?}: {message}");
         assert!(!oracle.work().join("n.sock").exists(), "{arguments:?}");
     }
+}
+
+#[test]
+fn top_and_metrics_show_a_daemon() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 a.qcow2 1M");
+    let arguments = ["serve", "-k", "n.sock", "--monitor", "m.sock", "--metrics", "127.0.0.1:0", "a.qcow2"];
+    let mut serving = Serving::start(oracle.work(), &arguments);
+    let lines = [serving.line(), serving.line(), serving.line()];
+    assert!(lines[2].starts_with("metrics: http://127.0.0.1:"), "{lines:?}");
+    let top = |socket: &str| {
+        let arguments = ["top", "--interval", "0.01", "--count", "2", socket];
+        Command::new(COWSHED).args(arguments).current_dir(oracle.work()).output().expect("our own binary runs")
+    };
+    let output = top("m.sock");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text.lines().filter(|line| line.starts_with("a ")).count(), 2, "{text}");
+    let output = top("nothing.sock");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("nothing.sock: could not connect"), "{output:?}");
+    serving.signal("INT");
+    assert!(serving.wait().success());
 }

@@ -40,6 +40,7 @@ enum What {
         address: MonitorAddress,
         pretty: bool,
     },
+    Metrics(String),
     Drive(Box<Drive>),
     /// An NBD server on the sockets that a service manager passed, or at an address.
     Serve {
@@ -157,6 +158,11 @@ impl Step {
         Step { option: option.to_owned(), what: What::Monitor { address, pretty } }
     }
 
+    /// An OpenMetrics endpoint at `HOST:PORT`.
+    pub fn metrics(option: &str, address: &str) -> Step {
+        Step { option: option.to_owned(), what: What::Metrics(address.to_owned()) }
+    }
+
     /// The node of a drive.
     pub fn drive(option: &str, drive: Drive) -> Step {
         Step { option: option.to_owned(), what: What::Drive(Box::new(drive)) }
@@ -178,6 +184,7 @@ impl Step {
 
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
         let result = match self.what {
+            What::Metrics(address) => return daemon.add_metrics(&address),
             What::Drive(drive) => return drive.add(daemon).await,
             What::Serve { address, tls, max_connections, handshake_seconds } => {
                 commands::start_nbd(daemon, address, tls.as_deref(), max_connections, handshake_seconds)

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 pub struct Running {
     pub folder: tempfile::TempDir,
     pub control: Sender<Message>,
+    pub metrics: Vec<String>,
     thread: JoinHandle<cowshed_block::Result<StopReason>>,
 }
 
@@ -27,12 +28,12 @@ impl Running {
         let (sender, started) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             run(setup(steps), |ready| {
-                sender.send(ready.control.clone()).expect("the test waits");
+                sender.send(ready.clone()).expect("the test waits");
                 Ok(())
             })
         });
         match started.recv() {
-            Ok(control) => Running { folder, control, thread },
+            Ok(ready) => Running { folder, control: ready.control, metrics: ready.metrics, thread },
             Err(_) => panic!("the daemon did not start: {:?}", thread.join()),
         }
     }

@@ -2,8 +2,12 @@
 //! Statistics of exports and nodes.
 
 use super::exports::{serving, uri};
+use super::running::Running;
+use cowshed_daemon::Step;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::json;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 
 #[test]
 fn exports_count_what_clients_do() {
@@ -42,6 +46,7 @@ fn exports_count_what_clients_do() {
     let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("is listed");
     assert_eq!(node["stats"]["wr_bytes"], 131072);
     assert!(node["parent"]["node-name"].is_string(), "{node}");
+    assert!(node["x-cache"]["l2-hits"].as_u64() >= Some(1), "{node}");
     let block = client.command("query-block", json!({}));
     assert_eq!((&block[0]["device"], &block[0]["inserted"]["node-name"]), (&json!("e"), &json!("q")));
 
@@ -62,5 +67,47 @@ fn wrong_bounds_change_nothing() {
     assert_eq!(error["class"], "DeviceNotFound");
     let stats = client.command("query-blockstats", json!({}));
     assert!(stats[0]["stats"].get("rd_latency_histogram").is_none());
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_page_of_metrics_says_the_same() {
+    let folder = super::running::temp_folder();
+    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 1 << 20);
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let steps = vec![
+        Step::metrics("--metrics", "127.0.0.1:0"),
+        Step::blockdev(&format!("qcow2,node-name=q,file.driver=file,file.filename={}", path("a.qcow2")))
+            .expect("right"),
+        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
+        Step::export("nbd,id=e,node-name=q,writable=on").expect("right"),
+    ];
+    let daemon = Running::start_in(folder, steps);
+    let mut client = daemon.client();
+    client.command("block-latency-histogram-set", json!({"id": "e", "boundaries": [1_000_000_000_000_u64]}));
+    Qemu::system().io(["-f", "raw", "-c", "write 0 64k", "-c", "read 0 4k", &uri(&daemon, "q")]).expect_ok();
+    let mut stream = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
+    let mut page = String::new();
+    stream.read_to_string(&mut page).expect("it answers");
+    assert!(page.starts_with("HTTP/1.1 200 OK") && page.ends_with("# EOF\n"), "{page}");
+    for line in [
+        "cowshed_export_bytes_total{export=\"e\",kind=\"write\"} 65536",
+        "cowshed_export_operations_total{export=\"e\",kind=\"read\"} 1",
+        "cowshed_export_size_bytes{export=\"e\"} 1048576",
+        "cowshed_export_latency_seconds_bucket{export=\"e\",kind=\"write\",le=\"1000\"} 1",
+        "cowshed_export_latency_seconds_bucket{export=\"e\",kind=\"write\",le=\"+Inf\"} 1",
+    ] {
+        assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    }
+    let types: Vec<&str> = page.lines().filter(|line| line.starts_with("# TYPE")).collect();
+    let mut unique = types.clone();
+    unique.dedup();
+    assert!(types.len() > 10 && unique.len() == types.len(), "{types:?}");
+    let mut other = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
+    other.write_all(b"POST /metrics HTTP/1.1\r\n\r\n").expect("it reads");
+    let mut refused = String::new();
+    other.read_to_string(&mut refused).expect("it answers");
+    assert!(refused.starts_with("HTTP/1.1 405"), "{refused}");
     daemon.stop().expect("stopped in order");
 }

@@ -6,6 +6,7 @@ mod logging;
 pub mod nbd;
 pub mod serve;
 pub mod storage_daemon;
+pub mod top;
 
 use super::Verb;
 use crate::output::Failure;

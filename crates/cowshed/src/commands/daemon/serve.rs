@@ -69,6 +69,9 @@ struct ServeArgs {
     /// Start a QMP monitor: a path, unix:PATH, tcp:HOST:PORT or stdio
     #[arg(long = "monitor", value_name = "ADDRESS")]
     monitors: Vec<String>,
+    /// Serve statistics in the OpenMetrics format over HTTP
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<String>,
     /// Define an object, for example credentials
     #[arg(long = "object", value_name = "TYPE,id=ID,…")]
     objects: Vec<String>,
@@ -193,6 +196,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     for monitor in &args.monitors {
         steps.push(Step::monitor_at("--monitor", monitor_address(monitor)?, false));
     }
+    if let Some(address) = &args.metrics {
+        steps.push(Step::metrics("--metrics", address));
+    }
     let running = Running {
         setup: Setup { steps, queues: args.queues.unwrap_or_else(default_queues), stop_when_idle: args.once },
         background: args.daemonize,
@@ -213,6 +219,9 @@ fn announce(ready: &Ready, console: &mut Console) {
     }
     for monitor in &ready.monitors {
         console.line(format_args!("QMP: {monitor}"));
+    }
+    for address in &ready.metrics {
+        console.line(format_args!("metrics: http://{address}/metrics"));
     }
     console.flush();
 }

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `top`: what a daemon's exports do, live.
+
+use super::super::Verb;
+use crate::output::size::human;
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+pub const VERB: Verb = Verb {
+    name: "top",
+    about: "Show live what the exports of a daemon do",
+    operands: "SOCKET",
+    details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export: operations and bytes \
+              a second, average latency, and requests in its way. On a terminal the screen is drawn anew each time.",
+    examples: "  cowshed top qmp.sock
+  cowshed top --interval 0.5 --count 10 qmp.sock",
+    in_qemu_img: false,
+    arguments: TopArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct TopArgs {
+    /// Seconds between two looks
+    #[arg(short, long, value_name = "SECONDS", default_value_t = 1.0)]
+    interval: f64,
+    /// End after so many looks [default: never]
+    #[arg(short = 'n', long, value_name = "N")]
+    count: Option<u64>,
+    /// The monitor's socket
+    #[arg(value_name = "SOCKET", value_hint = clap::ValueHint::FilePath)]
+    socket: Vec<String>,
+}
+
+/// A conversation with a monitor.
+struct Monitor {
+    stream: BufReader<UnixStream>,
+    path: String,
+}
+
+impl Monitor {
+    fn connect(path: &str) -> Result<Monitor, Failure> {
+        let stream =
+            UnixStream::connect(path).map_err(|error| Failure::new(format!("{path}: could not connect: {error}")))?;
+        let mut monitor = Monitor { stream: BufReader::new(stream), path: path.to_owned() };
+        let greeting = monitor.message()?;
+        if greeting.get("QMP").is_none() {
+            return Err(Failure::new(format!("{path}: this is no QMP monitor")));
+        }
+        monitor.execute("qmp_capabilities")?;
+        Ok(monitor)
+    }
+
+    fn failed(&self, what: &str) -> Failure {
+        Failure::new(format!("{}: {what}", self.path))
+    }
+
+    fn message(&mut self) -> Result<Value, Failure> {
+        let mut line = String::new();
+        match self.stream.read_line(&mut line) {
+            Ok(0) => Err(self.failed("the daemon has ended")),
+            Ok(_) => serde_json::from_str(&line).map_err(|_| self.failed("this is no QMP monitor")),
+            Err(error) => Err(self.failed(&error.to_string())),
+        }
+    }
+
+    fn execute(&mut self, command: &str) -> Result<Value, Failure> {
+        let text = json!({"execute": command}).to_string();
+        let sent = self.stream.get_mut().write_all(text.as_bytes());
+        sent.map_err(|error| self.failed(&error.to_string()))?;
+        loop {
+            let mut message = self.message()?;
+            if let Some(error) = message.get("error") {
+                return Err(self.failed(error["desc"].as_str().unwrap_or("the command failed")));
+            }
+            if message.get("return").is_some() {
+                return Ok(message["return"].take());
+            }
+        }
+    }
+}
+
+/// What is shown of an export, as counted since its start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    operations: u64,
+    bytes: u64,
+    time_ns: u64,
+}
+
+impl Counts {
+    fn of(stats: &Value, kind: &str) -> Counts {
+        let number = |key: String| stats[&key].as_u64().unwrap_or(0);
+        Counts {
+            operations: number(format!("{kind}_operations")),
+            bytes: number(format!("{kind}_bytes")),
+            time_ns: number(format!("{kind}_total_time_ns")),
+        }
+    }
+
+    fn since(self, before: Counts) -> Counts {
+        Counts {
+            operations: self.operations.saturating_sub(before.operations),
+            bytes: self.bytes.saturating_sub(before.bytes),
+            time_ns: self.time_ns.saturating_sub(before.time_ns),
+        }
+    }
+
+    /// Operations a second, bytes a second, average latency in milliseconds.
+    fn cells(self, seconds: f64) -> String {
+        let rate = self.operations as f64 / seconds;
+        let bytes = human((self.bytes as f64 / seconds) as u64);
+        let latency = if self.operations == 0 { 0.0 } else { self.time_ns as f64 / self.operations as f64 / 1e6 };
+        format!("{rate:>9.0} {bytes:>10} {latency:>8.3}")
+    }
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = TopArgs::from_arg_matches(matches)?;
+    let [socket] = args.socket.as_slice() else { return Err(Failure::usage("Expecting the socket of a monitor")) };
+    if !(0.01..=86_400.0).contains(&args.interval) {
+        return Err(Failure::new(format!("--interval expects seconds from 0.01 to 86400, not {}", args.interval)));
+    }
+    let mut monitor = Monitor::connect(socket)?;
+    let mut before: BTreeMap<String, [Counts; 2]> = BTreeMap::new();
+    let (mut last, mut looks) = (Instant::now(), 0);
+    let redraw = std::io::stdout().is_terminal();
+    loop {
+        let stats = monitor.execute("query-blockstats")?;
+        let seconds = last.elapsed().as_secs_f64().max(1e-3);
+        last = Instant::now();
+        if redraw {
+            console.print("\x1b[H\x1b[2J");
+        }
+        let columns = format!("{:>9} {:>10} {:>8}", "op/s", "bytes/s", "ms");
+        console.line(format_args!("{:<16} {:<16} {:<29} {:<29}", "", "", "read", "write"));
+        console.line(format_args!("{:<16} {:<16} {columns} {columns}", "export", "node"));
+        let mut now = BTreeMap::new();
+        for export in stats.as_array().into_iter().flatten() {
+            let (id, node) = (export["device"].as_str().unwrap_or("-"), export["node-name"].as_str().unwrap_or("-"));
+            let counts = ["rd", "wr"].map(|kind| Counts::of(&export["stats"], kind));
+            // At the first look there is nothing to compare with.
+            let old = before.get(id).copied().unwrap_or(counts);
+            let [read, write] = [0, 1].map(|at| counts[at].since(old[at]).cells(seconds));
+            console.line(format_args!("{id:<16.16} {node:<16.16} {read} {write}"));
+            now.insert(id.to_owned(), counts);
+        }
+        console.flush();
+        before = now;
+        looks += 1;
+        if args.count.is_some_and(|count| looks >= count) {
+            return Ok(0);
+        }
+        std::thread::sleep(Duration::from_secs_f64(args.interval));
+    }
+}

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The OpenMetrics endpoint: one page of text, over HTTP.
+
+use crate::control::Message;
+use crate::inbox::Sender;
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_image::stats::{HistogramSnapshot, IoKind, KindStats};
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+/// A scraper gets this long to say what it wants and to take it.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Longest request that is read, in bytes.
+const MAX_REQUEST_BYTES: usize = 8 << 10;
+
+/// Starts the endpoint; returns where it is, with the port that was found free.
+pub(crate) fn listen(address: &str, control: Sender<Message>) -> Result<String> {
+    let failed = |error: std::io::Error| Error::io(&error, "could not listen").file(address.to_owned());
+    let listener = TcpListener::bind(address).map_err(failed)?;
+    let bound = listener.local_addr().map_err(failed)?.to_string();
+    let accept = move || {
+        // One after the other: a page is small, and a slow scraper has its time.
+        for stream in listener.incoming() {
+            match stream {
+                Ok(stream) => {
+                    if let Err(error) = answer(stream, &control) {
+                        tracing::debug!(%error, "a scraper is gone");
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "could not accept a scraper");
+                    thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    };
+    thread::Builder::new().name("metrics".into()).spawn(accept).map_err(failed)?;
+    Ok(bound)
+}
+
+fn answer(mut stream: TcpStream, control: &Sender<Message>) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut request = Vec::new();
+    let mut piece = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let len = stream.read(&mut piece)?;
+        if len == 0 || request.len() > MAX_REQUEST_BYTES {
+            return Ok(());
+        }
+        request.extend_from_slice(&piece[..len]);
+    }
+    let (status, kind, body) = match request.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
+        [b"GET", b"/metrics" | b"/"] => match page(control) {
+            Some(page) => ("200 OK", "application/openmetrics-text; version=1.0.0; charset=utf-8", page),
+            None => ("503 Service Unavailable", "text/plain", "the daemon is shutting down\n".to_owned()),
+        },
+        [b"GET", _] => ("404 Not Found", "text/plain", "see /metrics\n".to_owned()),
+        _ => ("405 Method Not Allowed", "text/plain", "only GET\n".to_owned()),
+    };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes())?;
+    stream.write_all(body.as_bytes())
+}
+
+fn page(control: &Sender<Message>) -> Option<String> {
+    let (reply, answer) = mpsc::sync_channel(1);
+    control.send(Message::Metrics { reply }).ok()?;
+    answer.recv().ok()
+}
+
+/// A family of values, one a line.
+struct Family<'a> {
+    page: &'a mut String,
+    name: &'static str,
+}
+
+impl<'a> Family<'a> {
+    fn new(page: &'a mut String, name: &'static str, kind: &str, help: &str) -> Family<'a> {
+        let _ = writeln!(page, "# TYPE {name} {kind}\n# HELP {name} {help}");
+        Family { page, name }
+    }
+
+    fn line(&mut self, suffix: &str, labels: &[(&str, &str)], value: impl std::fmt::Display) {
+        let labels: Vec<String> = labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
+        let _ = writeln!(self.page, "{}{suffix}{{{}}} {value}", self.name, labels.join(","));
+    }
+}
+
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+fn seconds(nanoseconds: u64) -> f64 {
+    nanoseconds as f64 / 1e9
+}
+
+/// A counter of requests: name, help, and where it stands.
+type Counter = (&'static str, &'static str, fn(&KindStats) -> f64);
+
+const COUNTERS: &[Counter] = &[
+    ("cowshed_export_operations", "Requests that were carried out.", |kind| kind.operations as f64),
+    ("cowshed_export_bytes", "Bytes of these requests.", |kind| kind.bytes as f64),
+    ("cowshed_export_failed", "Requests that failed.", |kind| kind.failed as f64),
+    ("cowshed_export_invalid", "Requests that were refused as impossible.", |kind| kind.invalid as f64),
+    ("cowshed_export_seconds", "Time that the requests took, all together.", |kind| seconds(kind.total_ns)),
+];
+
+/// The page.
+pub(crate) fn render(daemon: &Daemon) -> String {
+    let mut page = String::new();
+    let exports = daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
+    let stats: Vec<_> = exports.iter().map(|export| (export, export.attachment.statistics())).collect();
+    let mut connections = Family::new(&mut page, "cowshed_connections", "gauge", "Connected NBD clients.");
+    connections.line("", &[], daemon.nbd().map_or(0, |nbd| nbd.connections()));
+    for (name, help, value) in COUNTERS {
+        let mut family = Family::new(&mut page, name, "counter", help);
+        for (export, stats) in &stats {
+            for kind in IoKind::ALL {
+                let labels = [("export", export.id.as_str()), ("kind", kind.name())];
+                family.line("_total", &labels, value(stats.kind(kind)));
+            }
+        }
+    }
+    let mut family = Family::new(&mut page, "cowshed_export_in_flight", "gauge", "Requests in flight.");
+    for (export, stats) in &stats {
+        family.line("", &[("export", &export.id)], stats.in_flight);
+    }
+    let mut family = Family::new(&mut page, "cowshed_export_size_bytes", "gauge", "Size of the disk.");
+    for (export, _) in &stats {
+        family.line("", &[("export", &export.id)], export.attachment.size());
+    }
+    let help = "Latencies, where histograms were asked for.";
+    let mut family = Family::new(&mut page, "cowshed_export_latency_seconds", "histogram", help);
+    for (export, stats) in &stats {
+        for kind in IoKind::ALL {
+            if let Some(histogram) = &stats.histograms[kind as usize] {
+                buckets(&mut family, &export.id, kind, histogram);
+            }
+        }
+    }
+    nodes(daemon, &mut page);
+    page.push_str("# EOF\n");
+    page
+}
+
+fn buckets(family: &mut Family<'_>, export: &str, kind: IoKind, histogram: &HistogramSnapshot) {
+    let mut count = 0;
+    let bounds = histogram.bounds_ns.iter().map(|bound| seconds(*bound).to_string());
+    for (bin, bound) in histogram.bins.iter().zip(bounds.chain(std::iter::once("+Inf".to_owned()))) {
+        count += bin;
+        family.line("_bucket", &[("export", export), ("kind", kind.name()), ("le", &bound)], count);
+    }
+    family.line("_count", &[("export", export), ("kind", kind.name())], count);
+}
+
+/// A value of a node: name, kind, help.
+type NodeValue = (&'static str, &'static str, &'static str);
+
+const CACHE: &[NodeValue] = &[
+    ("cowshed_node_l2_hits", "counter", "Look-ups of the mapping that were answered from memory."),
+    ("cowshed_node_l2_misses", "counter", "Look-ups of the mapping that had to read the image."),
+    ("cowshed_node_l2_bytes", "gauge", "Memory that the mapping takes."),
+    ("cowshed_node_l2_entries", "gauge", "Slices of the mapping in memory."),
+    ("cowshed_node_refcount_misses", "counter", "Refcount blocks read from the image."),
+    ("cowshed_node_refcount_bytes", "gauge", "Memory that refcounts take."),
+];
+
+fn nodes(daemon: &Daemon, page: &mut String) {
+    let nodes: Vec<_> = daemon.graph.snapshot().nodes().collect();
+    let caches: Vec<_> = nodes
+        .iter()
+        .filter_map(|node| {
+            let stats = node.qcow2()?.statistics();
+            let values = [
+                stats.l2_hits,
+                stats.l2_misses,
+                stats.l2_bytes,
+                stats.l2_slices,
+                stats.refcount_misses,
+                stats.refcount_bytes,
+            ];
+            Some((node.name(), values))
+        })
+        .collect();
+    for (index, (name, kind, help)) in CACHE.iter().enumerate() {
+        let mut family = Family::new(page, name, kind, help);
+        let suffix = if *kind == "counter" { "_total" } else { "" };
+        for (node, values) in &caches {
+            family.line(suffix, &[("node", node)], values[index]);
+        }
+    }
+    let throttles: Vec<_> = nodes
+        .iter()
+        .filter_map(|node| Some((node.name(), node.throttle()?.group().name().to_owned(), node.throttle()?.waits())))
+        .collect();
+    let help = "Requests that had to wait for their limits.";
+    let mut family = Family::new(page, "cowshed_throttle_waits", "counter", help);
+    for (node, group, waits) in &throttles {
+        family.line("_total", &[("node", node), ("group", group)], waits.count);
+    }
+    let mut family = Family::new(page, "cowshed_throttle_wait_seconds", "counter", "How long they waited.");
+    for (node, group, waits) in &throttles {
+        family.line("_total", &[("node", node), ("group", group)], seconds(waits.total_ns));
+    }
+    let mut family = Family::new(page, "cowshed_throttle_waiting", "gauge", "Requests that wait now.");
+    for (node, group, waits) in &throttles {
+        family.line("", &[("node", node), ("group", group)], waits.waiting);
+    }
+}
