@@ -10,6 +10,7 @@ mod header;
 pub mod refcount;
 pub mod snapshot;
 mod subcluster;
+mod switch;
 mod validate;
 
 pub use bitmap::{BitmapEntry, BitmapTableEntry};
@@ -19,6 +20,7 @@ pub use geometry::Geometry;
 pub use header::{Header, MAGIC, V2_HEADER_LENGTH, V3_HEADER_LENGTH, V3_HEADER_LENGTH_MIN, offset, peek_cluster_bits};
 pub use snapshot::Snapshot;
 pub use subcluster::{SUBCLUSTERS_PER_CLUSTER, Subcluster, SubclusterBitmap};
+pub use switch::{HeaderStages, switch as switch_header};
 pub use validate::limits;
 
 /// How far a parser of variable-length structures came.

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changing extensions and the backing file's name so that a power cut leaves the old header or the new one.
+//!
+//! The header's fixed fields are in the first sector, whose write is atomic; extensions and the name may reach beyond it.
+//! So what lies beyond is written first, to bytes that the old header doesn't use, and then the first sector.
+
+use super::{Header, extension_type, offset};
+use cowshed_block::Result;
+use std::ops::Range;
+
+/// Bytes of which a write is atomic.
+const SECTOR_BYTES: usize = 512;
+
+/// Writes within the first cluster, as offset and bytes; a barrier belongs behind each stage.
+pub type HeaderStages = Vec<Vec<(u64, Vec<u8>)>>;
+
+/// The stages that turn `cluster`, the file's first cluster with the header `old`, into one with `new`, whose
+/// `backing_file_offset` doesn't count. Only where the cluster is too small for both of two long names at once the change is a
+/// single write of several sectors.
+pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages> {
+    // Also refuses what doesn't fit.
+    let whole = new.encode()?;
+    let mut format_last = new.clone();
+    format_last.extensions.sort_by_key(|extension| extension.kind() == extension_type::BACKING_FORMAT);
+    for candidate in [new, &format_last] {
+        if let Some(stages) = atomic(cluster, old, candidate)? {
+            return Ok(stages);
+        }
+    }
+    let mut bytes = whole;
+    let used = extensions_end(old)?.max(old_name(old).end).min(cluster.len());
+    bytes.resize(bytes.len().max(used), 0);
+    Ok(vec![vec![(0, bytes)]])
+}
+
+/// The stages with a single switch in the first sector, where the space allows it.
+fn atomic(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
+    let mut body = Header { backing_file: None, ..new.clone() }.encode()?;
+    let name = new.backing_file.as_deref().unwrap_or_default();
+    let mut stages = Vec::new();
+    let old_extensions = 0..extensions_end(old)?;
+    let mut old_name = old_name(old);
+    // What of the new extensions lies beyond the first sector must not change what the old header uses.
+    let changed = |range: &Range<usize>| {
+        (SECTOR_BYTES.max(range.start)..body.len().min(range.end)).any(|at| cluster.get(at) != body.get(at))
+    };
+    if changed(&old_extensions) {
+        return Ok(None);
+    }
+    let overlaps = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+    let body_range = 0..body.len();
+    if body.len() > SECTOR_BYTES && overlaps(&old_name, &body_range) && changed(&old_name) {
+        // The old name is in the way: it moves first.
+        let Some(place) = find_place(cluster.len(), old_name.len(), &[&body_range, &old_extensions, &old_name]) else {
+            return Ok(None);
+        };
+        stages.push(vec![(place as u64, cluster[old_name.clone()].to_vec())]);
+        stages.push(vec![(offset::BACKING_FILE_OFFSET, (place as u64).to_be_bytes().to_vec())]);
+        old_name = place..place + old_name.len();
+    }
+    let mut beyond = Vec::new();
+    if !name.is_empty() {
+        let at = match body.len() + name.len() <= SECTOR_BYTES {
+            true => Some(body.len()),
+            false => find_place(cluster.len(), name.len(), &[&body_range, &old_extensions, &old_name]),
+        };
+        let Some(at) = at else { return Ok(None) };
+        body[offset::BACKING_FILE_OFFSET as usize..][..8].copy_from_slice(&(at as u64).to_be_bytes());
+        body[offset::BACKING_FILE_SIZE as usize..][..4].copy_from_slice(&(name.len() as u32).to_be_bytes());
+        if at < SECTOR_BYTES {
+            body.extend_from_slice(name);
+        } else {
+            beyond.push((at as u64, name.to_vec()));
+        }
+    }
+    if body.len() > SECTOR_BYTES {
+        beyond.push((SECTOR_BYTES as u64, body.split_off(SECTOR_BYTES)));
+    }
+    body.resize(SECTOR_BYTES, 0);
+    let in_use: Vec<Range<usize>> = beyond.iter().map(|(at, bytes)| *at as usize..*at as usize + bytes.len()).collect();
+    if !beyond.is_empty() {
+        stages.push(beyond);
+    }
+    stages.push(vec![(0, body)]);
+    let leftovers = leftovers(&[old_extensions, old_name], &in_use);
+    if !leftovers.is_empty() {
+        stages.push(leftovers.into_iter().map(|range| (range.start as u64, vec![0; range.len()])).collect());
+    }
+    Ok(Some(stages))
+}
+
+/// Where the header and its extensions end, the end mark included.
+fn extensions_end(header: &Header) -> Result<usize> {
+    Ok(Header { backing_file: None, ..header.clone() }.encode()?.len())
+}
+
+fn old_name(header: &Header) -> Range<usize> {
+    let len = header.backing_file.as_ref().map_or(0, Vec::len);
+    let start = header.backing_file_offset as usize;
+    start..start + len
+}
+
+/// The first place beyond the first sector for `len` bytes that touches none of `taken`.
+fn find_place(cluster_size: usize, len: usize, taken: &[&Range<usize>]) -> Option<usize> {
+    let mut at = SECTOR_BYTES;
+    while let Some(hit) = taken.iter().find(|range| !range.is_empty() && range.start < at + len && at < range.end) {
+        at = hit.end.next_multiple_of(8);
+    }
+    (at + len <= cluster_size).then_some(at)
+}
+
+/// What of `old` beyond the first sector isn't in `new`.
+fn leftovers(old: &[Range<usize>], new: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut left: Vec<Range<usize>> = old.iter().map(|range| range.start.max(SECTOR_BYTES)..range.end).collect();
+    for taken in new {
+        left = left
+            .into_iter()
+            .flat_map(|range| [range.start..range.end.min(taken.start), range.start.max(taken.end)..range.end])
+            .collect();
+    }
+    left.retain(|range| !range.is_empty());
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::Extension;
+    use proptest::prelude::*;
+
+    /// The new header as a reader finds it.
+    fn parsed(cluster: &[u8]) -> Header {
+        Header { backing_file_offset: 0, ..Header::parse(cluster).expect("a header") }
+    }
+
+    fn header(cluster_bits: u32, names: bool, backing: &Option<(usize, bool)>) -> Header {
+        let mut header = Header::new(3, cluster_bits);
+        header.l1_table_offset = 3 << cluster_bits;
+        header.refcount_table_offset = 1 << cluster_bits;
+        header.refcount_table_clusters = 1;
+        if !names {
+            header.extensions.clear();
+        }
+        if let Some((len, format)) = backing {
+            header.backing_file = Some(vec![b'a' + (*len % 26) as u8; *len]);
+            if *format {
+                header.set_extension(Extension::BackingFormat(b"qcow2".to_vec()));
+            }
+        }
+        header
+    }
+
+    /// Every state that the writes of one stage can leave, torn at sectors: here each sector of each write alone.
+    fn check_stages(mut cluster: Vec<u8>, stages: &HeaderStages, old: &Header, new: &Header) {
+        let good = |cluster: &[u8]| {
+            let found = parsed(cluster);
+            let is = |wanted: &Header| {
+                let mut sorted = (found.clone(), Header { backing_file_offset: 0, ..wanted.clone() });
+                sorted.0.extensions.sort_by_key(Extension::kind);
+                sorted.1.extensions.sort_by_key(Extension::kind);
+                sorted.0 == sorted.1
+            };
+            is(old) || is(new)
+        };
+        for stage in stages {
+            for (at, bytes) in stage {
+                for from in (0..bytes.len()).step_by(SECTOR_BYTES) {
+                    let to = (from + SECTOR_BYTES).min(bytes.len());
+                    let mut torn = cluster.clone();
+                    torn[*at as usize + from..*at as usize + to].copy_from_slice(&bytes[from..to]);
+                    assert!(good(&torn), "a torn header");
+                }
+            }
+            for (at, bytes) in stage {
+                cluster[*at as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+        }
+        let found = parsed(&cluster);
+        assert_eq!((&found.backing_file, found.backing_format()), (&new.backing_file, new.backing_format()));
+        assert_eq!(found.extensions.len(), new.extensions.len());
+    }
+
+    proptest! {
+        #[test]
+        fn every_state_is_old_or_new(
+            cluster_bits in 12u32..17,
+            names in any::<bool>(),
+            chain in proptest::collection::vec(proptest::option::of((1usize..1023, any::<bool>())), 2..6),
+        ) {
+            let mut cluster = header(cluster_bits, names, &chain[0]).encode().unwrap();
+            cluster.resize(1 << cluster_bits, 0);
+            for next in &chain[1..] {
+                let old = Header::parse(&cluster).unwrap();
+                let new = header(cluster_bits, names, next);
+                let stages = switch(&cluster, &old, &new).unwrap();
+                check_stages(cluster.clone(), &stages, &old, &new);
+                for (at, bytes) in stages.into_iter().flatten() {
+                    cluster[at as usize..][..bytes.len()].copy_from_slice(&bytes);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_small_cluster_takes_what_fits() {
+        let (old, new) = (header(9, false, &None), header(9, false, &Some((200, true))));
+        let mut cluster = old.encode().unwrap();
+        cluster.resize(512, 0);
+        let stages = switch(&cluster, &old, &new).unwrap();
+        assert_eq!(stages.len(), 1);
+        check_stages(cluster.clone(), &stages, &old, &new);
+        assert!(switch(&cluster, &old, &header(9, false, &Some((500, true)))).is_err());
+    }
+}
