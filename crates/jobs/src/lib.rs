@@ -5,6 +5,7 @@
 //! same. See the README of this crate.
 
 pub mod check;
+pub mod commit;
 pub mod compare;
 pub mod convert;
 pub mod create;
@@ -17,8 +18,10 @@ pub mod limits;
 pub mod map;
 pub mod measure;
 mod rate;
+pub mod rebase;
 pub mod rescue;
 pub mod resize;
+mod runs;
 pub mod snapshot;
 pub mod spec;
 pub mod zeroes;

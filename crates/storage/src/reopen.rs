@@ -35,11 +35,7 @@ impl File {
             Medium::Remote(_) => {
                 return Err(Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(self.name()));
             }
-            Medium::Sim(_) if self.is_writable() => {}
-            Medium::Sim(_) => {
-                let message = "a simulated file that was opened for reading can't become writable";
-                return Err(Error::unsupported(message).file(self.name()));
-            }
+            Medium::Sim(sim) => sim.make_writable(),
         }
         inner.is_writable.store(true, Ordering::Release);
         Ok(())

@@ -3,6 +3,7 @@
 
 pub mod arguments;
 pub mod check;
+pub mod commit;
 pub mod compare;
 pub mod completions;
 pub mod convert;
@@ -18,6 +19,7 @@ pub mod man;
 pub mod map;
 pub mod measure;
 pub mod parser;
+pub mod rebase;
 pub mod rescue;
 pub mod resize;
 pub mod sizes;
@@ -62,6 +64,8 @@ pub const COMMANDS: &[Verb] = &[
     measure::VERB,
     resize::VERB,
     snapshot::VERB,
+    commit::VERB,
+    rebase::VERB,
     dd::VERB,
     io::VERB,
     daemon::serve::VERB,
@@ -72,7 +76,7 @@ pub const COMMANDS: &[Verb] = &[
 ];
 
 /// Verbs of qemu-img that we don't have yet.
-pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap", "commit", "rebase"];
+pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap"];
 
 pub use daemon::TOOLS;
 

@@ -367,3 +367,40 @@ fn convert_of_a_snapshot() {
     oracle.compare_refusal("convert -l one -O raw snapshots.qcow2 snapshots.qcow2 out.raw");
     oracle.verdict();
 }
+
+#[test]
+fn commit_and_rebase() {
+    let oracle = Oracle::new();
+    gallery(&oracle);
+    let same = |theirs: &std::path::Path, ours: &std::path::Path, names: &[&str]| {
+        for name in names {
+            let other = ours.join(name).to_str().expect("text path").to_owned();
+            let compared = oracle.real(theirs, &["compare".into(), (*name).into(), other]);
+            assert_eq!(compared.code, Some(0), "{name}: {}", compared.out);
+        }
+    };
+    let overlay = ["sub/overlay.qcow2", "base.raw"];
+    oracle.compare_writing("commit sub/overlay.qcow2", |theirs, ours| same(theirs, ours, &overlay));
+    oracle.compare_writing("commit -q -d sub/overlay.qcow2", |theirs, ours| same(theirs, ours, &overlay));
+    oracle.compare_writing("commit -b base.raw top.qcow2", |theirs, ours| same(theirs, ours, &["top.qcow2"]));
+    oracle.compare_writing("rebase -b base.raw -F raw top.qcow2", |theirs, ours| same(theirs, ours, &["top.qcow2"]));
+    oracle.compare_writing("rebase -b '' top.qcow2", |theirs, ours| same(theirs, ours, &["top.qcow2"]));
+    oracle.compare_writing("rebase -u -b old.qcow2 -F qcow2 top.qcow2", |theirs, ours| {
+        same(theirs, ours, &["top.qcow2"]);
+    });
+    for line in [
+        "commit base.raw",
+        "commit snapshots.qcow2",
+        "commit -b none top.qcow2",
+        "commit -b top.qcow2 top.qcow2",
+        "rebase top.qcow2",
+        "rebase -b base.raw top.qcow2",
+        "rebase -b none.raw -F raw top.qcow2",
+        "rebase -b base.raw -F nonsense top.qcow2",
+        "rebase -b top.qcow2 -F qcow2 top.qcow2",
+        "rebase -b old.qcow2 -F qcow2 -f raw base.raw",
+    ] {
+        oracle.compare_refusal(line);
+    }
+    oracle.verdict();
+}

@@ -9,6 +9,7 @@ use crate::{Alignment, DataRange, IoBuf};
 use cowshed_block::Errno;
 use std::result::Result;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// An open file of a [`World`]. Everything that a kernel leaves to its caller (short counts, alignment, what follows
 /// a failed sync) is left to the caller here too.
@@ -17,13 +18,13 @@ pub struct SimFile {
     world: World,
     id: FileId,
     name: Arc<str>,
-    writable: bool,
+    writable: Arc<AtomicBool>,
     alignment: u64,
 }
 
 impl SimFile {
     pub(super) fn new(world: World, id: FileId, name: &str, writable: bool, alignment: u64) -> Self {
-        SimFile { world, id, name: name.into(), writable, alignment }
+        SimFile { world, id, name: name.into(), writable: Arc::new(AtomicBool::new(writable)), alignment }
     }
 
     /// The machine that it is on.
@@ -38,7 +39,12 @@ impl SimFile {
 
     /// Opened for writing.
     pub fn is_writable(&self) -> bool {
-        self.writable
+        self.writable.load(Ordering::Relaxed)
+    }
+
+    /// As after opening it anew for writing.
+    pub(crate) fn make_writable(&self) {
+        self.writable.store(true, Ordering::Relaxed);
     }
 
     /// What offsets, lengths and memory must be multiples of; 1 without direct I/O.
@@ -158,7 +164,7 @@ impl SimFile {
     fn check_writable(&self) -> Result<(), Errno> {
         // What a write on a descriptor opened for reading gets.
         const EBADF: Errno = Errno(9);
-        if self.writable { Ok(()) } else { Err(EBADF) }
+        if self.is_writable() { Ok(()) } else { Err(EBADF) }
     }
 
     fn check_feature(&self, supported: bool) -> Result<(), Errno> {

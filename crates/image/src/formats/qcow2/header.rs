@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of the header: always a write of fixed fields in its first sector, never of the whole header.
+//! Changes of the header: always a write of fixed fields in its first sector; what reaches beyond is switched to from there.
 
 use super::Qcow2Driver;
-use cowshed_block::Result;
-use cowshed_layout::qcow2::{Header, offset};
+use cowshed_block::{Result, name_of_text};
+use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
 use cowshed_storage::IoBuf;
 use std::sync::PoisonError;
 
@@ -16,5 +16,49 @@ impl Qcow2Driver {
         result?;
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
         Ok(())
+    }
+
+    /// Changes extensions and the backing file's name, durably. A power cut leaves the old header or the new one
+    /// (`cowshed_layout::qcow2::switch_header`).
+    pub(super) async fn switch_header(&self, edit: impl FnOnce(&mut Header)) -> Result<()> {
+        self.check_writable()?;
+        let _guard = self.cycle_lock.lock().await;
+        let old = self.header();
+        let mut new = old.clone();
+        edit(&mut new);
+        let (result, cluster) = self.file.read_at(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
+        result?;
+        let stages = switch_header(&cluster, &old, &new).map_err(|error| self.error(error))?;
+        self.barrier().await?;
+        for stage in stages {
+            for (offset, bytes) in stage {
+                self.file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
+            }
+            self.file.sync().await?;
+        }
+        let written = crate::formats::read_header(&self.file).await?;
+        *self.header.lock().unwrap_or_else(PoisonError::into_inner) = written;
+        Ok(())
+    }
+
+    /// Names another backing file in the header, or none. What the image reads from stays what it is: see
+    /// [`crate::graph::Graph::set_backing`]. `name` has at most 1023 bytes.
+    pub async fn change_backing_file(&self, name: Option<&str>, format: Option<&str>) -> Result<()> {
+        self.switch_header(|header| {
+            header.backing_file = name.map(|name| name_of_text(name).into_owned());
+            match format.filter(|_| name.is_some()) {
+                Some(format) => header.set_extension(Extension::BackingFormat(format.as_bytes().to_vec())),
+                None => header.remove_extension(extension_type::BACKING_FORMAT),
+            }
+        })
+        .await
+    }
+
+    /// Gives all clusters of the disk back: it reads as its backing file afterwards, or as zeroes.
+    pub async fn make_empty(&self) -> Result<()> {
+        self.check_writable()?;
+        self.unmap_behind(0).await?;
+        self.write_back(false).await?;
+        self.reclaim().await
     }
 }

@@ -130,7 +130,8 @@ impl Qcow2Driver {
         }
     }
 
-    async fn unmap_behind(&self, size: u64) -> Result<()> {
+    /// Unmaps every cluster that starts at `size` or behind.
+    pub(super) async fn unmap_behind(&self, size: u64) -> Result<()> {
         let tag = self.engine.drain_tag();
         while !self.engine.is_drained(tag) {
             rt::sleep(Duration::from_millis(1)).await;

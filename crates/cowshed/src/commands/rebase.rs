@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `rebase`: gives an image another backing file.
+
+use super::arguments::{NamingArgs, cache_mode};
+use super::{Verb, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::rebase::{self, RebaseOptions};
+
+pub const VERB: Verb = Verb {
+    name: "rebase",
+    about: "Give an image another backing file",
+    operands: "FILE",
+    details: "What FILE reads stays the same: where the new backing file differs from the old one, the old content is \
+              written into FILE first. With -u only the name changes, for a backing file that was moved or \
+              converted. A relative name is relative to the folder of FILE. An empty name takes the backing file away.",
+    examples: "  cowshed rebase -b new-base.qcow2 -F qcow2 overlay.qcow2
+  cowshed rebase -u -b moved/base.qcow2 -F qcow2 overlay.qcow2
+  cowshed rebase -p -b '' overlay.qcow2",
+    in_qemu_img: true,
+    arguments: RebaseArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct RebaseArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Cache mode for FILE: none, writeback, writethrough, directsync, unsafe
+    #[arg(short = 't', long, value_name = "CACHE")]
+    cache: Option<String>,
+    /// The new backing file; empty for none
+    #[arg(short, long, value_name = "BACKING_FILE")]
+    backing: Option<String>,
+    /// Format of the new backing file
+    #[arg(short = 'F', short_alias = 'B', long, value_name = "BACKING_FMT")]
+    backing_format: Option<String>,
+    /// Cache mode for backing files
+    #[arg(short = 'T', long, value_name = "CACHE")]
+    backing_cache: Option<String>,
+    /// Only change the name: nothing is read or compared
+    #[arg(short = 'u', long)]
+    backing_unsafe: bool,
+    /// Compress what is written, where it is a whole cluster
+    #[arg(short, long)]
+    compress: bool,
+    /// Accepted for qemu-img's sake: an image that is changed can't be shared
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = RebaseArgs::from_arg_matches(matches)?;
+    let [file] = args.files.as_slice() else {
+        return Err(Failure::usage("Expecting one image file name"));
+    };
+    if args.backing.is_none() && !args.backing_unsafe {
+        return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
+    }
+    if let Some(format) = &args.backing_format
+        && cowshed_image::formats::find(format).is_none()
+    {
+        return Err(Failure::new(format!("Invalid format name: '{format}'")));
+    }
+    let spec = args.naming.spec(file, args.format.as_ref())?;
+    let options = RebaseOptions {
+        image: ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec },
+        base: args.backing.clone().filter(|name| !name.is_empty()),
+        base_format: args.backing_format.clone(),
+        base_cache: cache_mode("source ", args.backing_cache.as_ref())?,
+        only_name: args.backing_unsafe,
+        compressed: args.compress,
+    };
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "rebasing")?;
+    let failed = |error: &Error| failed(console.persona, &options, error);
+    job.run(async |handle| rebase::run(&options, &handle).await, failed)?;
+    Ok(0)
+}
+
+/// qemu-img says which backing file could not be opened or named.
+fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
+    let Some(base) = options.base.as_ref().filter(|_| persona == Persona::QemuImg) else {
+        return Failure::open(persona, &options.image.name, error);
+    };
+    if error.message().contains("the backing format must be specified") {
+        return Failure::new(format!(
+            "Could not change the backing file to '{base}': backing format must be specified"
+        ));
+    }
+    if error.message().contains("have no backing file") {
+        return Failure::new(format!("Could not change the backing file to '{base}': Operation not supported"));
+    }
+    let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str())) && base != &options.image.name;
+    match is_base || error.message().contains("loop") {
+        true => Failure::new(format!(
+            "Could not open new backing file '{base}': {}",
+            Failure::open(persona, base, error).message
+        )),
+        false => Failure::open(persona, &options.image.name, error),
+    }
+}

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes what an image holds into an image below it.
+
+use crate::runs::{Runs, copy_runs};
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, Preallocation};
+use std::sync::Arc;
+
+/// What to commit.
+#[derive(Clone, Debug, Default)]
+pub struct CommitOptions {
+    /// The image.
+    pub image: ImageSpec,
+    /// `-b`: the image of its chain to commit to, all between included. `None`: its backing file.
+    pub base: Option<String>,
+    /// `-d`: leave the image as it is; without it, it is emptied. With `base` it never is.
+    pub keep: bool,
+    /// `-r`: bytes a second at most.
+    pub rate: Option<u64>,
+}
+
+/// Commits. After an error or a power cut the image still has all it had, and its chain reads as before.
+pub async fn run(options: &CommitOptions, job: &JobHandle) -> Result<()> {
+    job.pause_point().await?;
+    job.set_speed(options.rate);
+    let top = options.image.open_for_writing().await?;
+    let result = commit(&top, options, job).await.map_err(|error| error.file(top.filename()));
+    let closed = top.close().await;
+    result.and(closed)
+}
+
+async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Result<()> {
+    let (base, depth) = find_base(top, options.base.as_deref())?;
+    let graph = top.graph();
+    graph.set_read_only(&base, false).await?;
+    let result = copy_down(top, &base, depth, job).await;
+    let flushed = base.flush().await;
+    let result = result.and(flushed);
+    let locked = graph.set_read_only(&base, true).await;
+    result.and(locked)?;
+    if options.keep || options.base.is_some() {
+        return Ok(());
+    }
+    match top.qcow2() {
+        Some(qcow2) => qcow2.make_empty().await,
+        None => Err(Error::unsupported("only qcow2 images can be emptied")),
+    }
+}
+
+/// The node to commit to, and how many layers it is below `top`.
+fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> {
+    let Some(mut node) = top.backing() else {
+        return Err(Error::invalid_argument("the image does not have a backing file"));
+    };
+    let Some(wanted) = wanted else { return Ok((node, 1)) };
+    let same = |node: &Node| {
+        node.filename() == wanted
+            || std::fs::canonicalize(wanted)
+                .is_ok_and(|path| std::fs::canonicalize(node.filename()).is_ok_and(|other| path == other))
+    };
+    let mut depth = 1;
+    loop {
+        if same(&node) {
+            return Ok((node, depth));
+        }
+        depth += 1;
+        node = node
+            .backing()
+            .ok_or_else(|| Error::invalid_argument(format!("'{wanted}' is not in the backing chain")).field("base"))?;
+    }
+}
+
+async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandle) -> Result<()> {
+    if base.size() < top.size() {
+        base.resize(top.size(), Preallocation::Off).await?;
+    }
+    job.set_len(top.size());
+    let above_base = |run: &cowshed_image::StatusExtent| run.present && run.depth < depth;
+    copy_runs(Runs::new(top, above_base), top, base, job).await
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The runs of a disk that a job is for, in pieces, and copying them from one node to another.
+
+use crate::JobHandle;
+use crate::zeroes::is_zero;
+use cowshed_block::{Error, Result};
+use cowshed_image::{Node, StatusExtent, ZeroFlags};
+use cowshed_storage::IoBuf;
+use futures_util::stream::{self, StreamExt};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Bytes of a piece: its borders are multiples of it, so no two pieces touch one cluster.
+pub const PIECE_BYTES: u64 = 2 << 20;
+/// Pieces in flight.
+pub const PIECES_AT_ONCE: usize = 8;
+/// Runs that one question about the mapping answers at most.
+const RUNS_AT_ONCE: usize = 1024;
+
+/// A part of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// First byte.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// The mapping says that it reads as zeroes.
+    pub zero: bool,
+}
+
+/// The pieces of a disk whose runs pass a test, in order.
+pub struct Runs<'a, F> {
+    node: &'a Arc<Node>,
+    wanted: F,
+    at: u64,
+    known: VecDeque<StatusExtent>,
+}
+
+impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
+    /// Over all of `node`.
+    pub fn new(node: &'a Arc<Node>, wanted: F) -> Self {
+        Runs { node, wanted, at: 0, known: VecDeque::new() }
+    }
+
+    /// The next pieces up to the end of one stretch of [`PIECE_BYTES`], and how much of the disk was passed over to
+    /// get there; `None` at the end.
+    pub async fn next(&mut self, job: &JobHandle) -> Result<Option<Vec<Piece>>> {
+        if self.at >= self.node.size() {
+            return Ok(None);
+        }
+        job.pause_point().await?;
+        let end = ((self.at / PIECE_BYTES + 1) * PIECE_BYTES).min(self.node.size());
+        let mut pieces = Vec::new();
+        while self.at < end {
+            let Some(run) = self.known.front() else {
+                let rest = self.node.size() - self.at;
+                self.known = self.node.block_status_chain(self.at, rest, RUNS_AT_ONCE).await?.into();
+                if self.known.is_empty() {
+                    return Err(Error::internal("a map without progress").offset(self.at));
+                }
+                continue;
+            };
+            let stop = (run.start + run.len).min(end);
+            if (self.wanted)(run) {
+                pieces.push(Piece { start: self.at, len: stop - self.at, zero: run.zero });
+            }
+            self.at = stop;
+            if run.start + run.len == stop {
+                self.known.pop_front();
+            }
+        }
+        Ok(Some(pieces))
+    }
+
+    /// How far it has come, in bytes.
+    pub fn position(&self) -> u64 {
+        self.at
+    }
+}
+
+/// Hands stretch after stretch to `work`, several at a time; the first error ends it, after what has begun.
+pub async fn for_each<F, W>(mut runs: Runs<'_, F>, job: &JobHandle, work: impl Fn(Vec<Piece>) -> W) -> Result<()>
+where
+    F: Fn(&StatusExtent) -> bool,
+    W: Future<Output = Result<()>>,
+{
+    let mut running = stream::FuturesUnordered::new();
+    let mut result = Ok(());
+    let mut more = true;
+    while more || !running.is_empty() {
+        if more && running.len() < PIECES_AT_ONCE {
+            let before = runs.position();
+            match runs.next(job).await {
+                Ok(Some(pieces)) => {
+                    let passed = runs.position() - before;
+                    let work = work(pieces);
+                    running.push(async move { work.await.map(|()| passed) });
+                    continue;
+                }
+                Ok(None) => more = false,
+                Err(error) => {
+                    result = result.and(Err(error));
+                    more = false;
+                }
+            }
+        }
+        match running.next().await {
+            Some(Ok(passed)) => job.advance(passed),
+            Some(Err(error)) => {
+                result = result.and(Err(error));
+                more = false;
+            }
+            None => {}
+        }
+    }
+    result
+}
+
+/// Copies the pieces of `runs` from one node to the same place of another.
+pub async fn copy_runs<F>(runs: Runs<'_, F>, from: &Arc<Node>, to: &Arc<Node>, job: &JobHandle) -> Result<()>
+where
+    F: Fn(&StatusExtent) -> bool,
+{
+    for_each(runs, job, async |pieces| {
+        for piece in pieces {
+            copy_piece(piece, from, to, job).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHandle) -> Result<()> {
+    if piece.zero {
+        return write_zeroes(to, piece.start, piece.len).await;
+    }
+    job.throttle(piece.len).await?;
+    let (result, bytes) = from.read(piece.start, IoBuf::scratch(piece.len as usize)).await;
+    result?;
+    match is_zero(&bytes) {
+        true => write_zeroes(to, piece.start, piece.len).await,
+        false => to.write(piece.start, bytes).await.0,
+    }
+}
+
+/// Makes a range read as zeroes, giving its space back where that can be.
+pub async fn write_zeroes(node: &Node, start: u64, len: u64) -> Result<()> {
+    node.write_zeroes(start, len, ZeroFlags { may_unmap: true, no_fallback: false }).await
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge.
+
+use cowshed_jobs::commit::{self, CommitOptions};
+use cowshed_jobs::rebase::{self, RebaseOptions};
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_storage::rt;
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::random::{Random, for_each_seed};
+use std::path::{Path, PathBuf};
+
+/// Layers of a chain, the base first.
+const LAYERS: u64 = 4;
+
+struct Bench<'a> {
+    qemu: &'a Qemu,
+    folder: &'a Path,
+    random: Random,
+}
+
+impl Bench<'_> {
+    fn options(&mut self) -> String {
+        let bits = 9 + self.random.below(8);
+        match self.random.below(4) {
+            0 => format!("cluster_size={},compat=0.10", 1 << bits),
+            1 if bits >= 14 => format!("cluster_size={},extended_l2=on", 1 << bits),
+            2 => format!("cluster_size={},refcount_bits=64,compression_type=zstd", 1 << bits),
+            _ => format!("cluster_size={}", 1 << bits),
+        }
+    }
+
+    fn size(&mut self) -> u64 {
+        (64 + self.random.below(1500)) * 1024
+    }
+
+    fn fill(&mut self, path: &Path, format: &str, size: u64) {
+        let mut commands = Vec::new();
+        for _ in 0..1 + self.random.below(6) {
+            let start = self.random.below(size / 512);
+            let len = 1 + self.random.below((size / 512 - start).min(300));
+            let (start, len) = (start * 512, len * 512);
+            match self.random.below(4) {
+                0 => commands.push(format!("write -z {start} {len}")),
+                1 => commands.push(format!("discard {start} {len}")),
+                _ => commands.push(format!("write -P {} {start} {len}", 1 + self.random.below(250))),
+            }
+        }
+        self.qemu.io_commands(path, format, &commands);
+    }
+
+    /// A chain of qcow2 images over a raw or qcow2 base; the paths, base first, and their formats.
+    fn chain(&mut self, name: &str) -> Vec<(PathBuf, &'static str)> {
+        let mut layers: Vec<(PathBuf, &'static str)> = Vec::new();
+        for number in 0..1 + self.random.below(LAYERS) {
+            let (path, size) = (self.folder.join(format!("{name}{number}")), self.size());
+            let format = if number == 0 && self.random.chance(40) { "raw" } else { "qcow2" };
+            let options = match (format, layers.last()) {
+                ("raw", _) => String::new(),
+                (_, None) => self.options(),
+                (_, Some((below, format))) => {
+                    format!("{},backing_file={},backing_fmt={format}", self.options(), below.display())
+                }
+            };
+            self.qemu.create(&path, format, &options, size);
+            self.fill(&path, format, size);
+            layers.push((path, format));
+        }
+        layers
+    }
+
+    fn content(&self, image: &(PathBuf, &str)) -> Vec<u8> {
+        self.qemu.content(&image.0, image.1)
+    }
+
+    fn expect_clean(&self, layers: &[(PathBuf, &str)]) {
+        for (path, _) in layers.iter().filter(|(_, format)| *format == "qcow2") {
+            self.qemu.expect_clean(path);
+        }
+    }
+}
+
+fn spec(image: &(PathBuf, &str)) -> ImageSpec {
+    ImageSpec::file(image.0.to_str().expect("text path")).format(image.1)
+}
+
+#[test]
+fn a_rebased_image_reads_as_before() {
+    let qemu = Qemu::system();
+    for_each_seed(24, |seed| {
+        let folder = temp_dir();
+        let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed ^ 0x7265_6261) };
+        let mut old = bench.chain("old");
+        if old.len() == 1 {
+            let (below, format) = &old[0];
+            let (top, size) = (folder.path().join("top"), bench.size());
+            let options = format!("backing_file={},backing_fmt={format}", below.display());
+            qemu.create(&top, "qcow2", &options, size);
+            bench.fill(&top, "qcow2", size);
+            old.push((top, "qcow2"));
+        }
+        let new = bench.chain("new");
+        let top = old.last().expect("a layer").clone();
+        let expected = bench.content(&top);
+        // Away from any chain, onto another one, onto an image of its own chain.
+        let base = match bench.random.below(4) {
+            0 => None,
+            1 => Some(old[bench.random.below(old.len() as u64 - 1) as usize].clone()),
+            _ => new.last().cloned(),
+        };
+        let options = RebaseOptions {
+            image: spec(&top),
+            base: base.as_ref().map(|(path, _)| path.to_str().expect("text path").to_owned()),
+            base_format: base.as_ref().map(|(_, format)| (*format).to_owned()),
+            compressed: bench.random.chance(30),
+            ..RebaseOptions::default()
+        };
+        rt::block_on(rebase::run(&options, &JobHandle::new())).unwrap_or_else(|error| panic!("{error}"));
+        bench.expect_clean(&old);
+        assert!(bench.content(&top) == expected, "the image reads otherwise");
+        let info = qemu.info(&top.0, "qcow2");
+        assert_eq!(info["backing-filename"].as_str(), options.base.as_deref());
+        assert_eq!(info["backing-filename-format"].as_str(), options.base_format.as_deref());
+    });
+}
+
+#[test]
+fn a_committed_image_is_in_its_base() {
+    let qemu = Qemu::system();
+    for_each_seed(24, |seed| {
+        let folder = temp_dir();
+        let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed ^ 0x636f_6d6d) };
+        let layers = bench.chain("layer");
+        let Some(below) = layers.len().checked_sub(2) else { return };
+        let top = layers.last().expect("a layer");
+        let expected = bench.content(top);
+        let base = if bench.random.chance(50) { below } else { bench.random.below(below as u64 + 1) as usize };
+        let named = base != below || bench.random.chance(30);
+        let keep = bench.random.chance(50);
+        let options = CommitOptions {
+            image: spec(top),
+            base: named.then(|| layers[base].0.to_str().expect("text path").to_owned()),
+            keep,
+            ..CommitOptions::default()
+        };
+        rt::block_on(commit::run(&options, &JobHandle::new())).unwrap_or_else(|error| panic!("{error}"));
+        bench.expect_clean(&layers);
+        assert!(bench.content(top) == expected, "the image reads otherwise");
+        let committed = bench.content(&layers[base]);
+        assert!(committed[..expected.len()] == expected, "the base reads otherwise");
+        if !named && !keep {
+            let own = qemu.map(&top.0, "qcow2").into_iter().any(|run| run.depth == 0 && (run.data || run.present));
+            assert!(!own, "the image was to be emptied");
+        }
+    });
+}
