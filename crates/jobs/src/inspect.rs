@@ -3,6 +3,8 @@
 //!
 //! Opens the one file, reads its header and the tables that the header names, and follows nothing.
 
+mod vmdk;
+
 use crate::layer::Qcow2Layer;
 use cowshed_block::Result;
 use cowshed_image::formats::{self, PROBE_BYTES};
@@ -27,7 +29,7 @@ pub enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Asked {
-    /// "backing-file" or "data-file".
+    /// "backing-file", "data-file" or "extent".
     pub role: &'static str,
     /// The name as the image has it; none where the image needs the file and doesn't say which.
     pub name: Option<String>,
@@ -124,6 +126,7 @@ pub async fn run(path: &str) -> Result<Inspection> {
             Ok(header) => inspect_qcow2(&mut inspection, Qcow2Layer { header, file }).await,
             Err(error) => inspection.suspicions.push(error.to_string()),
         },
+        "vmdk" => vmdk::inspect(&mut inspection, &file).await,
         other => {
             let text = format!("images of format '{other}' can't be judged: they may name other files");
             inspection.suspicions.push(text);

@@ -78,6 +78,7 @@ fn info_map_and_check_are_the_real_ones() {
         oracle.compare(&format!("check {image}"));
         oracle.compare(&format!("check --output=json {image}"));
         oracle.compare(&format!("check -r all {image}"));
+        oracle.compare(&format!("measure -O raw {image}"));
         if image != "streamOptimized.vmdk" {
             oracle.compare(&format!("map {image}"));
         }

@@ -45,6 +45,19 @@ fn a_descriptor_does_not_lead_out_of_its_folder() {
         refused(&oracle, "info upload/disk.vmdk");
     }
     assert!(!work.join("out.raw").exists());
+    let inspect = || {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        let output =
+            command.args(["inspect", "--output=json", "upload/disk.vmdk"]).current_dir(&work).output().unwrap();
+        (output.status.code(), serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap())
+    };
+    write("../secret");
+    let (code, verdict) = inspect();
+    assert!(code == Some(2) && verdict["verdict"] == "suspicious", "{verdict}");
+    write("own");
+    let (code, verdict) = inspect();
+    assert!(code == Some(2) && verdict["verdict"] == "asks-for-files", "{verdict}");
+    assert_eq!((&verdict["asks-for"][0]["name"], &verdict["virtual-size"]), (&"own".into(), &4096.into()));
     // The user's own word counts.
     write("../secret");
     let line = "convert -O raw --image-opts driver=vmdk,extents=anywhere,file.filename=upload/disk.vmdk out.raw";
