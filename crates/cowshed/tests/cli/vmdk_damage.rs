@@ -207,6 +207,32 @@ fn descriptors_that_lie_are_refused() {
     check_names_of_messages(&work, &oracle);
 }
 
+#[test]
+fn many_large_directories_are_refused() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    oracle.make("create -q -f vmdk -o subformat=twoGbMaxExtentSparse split.vmdk 3G");
+    let header = fs::read(work.join("split-s001.vmdk")).unwrap()[..512].to_vec();
+    // As large as one directory may be: 16 Mi entries of 32 MiB each.
+    let sectors: u64 = (1 << 24) * (32 << 20) / 512;
+    let mut lines = String::new();
+    for name in ["a", "b"] {
+        let mut bytes = header.clone();
+        bytes[12..20].copy_from_slice(&sectors.to_le_bytes());
+        let file = fs::File::create(work.join(name)).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+        file.set_len(65 << 20).unwrap();
+        lines += &format!("RW {sectors} SPARSE \"{name}\"\n");
+    }
+    let first = lines.lines().next().unwrap();
+    fs::write(work.join("disk.vmdk"), descriptor("twoGbMaxExtentSparse", first)).unwrap();
+    let said = oracle.ours(&work, &words("map --output=json disk.vmdk"));
+    assert_eq!((said.code, said.out.lines().count()), (Some(0), 1), "{}{}", said.out, said.err);
+    assert!(refused(&oracle, "info --untrusted disk.vmdk").contains("policy"));
+    fs::write(work.join("disk.vmdk"), descriptor("twoGbMaxExtentSparse", &lines)).unwrap();
+    assert!(refused(&oracle, "info disk.vmdk").contains("directories together"));
+}
+
 /// A message names the file that is wrong, which is not always the one that was opened.
 fn check_names_of_messages(work: &Path, oracle: &Oracle) {
     let extent = work.join("split-s002.vmdk");

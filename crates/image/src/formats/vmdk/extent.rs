@@ -127,6 +127,14 @@ impl Extent {
         Ok(())
     }
 
+    /// Length of its grain directory in bytes.
+    pub(super) fn directory_bytes(&self) -> u64 {
+        match &self.storage {
+            Storage::Sparse(sparse) => sparse.header.directory_bytes(),
+            _ => 0,
+        }
+    }
+
     /// Length of a grain in bytes, for sparse extents.
     pub(super) fn grain_bytes(&self) -> Option<u64> {
         match &self.storage {
@@ -165,7 +173,11 @@ impl Sparse {
         let table_index = at / span;
         let until_table_end = span - at % span;
         let Some(table) = self.table(files, table_index).await? else {
-            return Ok((Place::Unallocated, until_table_end.min(len)));
+            // An empty disk has many tables that aren't there: they are one run.
+            let next = usize::try_from(table_index + 1).unwrap_or(usize::MAX);
+            let wanted = usize::try_from(len.div_ceil(span)).unwrap_or(usize::MAX);
+            let more = self.directory.iter().skip(next).take(wanted).take_while(|sector| **sector == 0).count() as u64;
+            return Ok((Place::Unallocated, until_table_end.saturating_add(more.saturating_mul(span)).min(len)));
         };
         let index = (at % span / grain_bytes) as usize;
         let skip = at % grain_bytes;

@@ -30,6 +30,9 @@ const SPLIT_TYPES: &[&str] = &[
     "custom",
 ];
 
+/// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
+const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
+
 /// Opens a VMDK image.
 pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
     Box::pin(open_unboxed(opener, draft))
@@ -120,9 +123,18 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
     opener.policy().check_size(bytes(descriptor.total_sectors()?)?)?;
     let mut extents = Vec::with_capacity(descriptor.extents.len());
     let mut files = Vec::new();
+    let mut directory_bytes = 0;
     for (index, line) in descriptor.extents.iter().enumerate() {
         let extent = open_extent(opener, draft, file, index, line, &mut files).await;
-        extents.push(extent.map_err(|error| error.context(format!("extent {index} of the disk")))?);
+        let extent = extent.map_err(|error| error.context(format!("extent {index} of the disk")))?;
+        // Each is within the limits; so must be all of them together, they stay in memory.
+        directory_bytes += extent.directory_bytes();
+        opener.policy().check_table("grain directories", directory_bytes)?;
+        if directory_bytes > MAX_DIRECTORIES_BYTES {
+            let message = format!("the grain directories together are larger than {MAX_DIRECTORIES_BYTES} bytes");
+            return Err(Error::invalid_image("extents", index + 1, message));
+        }
+        extents.push(extent);
     }
     Vmdk::new(descriptor, extents, files)
 }
