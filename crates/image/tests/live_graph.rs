@@ -166,6 +166,11 @@ fn snapshots_under_load_lose_nothing() {
         assert!(below.is_read_only() && !overlay.is_read_only());
         assert_eq!(attachment.node().name(), overlay.name());
         assert_eq!(overlay.backing().unwrap().name(), below.name());
+        if number == 2 {
+            // Other options change nothing about where the overlay stands.
+            reopen(&graph, &[changed(&overlay, "l2-cache-size=64k")]).unwrap();
+            assert_eq!(overlay.backing().unwrap().name(), below.name());
+        }
         paths.push(path);
     }
     hammer.go_on(300);

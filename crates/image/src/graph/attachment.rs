@@ -124,7 +124,7 @@ impl Attachment {
     pub fn queue(self: &Arc<Self>) -> Queue {
         let lane = self.gate.add_lane();
         let attachment = Arc::clone(self);
-        let seen = RefCell::new((self.generation.load(Ordering::SeqCst), Rc::new(self.node())));
+        let seen = RefCell::new((self.generation.load(Ordering::SeqCst), Rc::new(Standing(self.node()))));
         Queue(Rc::new(QueueState { attachment, lane, seen }))
     }
 
@@ -264,11 +264,21 @@ impl std::fmt::Debug for Attachment {
 #[derive(Clone)]
 pub struct Queue(Rc<QueueState>);
 
+/// The node that stands at the attachment's place. Requests share it without touching the count that all threads see.
+struct Standing(Arc<Node>);
+
+impl std::ops::Deref for Standing {
+    type Target = Arc<Node>;
+    fn deref(&self) -> &Arc<Node> {
+        &self.0
+    }
+}
+
 struct QueueState {
     attachment: Arc<Attachment>,
     lane: Arc<Lane>,
     /// The node of some generation: as long as that is the attachment's, no shared counter is touched to hold it.
-    seen: RefCell<(u64, Rc<Arc<Node>>)>,
+    seen: RefCell<(u64, Rc<Standing>)>,
 }
 
 impl Drop for QueueState {
@@ -284,11 +294,11 @@ impl Drop for QueueState {
 }
 
 impl QueueState {
-    fn node(&self) -> Rc<Arc<Node>> {
+    fn node(&self) -> Rc<Standing> {
         let generation = self.attachment.generation.load(Ordering::SeqCst);
         let mut seen = self.seen.borrow_mut();
         if seen.0 != generation {
-            *seen = (generation, Rc::new(self.attachment.node()));
+            *seen = (generation, Rc::new(Standing(self.attachment.node())));
         }
         Rc::clone(&seen.1)
     }

@@ -10,6 +10,7 @@ use crate::open::Edge;
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::Permissions;
+use serde_json::Value;
 use std::sync::Arc;
 
 /// A user that moves from one node to another.
@@ -30,7 +31,10 @@ impl User {
         match self {
             User::Attachment(attachment) => attachment.point_to(Arc::clone(node)),
             User::Parent(parent, child) => match parent.qcow2() {
-                Some(qcow2) if child.role == ChildRole::Backing => qcow2.set_backing(Some(Arc::clone(node))),
+                Some(qcow2) if child.role == ChildRole::Backing => {
+                    qcow2.set_backing(Some(Arc::clone(node)));
+                    parent.set_option("backing", node.name().into());
+                }
                 _ => child.link.set(Some(Arc::clone(node))),
             },
         }
@@ -120,6 +124,7 @@ impl Graph {
             backing.attach(Edge { user: name.to_owned(), permissions: Permissions::READ })?;
         }
         qcow2.set_backing(backing.cloned());
+        node.set_option("backing", backing.map_or(Value::Null, |backing| Value::from(backing.name())));
         raise_heights(self.snapshot().nodes());
         Ok(old.filter(|old| old.release(name)))
     }

@@ -165,7 +165,7 @@ impl Graph {
             Some(Value::Null) => Ok(Backing::None),
             Some(Value::String(name)) if name.is_empty() => Ok(Backing::None),
             Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_node(name))?)),
-            // As it was when the node was added.
+            // By its options, as it was when the node was added.
             Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),
             Some(_) => Err(cannot_change("backing")),
         }

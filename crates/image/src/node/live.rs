@@ -36,7 +36,7 @@ impl Node {
             Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(true);
-        self.options.lock().unwrap_or_else(PoisonError::into_inner).insert("read-only", true);
+        self.set_option("read-only", true.into());
         Ok(())
     }
 
@@ -60,6 +60,11 @@ impl Node {
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
+    /// Notes what an option has come to.
+    pub(crate) fn set_option(&self, key: &str, value: serde_json::Value) {
+        self.options.lock().unwrap_or_else(PoisonError::into_inner).insert(key, value);
+    }
+
     /// Takes writes from now on; the children that store it are writable already.
     pub(crate) async fn start_writing(&self) -> Result<()> {
         match &self.driver {
@@ -72,7 +77,7 @@ impl Node {
             Driver::Raw(_) | Driver::Filter(_) => {}
         }
         self.settings.set_read_only(false);
-        self.options.lock().unwrap_or_else(PoisonError::into_inner).insert("read-only", false);
+        self.set_option("read-only", false.into());
         Ok(())
     }
 }
