@@ -4,7 +4,7 @@
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Compression, Error, Result};
+use cowshed_block::{Compression, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::formats::Description;
 use cowshed_image::node::ChildRole;
@@ -184,7 +184,11 @@ fn describe(info: &mut ImageInfo, description: Description) -> Result<()> {
 /// What every node has.
 fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
-    let mut actual_size = node.file().map(|file| file.allocated_bytes()).transpose()?;
+    let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {
+        // A server doesn't say how much of its disk an export takes.
+        Some(Err(error)) if error.kind() == ErrorKind::Unsupported => None,
+        size => size.transpose()?,
+    };
     // The last one first, as QEMU lists them.
     for child in node.children().into_iter().rev() {
         // The layers of a chain are listed one by one; the data file is part of the format's own information.

@@ -75,7 +75,7 @@ pub enum Removal {
     /// Only when no client uses it; an error otherwise.
     #[default]
     Safe,
-    /// Its clients are disconnected, after the replies to what they have asked for.
+    /// Its clients are disconnected, after the replies to what they have asked for; they have 5 seconds to take them.
     Hard,
 }
 

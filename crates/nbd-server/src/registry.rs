@@ -5,10 +5,16 @@ use crate::config::{Event, ServerConfig};
 use crate::signal::Watched;
 use crate::{Disk, Export, ExportInfo, Removal};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::Socket;
+use cowshed_storage::{Socket, rt};
+use futures_util::future::{Either, select};
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// So long may the clients of an export that is removed take their last replies.
+const HARD_GRACE: Duration = Duration::from_secs(5);
 
 /// What all threads of a server share.
 #[derive(Debug)]
@@ -129,7 +135,15 @@ impl<D: Disk> Registry<D> {
             Ok(())
         })?;
         served.ask_all_to_leave();
-        served.wait_until_unused().await;
+        // A client that doesn't take its replies can't hold this up for ever.
+        let in_time = {
+            let leaving = pin!(served.wait_until_unused());
+            matches!(select(leaving, pin!(rt::sleep(HARD_GRACE))).await, Either::Left(_))
+        };
+        if !in_time {
+            served.disconnect_all();
+            served.wait_until_unused().await;
+        }
         self.exports.change(|exports| exports.by_name.remove(name));
         self.config.tell(Event::ExportRemoved { name: name.to_owned() });
         Ok(served)
@@ -146,9 +160,7 @@ impl<D: Disk> Registry<D> {
 
     /// Ends connections that didn't leave by themselves.
     pub(crate) fn disconnect_all(&self) {
-        for served in self.all() {
-            served.clients.look(|clients| clients.list.iter().for_each(|client| client.socket.shutdown()));
-        }
+        self.all().iter().for_each(|served| served.disconnect_all());
     }
 }
 
@@ -167,6 +179,10 @@ impl<D: Disk> Served<D> {
 
     fn ask_all_to_leave(&self) {
         self.clients.look(|clients| clients.list.iter().for_each(|client| client.ask_to_leave()));
+    }
+
+    fn disconnect_all(&self) {
+        self.clients.look(|clients| clients.list.iter().for_each(|client| client.socket.shutdown()));
     }
 
     async fn wait_until_unused(&self) {

@@ -66,7 +66,7 @@ impl<D: Disk> Server<D> {
     }
 
     /// Removes an export; when this returns nobody uses its disk any more. With [`Removal::Safe`] an export that is in use
-    /// stays, with an error of kind `Busy`.
+    /// stays, with an error of kind `Busy`. Call it inside of [`rt::block_on`].
     pub async fn remove_export(&self, name: &str, removal: Removal) -> Result<()> {
         self.registry.remove(name, removal).await.map(drop)
     }

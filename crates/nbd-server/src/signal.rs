@@ -2,7 +2,8 @@
 //! Waiting for what another thread does.
 
 use std::collections::VecDeque;
-use std::future::poll_fn;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -14,44 +15,74 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A value and those who wait for it to become something.
 #[derive(Debug, Default)]
 pub(crate) struct Watched<T> {
-    inner: Mutex<(T, Vec<Waker>)>,
+    inner: Mutex<Inner<T>>,
+}
+
+#[derive(Debug, Default)]
+struct Inner<T> {
+    value: T,
+    /// By the number of the wait. One that is given up takes its waker along: nothing piles up here.
+    waiting: Vec<(u64, Waker)>,
+    next_number: u64,
 }
 
 impl<T> Watched<T> {
     pub(crate) fn new(value: T) -> Self {
-        Watched { inner: Mutex::new((value, Vec::new())) }
+        Watched { inner: Mutex::new(Inner { value, waiting: Vec::new(), next_number: 0 }) }
     }
 
     /// Changes the value and wakes all who wait.
     pub(crate) fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let mut inner = lock(&self.inner);
-        let result = change(&mut inner.0);
-        let wakers = std::mem::take(&mut inner.1);
+        let result = change(&mut inner.value);
+        let waiting = std::mem::take(&mut inner.waiting);
         drop(inner);
-        wakers.into_iter().for_each(Waker::wake);
+        waiting.into_iter().for_each(|(_, waker)| waker.wake());
         result
     }
 
     /// Looks at the value.
     pub(crate) fn look<R>(&self, look: impl FnOnce(&T) -> R) -> R {
-        look(&lock(&self.inner).0)
+        look(&lock(&self.inner).value)
     }
 
     /// Waits until `check` gives something; it may change the value.
-    pub(crate) async fn wait<R>(&self, mut check: impl FnMut(&mut T) -> Option<R>) -> R {
-        poll_fn(|context: &mut Context<'_>| {
-            let mut inner = lock(&self.inner);
-            match check(&mut inner.0) {
-                Some(result) => Poll::Ready(result),
-                None => {
-                    if !inner.1.iter().any(|waker| waker.will_wake(context.waker())) {
-                        inner.1.push(context.waker().clone());
-                    }
-                    Poll::Pending
-                }
-            }
-        })
-        .await
+    pub(crate) fn wait<R, F: FnMut(&mut T) -> Option<R> + Unpin>(&self, check: F) -> Wait<'_, T, F> {
+        Wait { watched: self, check, number: None }
+    }
+}
+
+/// The future of [`Watched::wait`].
+pub(crate) struct Wait<'a, T, F> {
+    watched: &'a Watched<T>,
+    check: F,
+    number: Option<u64>,
+}
+
+impl<T, R, F: FnMut(&mut T) -> Option<R> + Unpin> Future for Wait<'_, T, F> {
+    type Output = R;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<R> {
+        let this = &mut *self;
+        let mut inner = lock(&this.watched.inner);
+        if let Some(result) = (this.check)(&mut inner.value) {
+            return Poll::Ready(result);
+        }
+        let number = *this.number.get_or_insert_with(|| {
+            inner.next_number += 1;
+            inner.next_number
+        });
+        inner.waiting.retain(|(other, _)| *other != number);
+        inner.waiting.push((number, context.waker().clone()));
+        Poll::Pending
+    }
+}
+
+impl<T, F> Drop for Wait<'_, T, F> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            lock(&self.watched.inner).waiting.retain(|(other, _)| *other != number);
+        }
     }
 }
 

@@ -186,6 +186,18 @@ fn a_client_that_does_not_read_holds_nobody_up() {
 }
 
 #[test]
+fn many_clients_that_come_and_go_leave_nothing_behind() {
+    let served = serve(Limits::default());
+    for _ in 0..500 {
+        drop(Wire::connect(&served.socket));
+    }
+    expect_service(&served);
+    rt::block_on(served.server.wait_until_idle());
+    assert_eq!(served.server.exports()[0].clients, 0);
+    served.stop();
+}
+
+#[test]
 fn connections_are_limited_and_the_rest_waits() {
     let limits = Limits { max_connections: 2, ..Limits::default() };
     let served = serve(limits);

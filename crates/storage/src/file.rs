@@ -110,7 +110,7 @@ impl File {
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
         self.check_change(offset, len, false)?;
-        file.remote.discard(offset, len).await.map_err(|errno| self.error(errno, "could not discard", offset))
+        file.discard(offset, len).await.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
     fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {

@@ -128,7 +128,7 @@ impl Medium {
             Medium::Null(_) => Ok(None),
             Medium::Sim(sim) => sim.next_data(offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.next_data(offset, len)).await,
-            Medium::Remote(file) => file.remote.next_data(offset).await,
+            Medium::Remote(file) => file.next_data(offset).await,
         }
     }
 

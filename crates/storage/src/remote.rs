@@ -75,6 +75,24 @@ impl RemoteFile {
         (result.map(|()| len), payload)
     }
 
+    fn block_bytes(&self) -> u64 {
+        self.remote.alignment().offset.max(1)
+    }
+
+    /// Gives the whole blocks of a range back.
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> SysResult<()> {
+        let block = self.block_bytes();
+        let end = offset.saturating_add(len).min(self.len) / block * block;
+        let start = offset.checked_next_multiple_of(block).unwrap_or(end);
+        if start >= end { Ok(()) } else { self.remote.discard(start, end - start).await }
+    }
+
+    /// The next data from `offset` on, which may lie inside of a block.
+    pub(crate) async fn next_data(&self, offset: u64) -> SysResult<Option<DataRange>> {
+        let found = self.remote.next_data(offset - offset % self.block_bytes()).await?;
+        Ok(found.map(|range| DataRange { start: range.start.max(offset), end: range.end }))
+    }
+
     pub(crate) async fn change_space(
         &self,
         space: Space,
@@ -86,6 +104,10 @@ impl RemoteFile {
         match space {
             // Length and space are the other side's business.
             Space::Allocate => Err(Errno::ENOTSUP),
+            // Edges within a block are written by who asked, with the rest of their block.
+            _ if !offset.is_multiple_of(self.block_bytes()) || !len.is_multiple_of(self.block_bytes()) => {
+                Err(Errno::ENOTSUP)
+            }
             _ if offset.checked_add(len).is_none_or(|end| end > self.len) => Err(Errno::ENOSPC),
             Space::Punch => self.remote.write_zeroes(offset, len, true).await,
             Space::Zero => self.remote.write_zeroes(offset, len, false).await,

@@ -304,12 +304,20 @@ impl Client {
 
     /// A connection for the next attempt at a request, or the error that the request ends with.
     async fn connection(&self, attempt: &mut Attempt) -> Reply<Arc<Connection>> {
-        let is_first = !std::mem::replace(&mut attempt.made, true);
+        attempt.number += 1;
+        if attempt.number > 1 {
+            // The connection was lost under this request.
+            let now = rt::now();
+            if now >= *attempt.lost_at.get_or_insert(now) + self.options.reconnect_delay {
+                return Err(Errno::EIO);
+            }
+            if attempt.number > 2 {
+                // A server that takes connections only to drop them.
+                rt::sleep(RETRY_PAUSE).await;
+            }
+        }
         if let Some(connection) = self.living() {
             return Ok(connection);
-        }
-        if !is_first && self.options.reconnect_delay.is_zero() {
-            return Err(Errno::EIO);
         }
         let _connecting = self.connecting.lock().await;
         loop {
@@ -369,7 +377,9 @@ impl Client {
 /// One request's attempts to be carried out.
 #[derive(Default)]
 struct Attempt {
-    made: bool,
+    number: u32,
+    /// When the first of them failed.
+    lost_at: Option<Duration>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

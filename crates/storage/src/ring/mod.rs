@@ -42,6 +42,7 @@ pub(crate) struct Ring {
     /// Kept so that a round of completions needs no allocation.
     wakers: RefCell<Vec<Waker>>,
     /// Kept so that sending needs no allocation.
+    #[allow(clippy::vec_box, reason = "a message must not move while the kernel has it")]
     messages: RefCell<Vec<Box<Message>>>,
     /// Operations in flight that nobody waits for.
     orphans: Cell<usize>,
