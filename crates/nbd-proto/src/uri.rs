@@ -131,6 +131,11 @@ fn tcp(authority: &str) -> Result<Place, String> {
             None => (decode(host_port)?, ""),
         },
     };
+    let is_address = host_port.starts_with('[');
+    let fits = |c: char| c.is_alphanumeric() || "-._".contains(c) || (is_address && ":%".contains(c));
+    if !host.chars().all(fits) {
+        return Err(format!("'{host}' is no host (an IPv6 address stands in brackets)"));
+    }
     let host = if host.is_empty() { "localhost".to_owned() } else { host };
     let port = match port {
         "" => crate::DEFAULT_PORT,
@@ -277,6 +282,8 @@ mod tests {
             ("nbd+unix:///disk", "'socket'"),
             ("nbd://h/?colour=red", "'colour'"),
             ("nbd://h:99999/", "'99999'"),
+            ("nbd://::1/", "brackets"),
+            ("nbd://a%08b/", "is no host"),
             ("nbd://h:0/", "'0'"),
             ("nbd://[::1/", "']'"),
             ("nbd://h/%4", "'%'"),
