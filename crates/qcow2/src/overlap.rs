@@ -10,8 +10,8 @@ use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Metadata structures that writes are checked against; the names are those of `overlap-check`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -77,15 +77,14 @@ impl OverlapSet {
 const CHUNK_BITS: u32 = 13;
 /// Chunks with a smaller number stand in an array; clusters further out (absurdly far in the file) in a tree, so that
 /// a hostile image costs tens of MiB at most.
-const DENSE_CHUNKS: u64 = 1 << 16;
+const DENSE_CHUNKS: u64 = (GROUP * GROUP) as u64;
 
 type Chunk = [AtomicU64; 1 << (CHUNK_BITS - 6)];
 
-#[derive(Clone, Default)]
-struct Chunks {
-    dense: Vec<Option<Arc<Chunk>>>,
-    far: BTreeSet<u64>,
-}
+/// Chunks per group, and groups.
+const GROUP: usize = 1 << 8;
+
+type Group = [OnceLock<Box<Chunk>>; GROUP];
 
 /// Number of the chunk, index of the word, mask of the bit.
 #[inline]
@@ -94,80 +93,72 @@ fn place(cluster: u64) -> (u64, usize, u64) {
     (cluster >> CHUNK_BITS, bit as usize / 64, 1 << (bit % 64))
 }
 
-impl Chunks {
-    #[inline]
-    fn chunk(&self, number: u64) -> Option<&Chunk> {
-        self.dense.get(number as usize)?.as_deref()
-    }
-
-    /// True when there is room for the cluster's bit (a bit far out always needs a new tree).
-    fn has_room(&self, cluster: u64) -> bool {
-        let (number, ..) = place(cluster);
-        number < DENSE_CHUNKS && self.chunk(number).is_some()
-    }
-
-    fn make_room(&mut self, number: u64) {
-        if number < DENSE_CHUNKS && self.chunk(number).is_none() {
-            let len = self.dense.len().max(number as usize + 1);
-            self.dense.resize(len, None);
-            self.dense[number as usize] = Some(Arc::new(std::array::from_fn(|_| AtomicU64::new(0))));
-        }
-    }
+/// The bits. Changed only by the owner. What was once made stays until the map goes, so that a look costs two steps and
+/// no guard.
+pub(crate) struct MetadataMap {
+    groups: Box<[OnceLock<Box<Group>>; GROUP]>,
+    far: ArcSwap<BTreeSet<u64>>,
 }
 
-/// The bits. Changed only by the owner.
-#[derive(Default)]
-pub(crate) struct MetadataMap {
-    chunks: ArcSwap<Chunks>,
+impl Default for MetadataMap {
+    fn default() -> Self {
+        MetadataMap { groups: Box::new(std::array::from_fn(|_| OnceLock::new())), far: ArcSwap::default() }
+    }
 }
 
 impl MetadataMap {
-    /// True when a host cluster holds checked metadata.
     #[inline]
+    fn chunk(&self, number: u64) -> Option<&Chunk> {
+        let group = self.groups.get(number as usize / GROUP)?.get()?;
+        group[number as usize % GROUP].get().map(Box::as_ref)
+    }
+
+    fn made_chunk(&self, number: u64) -> Option<&Chunk> {
+        let group = self.groups.get(number as usize / GROUP)?;
+        let group = group.get_or_init(|| Box::new(std::array::from_fn(|_| OnceLock::new())));
+        let new = || Box::new(std::array::from_fn(|_| AtomicU64::new(0)));
+        Some(group[number as usize % GROUP].get_or_init(new))
+    }
+
+    /// True when a host cluster holds checked metadata. A function of its own, so that its cost can be counted
+    /// (`testkit/examples/overlap_cost.rs`).
+    #[inline(never)]
     pub(crate) fn contains(&self, cluster: u64) -> bool {
-        let chunks = self.chunks.load();
         let (number, word, mask) = place(cluster);
         if number >= DENSE_CHUNKS {
-            return chunks.far.contains(&cluster);
+            return self.far.load().contains(&cluster);
         }
-        chunks.chunk(number).is_some_and(|chunk| chunk[word].load(Ordering::Acquire) & mask != 0)
+        self.chunk(number).is_some_and(|chunk| chunk[word].load(Ordering::Acquire) & mask != 0)
     }
 
     /// Forgets all.
     pub(crate) fn clear(&self) {
-        self.chunks.store(Arc::default());
+        let groups = self.groups.iter().filter_map(OnceLock::get);
+        for chunk in groups.flat_map(|group| group.iter().filter_map(OnceLock::get)) {
+            chunk.iter().for_each(|word| word.store(0, Ordering::Release));
+        }
+        self.far.store(Arc::default());
     }
 
     /// Sets bits and calls `taken` with the index of each item that has a cluster whose bit was set before.
     pub(crate) fn insert_all(&self, items: impl Iterator<Item = Range<u64>>, mut taken: impl FnMut(usize)) {
-        // Copied only when a chunk is missing, and then once for all items.
-        let mut grown: Option<Chunks> = None;
-        let present = self.chunks.load_full();
+        // Copied only when there is something far out, and then once for all items.
+        let mut far: Option<BTreeSet<u64>> = None;
         for (index, clusters) in items.enumerate() {
             let mut was_set = false;
             for cluster in clusters {
                 let (number, word, mask) = place(cluster);
-                if grown.is_none() && !present.has_room(cluster) {
-                    grown = Some(Chunks::clone(&present));
-                }
-                if let Some(grown) = &mut grown {
-                    grown.make_room(number);
-                    if number >= DENSE_CHUNKS {
-                        was_set |= !grown.far.insert(cluster);
-                        continue;
-                    }
-                }
-                let chunks = grown.as_ref().unwrap_or(&present);
-                if let Some(chunk) = chunks.chunk(number) {
-                    was_set |= chunk[word].fetch_or(mask, Ordering::AcqRel) & mask != 0;
-                }
+                was_set |= match self.made_chunk(number) {
+                    Some(chunk) => chunk[word].fetch_or(mask, Ordering::AcqRel) & mask != 0,
+                    None => !far.get_or_insert_with(|| BTreeSet::clone(&self.far.load())).insert(cluster),
+                };
             }
             if was_set {
                 taken(index);
             }
         }
-        if let Some(grown) = grown {
-            self.chunks.store(Arc::new(grown));
+        if let Some(far) = far {
+            self.far.store(Arc::new(far));
         }
     }
 
@@ -182,12 +173,11 @@ impl MetadataMap {
     pub(crate) fn remove(&self, clusters: Range<u64>) {
         for cluster in clusters {
             let (number, word, mask) = place(cluster);
-            let chunks = self.chunks.load();
             if number >= DENSE_CHUNKS {
-                let mut chunks = Chunks::clone(&chunks);
-                chunks.far.remove(&cluster);
-                self.chunks.store(Arc::new(chunks));
-            } else if let Some(chunk) = chunks.chunk(number) {
+                let mut far = BTreeSet::clone(&self.far.load());
+                far.remove(&cluster);
+                self.far.store(Arc::new(far));
+            } else if let Some(chunk) = self.chunk(number) {
                 chunk[word].fetch_and(!mask, Ordering::AcqRel);
             }
         }
