@@ -126,9 +126,16 @@ impl MetadataMap {
     pub(crate) fn contains(&self, cluster: u64) -> bool {
         let (number, word, mask) = place(cluster);
         if number >= DENSE_CHUNKS {
-            return self.far.load().contains(&cluster);
+            return self.contains_far(cluster);
         }
         self.chunk(number).is_some_and(|chunk| chunk[word].load(Ordering::Acquire) & mask != 0)
+    }
+
+    /// Apart, so that the common look saves no registers for it.
+    #[cold]
+    #[inline(never)]
+    fn contains_far(&self, cluster: u64) -> bool {
+        self.far.load().contains(&cluster)
     }
 
     /// Forgets all.

@@ -1,112 +1,119 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Applies each mutant of `cowshed_testkit::mutants` to a copy of the sources and runs the test that must fail then.
+//! Puts all mutants of `cowshed_testkit::mutants` into a copy of the sources, each behind a switch, builds the copy once,
+//! and runs for each the test that must fail then. First all these tests must pass with no mutant switched on.
 //!
-//! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`; it is built in `target` too, so
-//! that nothing from outside is built again. Exits with 1 when a mutant lives.
+//! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`, and built in
+//! `target/mutants-build`. Exits with 1 when a mutant lives.
 
 use cowshed_testkit::mutants::{MUTANTS, Mutant};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 /// A test that takes longer than this hangs.
-const PATIENCE: Duration = Duration::from_secs(400);
+const PATIENCE: Duration = Duration::from_secs(900);
 
-/// What became of a mutant.
+/// Appended to the crate that all others use.
+const SWITCH: &str = r#"
+/// True when the mutant of this name is switched on.
+#[doc(hidden)]
+pub fn slip(name: &str) -> bool {
+    static CHOSEN: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    CHOSEN.get_or_init(|| std::env::var("COWSHED_SLIP").unwrap_or_default()) == name
+}
+"#;
+const SWITCHED: &str = "crates/block/src/lib.rs";
+
+/// What became of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    Killed,
+    Fails,
     Hangs,
-    Lives,
-    DoesNotBuild,
+    Passes,
 }
 
-impl Fate {
-    fn text(self) -> &'static str {
-        match self {
-            Fate::Killed => "killed",
-            Fate::Hangs => "killed: hangs",
-            Fate::Lives => "LIVES",
-            Fate::DoesNotBuild => "DOES NOT BUILD",
+/// The sources with all mutants in them.
+fn texts(root: &Path) -> BTreeMap<&'static str, String> {
+    let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+    let mut texts = BTreeMap::from([(SWITCHED, read(SWITCHED) + SWITCH)]);
+    for mutant in MUTANTS {
+        for (file, old, new) in mutant.edits {
+            let text = texts.entry(file).or_insert_with(|| read(file));
+            assert_eq!(text.matches(old).count(), 1, "{}: no single place in {file} for\n{old}", mutant.name);
+            let switch = format!("cowshed_block::slip(\"{}\")", mutant.name);
+            *text = text.replacen(old, &new.replace("SLIP", &switch), 1);
         }
+    }
+    texts
+}
+
+/// Copies every file that git knows, with the mutants; what is the same already keeps its time and is not built again.
+fn copy(root: &Path, tree: &Path) {
+    let texts = texts(root);
+    let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().expect("git runs");
+    assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
+    for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+        let name = String::from_utf8_lossy(name).into_owned();
+        let bytes = match texts.get(name.as_str()) {
+            Some(text) => text.clone().into_bytes(),
+            None => match std::fs::read(root.join(&name)) {
+                Ok(bytes) => bytes,
+                // Deleted, and git has not been told.
+                Err(_) => continue,
+            },
+        };
+        let to = tree.join(&name);
+        if std::fs::read(&to).is_ok_and(|there| there == bytes) {
+            continue;
+        }
+        std::fs::create_dir_all(to.parent().expect("a file is in a folder")).expect("a folder of the copy");
+        std::fs::write(&to, bytes).unwrap_or_else(|error| panic!("{}: {error}", to.display()));
     }
 }
 
-struct Copy {
-    root: PathBuf,
-    tree: PathBuf,
-    /// Files that the last mutant has changed, as they were.
-    changed: BTreeMap<PathBuf, String>,
+/// Builds the tests in the copy; gives the program of each.
+fn build(root: &Path, tree: &Path, tests: &BTreeSet<&str>) -> BTreeMap<String, PathBuf> {
+    let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
+    command.args(["test", "--locked", "--no-run", "-p", "cowshed-testkit"]);
+    for test in tests {
+        command.args(["--test", test]);
+    }
+    // A folder of its own: to cargo, two checkouts of one workspace are the same packages.
+    let target = root.join("target/mutants-build");
+    let output = command.current_dir(tree).env("CARGO_TARGET_DIR", target).stdin(Stdio::null()).output();
+    let output = output.expect("cargo runs");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "the mutants do not build:\n{text}");
+    // `Executable tests/NAME.rs (PATH)`
+    let program = |line: &str| {
+        let (test, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
+        Some((test.to_owned(), PathBuf::from(path.strip_suffix(')')?)))
+    };
+    text.lines().filter_map(program).collect()
 }
 
-impl Copy {
-    /// Copies every file that git knows; unchanged ones keep their times, so that they are not built again.
-    fn new(root: &Path) -> Self {
-        let tree = root.join("target/mutants");
-        let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().expect("git runs");
-        assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
-        for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
-            let name = String::from_utf8_lossy(name).into_owned();
-            let (from, to) = (root.join(&name), tree.join(&name));
-            let Ok(bytes) = std::fs::read(&from) else { continue };
-            if std::fs::read(&to).is_ok_and(|there| there == bytes) {
-                continue;
+fn run(tree: &Path, program: &Path, test: &str, slip: &str) -> Fate {
+    let mut child = Command::new(program)
+        .args(["--exact", test])
+        .current_dir(tree.join("crates/testkit"))
+        .env("COWSHED_SLIP", slip)
+        .env("COWSHED_SHRINK_TRIES", "0")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("a test can be run");
+    let started = Instant::now();
+    loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) if status.success() => return Fate::Passes,
+            Some(_) => return Fate::Fails,
+            None if started.elapsed() > PATIENCE => {
+                drop((child.kill(), child.wait()));
+                return Fate::Hangs;
             }
-            std::fs::create_dir_all(to.parent().expect("a file is in a folder")).expect("a folder of the copy");
-            std::fs::write(&to, bytes).unwrap_or_else(|error| panic!("{}: {error}", to.display()));
-        }
-        Copy { root: root.to_owned(), tree, changed: BTreeMap::new() }
-    }
-
-    /// Takes the last mutant back and puts the next one in, with one write for each file.
-    fn change(&mut self, edits: &[(&str, &str, &str)]) {
-        let before = std::mem::take(&mut self.changed);
-        let mut texts: BTreeMap<PathBuf, String> = before.clone();
-        for (file, old, new) in edits {
-            let path = self.tree.join(file);
-            let present = || std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{file}: {error}"));
-            let text = texts.entry(path.clone()).or_insert_with(present);
-            self.changed
-                .entry(path.clone())
-                .or_insert_with(|| before.get(&path).cloned().unwrap_or_else(|| text.clone()));
-            assert_eq!(text.matches(old).count(), 1, "{file} has no single place for\n{old}");
-            *text = text.replacen(old, new, 1);
-        }
-        for (path, text) in texts {
-            std::fs::write(&path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        }
-    }
-
-    fn cargo(&self, mutant: &Mutant) -> Command {
-        let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
-        command.args(["test", "-q", "--locked", "-p", "cowshed-testkit", "--test", mutant.test.0]);
-        command.current_dir(&self.tree).env("CARGO_TARGET_DIR", self.root.join("target"));
-        command.env("COWSHED_SHRINK_TRIES", "0");
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command
-    }
-
-    fn fate(&mut self, mutant: &Mutant) -> Fate {
-        self.change(mutant.edits);
-        let built = self.cargo(mutant).arg("--no-run").status().expect("cargo runs");
-        if !built.success() {
-            return Fate::DoesNotBuild;
-        }
-        let mut test = self.cargo(mutant).args(["--", "--exact", mutant.test.1]).spawn().expect("cargo runs");
-        let started = Instant::now();
-        loop {
-            match test.try_wait().expect("a child can be waited for") {
-                Some(status) if status.success() => return Fate::Lives,
-                Some(_) => return Fate::Killed,
-                None if started.elapsed() > PATIENCE => {
-                    // The test itself is a child of cargo and ends when it is done, or never: it is told to end too.
-                    let children = Command::new("pkill").args(["-P", &test.id().to_string()]).status();
-                    drop((children, test.kill(), test.wait()));
-                    return Fate::Hangs;
-                }
-                None => std::thread::sleep(Duration::from_millis(50)),
-            }
+            None => std::thread::sleep(Duration::from_millis(20)),
         }
     }
 }
@@ -125,27 +132,37 @@ fn main() -> ExitCode {
         }
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace");
-    let mut copy = Copy::new(&root);
+    let tree = root.join("target/mutants");
+    copy(&root, &tree);
+    let chosen: Vec<&Mutant> =
+        MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
+    let programs = build(&root, &tree, &chosen.iter().map(|mutant| mutant.test.0).collect());
+    let tests: BTreeSet<(&str, &str)> = chosen.iter().map(|mutant| mutant.test).collect();
+    for (file, function) in tests {
+        let fate = run(&tree, &programs[file], function, "");
+        println!("{function:75} {fate:?} without a mutant");
+        assert_eq!(fate, Fate::Passes, "a test that fails anyway proves nothing");
+    }
     let mut text = String::from("| mutant | what goes wrong | killed by |\n|---|---|---|\n");
-    let (mut count, mut alive) = (0, 0);
-    for mutant in MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)) {
+    let mut alive = 0;
+    for mutant in &chosen {
         let started = Instant::now();
-        let fate = copy.fate(mutant);
-        count += 1;
-        alive += usize::from(matches!(fate, Fate::Lives | Fate::DoesNotBuild));
-        println!("{:45} {:15} {:4.0} s", mutant.name, fate.text(), started.elapsed().as_secs_f64());
-        let by = match fate {
-            Fate::Killed => format!("`{}::{}`", mutant.test.0, mutant.test.1),
-            other => other.text().to_owned(),
+        let (file, function) = mutant.test;
+        let fate = run(&tree, &programs[file], function, mutant.name);
+        let (word, by) = match fate {
+            Fate::Fails => ("killed", format!("`{file}::{function}`")),
+            Fate::Hangs => ("killed: hangs", format!("`{file}::{function}` (hangs)")),
+            Fate::Passes => ("LIVES", "nobody".to_owned()),
         };
+        alive += usize::from(fate == Fate::Passes);
+        println!("{:45} {word:15} {:4.0} s", mutant.name, started.elapsed().as_secs_f64());
         text += &format!("| {} | {} | {by} |\n", mutant.name.replace('_', " "), mutant.about);
     }
-    copy.change(&[]);
     if let Some(path) = table
         && let Err(error) = std::fs::write(&path, text)
     {
         eprintln!("could not write {path}: {error}");
     }
-    println!("{} of {count} mutants killed", count - alive);
+    println!("{} of {} mutants killed", chosen.len() - alive, chosen.len());
     if alive == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

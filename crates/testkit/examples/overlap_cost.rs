@@ -9,7 +9,7 @@
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::bigimage::{self, Placement};
-use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -85,7 +85,7 @@ fn per_write(image: &dyn Fn() -> PathBuf, kind: &str, only_checks: bool) -> f64 
 }
 
 fn compare(tib: u64) {
-    let (qemu, folder) = (Qemu::system(), tempfile::tempdir_in(".").expect("a folder here"));
+    let (qemu, folder) = (Qemu::system(), temp_dir());
     let path = |name: &str| folder.path().join(name);
     let fresh = |size: u64| {
         let image = path("fresh.qcow2");

@@ -18,7 +18,7 @@ fn every_mutant_finds_its_place_and_its_test() {
     for mutant in MUTANTS {
         for (file, old, new) in mutant.edits {
             let count = read(file).matches(old).count();
-            if count != 1 || old == new {
+            if count != 1 || !new.contains("SLIP") {
                 wrong.push(format!("{}: {count} places in {file} for\n{old}", mutant.name));
             }
         }
