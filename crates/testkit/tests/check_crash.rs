@@ -21,13 +21,14 @@ struct Case {
     steps: &'static [&'static str],
     damage: fn(&Victim),
     repair: Repair,
+    lossy: bool,
 }
 
 const PLAIN: &str = "cluster_size=4k";
 const FILLED: &[&str] = &["write -P 1 0 96k", "write -P 2 512k 40k"];
 
 fn cases() -> Vec<Case> {
-    let filled = |name, options, damage, repair| Case { name, options, steps: FILLED, damage, repair };
+    let filled = |name, options, damage, repair| Case { name, options, steps: FILLED, damage, repair, lossy: false };
     vec![
         filled("leaks", PLAIN, |v| (0..9).for_each(|n| v.set_refcount(v.host_cluster(n), 2)), Repair::Leaks),
         filled(
@@ -73,6 +74,22 @@ fn cases() -> Vec<Case> {
             },
             Repair::All,
         ),
+        filled(
+            "more users than a bit can count",
+            "cluster_size=4k,refcount_bits=1",
+            |v| (0..5).for_each(|n| v.set_word(v.l2_entry(n), v.word(v.l2_entry(n + 9)))),
+            Repair::All,
+        ),
+        filled("flag without a table", "cluster_size=512", |v| v.set_word(v.l1_entry(20), COPIED), Repair::All),
+        Case {
+            lossy: true,
+            ..filled(
+                "data behind the end",
+                PLAIN,
+                |v| (0..9).for_each(|n| v.set_word(v.l2_entry(n * 2), COPIED | (n + 1) << 30)),
+                Repair::All,
+            )
+        },
         filled("reserved bits", PLAIN, |v| (0..9).for_each(|n| v.flip(v.l2_entry(n), 0x10)), Repair::All),
         Case {
             name: "incomplete snapshot",
@@ -80,6 +97,7 @@ fn cases() -> Vec<Case> {
             steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
             damage: |v| v.shorten_snapshot(0),
             repair: Repair::All,
+            lossy: false,
         },
         Case {
             name: "snapshots",
@@ -91,6 +109,7 @@ fn cases() -> Vec<Case> {
                 v.flip(v.l2_entry(8), COPIED);
             },
             repair: Repair::All,
+            lossy: false,
         },
     ]
 }
@@ -108,9 +127,9 @@ fn damaged(qemu: &Qemu, folder: &Path, case: &Case) -> Vec<u8> {
     std::fs::read(&path).expect("the image just made")
 }
 
-async fn run_check(repair: Repair) -> cowshed_block::Result<CheckReport> {
+async fn run_check(repair: Repair, lossy: bool) -> cowshed_block::Result<CheckReport> {
     let file = File::open(Path::new(NAME), &OpenOptions { write: repair != Repair::None, ..OpenOptions::default() })?;
-    check(&file, &CheckOptions { repair, ..CheckOptions::default() }, &|_, _| true).await
+    check(&file, &CheckOptions { repair, lossy, ..CheckOptions::default() }, &|_, _| true).await
 }
 
 async fn content() -> cowshed_block::Result<Vec<u8>> {
@@ -137,6 +156,7 @@ struct Expected<'a> {
     before: CheckReport,
     content: Vec<u8>,
     repair: Repair,
+    lossy: bool,
     config: Config,
 }
 
@@ -144,7 +164,7 @@ impl Expected<'_> {
     fn verify(&self, case: &CrashCase<'_>) -> Result<(), String> {
         let world = World::with_files(Config { in_order: true, ..self.config.clone() }, &case.state.files);
         let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
-        let left = world.run(run_check(Repair::None)).map_err(told("check"))?;
+        let left = world.run(run_check(Repair::None, false)).map_err(told("check"))?;
         let before = dangers(&self.before);
         if let Some(new) = dangers(&left).iter().find(|danger| !before.contains(danger)) {
             return Err(format!("a new danger at {new:?}: {:#?}", left.findings));
@@ -152,7 +172,7 @@ impl Expected<'_> {
         if world.run(content()).map_err(told("read after the cut"))? != self.content {
             return Err("the data changed".to_owned());
         }
-        let again = world.run(run_check(self.repair)).map_err(told("second repair"))?;
+        let again = world.run(run_check(self.repair, self.lossy)).map_err(told("second repair"))?;
         if !again.is_clean() {
             return Err(format!("the second repair left {:?} {:?}", again.counters, again.findings));
         }
@@ -182,14 +202,14 @@ fn repairs_survive_power_cuts() {
             let image = damaged(&qemu, folder.path(), case);
             let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
             let world = World::with_files(config.clone(), &files);
-            let before = world.run(run_check(Repair::None)).expect("a check");
+            let before = world.run(run_check(Repair::None, false)).expect("a check");
             assert!(!before.is_clean(), "{}: nothing is damaged", case.name);
             let content = world.run(content()).expect("a readable image");
             let world = World::with_files(config.clone(), &files);
-            let report = world.run(run_check(case.repair)).expect("a repair");
+            let report = world.run(run_check(case.repair, case.lossy)).expect("a repair");
             assert!(report.is_clean() && report.changed, "{}: {report:?}", case.name);
             let (qemu, folder) = (&qemu, folder.path());
-            let expected = Expected { qemu, folder, before, content, repair: case.repair, config };
+            let expected = Expected { qemu, folder, before, content, repair: case.repair, lossy: case.lossy, config };
             let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(number as u64) };
             match explore(&world.trace(), &plan, |state| expected.verify(state)) {
                 Ok(report) => total.add(&report),
@@ -205,9 +225,9 @@ fn open_for_writing(name: &str) -> cowshed_block::Result<File> {
     File::open(Path::new(name), &OpenOptions { write: true, ..OpenOptions::default() })
 }
 
-async fn run_logged_repair(repair: Repair) -> cowshed_block::Result<CheckReport> {
+async fn run_logged_repair(repair: Repair, lossy: bool) -> cowshed_block::Result<CheckReport> {
     let file = open_for_writing(NAME)?;
-    let options = CheckOptions { repair, undo_log: Some(open_for_writing(LOG)?), ..CheckOptions::default() };
+    let options = CheckOptions { repair, lossy, undo_log: Some(open_for_writing(LOG)?), ..CheckOptions::default() };
     check(&file, &options, &|_, _| true).await
 }
 
@@ -245,7 +265,7 @@ fn undo_logs_survive_power_cuts() {
         let log = PageMap::from_bytes(&[]);
         let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image)), (LOG.to_owned(), log)]);
         let world = World::with_files(config.clone(), &files);
-        let report = world.run(run_logged_repair(case.repair)).expect("a repair");
+        let report = world.run(run_logged_repair(case.repair, case.lossy)).expect("a repair");
         assert!(report.is_clean() && report.changed, "{}: {report:?}", case.name);
         let plan = CrashPlan { max_distinct: 200, ..CrashPlan::new(number as u64) };
         let mut again = CrashReport::default();

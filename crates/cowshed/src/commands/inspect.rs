@@ -95,7 +95,7 @@ fn print_human(inspection: &Inspection, console: &mut Console) {
 }
 
 /// Text from a stranger: what could command a terminal is shown as an escape.
-fn printable(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     let visible = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
     shown_name(text).chars().map(visible).collect()
 }

@@ -2,7 +2,9 @@
 //! `rescue`: what is left of a damaged image.
 
 use super::arguments::{NamingArgs, OutputFormat};
+use super::inspect::printable;
 use super::sizes::{MOST, size, size_between};
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
@@ -113,6 +115,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         _ => return Err(Failure::usage("Expecting one image file name, and that of the new image")),
     };
     let options = options(&args, file, target)?;
+    guard(&args, &options, console)?;
     // A map that can't be written is better known before the work than after it; it replaces no other file.
     let map_failed = |name: &str, error: &std::io::Error| Failure::new(format!("{name}: {error}"));
     let mut map_file = match &args.map {
@@ -170,6 +173,16 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
     })
 }
 
+fn guard(args: &RescueArgs, options: &RescueOptions, console: &mut Console) -> Result<(), Failure> {
+    let backing = args.backing.as_deref().map(ImageSpec::file);
+    let mut uses = vec![Use::Read(&options.image)];
+    uses.extend(backing.iter().map(Use::Read));
+    uses.extend(options.data_file.as_deref().map(Use::ReadFile));
+    uses.extend(options.target.iter().map(Use::Write));
+    uses.extend(args.map.as_deref().map(Use::WriteFile));
+    args.naming.untrusted.guard(&uses, console)
+}
+
 /// `OFFSET=GUEST_OFFSET`.
 fn assignment(text: &str) -> Result<(u64, u64), Failure> {
     let Some((offset, guest)) = text.split_once('=') else {
@@ -181,7 +194,7 @@ fn assignment(text: &str) -> Result<(u64, u64), Failure> {
 fn print_human(map: &RescueMap, wrote: bool, console: &mut Console) {
     let RescueMap { image, virtual_size, cluster_size, data_bytes, zero_bytes, .. } = map;
     for note in &map.notes {
-        console.line(format_args!("note: {note}"));
+        console.line(format_args!("note: {}", printable(note)));
     }
     console.line(format_args!("{image}: a disk of {}, clusters of {}", human(*virtual_size), human(*cluster_size)));
     console.line(format_args!("read: {} of data, {} of zeroes", human(*data_bytes), human(*zero_bytes)));
@@ -196,7 +209,7 @@ fn print_human(map: &RescueMap, wrote: bool, console: &mut Console) {
         let what = if wrote { ", zeroes in the new image" } else { "" };
         console.line(format_args!("lost: {}{what}", human(map.lost_bytes)));
         for lost in map.lost.iter().take(LISTED_MAX) {
-            let detail = lost.detail.as_deref().map(|text| format!(" ({text})")).unwrap_or_default();
+            let detail = lost.detail.as_deref().map(|text| format!(" ({})", printable(text))).unwrap_or_default();
             console.line(format_args!("  {:#x}, {}: {}{detail}", lost.start, human(lost.length), lost.reason));
         }
         listed(LISTED_MAX, map.lost.len(), console);
