@@ -2,13 +2,13 @@
 //! An I/O shell over images: `cowshed io`, and by the name `qemu-io` one that scripts made for that tool can use.
 //!
 //! `table.rs` lists the commands; `arguments.rs` takes their words apart, `text.rs` words their reports. The rest
-//! carries them out: `transfer.rs` at once, `later.rs` in the background, `image.rs` what is no transfer, `session.rs`
+//! carries them out: `transfer.rs` at once, `background.rs` without waiting, `image.rs` what is no transfer, `session.rs`
 //! opens and closes, `faults.rs` holds requests up, `prompt.rs` asks for lines.
 
 mod arguments;
+mod background;
 mod faults;
 mod image;
-mod later;
 mod outcome;
 mod prompt;
 mod session;
@@ -81,10 +81,10 @@ impl Shell {
         }
         let closed = session::close(&mut self).await;
         is_well &= self.conclude(None, closed);
-        let program = self.manner.program;
+        let (program, persona) = (self.manner.program, self.console.persona);
         match self.console.finish() {
             Some(error) => {
-                eprintln!("{program}: could not write the output: {error}");
+                Console::new(persona).error_text(&format!("{program}: could not write the output: {error}\n"));
                 1
             }
             None => u8::from(!is_well),

@@ -3,7 +3,7 @@
 
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
-use super::{Shell, later};
+use super::{Shell, background};
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
 use cowshed_block::{Error, Result};
@@ -241,7 +241,7 @@ pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Don
 /// Waits for what runs in the background, and closes the image where there is one.
 pub(super) async fn close(shell: &mut Shell) -> Done {
     super::faults::let_go(shell);
-    later::wait_for_all(shell).await;
+    background::wait_for_all(shell).await;
     let Some(session) = shell.session.take() else { return Ok(()) };
     let closed = session.node.close().await;
     closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))

@@ -3,7 +3,7 @@
 
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
-use super::{Shell, faults, image, later, session, transfer};
+use super::{Shell, background, faults, image, session, transfer};
 use std::pin::Pin;
 
 /// Carries a command out.
@@ -30,7 +30,7 @@ pub struct Command {
     /// One line for people.
     pub about: &'static str,
     /// More of them.
-    pub details: &'static str,
+    pub details: &'static [&'static str],
     /// Does it.
     pub run: Run,
 }
@@ -47,25 +47,29 @@ const BASE: Command = Command {
     writes: false,
     syntax: "",
     about: "",
-    details: "",
+    details: &[],
     run: |_, _| Box::pin(async { Ok(()) }),
 };
 
-const COMMON_FLAGS: &str = "
- -C  the report in a form for programs: bytes, requests, time, bytes and requests a second
- -q  no report";
+const REPORT_FLAGS: &str =
+    " -C       the report in a form for programs: bytes, requests, time, bytes and requests a second
+ -q       no report";
 
-const READ: &str = "
- -P BYTE  check that every byte is this one
+const READ: &str = " -P BYTE  check that every byte is this one
  -v       print the data
- -p, -r   accepted, without effect";
+ -r       accepted, without effect";
 
-const WRITE: &str = "
- -P BYTE  write this byte (default: 0xcd)
- -z       write zeroes without transferring them
- -u       with -z: the space may be given back
+const WRITE: &str = " -P BYTE  write this byte (default: 0xcd)
  -f       durable when it returns
- -p, -r   accepted, without effect";
+ -r       accepted, without effect";
+
+const ZERO: &str = " -z       write zeroes without transferring them
+ -u       with -z: the space may be given back";
+
+const VM_STATE: &str = " -b       the state of a virtual machine (not yet supported)";
+
+const BACKGROUND: &str = " The command succeeds once the request is under way; errors and wrong data are only printed.
+ -i       only say so: for other programs' statistics";
 
 /// All of them, in the order of `help`.
 pub const COMMANDS: &[Command] = &[
@@ -84,14 +88,14 @@ pub const COMMANDS: &[Command] = &[
         writes: true,
         syntax: "[-Cq] off len",
         about: "gives a range back, in the background",
-        details: COMMON_FLAGS,
-        run: |shell, arguments| Box::pin(later::discard(shell, arguments)),
+        details: &[REPORT_FLAGS],
+        run: |shell, arguments| Box::pin(background::discard(shell, arguments)),
         ..BASE
     },
     Command {
         name: "aio_flush",
         about: "waits for all requests in the background, and makes what they wrote durable",
-        run: |shell, _| Box::pin(later::flush(shell)),
+        run: |shell, _| Box::pin(background::flush(shell)),
         ..BASE
     },
     Command {
@@ -101,10 +105,8 @@ pub const COMMANDS: &[Command] = &[
         flags: "CiP:qrv",
         syntax: "[-Ciqrv] [-P pattern] off len [len..]",
         about: "reads in the background",
-        details: "
- The command succeeds once the request is under way; errors and wrong data are only printed.
- -i  count a request as invalid instead of making it",
-        run: |shell, arguments| Box::pin(later::read(shell, arguments)),
+        details: &[READ, REPORT_FLAGS, BACKGROUND],
+        run: |shell, arguments| Box::pin(background::read(shell, arguments)),
         ..BASE
     },
     Command {
@@ -115,8 +117,8 @@ pub const COMMANDS: &[Command] = &[
         writes: true,
         syntax: "[-Cfiqruz] [-P pattern] off len [len..]",
         about: "writes in the background",
-        details: WRITE,
-        run: |shell, arguments| Box::pin(later::write(shell, arguments)),
+        details: &[WRITE, ZERO, REPORT_FLAGS, BACKGROUND],
+        run: |shell, arguments| Box::pin(background::write(shell, arguments)),
         ..BASE
     },
     Command {
@@ -154,7 +156,7 @@ pub const COMMANDS: &[Command] = &[
         writes: true,
         syntax: "[-Cq] off len",
         about: "gives a range back",
-        details: COMMON_FLAGS,
+        details: &[REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::discard(shell, arguments)),
         ..BASE
     },
@@ -204,8 +206,7 @@ pub const COMMANDS: &[Command] = &[
         needs_image: false,
         syntax: "[-rsCnkU] [-t cache] [-d discard] [-o options] [path]",
         about: "opens an image",
-        details: "
- -r  for reading
+        details: &[" -r  for reading
  -s  with a temporary overlay that takes the writes
  -n  the same as -t none
  -U  share the image with others that write to it; needs -r
@@ -214,7 +215,7 @@ pub const COMMANDS: &[Command] = &[
  -t  cache mode
  -d  discards: ignore (off) or unmap (on)
  -o  options of the driver: key=value,key=value
- -C  keep what is read from the backing file",
+ -C  keep what is read from the backing file"],
         run: |shell, arguments| Box::pin(session::open_command(shell, arguments)),
         ..BASE
     },
@@ -235,10 +236,13 @@ pub const COMMANDS: &[Command] = &[
         flags: "bCl:pP:qrs:v",
         syntax: "[-abCqrv] [-P pattern [-s off] [-l len]] off len",
         about: "reads a range",
-        details: "
- -s OFF   with -P: skip so many bytes of what was read
- -l LEN   with -P: check only so many bytes
- -b       the state of a virtual machine (not yet supported)",
+        details: &[
+            READ,
+            " -s OFF   with -P: skip so many bytes of what was read
+ -l LEN   with -P: check only so many bytes",
+            VM_STATE,
+            REPORT_FLAGS,
+        ],
         run: |shell, arguments| Box::pin(transfer::read(shell, arguments)),
         ..BASE
     },
@@ -249,7 +253,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "CP:qrv",
         syntax: "[-Cqrv] [-P pattern] off len [len..]",
         about: "reads a range into several buffers",
-        details: READ,
+        details: &[READ, REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::readv(shell, arguments)),
         ..BASE
     },
@@ -268,11 +272,10 @@ pub const COMMANDS: &[Command] = &[
         flags: "rwc:o:",
         syntax: "[(-r|-w)] [-c cache] [-o options]",
         about: "opens the image again with other options",
-        details: "
- -r  for reading
+        details: &[" -r  for reading
  -w  for writing
  -c  cache mode
- -o  options of the driver: key=value,key=value",
+ -o  options of the driver: key=value,key=value"],
         run: |shell, arguments| Box::pin(session::reopen(shell, arguments)),
         ..BASE
     },
@@ -334,11 +337,15 @@ pub const COMMANDS: &[Command] = &[
         writes: true,
         syntax: "[-bcCfnqruz] [-P pattern | -s source_file] off len",
         about: "writes a range",
-        details: "
- -s FILE  write the content of this file, again and again
+        details: &[
+            WRITE,
+            ZERO,
+            " -s FILE  write the content of this file, again and again
  -c       compressed, whole clusters
- -n       with -z: fail where that would be slow
- -b       the state of a virtual machine (not yet supported)",
+ -n       with -z: fail where that would be slow",
+            VM_STATE,
+            REPORT_FLAGS,
+        ],
         run: |shell, arguments| Box::pin(transfer::write(shell, arguments)),
         ..BASE
     },
@@ -350,7 +357,7 @@ pub const COMMANDS: &[Command] = &[
         writes: true,
         syntax: "[-Cfqr] [-P pattern] off len [len..]",
         about: "writes a range from several buffers",
-        details: WRITE,
+        details: &[WRITE, REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::writev(shell, arguments)),
         ..BASE
     },
@@ -392,8 +399,8 @@ async fn help(shell: &mut Shell, arguments: Arguments) -> Done {
     };
     let command = find(name).ok_or_else(|| Failed::output(format!("command {name} not found")))?;
     shell.console.line(command.usage());
-    if !command.details.is_empty() {
-        shell.console.line(command.details);
+    for text in command.details {
+        shell.console.line(text);
     }
     Ok(())
 }

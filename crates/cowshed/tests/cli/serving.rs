@@ -60,7 +60,7 @@ fn await_socket(path: &Path) {
 fn serve_prints_a_uri_that_clients_use() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
-    let mut serving = Serving::start(&oracle.work(), &["serve", "disk.qcow2"]);
+    let mut serving = Serving::start(oracle.work(), &["serve", "disk.qcow2"]);
     let uri = serving.line();
     assert!(uri.starts_with("nbd+unix:///?socket="), "{uri}");
     let socket = uri.split("socket=").nth(1).expect("a socket").to_owned();
@@ -88,7 +88,7 @@ fn several_images_have_names_and_a_monitor() {
         "--drive",
         "file=b.raw,format=raw,id=b,readonly=on",
     ];
-    let mut serving = Serving::start(&oracle.work(), &arguments);
+    let mut serving = Serving::start(oracle.work(), &arguments);
     assert_eq!([serving.line(), serving.line()], ["nbd+unix:///a?socket=n.sock", "nbd+unix:///b?socket=n.sock"]);
     assert_eq!(serving.line(), "QMP: unix:m.sock");
     let list =
@@ -108,7 +108,7 @@ fn several_images_have_names_and_a_monitor() {
 fn qemu_nbd_ends_with_its_last_client() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
-    let serving = Serving::start(&oracle.work(), &["qemu-nbd", "-k", "n.sock", "-f", "qcow2", "-x", "x", "disk.qcow2"]);
+    let serving = Serving::start(oracle.work(), &["qemu-nbd", "-k", "n.sock", "-f", "qcow2", "-x", "x", "disk.qcow2"]);
     let socket = oracle.work().join("n.sock");
     await_socket(&socket);
     let uri = format!("nbd+unix:///x?socket={}", socket.display());

@@ -30,7 +30,7 @@ pub(super) enum Storage {
     /// As they are, from byte `host` on.
     Flat { file: usize, host: u64, kind: ExtentKind },
     /// In grains.
-    Sparse(Sparse),
+    Sparse(Box<Sparse>),
     /// Not at all: zeroes.
     Zero,
 }

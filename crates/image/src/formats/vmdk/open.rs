@@ -102,7 +102,7 @@ async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) ->
     }
     let descriptor = Descriptor::parse(&text)?;
     let sparse = open_sparse(opener, file, 0, header, "").await?;
-    let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(sparse) };
+    let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
     Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])
 }
 
@@ -192,7 +192,7 @@ async fn open_extent(
         let message = format!("the descriptor gives the extent {} sectors", line.sectors);
         return Err(in_file(Error::invalid_image("capacity", sparse.header.capacity_sectors, message)));
     }
-    Ok(Extent { len, storage: Storage::Sparse(sparse) })
+    Ok(Extent { len, storage: Storage::Sparse(Box::new(sparse)) })
 }
 
 /// Reads the grain directory.
