@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an attachment, its statistics and a throttle filter cost: `queue_cost node|queue|throttle|unlimited READS` reads 4 KiB
-//! from a disk that is nothing. Run it with two numbers of reads under an instruction counter; the difference is the cost:
-//!
-//! `valgrind --tool=none` doesn't count; `valgrind --tool=callgrind target/…/examples/queue_cost throttle 20000` does.
+//! What an attachment, its statistics and a throttle filter cost: `queue_cost node|queue|unlimited|throttle READS` reads
+//! 4 KiB at a time from a disk that is nothing. With two numbers of reads under an instruction counter
+//! (`valgrind --tool=callgrind …`) the difference is what the reads cost.
 
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{AttachRequest, Graph};

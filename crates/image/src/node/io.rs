@@ -19,7 +19,8 @@ impl Node {
         }
         let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
-            Driver::Mapped(mapped) => mapped.read(offset, buf).await,
+            // Boxed, so that the future of the others stays small: it is moved with every request.
+            Driver::Mapped(mapped) => Box::pin(mapped.read(offset, buf)).await,
             Driver::Raw(raw) => raw.read(offset, buf).await,
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
@@ -63,7 +64,7 @@ impl Node {
         }
         if self.settings.is_probed_raw()
             && offset < formats::PROBE_BYTES as u64
-            && let Err(error) = self.check_probed_raw(offset, &buf).await
+            && let Err(error) = Box::pin(self.check_probed_raw(offset, &buf)).await
         {
             return (Err(error), buf);
         }
@@ -71,7 +72,7 @@ impl Node {
         if detect != DetectZeroes::Off && is_zero(&buf) {
             let may_unmap = detect == DetectZeroes::Unmap;
             let flags = ZeroFlags { may_unmap, no_fallback: false };
-            return (self.write_zeroes(offset, buf.len() as u64, flags).await, buf);
+            return (self.write_zeroes_boxed(offset, buf.len() as u64, flags).await, buf);
         }
         let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
@@ -83,7 +84,7 @@ impl Node {
         self.counters.count(IoKind::Write, len, outcome_of(&result));
         self.tracking.written(offset, len);
         if result.is_ok() && self.settings.is_writethrough() {
-            return (self.flush().await, buf);
+            return (self.flush_boxed().await, buf);
         }
         (result, buf)
     }

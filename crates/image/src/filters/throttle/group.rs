@@ -228,7 +228,8 @@ impl Membership {
         };
         wake.into_iter().for_each(Waker::wake);
         if let Entry::Wait(ticket) = entry {
-            Wait { group: &self.group, ticket }.run().await;
+            // Boxed: a request that may go at once doesn't carry the room for waiting.
+            Box::pin(Wait { group: &self.group, ticket }.run()).await;
         }
     }
 }

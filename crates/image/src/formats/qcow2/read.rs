@@ -21,13 +21,14 @@ impl Qcow2Driver {
                 return done;
             }
             Direct::Stalled(stall, seen) => {
-                if let Err(error) = self.settle(stall, seen).await {
+                if let Err(error) = Box::pin(self.settle(stall, seen)).await {
                     return (Err(error), buf);
                 }
             }
             Direct::Other => {}
         }
-        self.read_range(offset, buf).await
+        // In boxes what is rare: each request moves its whole future, and most need little of it.
+        Box::pin(self.read_range(offset, buf)).await
     }
 
     /// As [`Self::read`], for any mapping; what lies past the end of the disk reads as zeroes.

@@ -22,14 +22,14 @@ impl Qcow2Driver {
                     return done;
                 }
                 Direct::Stalled(stall, seen) => {
-                    if let Err(error) = self.settle(stall, seen).await {
+                    if let Err(error) = Box::pin(self.settle(stall, seen)).await {
                         return (Err(error), buf);
                     }
                 }
                 Direct::Other => {}
             }
         }
-        self.write_range(offset, buf).await
+        Box::pin(self.write_range(offset, buf)).await
     }
 
     pub(super) async fn write_range(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
