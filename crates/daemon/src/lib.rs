@@ -7,6 +7,7 @@ mod commands;
 mod control;
 mod events;
 mod inbox;
+mod jobs;
 mod metrics;
 mod monitor;
 mod nbd;

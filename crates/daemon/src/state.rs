@@ -4,6 +4,7 @@
 use crate::control::{Message, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
+use crate::jobs::Jobs;
 use crate::monitor::{self, Listening, MonitorAddress, MonitorContext};
 use crate::nbd::{Exported, Nbd};
 use crate::objects::Objects;
@@ -27,6 +28,8 @@ pub(crate) struct Daemon {
     pub control: Sender<Message>,
     /// What `object-add` made.
     pub objects: Objects,
+    /// Background jobs.
+    pub jobs: Rc<Jobs>,
     /// Threads that serve clients.
     pub queues: usize,
     /// Stop when the last client goes.
@@ -44,6 +47,7 @@ impl Daemon {
             schema: Arc::new(schema),
             control,
             objects: Objects::default(),
+            jobs: Rc::default(),
             queues: setup.queues,
             stop_when_idle: setup.stop_when_idle,
             nbd: RefCell::default(),
@@ -126,6 +130,7 @@ impl Daemon {
     /// Stops everything, users before what they use. The first error is the result; the rest is stopped all the same.
     pub async fn shut_down(&self) -> Result<()> {
         let mut result = Ok(());
+        self.jobs.stop().await;
         let nbd = self.nbd();
         self.set_nbd(None);
         if let Some(nbd) = nbd {

@@ -17,6 +17,7 @@ mod layer;
 pub mod limits;
 pub mod map;
 pub mod measure;
+pub mod mirror;
 mod rate;
 pub mod rebase;
 pub mod rescue;

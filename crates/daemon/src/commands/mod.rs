@@ -4,6 +4,7 @@
 mod arguments;
 mod exports;
 mod general;
+mod jobs;
 mod nodes;
 mod objects;
 mod snapshot;
@@ -45,6 +46,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &throttle::GROUP,
     &stats::GROUP,
     &snapshot::GROUP,
+    &jobs::GROUP,
 ];
 
 /// A line of a group's table.

@@ -78,6 +78,7 @@ pub(crate) fn find(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node
 
 async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = find(&daemon, &arguments)?;
+    daemon.jobs.check_free(&node)?;
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
     // Shrinking takes away what a request may be about to write to.

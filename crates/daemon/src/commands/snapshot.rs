@@ -29,12 +29,14 @@ enum ActionCompletionMode: individual grouped
 object TransactionProperties: completion-mode?: ActionCompletionMode
 command blockdev-snapshot(BlockdevSnapshot)
 command blockdev-snapshot-sync(BlockdevSnapshotSync)
+command change-backing-file: device: str, image-node-name: str, backing-file: str
 command transaction: actions: [TransactionAction], properties?: TransactionProperties
 ",
     commands: &[
         command!("blockdev-snapshot", blockdev_snapshot),
         command!("blockdev-snapshot-sync", blockdev_snapshot_sync),
         command!("transaction", transaction),
+        command!("change-backing-file", change_backing_file),
     ],
 };
 
@@ -102,8 +104,36 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
     }
 }
 
+/// Names another backing file in an image's header; what is open stays as it is.
+async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let top = image_of(&daemon, arguments.text("device"))?;
+    let name = arguments.text("image-node-name");
+    let mut chain = std::iter::successors(Some(top), |node| node.backing());
+    let Some(node) = chain.find(|node| node.name() == name) else {
+        return Err(QmpError::generic(format!("Node '{name}' is not in the chain of '{}'", arguments.text("device"))));
+    };
+    daemon.jobs.check_free(&node)?;
+    let (Some(qcow2), Some(_)) = (node.qcow2(), node.backing()) else {
+        return Err(QmpError::generic(format!("Node '{name}' has no backing file")));
+    };
+    let drained = daemon.graph.drain(&[&node]).await;
+    let was_read_only = node.is_read_only();
+    if was_read_only {
+        daemon.graph.set_read_only(&node, false).await.map_err(failed)?;
+    }
+    let header = qcow2.header();
+    let format = header.backing_format().map(|format| format.into_owned());
+    let changed = qcow2.change_backing_file(Some(arguments.text("backing-file")), format.as_deref()).await;
+    if was_read_only {
+        daemon.graph.set_read_only(&node, true).await.map_err(failed)?;
+    }
+    drop(drained);
+    changed.map_err(failed)?;
+    nothing()
+}
+
 /// What an export, or a node-name, stores its data in: the node below the filters.
-fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+pub(super) fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
     let export = daemon.find_export(name).map(|export| export.attachment.node());
     let Some(mut node) = export.or_else(|| daemon.graph.find(name)) else {
         return Err(QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'")));
@@ -119,6 +149,7 @@ fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 
 fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
     let node = image_of(daemon, arguments.text("node"))?;
+    daemon.jobs.check_free(&node)?;
     let overlay = arguments.text("overlay");
     let not_found = || QmpError::generic(format!("Cannot find device='{overlay}' nor node-name='{overlay}'"));
     let overlay = daemon.graph.find(overlay).ok_or_else(not_found)?;
@@ -132,6 +163,7 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
         (Some(_), Some(_)) => return Err(QmpError::generic("'device' and 'node-name' are mutually exclusive")),
     };
     let node = image_of(daemon, name)?;
+    daemon.jobs.check_free(&node)?;
     let (file, format) = (arguments.text("snapshot-file"), arguments.maybe_text("format").unwrap_or("qcow2"));
     let overlay_name = match arguments.maybe_text("snapshot-node-name") {
         Some(name) if daemon.graph.find(name).is_some() => {

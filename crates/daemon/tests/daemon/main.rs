@@ -3,9 +3,11 @@
 
 mod documents;
 mod exports;
+mod jobs;
 mod limits;
 mod monitors;
 mod nodes;
+mod python;
 mod running;
 mod snapshots;
 mod statistics;

@@ -121,3 +121,19 @@ fn a_file_that_is_there_is_not_overwritten() {
     assert_eq!(std::fs::read_to_string(daemon.path("precious")).expect("a file"), "data");
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn a_header_names_another_backing_file() {
+    let (daemon, mut client) = serving();
+    let over = daemon.path("over.qcow2");
+    let snapshot = json!({"node-name": "q", "snapshot-file": over, "snapshot-node-name": "over"});
+    client.command("blockdev-snapshot-sync", snapshot);
+    let change = |node: &str| json!({"device": "over", "image-node-name": node, "backing-file": "a.qcow2"});
+    assert!(client.refusal("change-backing-file", change("z")).contains("not in the chain"));
+    assert!(client.refusal("change-backing-file", change("q")).contains("no backing file"));
+    client.command("change-backing-file", change("over"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    let info = Qemu::system().info(&over, "qcow2");
+    assert_eq!((&info["backing-filename"], &info["backing-filename-format"]), (&json!("a.qcow2"), &json!("qcow2")));
+}

@@ -66,7 +66,8 @@ impl Running {
     }
 }
 
-/// The first signal stops the daemon in order, the second one ends the process at once.
+/// A signal stops the daemon in order; a second Ctrl-C ends the process at once. Other signals may come twice (from a
+/// service manager and from a wrapper): what isn't flushed yet must not be lost for that.
 fn stop_on_signals(control: Sender<Message>) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
@@ -75,7 +76,10 @@ fn stop_on_signals(control: Sender<Message>) -> Result<(), Failure> {
         for signal in &mut signals {
             tracing::info!(signal, "stopping");
             if std::mem::replace(&mut stopping, true) {
-                std::process::exit(128 + signal);
+                if signal == SIGINT {
+                    std::process::exit(128 + signal);
+                }
+                continue;
             }
             // Fails only when it has stopped already.
             let _ = control.send(Message::Stop(StopReason::Signal(signal)));

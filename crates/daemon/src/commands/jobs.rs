@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Jobs: starting, steering, listing.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::jobs::{JobSpec, Wish, run_mirror};
+use crate::state::Daemon;
+use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_jobs::mirror::{Mirror, Sync};
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::Value;
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+enum JobType: create mirror
+enum JobStatus: created running paused ready standby waiting pending aborting concluded null
+object JobInfo: id: str, type: JobType, status: JobStatus, current-progress: int, total-progress: int, error?: str
+object BlockJobInfo: type: JobType, device: str, len: int, offset: int, busy: bool, paused: bool, speed: int
+  , io-status: str, ready: bool, status: JobStatus, auto-finalize: bool, auto-dismiss: bool
+command query-jobs -> [JobInfo]
+command query-block-jobs -> [BlockJobInfo]
+command job-pause: id: str
+command job-resume: id: str
+command job-cancel: id: str
+command job-complete: id: str
+command job-dismiss: id: str
+command job-finalize: id: str
+command block-job-pause: device: str
+command block-job-resume: device: str
+command block-job-cancel: device: str, force?: bool
+command block-job-complete: device: str
+command block-job-dismiss: id: str
+command block-job-finalize: id: str
+command block-job-set-speed: device: str, speed: int
+enum MirrorSyncMode: top full none
+enum MirrorCopyMode: background
+command blockdev-mirror: job-id?: str, device: str, target: str, sync: MirrorSyncMode, speed?: int, granularity?: int
+  , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
+enum BlockdevCreateDriver: file
+object BlockdevCreateOptionsFile: filename: str, size: int
+object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
+command blockdev-create: job-id: str, options: BlockdevCreateOptions
+event JOB_STATUS_CHANGE: id: str, status: JobStatus
+event BLOCK_JOB_COMPLETED: type: JobType, device: str, len: int, offset: int, speed: int, error?: str
+event BLOCK_JOB_CANCELLED: type: JobType, device: str, len: int, offset: int, speed: int
+event BLOCK_JOB_READY: type: JobType, device: str, len: int, offset: int, speed: int
+event BLOCK_JOB_PENDING: type: JobType, id: str
+",
+    commands: &[
+        command!("query-jobs", query_jobs),
+        command!("query-block-jobs", query_block_jobs),
+        command!("job-pause", job_pause),
+        command!("job-resume", job_resume),
+        command!("job-cancel", job_cancel),
+        command!("job-complete", job_complete),
+        command!("job-dismiss", job_dismiss),
+        command!("job-finalize", job_finalize),
+        command!("block-job-pause", block_job_pause),
+        command!("block-job-resume", block_job_resume),
+        command!("block-job-cancel", block_job_cancel),
+        command!("block-job-complete", block_job_complete),
+        command!("block-job-dismiss", job_dismiss),
+        command!("block-job-finalize", job_finalize),
+        command!("block-job-set-speed", block_job_set_speed),
+        command!("blockdev-mirror", blockdev_mirror),
+        command!("blockdev-create", blockdev_create),
+    ],
+};
+
+/// Bytes that are copied for a small write where the user doesn't say it.
+const GRANULARITY_BYTES: u64 = 64 << 10;
+
+async fn query_jobs(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    Ok(daemon.jobs.list().iter().map(|job| job.info()).collect())
+}
+
+async fn query_block_jobs(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    Ok(daemon.jobs.list().iter().filter(|job| job.is_block_job()).map(|job| job.block_info()).collect())
+}
+
+async fn job_pause(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find(arguments.text("id"))?.pause()?;
+    nothing()
+}
+
+async fn job_resume(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find(arguments.text("id"))?.resume()?;
+    nothing()
+}
+
+async fn job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find(arguments.text("id"))?.cancel()?;
+    nothing()
+}
+
+async fn job_complete(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find(arguments.text("id"))?.end(Wish::Complete)?;
+    nothing()
+}
+
+async fn job_dismiss(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.dismiss_by_user(arguments.text("id"))?;
+    nothing()
+}
+
+async fn job_finalize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find(arguments.text("id"))?.finalize()?;
+    nothing()
+}
+
+async fn block_job_pause(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find_block(arguments.text("device"))?.pause()?;
+    nothing()
+}
+
+async fn block_job_resume(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find_block(arguments.text("device"))?.resume()?;
+    nothing()
+}
+
+async fn block_job_complete(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find_block(arguments.text("device"))?.end(Wish::Complete)?;
+    nothing()
+}
+
+/// A copy that is ready ends as a copy, unless `force` says to leave it as it is.
+async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let job = daemon.jobs.find_block(arguments.text("device"))?;
+    match arguments.flag("force", false) {
+        false if job.end(Wish::Stop).is_ok() => {}
+        _ => job.cancel()?,
+    }
+    nothing()
+}
+
+async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let job = daemon.jobs.find_block(arguments.text("device"))?;
+    let speed = arguments.number("speed")?.unwrap_or(0);
+    job.speed.set(speed);
+    job.handle.set_speed(Some(speed));
+    nothing()
+}
+
+async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let source = super::snapshot::image_of(&daemon, arguments.text("device"))?;
+    let name = arguments.text("target");
+    let not_found = || QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
+    let target = daemon.graph.find(name).ok_or_else(not_found)?;
+    daemon.jobs.check_free(&source)?;
+    daemon.jobs.check_free(&target)?;
+    let id = arguments.maybe_text("job-id").unwrap_or(arguments.text("device")).to_owned();
+    if daemon.jobs.find(&id).is_ok() {
+        return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
+    }
+    let sync = match arguments.text("sync") {
+        "top" => Sync::Top,
+        "none" => Sync::None,
+        _ => Sync::Full,
+    };
+    let granularity = match arguments.number("granularity")? {
+        None | Some(0) => GRANULARITY_BYTES,
+        Some(granularity) => granularity,
+    };
+    let speed = arguments.number("speed")?.unwrap_or(0);
+    let mirror = Mirror::start(&daemon.graph, &id, (&source, &target), sync, granularity).await.map_err(failed)?;
+    let spec = JobSpec {
+        id,
+        kind: "mirror",
+        auto_finalize: arguments.flag("auto-finalize", true),
+        auto_dismiss: arguments.flag("auto-dismiss", true),
+        speed,
+        nodes: mirror.nodes().map(std::sync::Arc::clone).into(),
+    };
+    let job = daemon.jobs.add(spec, &daemon.events)?;
+    job.handle.set_progress(0, mirror.remaining_bytes());
+    daemon.jobs.start(Rc::clone(&job), run_mirror(job, mirror));
+    nothing()
+}
+
+async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
+    let request = CreateRequest {
+        filename: options.text("filename").to_owned(),
+        format: "raw".to_owned(),
+        size: options.number("size")?,
+        ..CreateRequest::default()
+    };
+    let spec = JobSpec {
+        id: arguments.text("job-id").to_owned(),
+        kind: "create",
+        auto_finalize: true,
+        auto_dismiss: false,
+        speed: 0,
+        nodes: Vec::new(),
+    };
+    let job = daemon.jobs.add(spec, &daemon.events)?;
+    let handle = job.handle.clone();
+    let work = async move {
+        handle.set_progress(0, 1);
+        prepare(&request).await?.run().await?;
+        handle.set_progress(1, 1);
+        Ok(())
+    };
+    daemon.jobs.start(job, work);
+    nothing()
+}

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Background jobs with QEMU's states. They are tasks on the control thread.
+
+use crate::events::EventBus;
+use cowshed_block::{ErrorKind, Result};
+use cowshed_image::Node;
+use cowshed_jobs::JobHandle;
+use cowshed_jobs::mirror::Mirror;
+use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use cowshed_storage::rt::{self, JoinHandle};
+use serde_json::{Value, json};
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How often a job that waits for its user looks whether there is something to do.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Where a job is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Status {
+    Created,
+    Running,
+    Paused,
+    Ready,
+    Standby,
+    Waiting,
+    Pending,
+    Aborting,
+    Concluded,
+    Null,
+}
+
+impl Status {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Status::Created => "created",
+            Status::Running => "running",
+            Status::Paused => "paused",
+            Status::Ready => "ready",
+            Status::Standby => "standby",
+            Status::Waiting => "waiting",
+            Status::Pending => "pending",
+            Status::Aborting => "aborting",
+            Status::Concluded => "concluded",
+            Status::Null => "null",
+        }
+    }
+}
+
+/// What the user wants of a job that is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// Go on.
+    None,
+    /// End with the target in the place of the source.
+    Complete,
+    /// End with a target that is a copy.
+    Stop,
+}
+
+/// A job.
+pub(crate) struct Job {
+    pub id: String,
+    /// "create" or "mirror".
+    pub kind: &'static str,
+    pub handle: JobHandle,
+    pub auto_finalize: bool,
+    pub auto_dismiss: bool,
+    /// Bytes a second; 0 is no limit.
+    pub speed: Cell<u64>,
+    /// Nodes that others must leave as they are.
+    pub nodes: Vec<Arc<Node>>,
+    status: Cell<Status>,
+    wish: Cell<Wish>,
+    finalize: Cell<bool>,
+    error: RefCell<Option<String>>,
+    events: EventBus,
+}
+
+impl Job {
+    pub fn status(&self) -> Status {
+        self.status.get()
+    }
+
+    fn enter(&self, status: Status) {
+        self.status.set(status);
+        self.events.emit("JOB_STATUS_CHANGE", json!({"id": self.id, "status": status.as_str()}));
+    }
+
+    /// True for those that `query-block-jobs` lists.
+    pub fn is_block_job(&self) -> bool {
+        self.kind != "create"
+    }
+
+    fn block_event(&self, name: &'static str) {
+        if !self.is_block_job() {
+            return;
+        }
+        let progress = self.handle.progress();
+        let mut data = json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
+                              "speed": self.speed.get()});
+        if let Some(error) = self.error.borrow().as_ref().filter(|_| name == "BLOCK_JOB_COMPLETED") {
+            data["error"] = json!(error);
+        }
+        self.events.emit(name, data);
+    }
+
+    /// A `JobInfo`.
+    pub fn info(&self) -> Value {
+        let progress = self.handle.progress();
+        let mut info = json!({"id": self.id, "type": self.kind, "status": self.status().as_str(),
+                              "current-progress": progress.offset, "total-progress": progress.len});
+        if let Some(error) = self.error.borrow().as_ref() {
+            info["error"] = json!(error);
+        }
+        info
+    }
+
+    /// A `BlockJobInfo`.
+    pub fn block_info(&self) -> Value {
+        let (progress, status) = (self.handle.progress(), self.status());
+        let paused = matches!(status, Status::Paused | Status::Standby);
+        json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
+               "busy": status == Status::Running, "paused": paused, "speed": self.speed.get(), "io-status": "ok",
+               "ready": matches!(status, Status::Ready | Status::Standby), "status": status.as_str(),
+               "auto-finalize": self.auto_finalize, "auto-dismiss": self.auto_dismiss})
+    }
+
+    pub fn pause(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Running => self.enter(Status::Paused),
+            Status::Ready => self.enter(Status::Standby),
+            _ => return Err(self.cannot("pause")),
+        }
+        self.handle.pause();
+        Ok(())
+    }
+
+    pub fn resume(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Paused => self.enter(Status::Running),
+            Status::Standby => self.enter(Status::Ready),
+            _ => return Err(self.cannot("resume")),
+        }
+        self.handle.resume();
+        Ok(())
+    }
+
+    /// `wish` must be one that ends the job.
+    pub fn end(&self, wish: Wish) -> QmpResult<()> {
+        match (self.status(), self.is_block_job()) {
+            (Status::Ready, true) => {
+                self.wish.set(wish);
+                Ok(())
+            }
+            _ => Err(QmpError::generic(format!("The active block job '{}' cannot be completed", self.id))),
+        }
+    }
+
+    pub fn cancel(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Concluded | Status::Null | Status::Aborting => Err(self.cannot("cancel")),
+            _ => {
+                self.handle.cancel();
+                Ok(())
+            }
+        }
+    }
+
+    pub fn finalize(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Pending => {
+                self.finalize.set(true);
+                Ok(())
+            }
+            _ => Err(self.cannot("finalize")),
+        }
+    }
+
+    fn cannot(&self, verb: &str) -> QmpError {
+        let status = self.status().as_str();
+        QmpError::generic(format!("Job '{}' in state '{status}' cannot accept command verb '{verb}'", self.id))
+    }
+}
+
+/// What a job is to be.
+pub(crate) struct JobSpec {
+    pub id: String,
+    pub kind: &'static str,
+    pub auto_finalize: bool,
+    pub auto_dismiss: bool,
+    pub speed: u64,
+    pub nodes: Vec<Arc<Node>>,
+}
+
+/// The jobs.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    list: RefCell<Vec<Rc<Job>>>,
+    tasks: RefCell<Vec<JoinHandle<()>>>,
+}
+
+impl Jobs {
+    /// All jobs, in the order of their coming.
+    pub fn list(&self) -> Vec<Rc<Job>> {
+        self.list.borrow().clone()
+    }
+
+    /// For the `job-` commands.
+    pub fn find(&self, id: &str) -> QmpResult<Rc<Job>> {
+        let found = self.list.borrow().iter().find(|job| job.id == id).cloned();
+        found.ok_or_else(|| QmpError::generic("Job not found"))
+    }
+
+    /// For the `block-job-` commands.
+    pub fn find_block(&self, id: &str) -> QmpResult<Rc<Job>> {
+        let found = self.find(id).ok().filter(|job| job.is_block_job());
+        found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotActive, format!("Block job '{id}' not found")))
+    }
+
+    /// Refused while a job works on the node.
+    pub fn check_free(&self, node: &Arc<Node>) -> QmpResult<()> {
+        let uses = |job: &&Rc<Job>| {
+            !matches!(job.status(), Status::Concluded | Status::Null)
+                && job.nodes.iter().any(|used| Arc::ptr_eq(used, node))
+        };
+        match self.list.borrow().iter().find(uses) {
+            Some(job) => Err(QmpError::generic(format!(
+                "Node '{}' is busy: block device is in use by block job: {}",
+                node.name(),
+                job.kind
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds a job; its id must be free.
+    pub fn add(&self, spec: JobSpec, events: &EventBus) -> QmpResult<Rc<Job>> {
+        if self.find(&spec.id).is_ok() {
+            return Err(QmpError::generic(format!("Job ID '{}' already in use", spec.id)));
+        }
+        let handle = JobHandle::new();
+        handle.set_speed(Some(spec.speed));
+        let job = Rc::new(Job {
+            id: spec.id,
+            kind: spec.kind,
+            handle,
+            auto_finalize: spec.auto_finalize,
+            auto_dismiss: spec.auto_dismiss,
+            speed: Cell::new(spec.speed),
+            nodes: spec.nodes,
+            status: Cell::new(Status::Created),
+            wish: Cell::new(Wish::None),
+            finalize: Cell::new(false),
+            error: RefCell::default(),
+            events: events.clone(),
+        });
+        self.list.borrow_mut().push(Rc::clone(&job));
+        job.enter(Status::Created);
+        Ok(job)
+    }
+
+    /// Runs a job's work as a task, and its life around it.
+    pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = Result<()>> + 'static) {
+        let jobs = Rc::clone(self);
+        job.enter(Status::Running);
+        let task = rt::spawn(async move {
+            let mut result = work.await;
+            if result.is_ok() {
+                job.enter(Status::Waiting);
+                job.enter(Status::Pending);
+                if !job.auto_finalize {
+                    if job.is_block_job() {
+                        job.events.emit("BLOCK_JOB_PENDING", json!({"type": job.kind, "id": job.id}));
+                    }
+                    while !job.finalize.get() && !job.handle.is_cancelled() {
+                        rt::sleep(LOOK).await;
+                    }
+                    if job.handle.is_cancelled() {
+                        result = job.handle.pause_point().await;
+                    }
+                }
+            }
+            jobs.conclude(&job, result);
+        });
+        let mut tasks = self.tasks.borrow_mut();
+        tasks.retain(|task| !task.is_finished());
+        tasks.push(task);
+    }
+
+    fn conclude(&self, job: &Rc<Job>, result: Result<()>) {
+        let cancelled = matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled);
+        if let Err(error) = &result {
+            tracing::info!(job = job.id, %error, "job failed");
+            *job.error.borrow_mut() = Some(error.to_string());
+            job.enter(Status::Aborting);
+        }
+        job.block_event(if cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" });
+        job.enter(Status::Concluded);
+        if job.auto_dismiss {
+            self.dismiss(job);
+        }
+    }
+
+    /// Forgets a job that has concluded.
+    pub fn dismiss(&self, job: &Rc<Job>) {
+        self.list.borrow_mut().retain(|known| !Rc::ptr_eq(known, job));
+        job.enter(Status::Null);
+    }
+
+    /// For the command `job-dismiss`.
+    pub fn dismiss_by_user(&self, id: &str) -> QmpResult<()> {
+        let job = self.find(id)?;
+        match job.status() {
+            Status::Concluded => {
+                self.dismiss(&job);
+                Ok(())
+            }
+            _ => Err(job.cannot("dismiss")),
+        }
+    }
+
+    /// Cancels all jobs and waits for their ends.
+    pub async fn stop(&self) {
+        for job in self.list() {
+            job.handle.cancel();
+        }
+        let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
+        for task in tasks {
+            task.await;
+        }
+    }
+}
+
+/// Copies until both are the same, then goes on doing so until the user says what to do.
+pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Mirror) -> Result<()> {
+    let handle = job.handle.clone();
+    let mut result = mirror.catch_up(&handle).await;
+    if result.is_ok() {
+        job.enter(Status::Ready);
+        job.block_event("BLOCK_JOB_READY");
+    }
+    while result.is_ok() && job.wish.get() == Wish::None {
+        rt::sleep(LOOK).await;
+        result = mirror.catch_up(&handle).await;
+    }
+    match result {
+        Ok(()) => mirror.finish(job.wish.get() == Wish::Complete).await,
+        Err(error) => mirror.end().await.and(Err(error)),
+    }
+}
