@@ -34,8 +34,11 @@ pub fn replay(entries: &[Entry]) {
     }
 }
 
-/// Calls an entry on `rounds` mutations of its inputs. A panic says how to get the bytes again: by the seed.
+/// Calls an entry on `rounds` mutations of its inputs, `COWSHED_FUZZ_FACTOR` times as many where that is set. A panic says how to
+/// get the bytes again: by the seed.
 pub fn mutate(entries: &[Entry], rounds: u32) {
+    let factor = std::env::var("COWSHED_FUZZ_FACTOR").map_or(1, |factor| factor.parse().expect("a number"));
+    let rounds = rounds.saturating_mul(factor);
     for (name, entry) in entries {
         let inputs = inputs(name);
         let mut random = Random(0x5eed_0000_0000_0001);

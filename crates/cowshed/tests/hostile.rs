@@ -158,11 +158,28 @@ fn data_file_disclosure() {
 #[test]
 fn descriptor_of_another_format() {
     let bench = Bench::new();
-    let text = format!("# Disk DescriptorFile\nversion=1\nCID=1\nRW 128 FLAT \"{}\" 0\n", bench.text("secret"));
-    std::fs::write(bench.path("evil"), text).unwrap();
-    bench.expect_refused("convert -O raw evil out", "vmdk");
-    let (code, json) = bench.inspect("evil");
-    assert_eq!((code, json["verdict"].as_str(), json["format"].as_str()), (Some(2), Some("suspicious"), Some("vmdk")));
+    std::fs::create_dir(bench.path("sub")).unwrap();
+    std::fs::write(bench.path("sub/extent"), vec![7; 65536]).unwrap();
+    let describe = |name: &str| {
+        let text = format!(
+            "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"monolithicFlat\"\n\
+             RW 128 FLAT \"{name}\" 0\n"
+        );
+        std::fs::write(bench.path("sub/evil"), text).unwrap();
+    };
+    describe("extent");
+    bench.expect_ok("convert --untrusted -O raw sub/evil out");
+    for name in [bench.text("secret").as_str(), "../secret"] {
+        describe(name);
+        for verb in ["convert -O raw sub/evil out", "convert --untrusted -O raw sub/evil out"] {
+            bench.expect_refused(verb, "not in its own folder");
+        }
+        let (code, json) = bench.inspect("sub/evil");
+        assert_eq!((code, json["format"].as_str()), (Some(2), Some("vmdk")), "{json}");
+    }
+    std::os::unix::fs::symlink(bench.path("secret"), bench.path("sub/link")).unwrap();
+    describe("link");
+    bench.expect_refused("convert --untrusted -O raw sub/evil out", "symbolic link");
 }
 
 /// Tables that the format allows and that nobody needs, as in CVE-2014-0144, and larger ones.
@@ -198,6 +215,45 @@ fn oversize_tables() {
     bench.victim("evil").file.write_all_at(&[0xff; 4], 36).unwrap();
     bench.expect_refused("info evil", "l1_size");
     assert_eq!(bench.inspect("evil").0, Some(2));
+}
+
+/// Numbers of the header at and past the edge, the class of CVE-2014-0143 to -0147: one clear line, whoever asks.
+#[test]
+fn impossible_headers() {
+    const HEADER: [(&str, u64, usize); 12] = [
+        ("cluster_bits", 20, 4),
+        ("size", 24, 8),
+        ("crypt_method", 32, 4),
+        ("l1_size", 36, 4),
+        ("l1_table_offset", 40, 8),
+        ("refcount_table_offset", 48, 8),
+        ("refcount_table_clusters", 56, 4),
+        ("nb_snapshots", 60, 4),
+        ("snapshots_offset", 64, 8),
+        ("refcount_order", 96, 4),
+        ("header_length", 100, 4),
+        ("backing_file_size", 16, 4),
+    ];
+    let bench = Bench::new();
+    bench.make("create -q -f qcow2 good 64M");
+    bench.make("snapshot -c one good");
+    let good = std::fs::read(bench.path("good")).unwrap();
+    for (field, offset, width) in HEADER {
+        for value in [u64::MAX, 1 << (width * 8 - 1), (1 << (width * 8 - 1)) - 1] {
+            let mut image = good.clone();
+            let at = offset as usize;
+            image[at..at + width].copy_from_slice(&value.to_be_bytes()[8 - width..]);
+            if field == "backing_file_size" {
+                image[8..16].copy_from_slice(&300u64.to_be_bytes());
+            }
+            std::fs::write(bench.path("evil"), image).unwrap();
+            for verb in ["info evil", "check --untrusted evil", "convert --untrusted -O raw evil out"] {
+                bench.expect_refused(verb, "evil");
+            }
+            let (code, json) = bench.inspect("evil");
+            assert_eq!((code, json["verdict"].as_str()), (Some(2), Some("suspicious")), "{field} {value:#x}: {json}");
+        }
+    }
 }
 
 /// One compressed cluster that every entry of the table names.

@@ -5,6 +5,7 @@ use cowshed_block::ErrorKind;
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::rt;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
 
 /// A qemu-io that holds an image open until it is dropped.
@@ -126,4 +127,51 @@ fn force_share_and_writing_exclude_each_other() {
     let (_folder, path) = disk();
     let error = rt::block_on(open(request(&path).writable(true).force_share(true))).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+/// The bytes of a file that anybody has locked, from the kernel's list.
+fn locked_bytes(path: &str) -> Vec<u64> {
+    let inode = std::fs::metadata(path).unwrap().ino().to_string();
+    let list = std::fs::read_to_string("/proc/locks").unwrap();
+    let mut bytes = Vec::new();
+    for line in list.lines().filter(|line| !line.contains("->")) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        if fields[5].rsplit(':').next() == Some(inode.as_str()) {
+            bytes.extend(fields[6].parse::<u64>().unwrap()..=fields[7].parse::<u64>().unwrap());
+        }
+    }
+    bytes.sort_unstable();
+    bytes
+}
+
+/// Byte for byte: a raw image is locked by what is done with it, qcow2 also against what others do.
+#[test]
+fn our_locks_are_those_of_qemu() {
+    let (folder, raw) = disk();
+    let qcow2 = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &qcow2, "1M"]).status();
+    assert!(made.expect("qemu-img must be installed").success());
+    for (format, path) in [("raw", &raw), ("qcow2", &qcow2)] {
+        for (writable, flags) in [(false, &["-r"][..]), (true, &[])] {
+            let theirs = {
+                let _holder = Holder::new(format, flags, path);
+                locked_bytes(path)
+            };
+            // Also where the probe opens the file before anybody knows the format.
+            for request in [OpenRequest::file(path).format(format), OpenRequest::file(path)] {
+                let node = rt::block_on(open(request.sharing_raw().writable(writable))).unwrap();
+                assert_eq!(locked_bytes(path), theirs, "{format}, writable: {writable}");
+                rt::block_on(node.close()).unwrap();
+            }
+        }
+    }
+    let mine = |request: OpenRequest| {
+        let node = rt::block_on(open(request)).unwrap();
+        let bytes = locked_bytes(&raw);
+        rt::block_on(node.close()).unwrap();
+        bytes
+    };
+    assert_eq!(mine(request(&raw).sharing_raw().for_resize().writable(true)), [100, 101, 103], "qemu-img resize");
+    assert!(mine(request(&raw).no_io()).is_empty(), "qemu-img info");
+    assert_eq!(mine(request(&raw)), [100, 201, 203], "the source of qemu-img convert");
 }

@@ -59,7 +59,7 @@ impl NewSize {
 /// Resizes.
 pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutcome> {
     job.pause_point().await?;
-    let node = options.image.open_for_writing().await?;
+    let node = options.image.open(options.image.request()?.force_share(false).writable(true).for_resize()).await?;
     let result = resize(&node, options).await.map_err(|error| error.file(node.filename()));
     let closed = node.close().await;
     result.and_then(|outcome| closed.map(|()| outcome))

@@ -20,6 +20,8 @@ pub struct ImageSpec {
     pub force_share: bool,
     /// Cache mode: `none`, `writeback`, `writethrough`, `directsync`, `unsafe`.
     pub cache: Option<String>,
+    /// Lock a raw image as qemu-img does, see [`OpenRequest::sharing_raw`].
+    pub shares_raw: bool,
     /// What the image may make us open, and how large it may be.
     pub policy: Policy,
     /// An internal snapshot to read in place of the disk as it is now (`-l`).
@@ -52,6 +54,7 @@ impl ImageSpec {
             OpenRequest::file(&self.name).format(self.format.as_deref())
         };
         let request = request.force_share(self.force_share).policy(self.policy.clone()).snapshot(self.snapshot.clone());
+        let request = if self.shares_raw { request.sharing_raw() } else { request };
         match &self.cache {
             Some(mode) => request.cache(mode),
             None => Ok(request),

@@ -101,6 +101,9 @@ impl Permissions {
     /// An image opened for writing: others may read its file, nothing else.
     pub const WRITE: Self = Self { used: PermissionSet(1 | 2 | 8), shared: PermissionSet(1 | 4) };
 
+    /// Writing without changing the size, whatever others do: a raw image, as qemu-io writes it.
+    pub const WRITE_IN_PLACE: Self = Self { used: PermissionSet(1 | 2), shared: PermissionSet::ALL };
+
     /// Making an image: written and resized, while others may do anything but resize.
     pub const CREATE: Self = Self { used: PermissionSet(2 | 8), shared: PermissionSet(1 | 2 | 4) };
 

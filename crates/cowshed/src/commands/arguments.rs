@@ -48,6 +48,7 @@ impl NamingArgs {
             format: format.cloned(),
             image_opts: self.image_opts,
             on_warning: Some(warning::print),
+            shares_raw: true,
             policy: self.untrusted.policy()?,
             ..ImageSpec::default()
         })

@@ -247,7 +247,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         .map(|source| {
             let spec = args.naming.spec(source, args.format.as_ref())?;
             let snapshot = args.snapshot.as_deref().map(SnapshotName::parse);
-            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, snapshot, ..spec })
+            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, shares_raw: false, snapshot, ..spec })
         })
         .collect();
     let target = ImageSpec {
@@ -257,6 +257,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         force_share: false,
         cache: cache_mode("", args.target_cache.as_ref())?,
         on_warning: Some(warning::print),
+        shares_raw: true,
         policy: args.naming.untrusted.policy_of_target(!args.no_create)?,
         ..ImageSpec::default()
     };

@@ -44,7 +44,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         path: String::new(),
         writable: request.writable,
         force_share: request.force_share,
-        share_writes: request.no_io && !request.writable,
+        share_writes: (request.no_io && !request.writable) || request.share_raw,
         auto_read_only: false,
         cache: CacheMode { direct: request.cache.direct, no_flush: request.cache.no_flush },
         discard: request.discard,
@@ -60,6 +60,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         deadline: request.policy.time_limit.map(Deadline::from_now),
         policy: request.policy,
         no_io: request.no_io && !request.writable,
+        resizes: request.resizes,
         backing: request.backing,
         check: request.check,
         snapshot: request.snapshot,
@@ -153,6 +154,8 @@ pub(crate) struct Opener {
     deadline: Option<Deadline>,
     /// Only what the format says of the image is wanted.
     pub no_io: bool,
+    /// The size is going to be changed.
+    resizes: bool,
     pub backing: BackingPolicy,
     pub check: bool,
     pub snapshot: Option<SnapshotName>,
@@ -378,8 +381,19 @@ impl Opener {
         };
         // Before the lock: the second open of a file would conflict with the first.
         self.check_loop(&file, &options.filename)?;
-        file.lock(Edge::of("", open_options.write, draft.place.force_share || draft.place.share_writes).permissions)?;
+        file.lock(self.file_permissions(&draft.place, open_options.write))?;
         Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None }), options.filename))
+    }
+
+    /// What the locks of a file say.
+    fn file_permissions(&self, place: &Place, writes: bool) -> Permissions {
+        match place.share_writes {
+            _ if place.force_share => Edge::of("", writes, true).permissions,
+            // Nothing that a writer could spoil.
+            true if self.no_io && !writes => Permissions::NONE,
+            true if writes && !self.resizes => Permissions::WRITE_IN_PLACE,
+            shared => Edge::of("", writes, shared).permissions,
+        }
     }
 
     /// A file that this open has opened already.
@@ -436,9 +450,11 @@ impl Opener {
         if shared_writes && !draft.place.force_share {
             // Opened by the probe, for a format that bears writers; this one doesn't.
             child.release(&draft.name);
-            child.attach(Edge::of(&draft.name, false, false))?;
+            let edge = Edge::of(&draft.name, !draft.settings.read_only, false);
+            let permissions = edge.permissions;
+            child.attach(edge)?;
             if let (Some(file), Some(Value::Object(_))) = (child.file(), draft.options.get("file")) {
-                file.lock(Permissions::READ)?;
+                file.lock(permissions)?;
             }
         }
         let filename = child.filename();

@@ -58,6 +58,8 @@ pub struct OpenRequest {
     check: bool,
     snapshot: Option<SnapshotName>,
     no_io: bool,
+    share_raw: bool,
+    resizes: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
     for_monitor: bool,
@@ -77,6 +79,8 @@ impl OpenRequest {
             check: false,
             snapshot: None,
             no_io: false,
+            share_raw: false,
+            resizes: false,
             policy: Policy::default(),
             graph: None,
             for_monitor: false,
@@ -173,6 +177,21 @@ impl OpenRequest {
     #[must_use]
     pub fn no_io(mut self) -> Self {
         self.no_io = true;
+        self
+    }
+
+    /// Others may write to the file meanwhile, where the format bears that: a raw image then is locked as qemu-img and
+    /// qemu-io lock it, by what is done with it and not against what others do. Formats with metadata are locked as ever.
+    #[must_use]
+    pub fn sharing_raw(mut self) -> Self {
+        self.share_raw = true;
+        self
+    }
+
+    /// With [`OpenRequest::sharing_raw`]: the size is going to be changed, too.
+    #[must_use]
+    pub fn for_resize(mut self) -> Self {
+        self.resizes = true;
         self
     }
 
