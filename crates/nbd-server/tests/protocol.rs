@@ -328,7 +328,7 @@ fn many_requests_are_in_flight_and_none_is_mixed_up() {
     let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
     // All requests go out before any reply is read: more than the server takes at once.
     let cookies: Vec<u64> = (0..200).map(|i| wire.request(Command::Read, NONE, i * 70_000, 65_536, &[])).collect();
-    let mut seen = vec![false; 200];
+    let mut seen = [false; 200];
     for _ in 0..200 {
         let header: [u8; 16] = wire.array();
         let cookie = u64::from_be_bytes(header[8..].try_into().unwrap());

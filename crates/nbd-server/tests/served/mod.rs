@@ -59,7 +59,8 @@ impl Served {
     pub fn stop(self) -> tempfile::TempDir {
         rt::block_on(async {
             self.server.stop(GRACE).await.expect("stop");
-            for node in self.nodes.lock().unwrap().drain(..) {
+            let nodes = std::mem::take(&mut *self.nodes.lock().unwrap());
+            for node in nodes {
                 node.close().await.expect("close");
             }
         });
