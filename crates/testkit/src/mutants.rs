@@ -144,21 +144,6 @@ pub const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
-        name: "failed_writes_left_behind",
-        about: "after an error a cycle does not wait for its other writes",
-        test: ("crash_engine", "no_failed_write_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            r#"            if result.is_ok() {
-                result = outcome;"#,
-            r#"            if SLIP && outcome.is_err() {
-                return outcome;
-            }
-            if result.is_ok() {
-                result = outcome;"#,
-        )],
-    },
-    Mutant {
         name: "dirty_bit_never_set",
         about: "with lazy refcounts the dirty bit is not set",
         test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),
@@ -324,7 +309,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "zeroing_under_a_running_write",
         about: "zero writes and discards do not wait for allocations under way",
-        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        test: ("failure_shapes", "zeroes_wait_for_a_copy_that_is_under_way"),
         edits: &[(
             "crates/qcow2/src/zero.rs",
             "Some(locked) if locked == first => return Err(Stall::Wait),",
@@ -335,7 +320,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "discard_shows_the_backing_file",
         about: "a discard leaves the cluster unallocated over a backing file",
-        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        test: ("failure_shapes", "a_discard_never_shows_the_backing_file"),
         edits: &[(
             "crates/qcow2/src/zero.rs",
             "_ if has_zero_flag => L2Entry::ZERO_PLAIN,",
@@ -356,7 +341,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "old_space_taken_for_zero",
         about: "a cluster used before counts as one that reads as zeroes",
-        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        test: ("failure_shapes", "space_that_was_used_before_is_not_taken_for_zeroes"),
         edits: &[(
             "crates/qcow2/src/refcounts.rs",
             "self.config.new_space_is_zero && found.start >= high_cluster",
@@ -403,11 +388,18 @@ pub const MUTANTS: &[Mutant] = &[
         name: "refcount_overflow",
         about: "packing goes on past the largest count",
         test: ("failure_shapes", "narrow_refcounts_never_overflow"),
-        edits: &[(
-            "crates/qcow2/src/compressed.rs",
-            "true => self.cached_refcount(state, *cluster) >= max,",
-            "true => self.cached_refcount(state, *cluster) >= max.saturating_add(u64::from(SLIP)),",
-        )],
+        edits: &[
+            (
+                "crates/qcow2/src/compressed.rs",
+                "true => self.cached_refcount(state, *cluster) >= max,",
+                "true => self.cached_refcount(state, *cluster) >= max.saturating_add(u64::from(SLIP)),",
+            ),
+            (
+                "crates/qcow2/src/compressed.rs",
+                "if self.refcount(state, cluster)? >= self.geometry.max_refcount() {",
+                "if self.refcount(state, cluster)? >= self.geometry.max_refcount().saturating_add(u64::from(SLIP)) {",
+            ),
+        ],
     },
     Mutant {
         name: "mapping_after_a_failed_copy",
@@ -428,7 +420,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "header_before_the_new_refcount_table",
         about: "the header names the new refcount table before it is durable",
-        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        test: ("failure_shapes", "a_new_refcount_table_is_durable_before_the_header_names_it"),
         edits: &[(
             "crates/image/src/formats/qcow2/flush.rs",
             r#"        self.write_all(&growth.writes).await?;

@@ -4,7 +4,7 @@
 
 use cowshed_block::Errno;
 use cowshed_image::Preallocation;
-use cowshed_storage::sim::{Change, Config, Effect, Event, Fault, OpKind, PageMap, Trace, World};
+use cowshed_storage::sim::{Change, Config, Effect, Event, Fault, Features, OpKind, PageMap, Trace, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::{audit, host_offset, l2_entry};
 use cowshed_testkit::crash::{CrashPlan, explore};
@@ -128,7 +128,7 @@ fn metadata_is_never_published_before_its_refcount() {
 fn a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let range = host_range(&prepared, 0, 4096);
-    let requests = "0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; \
+    let requests = "0 read 0xa000 0x200; 0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 read 0x8000 0x200; 1 discard 0x0 0x1000; 1 flush; \
                     1 flush; 1 write 0x20000 0x3000 2; 1 flush; 1 write 0x24000 0x1000 3; 1 read 0x20000 0x5000";
     for seed in 0..4 {
         let trial = Trial { faults: vec![slow(OpKind::Write, range.clone())], ..trial(seed, requests) };
@@ -241,7 +241,7 @@ fn narrow_refcounts_never_overflow() {
 fn a_read_beside_a_discard_never_sees_the_next_owner() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let range = host_range(&prepared, 0, 4096);
-    let requests = "0 read 0x0 0x1000; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; 1 flush; \
+    let requests = "0 read 0xa000 0x200; 0 read 0x0 0x1000; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 read 0x8000 0x200; 1 discard 0x0 0x1000; 1 flush; 1 flush; \
                     1 write 0x20000 0x3000 2; 1 flush; 1 write 0x24000 0x2000 3; 1 flush";
     for seed in 0..4 {
         let trial = Trial { faults: vec![slow(OpKind::Read, range.clone())], ..trial(seed, requests) };
@@ -396,4 +396,52 @@ fn what_a_snapshot_shares_is_never_written_in_place() {
         let run = survives(&prepared, &Trial { queues: 1 + seed as usize % 3, ..trial(seed, requests) });
         assert_eq!(audit(&run.end(&prepared)).expect("a good image").most_uses, 3, "two snapshots and the disk share");
     }
+}
+
+#[test]
+fn a_discard_never_shows_the_backing_file() {
+    let base = image(4096, 64 << 10, 0..64 << 10);
+    let prepared = Prepared::new(&Chain { layers: vec![base, image(4096, 64 << 10, 0..0)] });
+    let requests = "0 write 0x0 0x4000 1; 0 flush; 0 discard 0x0 0x2000; 0 read 0x0 0x4000; 0 flush; 0 read 0x0 0x4000";
+    survives(&prepared, &trial(1, requests));
+}
+
+#[test]
+fn zeroes_wait_for_a_copy_that_is_under_way() {
+    let base = image(4096, 64 << 10, 0..64 << 10);
+    let prepared = Prepared::new(&Chain { layers: vec![base, image(4096, 64 << 10, 0x8000..0x9000)] });
+    let end = start(&prepared).len();
+    // The slow write carries old data beside the new; what is zeroed meanwhile must not come back with it.
+    let requests = "0 read 0x8000 0x200; 0 write 0x200 0x200 1; 1 read 0x8000 0x200; 1 read 0x8200 0x200; 1 read 0x8400 0x200; \
+                    1 unmap 0x0 0x1000; 1 read 0x0 0x1000; 1 flush";
+    for seed in 0..4 {
+        let trial = Trial { faults: vec![slow(OpKind::Write, end..end + (1 << 20))], ..trial(seed, requests) };
+        let run = survives(&prepared, &trial);
+        assert_eq!(run.world.fault_hits(), 1);
+    }
+}
+
+#[test]
+fn space_that_was_used_before_is_not_taken_for_zeroes() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let features = Features { punch_hole: false, zero_range: false, allocate: false, ..Features::default() };
+    let requests = "0 discard 0x0 0x8000; 0 flush; 0 flush; 0 write 0x20200 0x200 1; 0 read 0x20000 0x1000; \
+                    0 write 0x21000 0x200 2; 0 flush; 0 read 0x20000 0x2000";
+    let config = Config { features, ..Config::new(1) };
+    survives(&prepared, &Trial { config, ..trial(1, requests) });
+}
+
+#[test]
+fn a_new_refcount_table_is_durable_before_the_header_names_it() {
+    // One cluster of the table counts 2 MiB here.
+    let spec = Qcow2Spec { cluster_size: 512, refcount_bits: 64, ..Qcow2Spec::default() };
+    let prepared = Prepared::new(&Chain { layers: vec![shaped(spec, 3 << 20, 0..1900 << 10)] });
+    let before = audit(start(&prepared)).expect("a good image").moving_table_clusters;
+    let requests = "0 write 0x1e0000 0xc000 1; 0 flush; 0 write 0x1f0000 0xc000 2; 0 write 0x200000 0xc000 3; 0 flush; \
+                    0 write 0x210000 0x4000 4; 0 flush";
+    let trial = trial(1, requests);
+    let plan = CrashPlan { max_distinct: 250, per_barrier: 12, per_change: 1, ..trial.plan.clone() };
+    let run = survives(&prepared, &Trial { plan, sample_qemu: 0, ..trial });
+    let after = audit(&run.end(&prepared)).expect("a good image").moving_table_clusters;
+    assert!(after > before, "the table has not grown");
 }

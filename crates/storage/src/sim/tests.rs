@@ -279,7 +279,9 @@ fn queues_wake_each_other_and_share_the_clock() {
                 crate::rt::sleep(Duration::from_millis(5)).await;
                 let mut letter = sender.lock().unwrap();
                 letter.0 = Some(early.now());
-                letter.1.take().map(Waker::wake);
+                if let Some(waker) = letter.1.take() {
+                    waker.wake();
+                }
             })
         });
         let receives: QueueStart<'_> = Box::new(move || {
