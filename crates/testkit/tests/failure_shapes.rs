@@ -128,7 +128,7 @@ fn metadata_is_never_published_before_its_refcount() {
 fn a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let range = host_range(&prepared, 0, 4096);
-    let requests = "0 read 0xa000 0x200; 0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 read 0x8000 0x200; 1 discard 0x0 0x1000; 1 flush; \
+    let requests = "0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; \
                     1 flush; 1 write 0x20000 0x3000 2; 1 flush; 1 write 0x24000 0x1000 3; 1 read 0x20000 0x5000";
     for seed in 0..4 {
         let trial = Trial { faults: vec![slow(OpKind::Write, range.clone())], ..trial(seed, requests) };
