@@ -234,7 +234,7 @@ impl Copy<'_> {
             let end = start.saturating_add(coverage).min(size);
             match self.wreck.slot(index) {
                 Slot::Empty if self.wreck.has_no_backing() => self.map.zero_bytes += end - start,
-                Slot::Empty => self.from_backing(start..end, job).await?,
+                Slot::Empty => self.copy_from_backing(start..end, job).await?,
                 Slot::Lost(loss) => self.lose(start..end, loss, None),
                 Slot::Table { offset, assigned } => self.table(offset, assigned, start..end, job).await?,
             }
@@ -243,7 +243,7 @@ impl Copy<'_> {
         self.write_run().await
     }
 
-    async fn from_backing(&mut self, range: std::ops::Range<u64>, job: &JobHandle) -> Result<()> {
+    async fn copy_from_backing(&mut self, range: std::ops::Range<u64>, job: &JobHandle) -> Result<()> {
         for guest in range.step_by(self.wreck.geometry().cluster_size() as usize) {
             job.pause_point().await?;
             let salvaged = self.wreck.backing_cluster(guest).await;
