@@ -404,3 +404,12 @@ fn commit_and_rebase() {
     }
     oracle.verdict();
 }
+
+#[test]
+fn a_guessed_raw_image_is_worth_a_warning() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw guessed.raw 4M");
+    oracle.compare_writing("resize guessed.raw 8M", |_, _| {});
+    oracle.compare_writing("resize -f raw guessed.raw 8M", |_, _| {});
+    oracle.verdict();
+}
