@@ -2,6 +2,7 @@
 //! `commit`: writes what an image holds into its backing file.
 
 use super::arguments::{NamingArgs, cache_mode};
+use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
@@ -67,6 +68,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         keep: args.drop,
         rate: args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?,
     };
+    if args.naming.untrusted.is_on() && options.base.is_none() {
+        return Err(Failure::new("with --untrusted the file to commit to must be named by -b"));
+    }
+    let base = options.base.as_deref().map(Use::WriteFile);
+    let uses: Vec<Use<'_>> = [Use::Write(&options.image)].into_iter().chain(base).collect();
+    args.naming.untrusted.guard(&uses, console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "committing")?;
     let failed = |error: &Error| failed(console.persona, &options, error);
     job.run(async |handle| commit::run(&options, &handle).await, failed)?;

@@ -2,11 +2,13 @@
 //! `rebase`: gives an image another backing file.
 
 use super::arguments::{NamingArgs, cache_mode};
+use super::untrusted::Use;
 use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::open::resolve_name;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rebase::{self, RebaseOptions};
 
@@ -86,6 +88,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         only_name: args.backing_unsafe,
         compressed: args.compress,
     };
+    let base = options.base.as_deref().filter(|_| !options.only_name);
+    let base =
+        base.map(|base| resolve_name(base, Some(file)).map_err(|error| Failure::open(console.persona, base, &error)));
+    let base = base.transpose()?;
+    let uses: Vec<Use<'_>> =
+        [Use::Write(&options.image)].into_iter().chain(base.as_deref().map(Use::ReadFile)).collect();
+    args.naming.untrusted.guard(&uses, console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "rebasing")?;
     let failed = |error: &Error| failed(console.persona, &options, error);
     job.run(async |handle| rebase::run(&options, &handle).await, failed)?;

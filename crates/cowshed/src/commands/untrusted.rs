@@ -81,6 +81,11 @@ impl UntrustedArgs {
         Err(Failure::new(message))
     }
 
+    /// `--untrusted` was given.
+    pub fn is_on(&self) -> bool {
+        self.untrusted
+    }
+
     fn allows(&self, what: Allowed) -> bool {
         self.allow.contains(&what)
     }

@@ -53,7 +53,9 @@ fn wrong_command_lines() {
         ("convert --bitmaps x y", &["'--bitmaps'", "not yet supported"]),
         ("info --object secret,id=a x", &["'--object'", "not yet supported"]),
         ("amend x", &["amend", "not yet supported"]),
-        ("rebase --help", &["rebase", "not yet supported"]),
+        ("rebase x", &["backing file (-b)"]),
+        ("commit --untrusted x", &["named by -b"]),
+        ("bitmap --help", &["bitmap", "not yet supported"]),
         ("completions tcsh", &["tcsh"]),
         ("help nothing", &["nothing"]),
     ] {
