@@ -9,6 +9,7 @@ mod in_use;
 mod io;
 mod limits;
 mod names;
+mod on_servers;
 mod oracle;
 mod running;
 mod serving;

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images on NBD servers, by their names on the command line.
+
+use crate::oracle::Oracle;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// qemu-nbd with an image, as raw bytes, for any number of clients.
+struct QemuNbd {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl QemuNbd {
+    fn start(oracle: &Oracle, image: &str, format: &str) -> QemuNbd {
+        let socket = oracle.work().join(format!("{image}.sock"));
+        let mut child = Command::new("qemu-nbd")
+            .args(["-t", "--shared=8", "--discard=unmap", "-f", format, "-k"])
+            .arg(&socket)
+            .arg(oracle.work().join(image))
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("qemu-nbd must be installed (scripts/setup test)");
+        while !socket.exists() {
+            assert!(child.try_wait().expect("wait").is_none(), "qemu-nbd ended at once");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        QemuNbd { child, socket }
+    }
+
+    fn uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.socket.display())
+    }
+}
+
+impl Drop for QemuNbd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn cowshed(oracle: &Oracle, arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(arguments)
+        .current_dir(oracle.work())
+        .output()
+        .expect("our own binary runs");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {stderr}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn images_on_a_server_are_images() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    oracle.io(&["write -P 7 1M 2M", "write -z 5M 64k"], "disk.qcow2");
+    let server = QemuNbd::start(&oracle, "disk.qcow2", "qcow2");
+    let uri = server.uri();
+    let info = cowshed(&oracle, &["info", "-f", "raw", &uri]);
+    assert!(info.contains("8 MiB") && info.contains("disk size: unavailable"), "{info}");
+    let map = cowshed(&oracle, &["map", "-f", "raw", "--output=json", &uri]);
+    let map: serde_json::Value = serde_json::from_str(&map).expect("JSON");
+    let data: Vec<u64> = map
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter(|run| run["data"] == true)
+        .filter_map(|run| run["start"].as_u64())
+        .collect();
+    assert_eq!(data, [1 << 20], "{map}");
+    cowshed(&oracle, &["convert", "-f", "raw", "-O", "qcow2", &uri, "copy.qcow2"]);
+    cowshed(&oracle, &["compare", "-f", "raw", "-F", "qcow2", &uri, "copy.qcow2"]);
+    oracle.qemu.expect_clean(&oracle.work().join("copy.qcow2"));
+    drop(server);
+    assert!(
+        oracle
+            .qemu
+            .is_equal((&oracle.work().join("disk.qcow2"), "qcow2"), (&oracle.work().join("copy.qcow2"), "qcow2"))
+    );
+}
+
+#[test]
+fn a_conversion_to_a_server_replaces_what_was_there() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 source.qcow2 8M");
+    oracle.io(&["write -P 3 2M 1M"], "source.qcow2");
+    oracle.make("create -q -f raw target.raw 8M");
+    oracle.io(&["write -P 255 0 8M"], "target.raw");
+    let server = QemuNbd::start(&oracle, "target.raw", "raw");
+    // As new, and with -n into what is there: nothing of the old content may show through.
+    for more in [&[][..], &["-n"]] {
+        let uri = server.uri();
+        let mut arguments = vec!["convert", "-f", "qcow2", "-O", "raw"];
+        arguments.extend(more);
+        arguments.extend(["source.qcow2", &uri]);
+        cowshed(&oracle, &arguments);
+        cowshed(&oracle, &["compare", "-f", "qcow2", "-F", "raw", "source.qcow2", &uri]);
+    }
+    // An image as the content of the export, which is long enough for it.
+    oracle.make("create -q -f raw room.raw 16M");
+    oracle.io(&["write -P 255 0 16M"], "room.raw");
+    let room = QemuNbd::start(&oracle, "room.raw", "raw");
+    cowshed(&oracle, &["convert", "-f", "qcow2", "-O", "qcow2", "source.qcow2", &room.uri()]);
+    drop((server, room));
+    let work = oracle.work();
+    assert!(oracle.qemu.is_equal((&work.join("source.qcow2"), "qcow2"), (&work.join("target.raw"), "raw")));
+    assert!(oracle.qemu.is_equal((&work.join("source.qcow2"), "qcow2"), (&work.join("room.raw"), "qcow2")));
+    // Too small is said before anything is lost.
+    oracle.make("create -q -f raw small.raw 1M");
+    let small = QemuNbd::start(&oracle, "small.raw", "raw");
+    let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(["convert", "-f", "qcow2", "-O", "raw", "source.qcow2", &small.uri()])
+        .current_dir(work)
+        .output()
+        .expect("our own binary runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("1048576"), "{error}");
+}
