@@ -47,8 +47,8 @@ struct RebaseArgs {
     #[arg(short = 'T', long, value_name = "CACHE")]
     backing_cache: Option<String>,
     /// Only change the name: nothing is read or compared
-    #[arg(short = 'u', long)]
-    backing_unsafe: bool,
+    #[arg(short = 'u', long = "backing-unsafe")]
+    only_name: bool,
     /// Compress what is written, where it is a whole cluster
     #[arg(short, long)]
     compress: bool,
@@ -71,7 +71,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let [file] = args.files.as_slice() else {
         return Err(Failure::usage("Expecting one image file name"));
     };
-    if args.backing.is_none() && !args.backing_unsafe {
+    if args.backing.is_none() && !args.only_name {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
     if let Some(format) = &args.backing_format
@@ -85,7 +85,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         base: args.backing.clone().filter(|name| !name.is_empty()),
         base_format: args.backing_format.clone(),
         base_cache: cache_mode("source ", args.backing_cache.as_ref())?,
-        only_name: args.backing_unsafe,
+        only_name: args.only_name,
         compressed: args.compress,
     };
     let base = options.base.as_deref().filter(|_| !options.only_name);
