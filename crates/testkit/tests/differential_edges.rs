@@ -146,14 +146,19 @@ fn assert_read_only(fixture: &Fixture, path: &Path, word: &str) {
 }
 
 #[test]
-fn images_with_internal_snapshots_are_for_reading() {
+fn images_with_internal_snapshots_are_written_and_the_snapshots_stay() {
     let fixture = Fixture::new();
     let path = fixture.image("", MIB);
     QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
     let name = path.to_string_lossy();
+    let before = fixture.qemu.content(&path, "qcow2");
     fixture.qemu.img(["snapshot", "-c", "first", &name]).expect_ok();
     QemuIo(&fixture.qemu).session(&path, &[write(100_000, 200_000, 2)]);
-    assert_read_only(&fixture, &path, "snapshot");
+    Library { concurrent: true }.session(&path, &[write(50_000, 300_000, 3)]);
+    fixture.qemu.expect_clean(&path);
+    assert!(fixture.qemu.content(&path, "qcow2") != before, "nothing was written");
+    fixture.qemu.img(["snapshot", "-a", "first", &name]).expect_ok();
+    assert!(fixture.qemu.content(&path, "qcow2") == before, "the snapshot has changed");
 }
 
 #[test]
