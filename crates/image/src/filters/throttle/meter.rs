@@ -125,8 +125,9 @@ impl Meter {
                 longest = longest.max(self.buckets[kind as usize].wait_seconds(limit));
             }
         }
-        // Rounded up: a timer that fires then finds room.
-        (longest * SECOND_NS).ceil() as u64
+        let wait = longest * SECOND_NS;
+        // Rounded up, so that a timer that fires then finds room; what is left of arithmetic by then is no wait.
+        if wait < 0.5 { 0 } else { wait.ceil() as u64 }
     }
 
     /// Pours a request in. It need not have waited.
