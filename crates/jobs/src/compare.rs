@@ -10,6 +10,7 @@ use futures_util::future::join;
 use futures_util::stream::{self, StreamExt};
 use std::collections::VecDeque;
 use std::pin::pin;
+use std::sync::OnceLock;
 
 /// Differences are told by the sector, as qemu-img does.
 const SECTOR_BYTES: u64 = 512;
@@ -77,8 +78,46 @@ impl CompareOutcome {
     }
 }
 
+/// Where a comparison failed once both images were open: `qemu-img compare` has an exit code and a text for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failed {
+    /// Asking what is allocated (exit code 3).
+    Status {
+        /// 0 for the first image, 1 for the second.
+        image: usize,
+    },
+    /// Reading (exit code 4).
+    Read {
+        /// 0 for the first image, 1 for the second.
+        image: usize,
+        /// Byte of the virtual disk.
+        offset: u64,
+    },
+}
+
+/// Remembers the first [`Failed`] of a comparison.
+#[derive(Debug, Default)]
+pub struct FailedAt(OnceLock<Failed>);
+
+impl FailedAt {
+    /// Where it failed; `None` when the images could not be opened, or nothing failed.
+    pub fn get(&self) -> Option<Failed> {
+        self.0.get().copied()
+    }
+
+    fn note(&self, failed: Failed) {
+        // The first one counts.
+        let _ = self.0.set(failed);
+    }
+}
+
 /// Compares: the first difference counts.
 pub async fn run(options: &CompareOptions, job: &JobHandle) -> Result<CompareOutcome> {
+    run_noting(options, job, &FailedAt::default()).await
+}
+
+/// As [`run`], noting where it failed.
+pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
     let first = options.first.open_for_reading().await?;
     let second = match options.second.open_for_reading().await {
         Ok(second) => second,
@@ -87,7 +126,7 @@ pub async fn run(options: &CompareOptions, job: &JobHandle) -> Result<CompareOut
             return Err(error);
         }
     };
-    let result = compare(&first, &second, options.strict, job).await;
+    let result = compare([&first, &second], options.strict, job, failed).await;
     let closed = first.close().await.and(second.close().await);
     result.and_then(|outcome| closed.map(|()| outcome))
 }
@@ -96,7 +135,8 @@ pub async fn run(options: &CompareOptions, job: &JobHandle) -> Result<CompareOut
 const REQUESTS: usize = 4;
 const CHUNK_BYTES: u64 = 1 << 20;
 
-async fn compare(first: &Node, second: &Node, strict: bool, job: &JobHandle) -> Result<CompareOutcome> {
+async fn compare(nodes: [&Node; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
+    let [first, second] = nodes;
     let (one, other) = (first.size(), second.size());
     if strict && one != other {
         return Ok(CompareOutcome { verdict: Verdict::SizeMismatch, size_warning: false });
@@ -104,10 +144,10 @@ async fn compare(first: &Node, second: &Node, strict: bool, job: &JobHandle) -> 
     job.set_len(one.max(other));
     let walk = Walk { at: 0, size: one.max(other), strict, sides: [Side::new(first), Side::new(second)] };
     let steps = stream::try_unfold(walk, |mut walk| async move {
-        let step = walk.next().await?;
+        let step = walk.next(failed).await?;
         Ok(step.map(|step| (step, walk)))
     });
-    let mut verdicts = pin!(steps.map(|step| step_verdict(step, first, second, job)).buffered(REQUESTS));
+    let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job, failed)).buffered(REQUESTS));
     while let Some(verdict) = verdicts.next().await {
         if let Some(verdict) = verdict? {
             // As qemu-img: the sizes are only looked at behind the end of the shorter image.
@@ -119,7 +159,12 @@ async fn compare(first: &Node, second: &Node, strict: bool, job: &JobHandle) -> 
     Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other })
 }
 
-async fn step_verdict(step: Result<Step>, first: &Node, second: &Node, job: &JobHandle) -> Result<Option<Verdict>> {
+async fn step_verdict(
+    step: Result<Step>,
+    nodes: [&Node; 2],
+    job: &JobHandle,
+    failed: &FailedAt,
+) -> Result<Option<Verdict>> {
     let step = step?;
     job.pause_point().await?;
     let verdict = match step {
@@ -129,11 +174,12 @@ async fn step_verdict(step: Result<Step>, first: &Node, second: &Node, job: &Job
             let len = usize::try_from(end - start).unwrap_or(usize::MAX);
             let (one, other) = match data {
                 [true, true] => {
-                    let (one, other) = join(read(first, start, len), read(second, start, len)).await;
+                    let (one, other) =
+                        join(read(nodes, 0, start, len, failed), read(nodes, 1, start, len, failed)).await;
                     (Some(one?), Some(other?))
                 }
-                [true, false] => (Some(read(first, start, len).await?), None),
-                _ => (None, Some(read(second, start, len).await?)),
+                [true, false] => (Some(read(nodes, 0, start, len, failed).await?), None),
+                _ => (None, Some(read(nodes, 1, start, len, failed).await?)),
             };
             first_difference(one.as_deref(), other.as_deref())
                 .map(|at| Verdict::Mismatch { offset: (start + at as u64) / SECTOR_BYTES * SECTOR_BYTES })
@@ -143,9 +189,12 @@ async fn step_verdict(step: Result<Step>, first: &Node, second: &Node, job: &Job
     Ok(verdict)
 }
 
-async fn read(node: &Node, offset: u64, len: usize) -> Result<IoBuf> {
-    let (result, buf) = node.read(offset, IoBuf::scratch(len)).await;
-    result.map_err(|error| error.context(format!("error while reading at byte {offset}")))?;
+async fn read(nodes: [&Node; 2], image: usize, offset: u64, len: usize, failed: &FailedAt) -> Result<IoBuf> {
+    let (result, buf) = nodes[image].read(offset, IoBuf::scratch(len)).await;
+    result.map_err(|error| {
+        failed.note(Failed::Read { image, offset });
+        error.context(format!("error while reading at byte {offset}"))
+    })?;
     Ok(buf)
 }
 
@@ -231,14 +280,16 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    async fn next(&mut self) -> Result<Option<Step>> {
+    async fn next(&mut self, failed: &FailedAt) -> Result<Option<Step>> {
         if self.at >= self.size {
             return Ok(None);
         }
         let start = self.at;
         let [first, second] = &mut self.sides;
-        let (first_end, first_data, first_kind) = first.at(start, self.size).await?;
-        let (second_end, second_data, second_kind) = second.at(start, self.size).await?;
+        let (first_end, first_data, first_kind) =
+            first.at(start, self.size).await.inspect_err(|_| failed.note(Failed::Status { image: 0 }))?;
+        let (second_end, second_data, second_kind) =
+            second.at(start, self.size).await.inspect_err(|_| failed.note(Failed::Status { image: 1 }))?;
         if self.strict && first_kind != second_kind {
             self.at = self.size;
             return Ok(Some(Step::Allocation { offset: start }));

@@ -250,6 +250,22 @@ impl File {
         self.0.len.load(Ordering::Acquire)
     }
 
+    /// Length in bytes, asked for again when it is a file of this machine: another process may have made it longer.
+    pub fn measure_len(&self) -> u64 {
+        let host = match &self.0.medium {
+            Medium::Host(host) => Some(host),
+            Medium::Faulty(faulty) => match &faulty.base().0.medium {
+                Medium::Host(host) => Some(host),
+                _ => None,
+            },
+            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
+        };
+        if let Some(len) = host.and_then(|host| host.measure().ok()) {
+            self.0.note_end(len);
+        }
+        self.len()
+    }
+
     /// True for length 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

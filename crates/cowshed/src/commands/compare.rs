@@ -4,20 +4,25 @@
 use super::arguments::{NamingArgs, cache_mode};
 use super::untrusted::Use;
 use super::{Verb, work};
+use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
-use cowshed_jobs::compare::{self, CompareOptions};
+use cowshed_jobs::compare::{self, CompareOptions, Failed, FailedAt};
 
-/// Exit code of an error while opening or reading: 1 says "different".
+/// Exit code of an error while opening, and of all but the two below: 1 says "different".
 const ERROR_EXIT_CODE: u8 = 2;
+const STATUS_EXIT_CODE: u8 = 3;
+const READ_EXIT_CODE: u8 = 4;
 
 pub const VERB: Verb = Verb {
     name: "compare",
     about: "Check whether two images have the same content",
     operands: "FILE1 FILE2",
     details: "Formats and layout don't matter, only what a guest would read. Where one image is longer, the rest of \
-              it must be zero.\n\nExit code: 0 identical, 1 different, 2 or more an error.",
+              it must be zero.\n\nExit code: 0 identical, 1 different, 2 an image could not be opened, 3 what is allocated could not be \
+              found out, 4 reading failed.",
     examples: "  cowshed compare disk.raw disk.qcow2
   cowshed compare -s -p a.qcow2 b.qcow2
       Sizes and allocation must be the same too; with progress.",
@@ -82,10 +87,30 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
     work::fail_with(ERROR_EXIT_CODE);
     args.naming.untrusted.guard(&[Use::Read(&options.first), Use::Read(&options.second)], console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
-    let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[first, second], error);
-    let outcome = job.run(async |handle| compare::run(&options, &handle).await, failed)?;
+    let failed_at = FailedAt::default();
+    let failed = |error: &Error| failure(console.persona, [first, second], failed_at.get(), error);
+    let outcome = job.run(async |handle| compare::run_noting(&options, &handle, &failed_at).await, failed)?;
     if !args.quiet {
         outcome.messages().into_iter().for_each(|message| console.line(message));
     }
     Ok(u8::try_from(outcome.exit_code()).unwrap_or(ERROR_EXIT_CODE))
+}
+
+/// The failure of a comparison, in qemu-img's words under its name.
+fn failure(persona: Persona, names: [&str; 2], failed: Option<Failed>, error: &Error) -> Failure {
+    let reason = std::io::Error::from_raw_os_error(error.errno().0).to_string();
+    let reason = reason.split(" (os error").next().unwrap_or_default();
+    let (words, code) = match failed {
+        None => return Failure::open_either(persona, &names, error),
+        Some(Failed::Status { image }) => {
+            (format!("Sector allocation test failed for {}", names[image]), STATUS_EXIT_CODE)
+        }
+        Some(Failed::Read { image, offset }) => {
+            (format!("Error while reading offset {offset} of {}: {reason}", names[image]), READ_EXIT_CODE)
+        }
+    };
+    match persona {
+        Persona::QemuImg => Failure::new(words).code(code),
+        _ => Failure::open_either(persona, &names, error).code(code),
+    }
 }

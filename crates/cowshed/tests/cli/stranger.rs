@@ -104,6 +104,40 @@ fn files_that_are_no_images() {
     assert_eq!(std::fs::read(work.join("good.qcow2")).expect("the image"), good, "nothing has touched the image");
 }
 
+/// A file that was cut off in the middle of its data, its tables still there: what is lost is never handed out as zeroes.
+#[test]
+fn images_that_end_too_early() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 cut.qcow2 64M");
+    oracle.make("create -q -f qcow2 over.qcow2 -b cut.qcow2 -F qcow2");
+    let path = oracle.work().join("cut.qcow2");
+    let wrote = Command::new("qemu-io").args(["-c", "write -P 3 0 8M"]).arg(&path).output().expect("qemu-io runs");
+    assert!(wrote.status.success(), "{wrote:?}");
+    let file = std::fs::OpenOptions::new().write(true).open(&path).expect("the image");
+    file.set_len(300_000).expect("cut");
+    let image = std::fs::read(&path).expect("the image");
+    let lost = &["cut.qcow2", "past the end of the file (300000 bytes)", "guest offset 0x0"];
+    expect_refusal(&oracle, "convert -q -O raw cut.qcow2 out.raw", 1, lost);
+    expect_refusal(&oracle, "convert -q -O qcow2 over.qcow2 out.qcow2", 1, lost);
+    expect_refusal(&oracle, "dd if=cut.qcow2 of=out.raw bs=1M count=1", 1, lost);
+    expect_refusal(&oracle, "compare -q cut.qcow2 over.qcow2", 4, lost);
+    let said = cowshed(&oracle, "convert -q --salvage -O raw cut.qcow2 salvaged.raw");
+    assert!(said.code == Some(0) && said.err.contains("unreadable parts became zeroes"), "{said:?}");
+    assert_eq!(std::fs::read(&path).expect("the image"), image, "nothing has touched the image");
+    // The texts of qemu-img 7.2 and 11.1 for errors that it notices.
+    let said = cowshed(&oracle, "img compare over.qcow2 cut.qcow2");
+    let text = "qemu-img: Error while reading offset 0 of over.qcow2: Input/output error\n";
+    assert_eq!((said.code, said.err.as_str()), (Some(4), text));
+    // Without the table nobody knows what is allocated.
+    file.set_len(4 * 65536 + 512).expect("cut");
+    let lost = &["cut.qcow2", "a table lies past the end of the file (262656 bytes)"];
+    expect_refusal(&oracle, "compare -q cut.qcow2 over.qcow2", 3, lost);
+    let said = cowshed(&oracle, "img compare over.qcow2 cut.qcow2");
+    let text = "qemu-img: Sector allocation test failed for over.qcow2\n";
+    assert_eq!((said.code, said.err.as_str()), (Some(3), text));
+    expect_refusal(&oracle, "map cut.qcow2", 1, lost);
+}
+
 /// A reader that goes away, and a standard output that takes nothing.
 #[test]
 fn closed_and_full_outputs() {

@@ -138,12 +138,16 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
     .await
 }
 
+fn not_found(wanted: &[u8]) -> Error {
+    Error::new(ErrorKind::NotFound, format!("there is no snapshot '{}'", String::from_utf8_lossy(wanted)))
+}
+
 /// Makes the disk what it was when the snapshot was taken. What was written since, and is in no snapshot, is lost.
 pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
     named(file, async {
         let mut image = Image::load(file).await?;
         let Some(index) = find(&image.snapshots, wanted, Lookup::IdOrName) else {
-            return Err(Error::new(ErrorKind::NotFound, "no such snapshot").value(String::from_utf8_lossy(wanted)));
+            return Err(not_found(wanted));
         };
         if image.header.bitmaps().is_some_and(|bitmaps| bitmaps.nb_bitmaps > 0) {
             let message = "the image has dirty bitmaps, which would not see the change: remove them first";
@@ -170,7 +174,7 @@ pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
     named(file, async {
         let mut image = Image::load(file).await?;
         let Some(index) = find(&image.snapshots, name, Lookup::Name) else {
-            return Err(Error::new(ErrorKind::NotFound, "no such snapshot").value(String::from_utf8_lossy(name)));
+            return Err(not_found(name));
         };
         let snapshot = image.snapshots.remove(index);
         let stored = read_l1(file, &snapshot, image.header.version, image.header.cluster_bits).await?;

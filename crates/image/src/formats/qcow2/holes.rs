@@ -26,7 +26,7 @@ impl Qcow2Driver {
                 if found.len() >= max_runs.max(1) {
                     return Ok(found);
                 }
-                let (until, zero) = known.at(file, host).await?;
+                let (until, zero) = known.at(file, host, self.cluster_size()).await?;
                 let len = (until - host).min(end - start);
                 found.push(StatusExtent { start, len, zero, offset: Some(host), ..run.clone() });
                 start += len;
@@ -46,12 +46,14 @@ struct Known {
 
 impl Known {
     /// Where the hole or data at `host` ends, and whether it is a hole.
-    async fn at(&mut self, file: &File, host: u64) -> Result<(u64, bool)> {
+    async fn at(&mut self, file: &File, host: u64, cluster_size: u64) -> Result<(u64, bool)> {
         if host < self.hole_from || host >= self.data.end {
             self.hole_from = host;
             self.data = match file.next_data(host).await? {
                 Some(data) if data.end > host => data,
-                _ => DataRange { start: u64::MAX, end: u64::MAX },
+                // The last hole goes on to the end of the file, or of the cluster in which it ends. Clusters past that
+                // aren't zeroes: they are lost, as whoever reads them will be told.
+                _ => DataRange { start: file.len().next_multiple_of(cluster_size), end: u64::MAX },
             };
         }
         if host < self.data.start { Ok((self.data.start, true)) } else { Ok((self.data.end, false)) }

@@ -211,6 +211,11 @@ impl Qcow2Driver {
             }
         }
         let mut guard = Guard(self, Some(load));
+        let end = load.host.0 + load.len as u64;
+        if end > self.file.len() && end > self.file.measure_len() {
+            let message = format!("a table lies past the end of the file ({} bytes)", self.file.len());
+            return Err(self.error(Error::invalid_image("table", load.host, message).with_errno(Errno::EIO)));
+        }
         let (result, buf) = self.file.read_at(IoBuf::zeroed(load.len), load.host.0).await;
         result?;
         guard.1 = None;

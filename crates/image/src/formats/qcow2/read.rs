@@ -44,6 +44,9 @@ impl Qcow2Driver {
     async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         match extent.mapping {
             Mapping::Data { host, file, encrypted } => {
+                if let Err(error) = self.check_stored(&extent, file, host) {
+                    return (Err(error), buf);
+                }
                 if encrypted && self.cipher.is_none() {
                     return (Err(self.error(Error::unsupported("encrypted images can't be read yet"))), buf);
                 }
@@ -127,7 +130,7 @@ impl Qcow2Driver {
     /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it.
     async fn read_compressed(&self, host: u64, len: u64, skip: u64, mut out: IoBuf) -> (Result<()>, IoBuf) {
         // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
-        if host >= self.file.len() {
+        if host >= self.file.len() && host >= self.file.measure_len() {
             let message = "data lies past the end of the file";
             return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
         }

@@ -3,7 +3,7 @@
 //! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
 
 use super::Qcow2Driver;
-use cowshed_block::{Extent, GuestOffset, HostOffset, Mapping, Result};
+use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn};
 use cowshed_qcow2::{Engine, ExtentList, Pin, Planned, Stall};
 use cowshed_storage::{File, IoBuf};
 use futures_util::future::join_all;
@@ -40,13 +40,36 @@ impl Qcow2Driver {
         match map(&self.engine, GuestOffset(offset), len, &mut extents) {
             Ok(mapped) => match *extents {
                 [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] if mapped == len => {
-                    Direct::Plain(pin, self.stored_in(file), host)
+                    let file = self.stored_in(file);
+                    match host.0 + len <= file.len() {
+                        true => Direct::Plain(pin, file, host),
+                        false => Direct::Other,
+                    }
                 }
                 _ => Direct::Other,
             },
             // Who is told to load a table must do it: everybody else waits for that.
             Err(stall) => Direct::Stalled(stall, seen),
         }
+    }
+
+    /// Data must be in its file, at least the beginning of its cluster: the file may end within the last one. What lies past
+    /// the end is lost, and neither zeroes nor a place to write to.
+    pub(super) fn check_stored(&self, extent: &Extent, file: StoredIn, host: HostOffset) -> Result<()> {
+        let file = self.stored_in(file);
+        let in_file = |len: u64| host.0 + extent.len <= len.next_multiple_of(self.cluster_size());
+        if in_file(file.len()) || in_file(file.measure_len()) {
+            return Ok(());
+        }
+        let end = file.len().next_multiple_of(self.cluster_size());
+        let lost = host.0.max(end);
+        let message = format!(
+            "the data of guest offset {} lies past the end of the file ({} bytes)",
+            extent.guest + (lost - host.0),
+            file.len()
+        );
+        let error = Error::invalid_image("l2_entry", HostOffset(lost), message).with_errno(Errno::EIO);
+        Err(error.offset(extent.guest.0 + (lost - host.0)).file(file.name()))
     }
 
     /// Maps the front of `buf`, as far as one plan reaches, and has `carry_out` do each of its extents.

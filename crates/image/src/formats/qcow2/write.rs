@@ -56,6 +56,10 @@ impl Qcow2Driver {
         let Mapping::Data { host, file, encrypted } = extent.mapping else {
             return (Err(Error::internal("an in-place write to something that is not data")), buf);
         };
+        // Writing there would make the file longer, and what else was lost would read as zeroes.
+        if let Err(error) = self.check_stored(&extent, file, host) {
+            return (Err(error), buf);
+        }
         if !encrypted {
             return self.stored_in(file).write_at(buf, host.0).await;
         }
