@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an attachment, its statistics and a throttle filter cost: `queue_cost node|queue|unlimited|throttle READS` reads
-//! 4 KiB at a time from a disk that is nothing. With two numbers of reads under an instruction counter
-//! (`valgrind --tool=callgrind …`) the difference is what the reads cost.
+//! What an attachment, its statistics and a throttle filter cost: `queue_cost MODE REQUESTS [OPTIONS]` reads 4 KiB at a
+//! time, sixteen requests at once, from a disk that is nothing or that OPTIONS name
+//! (`driver=raw,file.filename=/tmp/disk`). With two numbers of requests under an instruction counter
+//! (`valgrind --tool=callgrind …`) the difference is what the requests cost.
+//!
+//! MODE: `node` (the node itself), `uncounted` (through an attachment without statistics), `queue` (with them),
+//! `unlimited` (and a throttle filter without limits), `throttle` (with limits that are not reached). A `-write` behind
+//! it writes instead.
 
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{AttachRequest, Graph};
@@ -11,13 +16,24 @@ use cowshed_storage::{IoBuf, rt};
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let mode = arguments.next().unwrap_or_else(|| "queue".to_owned());
-    let reads: u64 = arguments.next().unwrap_or_else(|| "100000".to_owned()).parse()?;
+    let requests: u64 = arguments.next().unwrap_or_else(|| "100000".to_owned()).parse()?;
+    let options = arguments.next();
+    // Requests to nothing never wait: others must get their turn.
+    let yields = options.is_none();
+    let options = options.unwrap_or_else(|| "driver=null-co,size=1G".to_owned());
+    let writes = mode.ends_with("-write");
+    let mode = mode.trim_end_matches("-write");
     let depth = 16;
     rt::block_on(async {
         let graph = Graph::new();
-        let options = BlockdevOptions::from_keyval("driver=null-co,node-name=n,size=1G")?;
+        let options = BlockdevOptions::from_keyval(&options)?.with("node-name", "n");
         let node = graph.add(options).await?;
-        let attachment = graph.attach(&node, AttachRequest::export("e", true)).await?;
+        let mut request = AttachRequest::export("e", true);
+        if mode == "uncounted" {
+            request = request.without_statistics();
+        }
+        let attachment = graph.attach(&node, request).await?;
+        let blocks = node.size() / 4096;
         let mut limits = Limits::new();
         if mode == "throttle" {
             limits.set("iops-total", 1_000_000_000)?;
@@ -33,15 +49,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 let (queue, node, direct) = (attachment.queue(), node.clone(), mode == "node");
                 rt::spawn(async move {
                     let mut buf = IoBuf::zeroed(4096);
-                    for number in 0..reads / depth {
-                        let offset = number * 4096 % (1 << 29);
-                        let (result, back) = match direct {
-                            true => node.read(offset, buf).await,
-                            false => queue.read(offset, buf).await,
+                    for number in 0..requests / depth {
+                        let offset = number % blocks * 4096;
+                        let (result, back) = match (direct, writes) {
+                            (true, false) => node.read(offset, buf).await,
+                            (true, true) => node.write(offset, buf).await,
+                            (false, false) => queue.read(offset, buf).await,
+                            (false, true) => queue.write(offset, buf).await,
                         };
                         result?;
                         buf = back;
-                        rt::yield_now().await;
+                        if yields {
+                            rt::yield_now().await;
+                        }
                     }
                     Ok::<(), cowshed_block::Error>(())
                 })
@@ -50,7 +70,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for task in tasks {
             task.await?;
         }
-        println!("{mode}: {reads} reads");
+        println!("{mode}: {requests} requests");
         Ok(())
     })
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Throttle filters in a graph: rates on a virtual clock, groups over threads, drains, moves; and copy-on-read.
 
-use cowshed_block::{ErrorKind, Result};
+use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::filters::throttle::Limits;
+use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::IoKind;
@@ -188,6 +189,61 @@ fn threads_share_a_group_and_never_exceed_it() {
         assert_eq!(attachment.node().throttle().unwrap().waits().waiting, 0);
         rt::block_on(attachment.detach()).unwrap();
     }
+}
+
+#[test]
+fn requests_that_go_past_a_filter_are_counted_there_and_obey_every_change() {
+    World::new(Config::new(1)).run(async {
+        let graph = Graph::new();
+        let group = graph.throttle_groups().create("g", limits(&[("iops-total", 1000)])).unwrap();
+        let attachment = throttled(&graph, "a", "g").await;
+        let (filter, queue) = (attachment.node(), attachment.queue());
+        let read = async |count: u64| {
+            for _ in 0..count {
+                queue.read(0, IoBuf::zeroed(4096)).await.0.unwrap();
+            }
+        };
+        let start = rt::now();
+        read(60).await;
+        assert_eq!(rt::now(), start, "a tenth of a second's worth goes at once");
+        // What can't be isn't charged, or the bucket were full now.
+        for _ in 0..200 {
+            assert!(queue.read(1 << 30, IoBuf::zeroed(512)).await.0.is_err());
+        }
+        let map = filter.track_dirty(4096).unwrap();
+        queue.write(8192, IoBuf::zeroed(512)).await.0.unwrap();
+        assert!(map.is_dirty(8192, 1), "who follows the filter's writes sees them");
+        read(30).await;
+        assert_eq!(rt::now(), start);
+        read(1010).await;
+        let passed = (rt::now() - start).as_secs_f64();
+        assert!((0.99..=1.02).contains(&passed), "1100 requests at 1000 a second, 100 in advance, took {passed}");
+        let stats = filter.statistics();
+        assert_eq!((stats.kind(IoKind::Read).operations, stats.kind(IoKind::Read).invalid), (1100, 200));
+        let below = filter.children()[0].node.statistics();
+        assert_eq!((below.kind(IoKind::Read).operations, below.kind(IoKind::Write).operations), (1100, 1));
+
+        // Without limits nothing waits; with limits again at once.
+        group.set_limits(Limits::new()).unwrap();
+        let start = rt::now();
+        read(5000).await;
+        assert_eq!(rt::now(), start);
+        group.set_limits(limits(&[("bps-read", 4096)])).unwrap();
+        read(3).await;
+        assert!(rt::now() - start >= Duration::from_millis(1900), "{:?}", rt::now() - start);
+        // Another group's limits, then a filter between the filter and the disk.
+        let free = graph.throttle_groups().create("free", Limits::new()).unwrap();
+        filter.throttle().unwrap().set_group(free);
+        let start = rt::now();
+        read(100).await;
+        assert_eq!(rt::now(), start);
+        let disk = filter.children()[0].node.clone();
+        let fault = BlockdevOptions::from_keyval("driver=fault,node-name=f,file.driver=null-co,file.size=1G").unwrap();
+        let fault = graph.add(fault).await.unwrap();
+        graph.replace(&disk, &fault).await.unwrap();
+        fault.fault().unwrap().arm(FaultRule::always(FaultOp::Read, Errno::EIO));
+        assert!(queue.read(0, IoBuf::zeroed(512)).await.0.is_err(), "the new node behind the filter is asked");
+    });
 }
 
 #[test]

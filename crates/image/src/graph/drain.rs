@@ -44,6 +44,8 @@ impl Drop for Drained {
             throttle.end_drain();
         }
         for attachment in &self.attachments {
+            // What stands below may have changed.
+            attachment.renew();
             attachment.gate().open();
         }
     }

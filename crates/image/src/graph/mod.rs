@@ -10,13 +10,15 @@ mod drain;
 mod gate;
 mod moves;
 mod owned;
+mod queue;
 mod reopen;
 mod snapshot;
 mod writing;
 
-pub(crate) use attachment::outcome_of;
-pub use attachment::{AttachRequest, Attachment, Queue};
+pub use attachment::{AttachRequest, Attachment};
 pub use drain::Drained;
+pub use queue::Queue;
+pub(crate) use queue::outcome_of;
 
 use crate::filters::throttle::Groups;
 use crate::node::Node;

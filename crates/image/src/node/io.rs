@@ -10,11 +10,36 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 
 impl Node {
+    /// True for a throttle filter that does nothing else to a request: while no change of the graph runs, a request may
+    /// go past it, if the filter's group lets it go and it is counted here all the same.
+    pub(crate) fn is_plain_throttle(&self) -> bool {
+        let plain = !self.settings.is_writethrough()
+            && !self.settings.is_probed_raw()
+            && !self.settings.has_no_data()
+            && self.settings.detect_zeroes() == DetectZeroes::Off;
+        self.throttle().is_some() && plain && self.deadline.is_none() && self.check_open().is_ok()
+    }
+
+    /// True when somebody wants to know what is written.
+    #[inline]
+    pub(crate) fn is_tracked(&self) -> bool {
+        self.tracking.is_active()
+    }
+
+    /// Counts a request of this node.
+    #[inline]
+    pub(crate) fn count(&self, kind: IoKind, len: u64, result: &Result<()>) {
+        match result {
+            Ok(()) => self.counters.count_done(kind, len),
+            Err(_) => self.counters.count_refused(kind, outcome_of(result)),
+        }
+    }
+
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let len = buf.len() as u64;
         if let Err(error) = self.check_range(offset, len) {
-            self.counters.count(IoKind::Read, len, Outcome::Invalid);
+            self.counters.count_refused(IoKind::Read, Outcome::Invalid);
             return (Err(error), buf);
         }
         let (result, buf) = match &self.driver {
@@ -25,7 +50,7 @@ impl Node {
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
         };
-        self.counters.count(IoKind::Read, len, outcome_of(&result));
+        self.count(IoKind::Read, len, &result);
         (result, buf)
     }
 
@@ -59,7 +84,7 @@ impl Node {
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let len = buf.len() as u64;
         if let Err(error) = self.check_write(offset, len) {
-            self.counters.count(IoKind::Write, len, Outcome::Invalid);
+            self.counters.count_refused(IoKind::Write, Outcome::Invalid);
             return (Err(error), buf);
         }
         if self.settings.is_probed_raw()
@@ -81,7 +106,7 @@ impl Node {
             Driver::File(file) => file.file.write_at(buf, offset).await,
             Driver::Filter(filter) => filter.write(offset, buf).await,
         };
-        self.counters.count(IoKind::Write, len, outcome_of(&result));
+        self.count(IoKind::Write, len, &result);
         self.tracking.written(offset, len);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, buf);
@@ -108,7 +133,7 @@ impl Node {
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
         };
-        self.counters.count(IoKind::WriteZeroes, len, outcome_of(&result));
+        self.count(IoKind::WriteZeroes, len, &result);
         self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
@@ -132,7 +157,7 @@ impl Node {
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
             Driver::Filter(filter) => filter.discard(offset, len).await,
         };
-        self.counters.count(IoKind::Discard, len, outcome_of(&result));
+        self.count(IoKind::Discard, len, &result);
         self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
@@ -156,7 +181,7 @@ impl Node {
             Driver::File(file) => file.file.sync().await,
             Driver::Filter(filter) => filter.flush().await,
         };
-        self.counters.count(IoKind::Flush, 0, outcome_of(&result));
+        self.count(IoKind::Flush, 0, &result);
         result
     }
 
@@ -185,7 +210,7 @@ impl Node {
             }
         };
         for (offset, len) in spans {
-            self.counters.count(IoKind::Write, len, outcome_of(&result));
+            self.count(IoKind::Write, len, &result);
             self.tracking.written(offset, len);
         }
         result?;

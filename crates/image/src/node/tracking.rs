@@ -15,6 +15,12 @@ pub(super) struct Tracking {
 }
 
 impl Tracking {
+    /// True when somebody wants to know.
+    #[inline]
+    pub(super) fn is_active(&self) -> bool {
+        self.active.load(Ordering::Acquire)
+    }
+
     /// A range was written, or may have been.
     #[inline]
     pub(super) fn written(&self, offset: u64, len: u64) {

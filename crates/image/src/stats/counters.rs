@@ -2,6 +2,7 @@
 //! Plain counters, spread so that threads don't share cache lines.
 
 use super::{IoKind, KINDS};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// How a request ended.
@@ -69,22 +70,29 @@ pub(crate) struct LaneCounters {
 }
 
 impl LaneCounters {
-    /// Counts a request that ended. Only the lane's thread calls this.
+    /// Counts a request that was carried out. Only the lane's thread calls this.
     #[inline]
-    pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, outcome: Outcome, start_ns: u64, end_ns: u64) {
+    pub(crate) fn count_done(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, end_ns: u64) {
+        let counters = &self.kinds[kind as usize];
+        bump(&counters.operations, 1);
+        bump(&counters.bytes, len);
+        // Both are of one thread's clock.
+        bump(&counters.total_ns, end_ns.wrapping_sub(start_ns));
+        let end = offset.saturating_add(len);
+        if matches!(kind, IoKind::Write | IoKind::WriteZeroes)
+            && end > self.highest_written_byte.load(Ordering::Relaxed)
+        {
+            self.highest_written_byte.store(end, Ordering::Relaxed);
+        }
+        self.last_end_ns.store(end_ns, Ordering::Relaxed);
+    }
+
+    /// Counts a request that was not. Only the lane's thread calls this.
+    #[cold]
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, end_ns: u64) {
         let counters = &self.kinds[kind as usize];
         match outcome {
-            Outcome::Done => {
-                bump(&counters.operations, 1);
-                bump(&counters.bytes, len);
-                bump(&counters.total_ns, end_ns.saturating_sub(start_ns));
-                let end = offset.saturating_add(len);
-                if matches!(kind, IoKind::Write | IoKind::WriteZeroes)
-                    && end > self.highest_written_byte.load(Ordering::Relaxed)
-                {
-                    self.highest_written_byte.store(end, Ordering::Relaxed);
-                }
-            }
+            Outcome::Done => {}
             Outcome::Failed => bump(&counters.failed, 1),
             Outcome::Invalid => bump(&counters.invalid, 1),
         }
@@ -145,31 +153,44 @@ struct Shard([[AtomicU64; 4]; KINDS]);
 #[derive(Debug, Default)]
 pub(crate) struct NodeCounters([Shard; SHARDS]);
 
+/// The shard of this thread.
+#[inline]
 fn shard_of_thread() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        /// `SHARDS` before the first request.
+        static SHARD: Cell<usize> = const { Cell::new(SHARDS) };
     }
-    SHARD.with(|shard| *shard)
+    #[cold]
+    fn choose() -> usize {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let shard = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        SHARD.set(shard);
+        shard
+    }
+    match SHARD.get() {
+        shard if shard < SHARDS => shard,
+        _ => choose(),
+    }
 }
 
 impl NodeCounters {
-    /// Counts a request that ended.
+    /// Counts a request that was carried out.
     #[inline]
-    pub(crate) fn count(&self, kind: IoKind, len: u64, outcome: Outcome) {
-        let [operations, bytes, failed, invalid] = &self.0[shard_of_thread()].0[kind as usize];
+    pub(crate) fn count_done(&self, kind: IoKind, len: u64) {
+        let [operations, bytes, ..] = &self.0[shard_of_thread()].0[kind as usize];
+        operations.fetch_add(1, Ordering::Relaxed);
+        bytes.fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Counts a request that was not.
+    #[cold]
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome) {
+        let [_, _, failed, invalid] = &self.0[shard_of_thread()].0[kind as usize];
         match outcome {
-            Outcome::Done => {
-                operations.fetch_add(1, Ordering::Relaxed);
-                bytes.fetch_add(len, Ordering::Relaxed);
-            }
-            Outcome::Failed => {
-                failed.fetch_add(1, Ordering::Relaxed);
-            }
-            Outcome::Invalid => {
-                invalid.fetch_add(1, Ordering::Relaxed);
-            }
-        }
+            Outcome::Done => 0,
+            Outcome::Failed => failed.fetch_add(1, Ordering::Relaxed),
+            Outcome::Invalid => invalid.fetch_add(1, Ordering::Relaxed),
+        };
     }
 
     pub(crate) fn snapshot(&self) -> NodeStats {
@@ -193,9 +214,9 @@ mod tests {
     #[test]
     fn lanes_count_outcomes_apart() {
         let lane = LaneCounters::default();
-        lane.count(IoKind::Write, 4096, 512, Outcome::Done, 100, 350);
-        lane.count(IoKind::Write, 0, 512, Outcome::Failed, 0, 400);
-        lane.count(IoKind::Write, 1 << 60, 512, Outcome::Invalid, 0, 450);
+        lane.count_done(IoKind::Write, 4096, 512, 100, 350);
+        lane.count_refused(IoKind::Write, Outcome::Failed, 400);
+        lane.count_refused(IoKind::Write, Outcome::Invalid, 450);
         lane.count_merged(IoKind::Read);
         let mut kinds = [KindStats::default(); KINDS];
         lane.collect(&mut kinds);
@@ -211,7 +232,7 @@ mod tests {
         let node = NodeCounters::default();
         std::thread::scope(|scope| {
             for _ in 0..12 {
-                scope.spawn(|| (0..1000).for_each(|_| node.count(IoKind::Read, 3, Outcome::Done)));
+                scope.spawn(|| (0..1000).for_each(|_| node.count_done(IoKind::Read, 3)));
             }
         });
         assert_eq!(

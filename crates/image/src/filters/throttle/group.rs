@@ -3,12 +3,17 @@
 //!
 //! One of the waiting requests leads: it sleeps until the next one may go, on its own thread's timer, and releases
 //! those whose time has come; the others sleep until they are released or are made the leader.
+//!
+//! While the buckets are less than half full, a queue borrows for several requests at once and then passes them without
+//! a lock or a look at the clock ([`Credit`]). What is borrowed is in the buckets at once, so the limits never let more
+//! through; and as soon as one request has to wait, all credit is void.
 
 use super::limits::Limits;
 use super::meter::Direction;
 use super::schedule::{Entry, MemberId, Schedule, ThrottleWaits, Ticket};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::pin;
@@ -35,6 +40,45 @@ struct State {
     pokes: u64,
     /// The clock never runs backwards, whichever thread read it.
     now_ns: u64,
+    /// The credit that queues may have left.
+    lent: Vec<Arc<AtomicBool>>,
+}
+
+/// What a queue may still let pass without asking the group.
+#[derive(Debug, Default)]
+pub(crate) struct Credit {
+    /// Cleared by the group when it wants to be asked again.
+    valid: Arc<AtomicBool>,
+    requests: Cell<u64>,
+    bytes: Cell<u64>,
+    /// A longer request counts as more than one operation (`iops-size`): the group must be asked.
+    longest: Cell<u64>,
+}
+
+impl Credit {
+    /// Takes what a request of `bytes` counts for; false when there isn't enough.
+    #[inline]
+    pub(crate) fn take(&self, bytes: u64) -> bool {
+        let (requests, left) = (self.requests.get(), self.bytes.get());
+        if requests == 0 || bytes > left || bytes > self.longest.get() || !self.valid.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.requests.set(requests - 1);
+        self.bytes.set(left - bytes);
+        true
+    }
+
+    /// What a request of `bytes` took, which wasn't carried out after all, is there for the next one.
+    #[cold]
+    pub(crate) fn give_back(&self, bytes: u64) {
+        self.fill(self.requests.get().saturating_add(1), self.bytes.get().saturating_add(bytes), self.longest.get());
+    }
+
+    fn fill(&self, requests: u64, bytes: u64, longest: u64) {
+        self.requests.set(requests);
+        self.bytes.set(bytes);
+        self.longest.set(longest);
+    }
 }
 
 struct Sleeper {
@@ -53,6 +97,22 @@ enum Turn {
 }
 
 impl State {
+    /// From now on everybody asks again.
+    fn revoke(&mut self) {
+        for valid in self.lent.drain(..) {
+            valid.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that `credit` was given to a queue.
+    fn note_lent(&mut self, credit: &Credit) {
+        if !credit.valid.swap(true, Ordering::Relaxed) {
+            // Those of queues that are gone.
+            self.lent.retain(|valid| Arc::strong_count(valid) > 1);
+            self.lent.push(Arc::clone(&credit.valid));
+        }
+    }
+
     fn now(&mut self) -> u64 {
         let now = u64::try_from(rt::now().as_nanos()).unwrap_or(u64::MAX);
         self.now_ns = self.now_ns.max(now);
@@ -113,6 +173,7 @@ impl Group {
                 due_ns: 0,
                 pokes: 0,
                 now_ns,
+                lent: Vec::new(),
             }),
         }))
     }
@@ -133,6 +194,7 @@ impl Group {
         let wake = {
             let mut state = self.state();
             let now = state.now();
+            state.revoke();
             state.schedule.set_limits(limits, now);
             self.limited.store(limits.is_limited(), Ordering::Release);
             state.dispatch()
@@ -154,6 +216,7 @@ impl Group {
     fn change<T>(&self, change: impl FnOnce(&mut Schedule, u64) -> T) -> T {
         let (result, wake) = {
             let mut state = self.state();
+            state.revoke();
             let now = state.now();
             let result = change(&mut state.schedule, now);
             (result, state.dispatch())
@@ -204,6 +267,30 @@ impl Membership {
         self.group.change(|schedule, _| schedule.end_free(self.id));
     }
 
+    pub(super) fn lend(&self, credit: &Credit, direction: Direction, bytes: u64) -> bool {
+        let mut state = self.group.state();
+        if !self.group.limited.load(Ordering::Relaxed) {
+            credit.fill(u64::MAX, u64::MAX, u64::MAX);
+            state.note_lent(credit);
+            return true;
+        }
+        let now = state.now();
+        if !state.sleepers.is_empty() || !state.schedule.try_enter(self.id, direction, bytes, now) {
+            return false;
+        }
+        let longest = match state.schedule.limits().iops_size {
+            0 => u64::MAX,
+            size => size,
+        };
+        let lent = if bytes > longest { 0 } else { u64::from(state.schedule.lend(self.id, direction, bytes)) };
+        if lent > 0 {
+            // What is left of an earlier credit is lost: it was poured, and has leaked since.
+            credit.fill(lent, lent.saturating_mul(bytes), longest);
+            state.note_lent(credit);
+        }
+        true
+    }
+
     /// Returns when a request of `bytes` may go.
     #[inline]
     pub(super) async fn admit(&self, direction: Direction, bytes: u64) {
@@ -221,6 +308,7 @@ impl Membership {
                 Entry::Go if state.sleepers.is_empty() => return,
                 Entry::Go => (entry, state.dispatch()),
                 Entry::Wait(ticket) => {
+                    state.revoke();
                     state.sleepers.insert(ticket, Sleeper { waker: None, released: false });
                     (entry, state.dispatch())
                 }

@@ -12,6 +12,12 @@ use super::limits::{Limit, Limited, Limits};
 const SECOND_NS: f64 = 1e9;
 /// A bucket without a burst holds what flows in this part of a second.
 const BASE_PART: f64 = 0.1;
+/// Requests are lent while a bucket is filled to no more than this part.
+const LENDING_PART: f64 = 0.5;
+/// What is lent at once, as a part of the room that is left up to there: many queues can borrow before it is gone.
+const LENT_PART: f64 = 1.0 / 16.0;
+/// Most requests lent at once.
+const MOST_LENT: u32 = 256;
 
 /// Whether a request reads or changes the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,20 +139,52 @@ impl Meter {
     /// Pours a request in. It need not have waited.
     pub fn pour(&mut self, direction: Direction, bytes: u64, now_ns: u64) {
         self.leak(now_ns);
-        let operations = match self.limits.iops_size {
-            0 => 1.0,
-            size => (bytes as f64 / size as f64).max(1.0),
-        };
+        self.pour_many(direction, bytes, 1);
+    }
+
+    fn pour_many(&mut self, direction: Direction, bytes: u64, requests: u32) {
         for kind in kinds_of(direction) {
-            let amount = match kind {
-                Limited::BpsTotal | Limited::BpsRead | Limited::BpsWrite => bytes as f64,
-                Limited::IopsTotal | Limited::IopsRead | Limited::IopsWrite => operations,
-            };
+            let amount = self.amount(kind, bytes) * f64::from(requests);
             if self.limits.limits[kind as usize].average > 0 {
                 let bucket = &mut self.buckets[kind as usize];
                 bucket.level += amount;
                 bucket.burst_level += amount;
             }
         }
+    }
+
+    /// What a request counts for in a bucket.
+    fn amount(&self, kind: Limited, bytes: u64) -> f64 {
+        match (kind, self.limits.iops_size) {
+            (Limited::BpsTotal | Limited::BpsRead | Limited::BpsWrite, _) => bytes as f64,
+            (Limited::IopsTotal | Limited::IopsRead | Limited::IopsWrite, 0) => 1.0,
+            (Limited::IopsTotal | Limited::IopsRead | Limited::IopsWrite, size) => {
+                (bytes as f64 / size as f64).max(1.0)
+            }
+        }
+    }
+
+    /// Pours in ahead for further requests of `bytes` each, as many as leave all their buckets far from full, and returns
+    /// how many those are: they need not ask again. At the moment of the last [`Meter::pour`].
+    pub fn lend(&mut self, direction: Direction, bytes: u64) -> u32 {
+        let mut most = f64::from(MOST_LENT);
+        for kind in kinds_of(direction) {
+            let limit = &self.limits.limits[kind as usize];
+            if limit.average == 0 {
+                continue;
+            }
+            let bucket = &self.buckets[kind as usize];
+            let mut room = size_of(limit) * LENDING_PART - bucket.level;
+            if limit.length_seconds > 1 {
+                room = room.min(limit.maximum as f64 * BASE_PART * LENDING_PART - bucket.burst_level);
+            }
+            let amount = self.amount(kind, bytes);
+            if amount > 0.0 {
+                most = most.min(room * LENT_PART / amount);
+            }
+        }
+        let requests = most.max(0.0) as u32;
+        self.pour_many(direction, bytes, requests);
+        requests
     }
 }

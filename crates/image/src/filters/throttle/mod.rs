@@ -11,6 +11,7 @@ mod schedule;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use group::Credit;
 pub use group::{Group, Groups};
 pub use limits::{Limit, Limited, Limits, MAX_RATE};
 pub use meter::{Direction, Meter};
@@ -83,6 +84,13 @@ impl Throttle {
     pub(crate) fn end_drain(&self) {
         self.drains.fetch_sub(1, Ordering::SeqCst);
         self.member.load().end_free();
+    }
+
+    /// Lets a request of `bytes` go without waiting, if it may, and fills `credit` for those behind it. False: it must
+    /// be admitted as ever; nothing was counted.
+    #[cold]
+    pub(crate) fn lend(&self, credit: &Credit, direction: Direction, bytes: u64) -> bool {
+        self.member.load().lend(credit, direction, bytes)
     }
 
     /// Waits as a request of `bytes` does.

@@ -126,9 +126,7 @@ impl Schedule {
 
     /// A request of a member. Others may be released by its coming ([`Schedule::take_released`]).
     pub fn enter(&mut self, member: MemberId, direction: Direction, bytes: u64, now_ns: u64) -> Entry {
-        let is_free = self.members.get(member).is_none_or(|member| member.free > 0);
-        if is_free || (self.queued == [0, 0] && self.meter.wait_ns(direction, now_ns) == 0) {
-            self.meter.pour(direction, bytes, now_ns);
+        if self.try_enter(member, direction, bytes, now_ns) {
             return Entry::Go;
         }
         let ticket = self.next_ticket;
@@ -144,6 +142,25 @@ impl Schedule {
             }
             None => Entry::Wait(ticket),
         }
+    }
+
+    /// As [`Schedule::enter`] for a request that doesn't wait: false when it would have to, and nothing is changed.
+    pub fn try_enter(&mut self, member: MemberId, direction: Direction, bytes: u64, now_ns: u64) -> bool {
+        let may = self.is_free(member) || (self.queued == [0, 0] && self.meter.wait_ns(direction, now_ns) == 0);
+        if may {
+            self.meter.pour(direction, bytes, now_ns);
+        }
+        may
+    }
+
+    /// Pours in ahead for further requests of a member as large as the one that has just gone; returns for how many. None
+    /// while anybody waits, and none for a member that is free.
+    pub fn lend(&mut self, member: MemberId, direction: Direction, bytes: u64) -> u32 {
+        if self.queued != [0, 0] || self.is_free(member) { 0 } else { self.meter.lend(direction, bytes) }
+    }
+
+    fn is_free(&self, member: MemberId) -> bool {
+        self.members.get(member).is_none_or(|member| member.free > 0)
     }
 
     /// A waiting request gives up.

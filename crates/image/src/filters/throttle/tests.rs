@@ -66,6 +66,53 @@ fn without_a_burst_a_tenth_of_a_second_goes_at_once() {
     assert!((99..=101).contains(&counts[1]));
 }
 
+/// Requests of one queue that borrows, until the first one that would have to wait.
+fn borrow_until_full(meter: &mut Meter, bytes: u64) -> (u64, u64) {
+    let (mut passed, mut lent) = (0, 0);
+    while meter.wait_ns(Direction::Read, 0) == 0 {
+        meter.pour(Direction::Read, bytes, 0);
+        let more = u64::from(meter.lend(Direction::Read, bytes));
+        passed += 1 + more;
+        lent += more;
+    }
+    (passed, lent)
+}
+
+#[test]
+fn requests_that_were_lent_count_as_if_they_had_asked() {
+    for (values, bytes, most) in [
+        (&[("iops-total", 50_000)][..], 4096, 5001),
+        (&[("bps-read", 40_960_000)], 4096, 1001),
+        (&[("iops-total", 50_000), ("iops-size", 1024)], 4096, 1251),
+        (&[("iops-total", 100), ("iops-total-max", 30_000), ("iops-total-max-length", 60)], 512, 3001),
+    ] {
+        let mut meter = Meter::new(limits(values), 0);
+        let (passed, lent) = borrow_until_full(&mut meter, bytes);
+        assert!((most - 1..=most).contains(&passed), "{values:?}: {passed}");
+        assert!(lent >= most / 3 && lent <= most / 2, "{values:?}: {lent} of {passed}");
+        assert_eq!(meter.lend(Direction::Read, bytes), 0, "nothing is lent from a full bucket");
+    }
+    // A bucket of a few requests lends none; an unlimited direction lends as much as there ever is.
+    let mut meter = Meter::new(limits(&[("iops-read", 100)]), 0);
+    assert_eq!((meter.lend(Direction::Read, 512), meter.lend(Direction::Write, 512)), (0, 256));
+}
+
+#[test]
+fn nobody_borrows_past_those_who_wait() {
+    let mut schedule = Schedule::new(limits(&[("iops-write", 1), ("iops-read", 100_000)]), 0);
+    let (one, two) = (schedule.join(), schedule.join());
+    assert!(schedule.try_enter(one, Direction::Read, 512, 0));
+    assert!(schedule.lend(one, Direction::Read, 512) > 0);
+    assert!(schedule.try_enter(one, Direction::Write, 512, 0));
+    assert!(!schedule.try_enter(two, Direction::Write, 512, 0));
+    assert!(matches!(schedule.enter(two, Direction::Write, 512, 0), Entry::Wait(_)));
+    assert!(!schedule.try_enter(one, Direction::Read, 512, 0), "while one waits, everybody asks in the ordinary way");
+    assert_eq!(schedule.lend(one, Direction::Read, 512), 0);
+    schedule.begin_free(one, 0);
+    assert!(schedule.try_enter(one, Direction::Read, 512, 0));
+    assert_eq!(schedule.lend(one, Direction::Read, 512), 0);
+}
+
 #[test]
 fn bytes_and_directions_are_limited_apart() {
     let both = limits(&[("bps-read", 1 << 20), ("iops-write", 50)]);

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The requests of one thread through an attachment: past its gate, past a throttle filter at the top as cheaply as can
+//! be, to the node, and into the statistics.
+
+use super::attachment::Attachment;
+use super::gate::Lane;
+use crate::filters::throttle::{Credit, Direction};
+use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::stats::{IoKind, Outcome};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{IoBuf, PermissionSet, rt};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The requests of one thread through an [`Attachment`]. Not `Send`; cheap to clone within the thread.
+#[derive(Clone)]
+pub struct Queue(Rc<QueueState>);
+
+/// What stands at the attachment's place. Requests share it without touching the counts that all threads see.
+struct Standing {
+    node: Arc<Node>,
+    /// When `node` is a throttle filter without settings of its own.
+    bypass: Option<Bypass>,
+}
+
+/// The way past a throttle filter.
+struct Bypass {
+    /// What stands behind it.
+    behind: Arc<Node>,
+    /// What requests may take from the filter's group without asking it; reads, and writes.
+    credits: [Credit; 2],
+}
+
+impl Standing {
+    fn new(node: Arc<Node>) -> Standing {
+        let behind = if node.is_plain_throttle() { node.child(ChildRole::File) } else { None };
+        Standing { node, bypass: behind.map(|behind| Bypass { behind, credits: Default::default() }) }
+    }
+
+    /// Where a request goes: to the node, or past a throttle filter that lets it go at once.
+    #[inline]
+    fn way(&self, direction: Direction, len: u64) -> Way<'_> {
+        match &self.bypass {
+            Some(bypass)
+                if (direction == Direction::Read || !self.node.is_tracked()) && self.pays(bypass, direction, len) =>
+            {
+                Way { to: &bypass.behind, past: Some((&self.node, &bypass.credits[direction as usize])) }
+            }
+            _ => Way { to: &self.node, past: None },
+        }
+    }
+
+    /// True when the filter needn't be asked, or lets the request go at once.
+    #[inline]
+    fn pays(&self, bypass: &Bypass, direction: Direction, len: u64) -> bool {
+        let credit = &bypass.credits[direction as usize];
+        credit.take(len) || self.node.throttle().is_some_and(|throttle| throttle.lend(credit, direction, len))
+    }
+}
+
+/// Where a request goes.
+struct Way<'a> {
+    to: &'a Node,
+    /// The filter that it went past, and what paid for that.
+    past: Option<(&'a Node, &'a Credit)>,
+}
+
+impl Way<'_> {
+    #[inline]
+    fn count(&self, kind: IoKind, len: u64, result: &Result<()>) {
+        if let Some((filter, credit)) = self.past {
+            filter.count(kind, len, result);
+            if result.is_err() && outcome_of(result) == Outcome::Invalid {
+                // What can't be is no load.
+                credit.give_back(len);
+            }
+        }
+    }
+}
+
+struct QueueState {
+    attachment: Arc<Attachment>,
+    counted: bool,
+    lane: Arc<Lane>,
+    /// What stands there in some generation: as long as that is the attachment's, no shared counter is touched to hold
+    /// it.
+    seen: RefCell<(u64, Rc<Standing>)>,
+}
+
+impl Drop for QueueState {
+    fn drop(&mut self) {
+        self.attachment.keep_counters(&self.lane);
+    }
+}
+
+impl QueueState {
+    #[inline]
+    fn standing(&self) -> Rc<Standing> {
+        let generation = self.attachment.generation();
+        let mut seen = self.seen.borrow_mut();
+        if seen.0 != generation {
+            *seen = (generation, Rc::new(Standing::new(self.attachment.node())));
+        }
+        Rc::clone(&seen.1)
+    }
+
+    fn node(&self) -> Arc<Node> {
+        Arc::clone(&self.standing().node)
+    }
+
+    fn check_attached(&self) -> Result<()> {
+        match self.attachment.is_detached() {
+            false => Ok(()),
+            true => Err(Error::invalid_argument(format!("'{}' was detached", self.attachment.name()))),
+        }
+    }
+
+    fn check(&self, kind: IoKind) -> Result<()> {
+        self.check_attached()?;
+        if kind != IoKind::Read && kind != IoKind::Flush && !self.attachment.is_writable() {
+            let message = format!("'{}' may only read", self.attachment.name());
+            return Err(Error::new(ErrorKind::ReadOnly, message));
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn start_ns(&self) -> u64 {
+        if self.counted { rt::round_now_ns() } else { 0 }
+    }
+
+    #[inline]
+    fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        if !self.counted {
+            return;
+        }
+        let end_ns = rt::round_now_ns();
+        match result {
+            Ok(()) => {
+                self.lane.counters.count_done(kind, offset, len, start_ns, end_ns);
+                if self.attachment.is_observing() {
+                    self.attachment.observe(kind, end_ns.saturating_sub(start_ns), end_ns);
+                }
+            }
+            Err(_) => self.lane.counters.count_refused(kind, outcome_of(result), end_ns),
+        }
+    }
+}
+
+/// What a result is to the statistics.
+pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
+    match result {
+        Ok(_) => Outcome::Done,
+        Err(error) => match error.kind() {
+            ErrorKind::InvalidArgument | ErrorKind::ReadOnly => Outcome::Invalid,
+            _ => Outcome::Failed,
+        },
+    }
+}
+
+/// Runs a request without a buffer through the gate and counts it.
+macro_rules! through_gate {
+    ($self:ident, $kind:expr, $offset:expr, $len:expr, |$node:ident| $work:expr) => {{
+        let queue = &*$self.0;
+        let start_ns = queue.start_ns();
+        let passage = queue.attachment.gate().enter(&queue.lane).await;
+        let result = match queue.check($kind) {
+            Ok(()) => {
+                let standing = queue.standing();
+                let $node = &*standing.node;
+                $work.await
+            }
+            Err(error) => Err(error),
+        };
+        queue.count($kind, $offset, $len, start_ns, &result);
+        drop(passage);
+        result
+    }};
+}
+
+/// The same for a request with a buffer, which comes back; it may go past a throttle filter.
+macro_rules! through_gate_with {
+    ($self:ident, $kind:expr, $direction:expr, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+        let queue = &*$self.0;
+        let start_ns = queue.start_ns();
+        let len = $buf.len() as u64;
+        let passage = queue.attachment.gate().enter(&queue.lane).await;
+        let (result, buf) = match queue.check($kind) {
+            Ok(()) => {
+                let standing = queue.standing();
+                let way = standing.way($direction, len);
+                let $node = way.to;
+                let (result, buf) = $work.await;
+                way.count($kind, len, &result);
+                (result, buf)
+            }
+            Err(error) => (Err(error), $buf),
+        };
+        queue.count($kind, $offset, len, start_ns, &result);
+        drop(passage);
+        (result, buf)
+    }};
+}
+
+impl Queue {
+    pub(super) fn of(attachment: &Arc<Attachment>) -> Queue {
+        let lane = attachment.gate().add_lane();
+        let attachment = Arc::clone(attachment);
+        let seen = RefCell::new((attachment.generation(), Rc::new(Standing::new(attachment.node()))));
+        Queue(Rc::new(QueueState { counted: attachment.is_counted(), attachment, lane, seen }))
+    }
+
+    /// What the requests go through.
+    pub fn attachment(&self) -> &Arc<Attachment> {
+        &self.0.attachment
+    }
+
+    /// Virtual size in bytes, now.
+    pub fn size(&self) -> u64 {
+        self.0.attachment.size()
+    }
+
+    /// Fills `buf` from `offset` (bytes) and gives it back.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        through_gate_with!(self, IoKind::Read, Direction::Read, offset, buf, |node| node.read(offset, buf))
+    }
+
+    /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`].
+    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        through_gate_with!(self, IoKind::Write, Direction::Write, offset, buf, |node| node.write(offset, buf))
+    }
+
+    /// As [`Queue::write`], and durable when it returns.
+    pub async fn write_durable(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        through_gate_with!(self, IoKind::Write, Direction::Write, offset, buf, |node| async {
+            let (result, buf) = node.write(offset, buf).await;
+            match result {
+                Ok(()) => (node.flush().await, buf),
+                Err(error) => (Err(error), buf),
+            }
+        })
+    }
+
+    /// Makes a range of bytes read as zeroes.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        through_gate!(self, IoKind::WriteZeroes, offset, len, |node| node.write_zeroes(offset, len, flags))
+    }
+
+    /// Gives a range of bytes back: a hint. It reads as before or as zeroes afterwards.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        through_gate!(self, IoKind::Discard, offset, len, |node| node.discard(offset, len))
+    }
+
+    /// Makes everything durable whose write completed before.
+    pub async fn flush(&self) -> Result<()> {
+        through_gate!(self, IoKind::Flush, 0, 0, |node| async {
+            if self.0.attachment.is_writable() { node.flush().await } else { Ok(()) }
+        })
+    }
+
+    /// Where the data of a range is in the top layer alone; see [`Node::block_status`].
+    pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let queue = &*self.0;
+        let _passage = queue.attachment.gate().enter(&queue.lane).await;
+        queue.check_attached()?;
+        queue.node().block_status(offset, len, max_runs).await
+    }
+
+    /// Where the data of a range is, through the whole chain; see [`Node::block_status_chain`].
+    pub async fn block_status_chain(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let queue = &*self.0;
+        let _passage = queue.attachment.gate().enter(&queue.lane).await;
+        queue.check_attached()?;
+        queue.node().block_status_chain(offset, len, max_runs).await
+    }
+
+    /// Changes the virtual size, in bytes. Needs the permission to resize.
+    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        let queue = &*self.0;
+        if !queue.attachment.permissions().used.contains(PermissionSet::RESIZE) {
+            let message = format!("'{}' may not change the size", queue.attachment.name());
+            return Err(Error::new(ErrorKind::PermissionDenied, message));
+        }
+        let _passage = queue.attachment.gate().enter(&queue.lane).await;
+        queue.check_attached()?;
+        queue.node().resize(size, preallocation).await
+    }
+
+    /// Waits as a request of `len` bytes would in the throttle filters at its node: for requests that the caller answers
+    /// without reading or writing (a hole, found by its status), and that count all the same.
+    pub async fn charge(&self, kind: IoKind, len: u64) {
+        let queue = &*self.0;
+        let start_ns = queue.start_ns();
+        let passage = queue.attachment.gate().enter(&queue.lane).await;
+        let direction = if kind == IoKind::Read { Direction::Read } else { Direction::Write };
+        let standing = queue.standing();
+        let mut node = Some(Arc::clone(&standing.node));
+        if let Some(bypass) = standing.bypass.as_ref().filter(|bypass| standing.pays(bypass, direction, len)) {
+            node = Some(Arc::clone(&bypass.behind));
+        }
+        while let Some(filter) = node.filter(|node| node.is_filter()) {
+            if let Some(throttle) = filter.throttle() {
+                throttle.admit(direction, len).await;
+            }
+            node = filter.child(ChildRole::File);
+        }
+        queue.count(kind, 0, len, start_ns, &Ok(()));
+        drop(passage);
+    }
+
+    /// Counts a request that the caller joined with another one.
+    pub fn count_merged(&self, kind: IoKind) {
+        self.0.lane.counters.count_merged(kind);
+    }
+
+    /// Counts a request that the caller refused as impossible before it got here.
+    pub fn count_invalid(&self, kind: IoKind) {
+        self.0.lane.counters.count_refused(kind, Outcome::Invalid, rt::round_now_ns());
+    }
+}
