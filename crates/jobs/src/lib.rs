@@ -10,6 +10,7 @@ pub mod compare;
 pub mod convert;
 pub mod create;
 pub mod dd;
+pub mod faults;
 pub mod info;
 pub mod inspect;
 pub mod job;

@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies a disk that is in use to another node, until both are the same; then the other can take its place.
+//! Copies a disk that is in use to another node, or into an image of its own chain, until both are the same; then the
+//! other can take its place.
 //!
 //! What is to be copied stands in a dirty map, which writers of the source fill too. A part is taken out of the map
 //! before it is read, so a write that comes in between puts it back.
 
 use crate::JobHandle;
+use crate::commit::opened::OpenedBase;
+use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::dirty::DirtyMap;
-use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Copied in one piece, in bytes.
+/// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
+/// Copied for one small write where the user doesn't say it, in bytes.
+const GRANULARITY_BYTES: u64 = 64 << 10;
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;
 /// Zeroes on the target may be holes.
@@ -33,7 +38,24 @@ pub enum Sync {
     None,
 }
 
-/// A copy under way. Its futures must run to their end.
+/// How to copy.
+#[derive(Clone, Copy, Debug)]
+pub struct MirrorOptions {
+    /// What is copied at first.
+    pub sync: Sync,
+    /// What is copied for one small write, in bytes: a power of two from 512 to 64 MiB.
+    pub granularity_bytes: u64,
+    /// The most that is in memory, in bytes; at least one granule is.
+    pub buffer_bytes: u64,
+}
+
+impl Default for MirrorOptions {
+    fn default() -> Self {
+        MirrorOptions { sync: Sync::Full, granularity_bytes: GRANULARITY_BYTES, buffer_bytes: CHUNK_BYTES }
+    }
+}
+
+/// A copy under way: to another node, or of what an image holds into an image below it. Its futures must run to their end.
 pub struct Mirror {
     graph: Arc<Graph>,
     source: Arc<Node>,
@@ -41,6 +63,9 @@ pub struct Mirror {
     reader: Arc<Attachment>,
     writer: Arc<Attachment>,
     dirty: Arc<DirtyMap>,
+    chunk_bytes: u64,
+    /// The target is the base of the source's own chain.
+    opened: Option<OpenedBase>,
 }
 
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
@@ -57,39 +82,40 @@ impl Ends<'_> {
         }
     }
 
-    async fn copy(&self, at: u64, len: usize) -> Result<()> {
-        let buf = IoBuf::zeroed(len);
+    async fn copy(&self, at: u64, len: u64) -> Result<(), Failure> {
+        let buf = IoBuf::zeroed(usize::try_from(len).unwrap_or(usize::MAX));
         let (result, buf) = match self {
             Ends::Queues(source, _) => source.read(at, buf).await,
             Ends::Nodes(source, _) => source.read(at, buf).await,
         };
-        result?;
+        result.map_err(Failure::read)?;
         if is_zero(&buf) {
-            return self.zero(at, len as u64).await;
+            return self.zero(at, len).await;
         }
-        match self {
+        let written = match self {
             Ends::Queues(_, target) => target.write(at, buf).await.0,
             Ends::Nodes(_, target) => target.write(at, buf).await.0,
-        }
+        };
+        written.map_err(Failure::write)
     }
 
-    async fn zero(&self, at: u64, len: u64) -> Result<()> {
-        match self {
+    async fn zero(&self, at: u64, len: u64) -> Result<(), Failure> {
+        let written = match self {
             Ends::Queues(_, target) => target.write_zeroes(at, len, ZEROES).await,
             Ends::Nodes(_, target) => target.write_zeroes(at, len, ZEROES).await,
-        }
+        };
+        written.map_err(Failure::write)
     }
 }
 
 impl Mirror {
-    /// Starts it: from now on writes to `source` are noticed. `granularity_bytes` is the size of what is copied for one
-    /// small write. The target must be writable, of the same size, and used by nobody.
+    /// Starts it: from now on writes to `source` are noticed. The target must be writable, of the same size, and used by
+    /// nobody.
     pub async fn start(
         graph: &Arc<Graph>,
         id: &str,
         (source, target): (&Arc<Node>, &Arc<Node>),
-        sync: Sync,
-        granularity_bytes: u64,
+        options: MirrorOptions,
     ) -> Result<Mirror> {
         if source.size() != target.size() {
             let message = format!("the target '{}' must be as large as '{}'", target.name(), source.name());
@@ -99,37 +125,94 @@ impl Mirror {
             let message = format!("the target '{}' is in use", target.name());
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         let write = Permissions { used: PermissionSet::CONSISTENT_READ | PermissionSet::WRITE, ..Permissions::READ };
+        let writer = graph.attach(target, AttachRequest::job(format!("{id}-target"), write)).await?;
+        match Self::observe(graph, id, source, options.granularity_bytes).await {
+            Ok((reader, dirty)) => {
+                let target = Arc::clone(target);
+                Self::begin(Mirror::of(graph, source, target, reader, writer, dirty), options).await
+            }
+            Err(error) => writer.detach().await.and(Err(error)),
+        }
+    }
+
+    /// Starts to bring what `top` and the layers below it hold into `base`, which is in its chain: `block-commit` of the
+    /// layer that clients write to.
+    pub async fn commit(
+        graph: &Arc<Graph>,
+        id: &str,
+        (top, base): (&Arc<Node>, &Arc<Node>),
+        options: MirrorOptions,
+    ) -> Result<Mirror> {
+        let opened = OpenedBase::open(graph, id, Chain::between(top, Some(base))?, top.size()).await?;
+        match Self::observe(graph, id, top, options.granularity_bytes).await {
+            Ok((reader, dirty)) => {
+                let writer = Arc::clone(opened.writer());
+                let mirror = Mirror::of(graph, top, Arc::clone(base), reader, writer, dirty);
+                Self::begin(Mirror { opened: Some(opened), ..mirror }, options).await
+            }
+            Err(error) => opened.close().await.and(Err(error)),
+        }
+    }
+
+    /// A reader of the source, and a map of what is written to it from now on.
+    async fn observe(
+        graph: &Arc<Graph>,
+        id: &str,
+        source: &Arc<Node>,
+        granularity_bytes: u64,
+    ) -> Result<(Arc<Attachment>, Arc<DirtyMap>)> {
+        let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         let reader = graph.attach(source, AttachRequest::job(format!("{id}-source"), read)).await?;
-        let writer = match graph.attach(target, AttachRequest::job(format!("{id}-target"), write)).await {
-            Ok(writer) => writer,
-            Err(error) => return reader.detach().await.and(Err(error)),
-        };
         let tracked = {
             let _drained = graph.drain(&[source]).await;
             source.track_dirty(granularity_bytes)
         };
-        let dirty = match tracked {
-            Ok(dirty) => dirty,
-            Err(error) => return writer.detach().await.and(reader.detach().await).and(Err(error)),
-        };
-        let (source, target) = (Arc::clone(source), Arc::clone(target));
-        let mirror = Mirror { graph: Arc::clone(graph), source, target, reader, writer, dirty };
-        match mirror.mark(sync).await {
-            Ok(()) => Ok(mirror),
-            Err(error) => mirror.end().await.and(Err(error)),
+        match tracked {
+            Ok(dirty) => Ok((reader, dirty)),
+            Err(error) => reader.detach().await.and(Err(error)),
+        }
+    }
+
+    fn of(
+        graph: &Arc<Graph>,
+        source: &Arc<Node>,
+        target: Arc<Node>,
+        reader: Arc<Attachment>,
+        writer: Arc<Attachment>,
+        dirty: Arc<DirtyMap>,
+    ) -> Mirror {
+        let (graph, source) = (Arc::clone(graph), Arc::clone(source));
+        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes: CHUNK_BYTES, opened: None }
+    }
+
+    async fn begin(mut self, options: MirrorOptions) -> Result<Mirror> {
+        self.chunk_bytes =
+            options.buffer_bytes.clamp(self.dirty.granularity_bytes(), CHUNK_BYTES.max(options.granularity_bytes));
+        match self.mark(options.sync).await {
+            Ok(()) => Ok(self),
+            Err(error) => self.end().await.and(Err(error)),
         }
     }
 
     async fn mark(&self, sync: Sync) -> Result<()> {
         let size = self.source.size();
+        let mut at = 0;
+        if let Some(opened) = &self.opened {
+            while at < size {
+                let holder = opened.chain().holder(at, size - at).await?;
+                if holder.layer.is_some() {
+                    self.dirty.mark(at, holder.len);
+                }
+                at += holder.len;
+            }
+            return Ok(());
+        }
         match sync {
             Sync::Full => self.dirty.mark(0, size),
             Sync::None => {}
             Sync::Top => {
                 let queue = self.reader.queue();
-                let mut at = 0;
                 while at < size {
                     for run in queue.block_status(at, size - at, STATUS_RUNS).await? {
                         if run.present {
@@ -144,8 +227,11 @@ impl Mirror {
     }
 
     /// The nodes that it works on: others must leave them as they are.
-    pub fn nodes(&self) -> [&Arc<Node>; 2] {
-        [&self.source, &self.target]
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        match &self.opened {
+            Some(opened) => opened.chain().nodes(),
+            None => vec![Arc::clone(&self.source), Arc::clone(&self.target)],
+        }
     }
 
     /// What is still to be copied, in bytes.
@@ -154,23 +240,25 @@ impl Mirror {
     }
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
-    pub async fn catch_up(&self, job: &JobHandle) -> Result<()> {
+    pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         let (source, target) = (self.reader.queue(), self.writer.queue());
         let mut from = 0;
         loop {
             job.pause_point().await?;
             self.check_place()?;
-            let found = self.dirty.take_next(from, CHUNK_BYTES).or_else(|| self.dirty.take_next(0, CHUNK_BYTES));
+            let most = self.chunk_bytes;
+            let found = self.dirty.take_next(from, most).or_else(|| self.dirty.take_next(0, most));
             let Some(range) = found else { return Ok(()) };
             from = range.end;
             let len = range.end - range.start;
-            let copied = match job.throttle(len).await {
-                Ok(()) => self.copy(&Ends::Queues(&source, &target), &range).await,
-                Err(error) => Err(error),
-            };
-            if let Err(error) = copied {
+            if let Err(error) = job.throttle(len).await {
                 self.dirty.mark(range.start, len);
                 return Err(error);
+            }
+            if let Err(failure) = self.copy(&Ends::Queues(&source, &target), &range).await {
+                self.dirty.mark(range.start, len);
+                settle(failure, judge, job).await?;
+                continue;
             }
             job.set_progress(job.progress().offset + len, job.progress().offset + len + self.remaining_bytes());
         }
@@ -191,15 +279,28 @@ impl Mirror {
         Ok(())
     }
 
-    async fn copy(&self, ends: &Ends<'_>, range: &Range<u64>) -> Result<()> {
+    async fn copy(&self, ends: &Ends<'_>, range: &Range<u64>) -> Result<(), Failure> {
         let end = range.end.min(self.source.size());
         let mut at = range.start;
+        if let Some(opened) = &self.opened {
+            while at < end {
+                let holder = opened.chain().holder(at, end - at).await.map_err(Failure::read)?;
+                match holder.layer {
+                    // The base has it already.
+                    None => {}
+                    Some(_) if holder.zero => ends.zero(at, holder.len).await?,
+                    Some(_) => ends.copy(at, holder.len).await?,
+                }
+                at += holder.len;
+            }
+            return Ok(());
+        }
         while at < end {
-            for run in ends.status(at, end - at).await? {
+            for run in ends.status(at, end - at).await.map_err(Failure::read)? {
                 let len = run.len.min(end - at);
                 match run.zero {
                     true => ends.zero(at, len).await?,
-                    false => ends.copy(at, usize::try_from(len).unwrap_or(usize::MAX)).await?,
+                    false => ends.copy(at, len).await?,
                 }
                 at += len;
             }
@@ -213,8 +314,9 @@ impl Mirror {
         let drained = self.graph.drain(&[&self.source, &self.target]).await;
         let mut result = self.check_place();
         while result.is_ok() {
-            let Some(range) = self.dirty.take_next(0, CHUNK_BYTES) else { break };
-            result = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
+            let Some(range) = self.dirty.take_next(0, self.chunk_bytes) else { break };
+            let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
+            result = copied.map_err(|failure| failure.error);
         }
         let result = match result {
             Ok(()) => self.target.flush().await,
@@ -225,14 +327,23 @@ impl Mirror {
             Ok(()) if pivot => self.graph.replace(&self.source, &self.target).await,
             result => result,
         };
+        let closed = match self.opened {
+            Some(opened) if pivot && result.is_ok() => opened.release().await,
+            Some(opened) => opened.close().await,
+            None => Ok(()),
+        };
         let ended = self.reader.detach().await;
         drop(drained);
-        result.and(ended)
+        let unused = self.graph.close_unused(&self.source).await;
+        result.and(closed).and(ended).and(unused)
     }
 
     /// Ends without making the target complete.
     pub async fn end(self) -> Result<()> {
-        let writer = self.writer.detach().await;
+        let writer = match self.opened {
+            Some(opened) => opened.close().await,
+            None => self.writer.detach().await,
+        };
         writer.and(self.reader.detach().await)
     }
 }

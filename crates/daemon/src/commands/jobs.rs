@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs: starting, steering, listing.
 
-use super::{Arguments, Group, command, failed, nothing};
-use crate::jobs::{JobSpec, Wish, run_mirror};
+use super::{Arguments, Group, command, nothing};
+use crate::jobs::{Finish, JobSpec, Wish};
 use crate::state::Daemon;
 use cowshed_image::create::{CreateRequest, prepare};
-use cowshed_jobs::mirror::{Mirror, Sync};
-use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_qmp::QmpResult;
 use serde_json::Value;
 use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum JobType: create mirror
+enum JobType: commit stream mirror backup create
+enum BlockDeviceIoStatus: ok failed nospace
+enum IoOperationType: read write
+enum BlockErrorAction: ignore report stop
 enum JobStatus: created running paused ready standby waiting pending aborting concluded null
 object JobInfo: id: str, type: JobType, status: JobStatus, current-progress: int, total-progress: int, error?: str
 object BlockJobInfo: type: JobType, device: str, len: int, offset: int, busy: bool, paused: bool, speed: int
-  , io-status: str, ready: bool, status: JobStatus, auto-finalize: bool, auto-dismiss: bool
+  , io-status: BlockDeviceIoStatus, ready: bool, status: JobStatus, auto-finalize: bool, auto-dismiss: bool
 command query-jobs -> [JobInfo]
 command query-block-jobs -> [BlockJobInfo]
 command job-pause: id: str
@@ -32,14 +34,11 @@ command block-job-complete: device: str
 command block-job-dismiss: id: str
 command block-job-finalize: id: str
 command block-job-set-speed: device: str, speed: int
-enum MirrorSyncMode: top full none
-enum MirrorCopyMode: background
-command blockdev-mirror: job-id?: str, device: str, target: str, sync: MirrorSyncMode, speed?: int, granularity?: int
-  , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
 enum BlockdevCreateDriver: file
 object BlockdevCreateOptionsFile: filename: str, size: int
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
+event BLOCK_JOB_ERROR: device: str, operation: IoOperationType, action: BlockErrorAction
 event JOB_STATUS_CHANGE: id: str, status: JobStatus
 event BLOCK_JOB_COMPLETED: type: JobType, device: str, len: int, offset: int, speed: int, error?: str
 event BLOCK_JOB_CANCELLED: type: JobType, device: str, len: int, offset: int, speed: int
@@ -62,13 +61,9 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
         command!("block-job-dismiss", job_dismiss),
         command!("block-job-finalize", job_finalize),
         command!("block-job-set-speed", block_job_set_speed),
-        command!("blockdev-mirror", blockdev_mirror),
         command!("blockdev-create", blockdev_create),
     ],
 };
-
-/// Bytes that are copied for a small write where the user doesn't say it.
-const GRANULARITY_BYTES: u64 = 64 << 10;
 
 async fn query_jobs(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     Ok(daemon.jobs.list().iter().map(|job| job.info()).collect())
@@ -141,42 +136,6 @@ async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     nothing()
 }
 
-async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let source = super::snapshot::image_of(&daemon, arguments.text("device"))?;
-    let name = arguments.text("target");
-    let not_found = || QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
-    let target = daemon.graph.find(name).ok_or_else(not_found)?;
-    daemon.jobs.check_free(&source)?;
-    daemon.jobs.check_free(&target)?;
-    let id = arguments.maybe_text("job-id").unwrap_or(arguments.text("device")).to_owned();
-    if daemon.jobs.find(&id).is_ok() {
-        return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
-    }
-    let sync = match arguments.text("sync") {
-        "top" => Sync::Top,
-        "none" => Sync::None,
-        _ => Sync::Full,
-    };
-    let granularity = match arguments.number("granularity")? {
-        None | Some(0) => GRANULARITY_BYTES,
-        Some(granularity) => granularity,
-    };
-    let speed = arguments.number("speed")?.unwrap_or(0);
-    let mirror = Mirror::start(&daemon.graph, &id, (&source, &target), sync, granularity).await.map_err(failed)?;
-    let spec = JobSpec {
-        id,
-        kind: "mirror",
-        auto_finalize: arguments.flag("auto-finalize", true),
-        auto_dismiss: arguments.flag("auto-dismiss", true),
-        speed,
-        nodes: mirror.nodes().map(std::sync::Arc::clone).into(),
-    };
-    let job = daemon.jobs.add(spec, &daemon.events)?;
-    job.handle.set_progress(0, mirror.remaining_bytes());
-    daemon.jobs.start(Rc::clone(&job), run_mirror(job, mirror));
-    nothing()
-}
-
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
     let request = CreateRequest {
@@ -192,6 +151,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         auto_dismiss: false,
         speed: 0,
         nodes: Vec::new(),
+        on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
     let handle = job.handle.clone();
@@ -201,6 +161,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         handle.set_progress(1, 1);
         Ok(())
     };
-    daemon.jobs.start(job, work);
+    let finish: Finish = Box::new(|_| Box::pin(async { Ok(()) }));
+    daemon.jobs.start(job, async move { (work.await, finish) });
     nothing()
 }

@@ -2,6 +2,7 @@
 //! The commands, in groups: each group has its definitions and its table.
 
 mod arguments;
+mod block_jobs;
 mod exports;
 mod general;
 mod jobs;
@@ -47,6 +48,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &stats::GROUP,
     &snapshot::GROUP,
     &jobs::GROUP,
+    &block_jobs::GROUP,
 ];
 
 /// A line of a group's table.

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as its clients see it.
 
+mod commits;
 mod documents;
 mod exports;
 mod jobs;
 mod limits;
+mod load;
 mod monitors;
 mod nodes;
 mod python;

@@ -5,6 +5,7 @@
 //! while the attachments above them are drained: a request sees the graph before or after a change, never in between.
 
 mod attachment;
+mod chain;
 mod credentials;
 mod drain;
 mod gate;
@@ -16,6 +17,7 @@ mod snapshot;
 mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
+pub use chain::{Chain, Holder, below_filters};
 pub use drain::Drained;
 pub use queue::Queue;
 pub(crate) use queue::outcome_of;

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Background jobs with QEMU's states. They are tasks on the control thread.
 
+mod work;
+
+pub(crate) use work::{run_merge, run_mirror};
+
 use crate::events::EventBus;
 use cowshed_block::{ErrorKind, Result};
 use cowshed_image::Node;
+use cowshed_image::node::LocalFuture;
 use cowshed_jobs::JobHandle;
-use cowshed_jobs::mirror::Mirror;
+use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::{self, JoinHandle};
 use serde_json::{Value, json};
@@ -63,7 +68,7 @@ pub(crate) enum Wish {
 /// A job.
 pub(crate) struct Job {
     pub id: String,
-    /// "create" or "mirror".
+    /// A `JobType`.
     pub kind: &'static str,
     pub handle: JobHandle,
     pub auto_finalize: bool,
@@ -72,6 +77,10 @@ pub(crate) struct Job {
     pub speed: Cell<u64>,
     /// Nodes that others must leave as they are.
     pub nodes: Vec<Arc<Node>>,
+    /// What becomes of errors of the source, and of the target.
+    on_error: (OnError, OnError),
+    /// A `BlockDeviceIoStatus`.
+    io_status: Cell<&'static str>,
     status: Cell<Status>,
     wish: Cell<Wish>,
     finalize: Cell<bool>,
@@ -123,7 +132,7 @@ impl Job {
         let (progress, status) = (self.handle.progress(), self.status());
         let paused = matches!(status, Status::Paused | Status::Standby);
         json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
-               "busy": status == Status::Running, "paused": paused, "speed": self.speed.get(), "io-status": "ok",
+               "busy": status == Status::Running, "paused": paused, "speed": self.speed.get(), "io-status": self.io_status.get(),
                "ready": matches!(status, Status::Ready | Status::Standby), "status": status.as_str(),
                "auto-finalize": self.auto_finalize, "auto-dismiss": self.auto_dismiss})
     }
@@ -144,6 +153,7 @@ impl Job {
             Status::Standby => self.enter(Status::Ready),
             _ => return Err(self.cannot("resume")),
         }
+        self.io_status.set("ok");
         self.handle.resume();
         Ok(())
     }
@@ -179,11 +189,53 @@ impl Job {
         }
     }
 
+    async fn wait_for_finalize(&self) -> Result<()> {
+        if self.is_block_job() {
+            self.events.emit("BLOCK_JOB_PENDING", json!({"type": self.kind, "id": self.id}));
+        }
+        while !self.finalize.get() {
+            if self.handle.is_cancelled() {
+                return self.handle.pause_point().await;
+            }
+            rt::sleep(LOOK).await;
+        }
+        Ok(())
+    }
+
     fn cannot(&self, verb: &str) -> QmpError {
         let status = self.status().as_str();
         QmpError::generic(format!("Job '{}' in state '{status}' cannot accept command verb '{verb}'", self.id))
     }
 }
+
+impl Judge for Job {
+    fn judge(&self, failure: &Failure) -> ErrorAction {
+        let (policy, operation) = match failure.side {
+            Side::Read => (self.on_error.0, "read"),
+            Side::Write => (self.on_error.1, "write"),
+        };
+        let action = policy.action(&failure.error);
+        let word = match action {
+            ErrorAction::Report => "report",
+            ErrorAction::Ignore => "ignore",
+            ErrorAction::Stop => "stop",
+        };
+        tracing::warn!(job = self.id, operation, action = word, error = %failure.error, "job met an error");
+        self.events.emit("BLOCK_JOB_ERROR", json!({"device": self.id, "operation": operation, "action": word}));
+        if action == ErrorAction::Stop {
+            self.io_status.set(if failure.error.kind() == ErrorKind::NoSpace { "nospace" } else { "failed" });
+            match self.status() {
+                Status::Running => self.enter(Status::Paused),
+                Status::Ready => self.enter(Status::Standby),
+                _ => {}
+            }
+        }
+        action
+    }
+}
+
+/// Ends the work of a job: completes it (`true`), or takes back what was prepared.
+pub(crate) type Finish = Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>;
 
 /// What a job is to be.
 pub(crate) struct JobSpec {
@@ -193,6 +245,8 @@ pub(crate) struct JobSpec {
     pub auto_dismiss: bool,
     pub speed: u64,
     pub nodes: Vec<Arc<Node>>,
+    /// What becomes of errors of the source, and of the target.
+    pub on_error: (OnError, OnError),
 }
 
 /// The jobs.
@@ -251,6 +305,8 @@ impl Jobs {
             auto_dismiss: spec.auto_dismiss,
             speed: Cell::new(spec.speed),
             nodes: spec.nodes,
+            on_error: spec.on_error,
+            io_status: Cell::new("ok"),
             status: Cell::new(Status::Created),
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
@@ -262,28 +318,21 @@ impl Jobs {
         Ok(job)
     }
 
-    /// Runs a job's work as a task, and its life around it.
-    pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = Result<()>> + 'static) {
+    /// Runs a job's work as a task, and its life around it. The work comes with what ends it, well or not.
+    pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
         let jobs = Rc::clone(self);
         job.enter(Status::Running);
         let task = rt::spawn(async move {
-            let mut result = work.await;
+            let (mut result, finish) = work.await;
             if result.is_ok() {
                 job.enter(Status::Waiting);
                 job.enter(Status::Pending);
                 if !job.auto_finalize {
-                    if job.is_block_job() {
-                        job.events.emit("BLOCK_JOB_PENDING", json!({"type": job.kind, "id": job.id}));
-                    }
-                    while !job.finalize.get() && !job.handle.is_cancelled() {
-                        rt::sleep(LOOK).await;
-                    }
-                    if job.handle.is_cancelled() {
-                        result = job.handle.pause_point().await;
-                    }
+                    result = job.wait_for_finalize().await;
                 }
             }
-            jobs.conclude(&job, result);
+            let finished = finish(result.is_ok()).await;
+            jobs.conclude(&job, result.and(finished));
         });
         let mut tasks = self.tasks.borrow_mut();
         tasks.retain(|task| !task.is_finished());
@@ -331,23 +380,5 @@ impl Jobs {
         for task in tasks {
             task.await;
         }
-    }
-}
-
-/// Copies until both are the same, then goes on doing so until the user says what to do.
-pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Mirror) -> Result<()> {
-    let handle = job.handle.clone();
-    let mut result = mirror.catch_up(&handle).await;
-    if result.is_ok() {
-        job.enter(Status::Ready);
-        job.block_event("BLOCK_JOB_READY");
-    }
-    while result.is_ok() && job.wish.get() == Wish::None {
-        rt::sleep(LOOK).await;
-        result = mirror.catch_up(&handle).await;
-    }
-    match result {
-        Ok(()) => mirror.finish(job.wish.get() == Wish::Complete).await,
-        Err(error) => mirror.end().await.and(Err(error)),
     }
 }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes what an image holds into an image below it.
 
+pub mod merge;
+pub(crate) mod opened;
+
 use crate::runs::{Runs, copy_runs};
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};

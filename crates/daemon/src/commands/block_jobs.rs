@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Starting the jobs that move data between nodes: commit and mirror.
+
+use super::snapshot::image_of;
+use super::{Arguments, Group, command, failed, nothing};
+use crate::jobs::{JobSpec, run_merge, run_mirror};
+use crate::state::Daemon;
+use cowshed_image::Node;
+use cowshed_image::graph::{Chain, below_filters};
+use cowshed_jobs::commit::merge::{Merge, MergeRequest};
+use cowshed_jobs::faults::OnError;
+use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::Value;
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+enum BlockdevOnError: report ignore enospc stop auto
+enum MirrorSyncMode: top full none
+enum MirrorCopyMode: background
+command blockdev-mirror: job-id?: str, device: str, target: str, sync: MirrorSyncMode, speed?: int, granularity?: int
+  , buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
+  , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
+command block-commit: job-id?: str, device: str, base-node?: str, base?: str, top-node?: str, top?: str
+  , backing-file?: str, speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool
+  , auto-dismiss?: bool
+",
+    commands: &[command!("blockdev-mirror", blockdev_mirror), command!("block-commit", block_commit)],
+};
+
+/// The names that commands of jobs have in common, checked.
+pub(super) struct Common {
+    pub id: String,
+    pub speed: u64,
+    auto_finalize: bool,
+    auto_dismiss: bool,
+}
+
+impl Common {
+    pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Common> {
+        let id = arguments.maybe_text("job-id").unwrap_or(arguments.text("device")).to_owned();
+        if daemon.jobs.find(&id).is_ok() {
+            return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
+        }
+        if let Some(name) = arguments.maybe_text("filter-node-name")
+            && daemon.graph.find(name).is_some()
+        {
+            return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
+        }
+        Ok(Common {
+            id,
+            speed: arguments.number("speed")?.unwrap_or(0),
+            auto_finalize: arguments.flag("auto-finalize", true),
+            auto_dismiss: arguments.flag("auto-dismiss", true),
+        })
+    }
+
+    pub fn spec(self, kind: &'static str, nodes: Vec<Arc<Node>>, on_error: (OnError, OnError)) -> JobSpec {
+        let Common { id, speed, auto_finalize, auto_dismiss } = self;
+        JobSpec { id, kind, auto_finalize, auto_dismiss, speed, nodes, on_error }
+    }
+}
+
+/// What becomes of errors, by the argument of this name.
+pub(super) fn on_error(arguments: &Arguments, key: &str) -> OnError {
+    arguments.maybe_text(key).and_then(OnError::parse).unwrap_or_default()
+}
+
+/// The node of this name, or QEMU's words for its lack.
+pub(super) fn node_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    let not_found = || QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
+    daemon.graph.find(name).ok_or_else(not_found)
+}
+
+async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let source = image_of(&daemon, arguments.text("device"))?;
+    let target = node_named(&daemon, arguments.text("target"))?;
+    daemon.jobs.check_free(&source)?;
+    daemon.jobs.check_free(&target)?;
+    let common = Common::of(&daemon, &arguments)?;
+    let mut options = MirrorOptions {
+        sync: match arguments.text("sync") {
+            "top" => Sync::Top,
+            "none" => Sync::None,
+            _ => Sync::Full,
+        },
+        ..MirrorOptions::default()
+    };
+    if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
+        if !granularity.is_power_of_two() || !(512..=64 << 20).contains(&granularity) {
+            let message = "Parameter 'granularity' expects a power of two in range [512B, 64MB]";
+            return Err(QmpError::generic(message));
+        }
+        options.granularity_bytes = granularity;
+    }
+    if let Some(bytes) = arguments.number("buf-size")?.filter(|&bytes| bytes != 0) {
+        options.buffer_bytes = bytes;
+    }
+    let mirror = Mirror::start(&daemon.graph, &common.id, (&source, &target), options).await.map_err(failed)?;
+    let policies = (on_error(&arguments, "on-source-error"), on_error(&arguments, "on-target-error"));
+    start_mirror(&daemon, mirror, |nodes| common.spec("mirror", nodes, policies))
+}
+
+fn start_mirror(daemon: &Rc<Daemon>, mirror: Mirror, spec: impl FnOnce(Vec<Arc<Node>>) -> JobSpec) -> QmpResult<Value> {
+    let job = daemon.jobs.add(spec(mirror.nodes()), &daemon.events)?;
+    job.handle.set_progress(0, mirror.remaining_bytes());
+    daemon.jobs.start(Rc::clone(&job), run_mirror(job, mirror));
+    nothing()
+}
+
+async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let device = image_of(&daemon, arguments.text("device"))?;
+    let layers = Chain::between(&device, None).map_err(failed)?.layers().to_vec();
+    let top = match one_of(&daemon, &arguments, &layers, "top")? {
+        Some(top) => top,
+        None => Arc::clone(&device),
+    };
+    let base = match (one_of(&daemon, &arguments, &layers, "base")?, layers.last()) {
+        (Some(base), _) => base,
+        (None, Some(last)) => Arc::clone(last),
+        (None, None) => return Err(QmpError::generic("a chain without layers")),
+    };
+    if Arc::ptr_eq(&top, &base) {
+        return Err(QmpError::generic("cannot commit an image into itself"));
+    }
+    let chain = Chain::between(&top, Some(&base)).map_err(failed)?;
+    for node in chain.nodes() {
+        daemon.jobs.check_free(&node)?;
+    }
+    let common = Common::of(&daemon, &arguments)?;
+    let policy = on_error(&arguments, "on-error");
+    let Some(overlay) = overlay_of(&daemon, &top) else {
+        if arguments.maybe_text("backing-file").is_some() {
+            return Err(QmpError::generic("'backing-file' specified, but 'top' is the active layer"));
+        }
+        let options = MirrorOptions { buffer_bytes: u64::MAX, ..MirrorOptions::default() };
+        let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
+        return start_mirror(&daemon, mirror, |nodes| common.spec("commit", nodes, (policy, policy)));
+    };
+    daemon.jobs.check_free(&overlay)?;
+    let backing_file = arguments.maybe_text("backing-file").map_or_else(|| header_name(&base), str::to_owned);
+    let request = MergeRequest { overlay, top, base, backing_file };
+    let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
+    let job = daemon.jobs.add(common.spec("commit", merge.nodes(), (policy, policy)), &daemon.events)?;
+    daemon.jobs.start(Rc::clone(&job), run_merge(job, merge));
+    nothing()
+}
+
+/// The image that stands on `top`.
+pub(super) fn overlay_of(daemon: &Daemon, top: &Arc<Node>) -> Option<Arc<Node>> {
+    let stands = |node: &Arc<Node>| node.backing().is_some_and(|below| Arc::ptr_eq(&below_filters(&below), top));
+    daemon.graph.snapshot().nodes().find(stands)
+}
+
+/// The layer that `KEY-node` names, or `KEY` by its file.
+pub(super) fn one_of(
+    daemon: &Daemon,
+    arguments: &Arguments,
+    layers: &[Arc<Node>],
+    key: &str,
+) -> QmpResult<Option<Arc<Node>>> {
+    let node_key = format!("{key}-node");
+    let found = match (arguments.maybe_text(&node_key), arguments.maybe_text(key)) {
+        (Some(_), Some(_)) => {
+            return Err(QmpError::generic(format!("'{node_key}' and '{key}' are mutually exclusive")));
+        }
+        (None, None) => return Ok(None),
+        (Some(name), None) => {
+            let wanted = below_filters(&node_named(daemon, name)?);
+            (name, layers.iter().find(|layer| Arc::ptr_eq(layer, &wanted)))
+        }
+        (None, Some(file)) => (file, layers.iter().find(|layer| is_file(layer, file))),
+    };
+    match found {
+        (_, Some(layer)) => Ok(Some(Arc::clone(layer))),
+        (name, None) => Err(QmpError::generic(format!("Can't find '{name}' in the backing chain"))),
+    }
+}
+
+fn is_file(node: &Node, file: &str) -> bool {
+    let same = |one: &str, other: &str| {
+        std::fs::canonicalize(one).is_ok_and(|one| std::fs::canonicalize(other).is_ok_and(|other| one == other))
+    };
+    node.filename() == file || same(&node.filename(), file)
+}
+
+/// How the header of an image in any folder names the file of a node.
+pub(super) fn header_name(node: &Node) -> String {
+    // Relative names in an image are relative to its own folder, not to ours.
+    let name = node.filename();
+    match name.contains(':') {
+        true => name,
+        false => std::path::absolute(&name).map_or(name, |path| path.to_string_lossy().into_owned()),
+    }
+}

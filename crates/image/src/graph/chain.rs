@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Chains of images in use: which layer decides what a range reads as, and what a job that changes a layer below
+//! others needs of those others.
+
+use super::Graph;
+use super::owned::quoted;
+use crate::node::{ChildRole, Node};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::Permissions;
+use std::sync::Arc;
+
+/// The images of a chain from a top down to the one above a base, with the filters between them.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    layers: Vec<Arc<Node>>,
+    filters: Vec<Arc<Node>>,
+    base: Option<Arc<Node>>,
+}
+
+/// What decides how the first bytes of a range read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// So many bytes, at least one.
+    pub len: u64,
+    /// The layer, counted from the top; `None`: the base, or nothing at all without a base.
+    pub layer: Option<usize>,
+    /// It reads as zeroes, as far as that is known without reading. A layer that ends above the range holds zeroes.
+    pub zero: bool,
+}
+
+/// The image that a node stands for: filters pass on to it.
+pub fn below_filters(node: &Arc<Node>) -> Arc<Node> {
+    let mut node = Arc::clone(node);
+    while node.is_filter() {
+        match node.child(ChildRole::File) {
+            Some(child) => node = child,
+            None => break,
+        }
+    }
+    node
+}
+
+impl Chain {
+    /// From `top` down to `base`, or to the end without one. `InvalidArgument` when the base isn't below the top.
+    pub fn between(top: &Arc<Node>, base: Option<&Arc<Node>>) -> Result<Chain> {
+        let (mut layers, mut filters) = (Vec::new(), Vec::new());
+        let mut next = Some(Arc::clone(top));
+        while let Some(node) = next {
+            if base.is_some_and(|base| Arc::ptr_eq(base, &node)) && !layers.is_empty() {
+                return Ok(Chain { layers, filters, base: base.cloned() });
+            }
+            next = if node.is_filter() { node.child(ChildRole::File) } else { node.backing() };
+            if node.is_filter() { filters.push(node) } else { layers.push(node) }
+        }
+        match base {
+            None => Ok(Chain { layers, filters, base: None }),
+            Some(base) => {
+                let message = format!("'{}' is not in the backing chain of '{}'", base.name(), top.name());
+                Err(Error::invalid_argument(message))
+            }
+        }
+    }
+
+    /// The images, top first, without the base. At least one.
+    pub fn layers(&self) -> &[Arc<Node>] {
+        &self.layers
+    }
+
+    /// The image that the lowest layer stands on.
+    pub fn base(&self) -> Option<&Arc<Node>> {
+        self.base.as_ref()
+    }
+
+    /// The layer directly above the base.
+    pub fn lowest(&self) -> Option<&Arc<Node>> {
+        self.layers.last()
+    }
+
+    /// All nodes of it: layers, filters and the base.
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        self.layers.iter().chain(&self.filters).chain(&self.base).cloned().collect()
+    }
+
+    /// What decides about the bytes from `at` on, at most `len` of them. They must be inside of the top.
+    pub async fn holder(&self, at: u64, len: u64) -> Result<Holder> {
+        let mut len = len;
+        for (number, layer) in self.layers.iter().enumerate() {
+            let inside = layer.size().saturating_sub(at).min(len);
+            if inside == 0 {
+                return Ok(Holder { len, layer: Some(number), zero: true });
+            }
+            let runs = layer.block_status_boxed(at, inside, 1).await?;
+            let run = runs.first().ok_or_else(|| Error::internal("a map without progress").offset(at))?;
+            len = run.len.min(inside);
+            if run.present {
+                return Ok(Holder { len, layer: Some(number), zero: run.zero });
+            }
+        }
+        Ok(Holder { len, layer: None, zero: self.base.is_none() })
+    }
+
+    /// Refuses when somebody beside the chain itself uses a node below its top: a job that writes there would change what
+    /// that one sees.
+    pub fn check_private(&self) -> Result<()> {
+        let nodes = self.nodes();
+        let top = self.layers.first();
+        for node in nodes.iter().filter(|node| top.is_none_or(|top| !Arc::ptr_eq(top, node))) {
+            let known = |user: &String| nodes.iter().any(|known| known.name() == user);
+            let others: Vec<String> = node.user_names().into_iter().filter(|user| !known(user)).collect();
+            if !others.is_empty() {
+                let message = format!("node '{}' is in use by {} too", node.name(), quoted(&others));
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Graph {
+    /// Lets others write to and resize the backing node of `overlay` while it stands there (`writes`), or not any more.
+    /// The one who does must leave what the overlay reads as it is.
+    pub fn share_backing(&self, overlay: &Arc<Node>, writes: bool) -> Result<()> {
+        let Some(backing) = overlay.backing() else {
+            return Err(Error::internal(format!("node '{}' has no backing node", overlay.name())));
+        };
+        let permissions = if writes { Permissions::READ.sharing_all() } else { Permissions::READ };
+        backing.change_user(overlay.name(), permissions)
+    }
+
+    /// Closes a node that nobody uses any more and nobody added by name.
+    pub async fn close_unused(self: &Arc<Self>, node: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing().await;
+        if node.is_unused() { node.close().await } else { Ok(()) }
+    }
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Takes layers out of the middle of a chain in use: what they hold goes into the image below them, then the image above
+//! them stands on that one.
+//!
+//! On disk the base has everything, durably, before the overlay's header names it: a power cut leaves the old chain or
+//! the new one, and both read the same.
+
+use super::opened::OpenedBase;
+use crate::JobHandle;
+use crate::faults::{Failure, Judge, settle};
+use crate::zeroes::is_zero;
+use cowshed_block::Result;
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
+use cowshed_image::{Node, ZeroFlags};
+use cowshed_storage::{IoBuf, Permissions};
+use std::sync::Arc;
+
+/// Copied in one piece at most, in bytes.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Zeroes may be holes.
+const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
+
+/// What to take out.
+pub struct MergeRequest {
+    /// The image that stands on `top`.
+    pub overlay: Arc<Node>,
+    /// The highest layer that goes.
+    pub top: Arc<Node>,
+    /// The image that gets what the layers hold.
+    pub base: Arc<Node>,
+    /// How the overlay's header is to name the base.
+    pub backing_file: String,
+}
+
+/// The work under way. Its futures must run to their end.
+pub struct Merge {
+    graph: Arc<Graph>,
+    request: MergeRequest,
+    reader: Arc<Attachment>,
+    opened: OpenedBase,
+}
+
+impl Merge {
+    /// Starts it. The layers from `top` to `base` must have no users but each other.
+    pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
+        let chain = Chain::between(&request.top, Some(&request.base))?;
+        Chain::between(&request.overlay, Some(&request.base))?.check_private()?;
+        let reader = AttachRequest::job(format!("{id}-source"), Permissions::READ);
+        let reader = graph.attach(&request.top, reader).await?;
+        match OpenedBase::open(graph, id, chain, request.top.size()).await {
+            Ok(opened) => Ok(Merge { graph: Arc::clone(graph), request, reader, opened }),
+            Err(error) => reader.detach().await.and(Err(error)),
+        }
+    }
+
+    /// The nodes that it works on: others must leave them as they are.
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        let mut nodes = self.opened.chain().nodes();
+        nodes.push(Arc::clone(&self.request.overlay));
+        nodes
+    }
+
+    /// Copies all that the layers hold. Progress counts the bytes of the disk.
+    pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
+        let (source, target) = (self.reader.queue(), self.opened.writer().queue());
+        let size = self.request.top.size();
+        // Behind the end of the top the overlay reads zeroes, whatever a longer base has there.
+        let end = self.request.overlay.size().min(self.request.base.size()).max(size);
+        job.set_progress(0, end);
+        let mut at = 0;
+        while at < end {
+            job.pause_point().await?;
+            match self.copy_next(at, size, end, (&source, &target), job).await {
+                Ok(len) => {
+                    at += len;
+                    job.advance(len);
+                }
+                Err(Stopped::Ended(error)) => return Err(error),
+                Err(Stopped::Failed(failure)) => settle(failure, judge, job).await?,
+            }
+        }
+        Ok(())
+    }
+
+    async fn copy_next(
+        &self,
+        at: u64,
+        size: u64,
+        end: u64,
+        (source, target): (&Queue, &Queue),
+        job: &JobHandle,
+    ) -> Result<u64, Stopped> {
+        let write = |result: Result<()>| result.map_err(|error| Stopped::Failed(Failure::write(error)));
+        if at >= size {
+            write(target.write_zeroes(at, end - at, ZEROES).await)?;
+            return Ok(end - at);
+        }
+        let holder = self.opened.chain().holder(at, size - at).await;
+        let holder = holder.map_err(|error| Stopped::Failed(Failure::read(error)))?;
+        if holder.layer.is_none() {
+            return Ok(holder.len);
+        }
+        if holder.zero {
+            write(target.write_zeroes(at, holder.len, ZEROES).await)?;
+            return Ok(holder.len);
+        }
+        let len = holder.len.min(CHUNK_BYTES - at % CHUNK_BYTES);
+        job.throttle(len).await.map_err(Stopped::Ended)?;
+        let (result, buf) = source.read(at, IoBuf::scratch(len as usize)).await;
+        result.map_err(|error| Stopped::Failed(Failure::read(error)))?;
+        match is_zero(&buf) {
+            true => write(target.write_zeroes(at, len, ZEROES).await)?,
+            false => write(target.write(at, buf).await.0)?,
+        }
+        Ok(len)
+    }
+
+    /// Puts the overlay on the base, on disk and in the graph, and lets the layers between go.
+    pub async fn finish(self) -> Result<()> {
+        let Merge { graph, request, reader, opened } = self;
+        let drained = graph.drain(&[&request.overlay, &request.base]).await;
+        let closed = opened.close().await;
+        let result = match closed {
+            Ok(()) => relink(&graph, &request.overlay, Some(&request.base), Some(&request.backing_file)).await,
+            error => error,
+        };
+        let detached = reader.detach().await;
+        drop(drained);
+        result.and(detached)
+    }
+
+    /// Ends half-way: the chain stays as it is.
+    pub async fn end(self) -> Result<()> {
+        let closed = self.opened.close().await;
+        closed.and(self.reader.detach().await)
+    }
+}
+
+enum Stopped {
+    Failed(Failure),
+    /// Cancelled.
+    Ended(cowshed_block::Error),
+}
+
+/// Puts an image on another backing node: first in its header, durably, then in the graph. It must read the same on both.
+/// `name` is how the header names it; `None` leaves the header.
+pub(crate) async fn relink(
+    graph: &Arc<Graph>,
+    overlay: &Arc<Node>,
+    base: Option<&Arc<Node>>,
+    name: Option<&str>,
+) -> Result<()> {
+    let was_read_only = overlay.is_read_only();
+    graph.set_read_only(overlay, false).await?;
+    let named = match overlay.qcow2() {
+        Some(driver) => driver.change_backing_file(name, base.map(|base| base.driver_name())).await,
+        None => Ok(()),
+    };
+    let linked = match named {
+        Ok(()) => graph.set_backing(overlay, base).await,
+        error => error,
+    };
+    let restored = if was_read_only { graph.set_read_only(overlay, true).await } else { Ok(()) };
+    linked.and(restored)
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The base of a chain in use, opened up for a job that writes into it what the layers above hold.
+
+use cowshed_block::{Error, Result};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph};
+use cowshed_image::{Node, Preallocation};
+use cowshed_storage::{PermissionSet, Permissions};
+use std::sync::Arc;
+
+/// A base that the job may write to. What its overlays read must stay the same.
+pub(crate) struct OpenedBase {
+    graph: Arc<Graph>,
+    chain: Chain,
+    base: Arc<Node>,
+    was_read_only: bool,
+    writer: Arc<Attachment>,
+}
+
+impl OpenedBase {
+    /// Makes the base of `chain` writable and as large as `size` bytes at least. An error leaves all as it was.
+    pub async fn open(graph: &Arc<Graph>, id: &str, chain: Chain, size: u64) -> Result<OpenedBase> {
+        let base = chain.base().cloned().ok_or_else(|| Error::internal("a commit without a base"))?;
+        let lowest = chain.lowest().cloned().ok_or_else(|| Error::internal("a chain without layers"))?;
+        chain.check_private()?;
+        let was_read_only = base.is_read_only();
+        graph.set_read_only(&base, false).await?;
+        let write = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
+        let permissions = Permissions { used: write, ..Permissions::READ };
+        let opened = match graph.share_backing(&lowest, true) {
+            Ok(()) => graph.attach(&base, AttachRequest::job(format!("{id}-target"), permissions)).await,
+            Err(error) => Err(error),
+        };
+        match opened {
+            Ok(writer) => {
+                let opened = OpenedBase { graph: Arc::clone(graph), chain, base, was_read_only, writer };
+                match opened.grow(size).await {
+                    Ok(()) => Ok(opened),
+                    Err(error) => opened.close().await.and(Err(error)),
+                }
+            }
+            Err(error) => {
+                let unshared = graph.share_backing(&lowest, false);
+                let restored = if was_read_only { graph.set_read_only(&base, true).await } else { Ok(()) };
+                for undone in [unshared, restored] {
+                    if let Err(error) = undone {
+                        tracing::error!("could not take back what a job was granted: {error}");
+                    }
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn grow(&self, size: u64) -> Result<()> {
+        if self.base.size() >= size {
+            return Ok(());
+        }
+        self.writer.queue().resize(size, Preallocation::Off).await
+    }
+
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
+    pub fn writer(&self) -> &Arc<Attachment> {
+        &self.writer
+    }
+
+    /// Flushes, and makes the base again what it was.
+    pub async fn close(self) -> Result<()> {
+        let detached = self.writer.detach().await;
+        // Gone when the base has been given to others meanwhile.
+        let unshared = match self.chain.lowest() {
+            Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
+            _ => Ok(()),
+        };
+        let restored = if self.was_read_only { self.graph.set_read_only(&self.base, true).await } else { Ok(()) };
+        detached.and(unshared).and(restored)
+    }
+
+    /// Takes the lowest layer off the base, which stays writable: it is others' by now, and the writer is detached.
+    pub async fn release(self) -> Result<()> {
+        match self.chain.lowest() {
+            Some(lowest) => self.graph.set_backing(lowest, None).await,
+            None => Ok(()),
+        }
+    }
+}
