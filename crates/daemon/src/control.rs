@@ -2,6 +2,7 @@
 //! The control thread: starts what was asked for, runs commands one after the other, stops in order.
 
 use crate::commands;
+use crate::faults;
 use crate::inbox::{Inbox, Sender, inbox};
 use crate::metrics;
 use crate::monitor::MonitorAddress;
@@ -36,6 +37,8 @@ pub enum Message {
         /// For the page.
         reply: mpsc::SyncSender<String>,
     },
+    /// Events were held back: they are due after this time.
+    EventsDue(Duration),
     /// Stop in order.
     Stop(StopReason),
 }
@@ -122,6 +125,7 @@ pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<S
     let (control, messages) = inbox();
     let schema = schema::build()?;
     let daemon = Rc::new(Daemon::new(control.clone(), schema, &setup));
+    faults::watch(&daemon.graph, daemon.events.clone(), control.clone());
     rt::block_on(async {
         let result = match start(&daemon, setup.steps).await {
             Ok(()) => {
@@ -169,6 +173,13 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
             Message::Metrics { reply } => {
                 // The scraper may be gone.
                 let _ = reply.send(metrics::render(daemon));
+            }
+            Message::EventsDue(delay) => {
+                let events = daemon.events.clone();
+                drop(rt::spawn(async move {
+                    rt::sleep(delay).await;
+                    events.emit_due();
+                }));
             }
             Message::Stop(reason) => {
                 let data = json!({"guest": false, "reason": reason.as_str()});

@@ -3,8 +3,8 @@
 
 use cowshed_qmp::{Event, Timestamp};
 use serde_json::{Map, Value};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Who gets events. Must not block: it may be called by any thread.
 pub trait Listener: Send + Sync {
@@ -14,14 +14,72 @@ pub trait Listener: Send + Sync {
     fn settle(&self, patience: Duration);
 }
 
+/// An event of a limited kind comes at most once in this time; of those in between the newest one is told at its end.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// One kind of event about one thing, held to its limit.
+struct Limit {
+    name: &'static str,
+    about: String,
+    /// From then on the next one may be told.
+    free_at: Instant,
+    held: Option<Value>,
+}
+
+#[derive(Default)]
+struct Shared {
+    listeners: Mutex<Vec<Weak<dyn Listener>>>,
+    limits: Mutex<Vec<Limit>>,
+}
+
 /// The list of those who get events; clones are the same list.
 #[derive(Clone, Default)]
-pub struct EventBus(Arc<Mutex<Vec<Weak<dyn Listener>>>>);
+pub struct EventBus(Arc<Shared>);
 
 impl EventBus {
+    /// As [`EventBus::emit`], for events that come in floods: at most one of this name about `about` in a second. What
+    /// comes too early is held back, the newest of it; then returns how long until [`EventBus::emit_due`] is to be called,
+    /// unless that has been said before.
+    pub fn emit_limited(&self, name: &'static str, about: &str, data: Value) -> Option<Duration> {
+        let now = Instant::now();
+        {
+            let mut limits = self.limits();
+            match limits.iter_mut().find(|limit| limit.name == name && limit.about == about) {
+                Some(limit) if now < limit.free_at => {
+                    let first = limit.held.replace(data).is_none();
+                    return first.then(|| limit.free_at - now);
+                }
+                Some(limit) => limit.free_at = now + PERIOD,
+                None => {
+                    limits.retain(|limit| limit.held.is_some() || now < limit.free_at);
+                    limits.push(Limit { name, about: about.to_owned(), free_at: now + PERIOD, held: None });
+                }
+            }
+        }
+        self.emit(name, data);
+        None
+    }
+
+    /// Tells what was held back and may be told now.
+    pub fn emit_due(&self) {
+        let now = Instant::now();
+        let mut due = Vec::new();
+        for limit in self.limits().iter_mut().filter(|limit| limit.free_at <= now) {
+            if let Some(data) = limit.held.take() {
+                limit.free_at = now + PERIOD;
+                due.push((limit.name, data));
+            }
+        }
+        due.into_iter().for_each(|(name, data)| self.emit(name, data));
+    }
+
+    fn limits(&self) -> MutexGuard<'_, Vec<Limit>> {
+        self.0.limits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Adds a listener; it is forgotten when it is dropped.
     pub fn subscribe(&self, listener: Weak<dyn Listener>) {
-        let mut listeners = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listeners = self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.retain(|known| known.strong_count() > 0);
         listeners.push(listener);
     }
@@ -44,7 +102,7 @@ impl EventBus {
     }
 
     fn listeners(&self) -> Vec<Arc<dyn Listener>> {
-        let listeners = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let listeners = self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.iter().filter_map(Weak::upgrade).collect()
     }
 }

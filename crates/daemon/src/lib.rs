@@ -6,6 +6,7 @@
 mod commands;
 mod control;
 mod events;
+mod faults;
 mod inbox;
 mod jobs;
 mod metrics;

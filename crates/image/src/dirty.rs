@@ -99,14 +99,26 @@ impl DirtyMap {
     }
 
     /// The first dirty run at or behind `from`, at most `most_bytes` long: offset and length in bytes, in whole parts.
-    /// It is clean afterwards: read it after this call.
+    pub fn next(&self, from: u64, most_bytes: u64) -> Option<Range<u64>> {
+        self.next_parts(&self.bits(), from, most_bytes).map(|parts| self.bytes_of(parts))
+    }
+
+    /// As [`DirtyMap::next`], and the run is clean afterwards: read it after this call.
     pub fn take_next(&self, from: u64, most_bytes: u64) -> Option<Range<u64>> {
         let mut bits = self.bits();
+        let parts = self.next_parts(&bits, from, most_bytes)?;
+        bits.change(parts.clone(), false);
+        Some(self.bytes_of(parts))
+    }
+
+    fn next_parts(&self, bits: &Bits, from: u64, most_bytes: u64) -> Option<Range<u64>> {
         let start = bits.find(from >> self.granularity_bits, true)?;
         let most = (most_bytes >> self.granularity_bits).max(1);
-        let end = bits.find(start, false).unwrap_or(u64::MAX).min(start + most);
-        bits.change(start..end, false);
-        Some(start << self.granularity_bits..end << self.granularity_bits)
+        Some(start..bits.find(start, false).unwrap_or(u64::MAX).min(start.saturating_add(most)))
+    }
+
+    fn bytes_of(&self, parts: Range<u64>) -> Range<u64> {
+        parts.start << self.granularity_bits..parts.end << self.granularity_bits
     }
 
     /// True when a part that the range touches is dirty.

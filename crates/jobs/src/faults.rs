@@ -3,6 +3,7 @@
 
 use crate::JobHandle;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::filters::CopyFailure;
 use cowshed_storage::rt;
 use std::time::Duration;
 
@@ -36,6 +37,13 @@ impl Failure {
     /// Writing failed.
     pub fn write(error: Error) -> Failure {
         Failure { side: Side::Write, error }
+    }
+}
+
+impl From<CopyFailure> for Failure {
+    fn from(failure: CopyFailure) -> Failure {
+        let side = if failure.writing { Side::Write } else { Side::Read };
+        Failure { side, error: failure.error }
     }
 }
 

@@ -143,6 +143,9 @@ impl JobHandle {
             rt::sleep(nap).await;
             wait -= nap;
             self.pause_point().await?;
+            if self.0.rate.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+                break;
+            }
         }
         Ok(())
     }

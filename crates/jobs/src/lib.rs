@@ -4,6 +4,7 @@
 //! Each job is an options struct and an `async fn run(&options, &JobHandle)`; the command line and QMP call the
 //! same. See the README of this crate.
 
+pub mod backup;
 pub mod check;
 pub mod commit;
 pub mod compare;
@@ -26,6 +27,7 @@ pub mod resize;
 mod runs;
 pub mod snapshot;
 pub mod spec;
+pub mod stream;
 pub mod zeroes;
 
 pub use job::{JobHandle, Progress};

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Starting the jobs that move data between nodes: commit and mirror.
+//! Starting the jobs that move data between nodes.
 
-use super::snapshot::image_of;
+use super::snapshot::{free_name, image_of};
 use super::{Arguments, Group, command, failed, nothing};
-use crate::jobs::{JobSpec, run_merge, run_mirror};
+use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
+use cowshed_jobs::backup::{Backup, BackupRequest};
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
+use cowshed_jobs::stream::{Stream, StreamRequest};
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
 use std::rc::Rc;
@@ -26,8 +28,21 @@ command blockdev-mirror: job-id?: str, device: str, target: str, sync: MirrorSyn
 command block-commit: job-id?: str, device: str, base-node?: str, base?: str, top-node?: str, top?: str
   , backing-file?: str, speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool
   , auto-dismiss?: bool
+command block-stream: job-id?: str, device: str, base?: str, base-node?: str, backing-file?: str, bottom?: str
+  , speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+enum BackupSyncMode: top full incremental none bitmap
+enum OnCbwError: break-guest-write break-snapshot
+object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
+  , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
+  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+command blockdev-backup(BlockdevBackup)
 ",
-    commands: &[command!("blockdev-mirror", blockdev_mirror), command!("block-commit", block_commit)],
+    commands: &[
+        command!("blockdev-mirror", blockdev_mirror),
+        command!("block-commit", block_commit),
+        command!("block-stream", block_stream),
+        command!("blockdev-backup", blockdev_backup),
+    ],
 };
 
 /// The names that commands of jobs have in common, checked.
@@ -146,6 +161,125 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let job = daemon.jobs.add(common.spec("commit", merge.nodes(), (policy, policy)), &daemon.events)?;
     daemon.jobs.start(Rc::clone(&job), run_merge(job, merge));
     nothing()
+}
+
+async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let node = image_of(&daemon, arguments.text("device"))?;
+    let layers = Chain::between(&node, None).map_err(failed)?.layers().to_vec();
+    let base = stream_base(&daemon, &arguments, &layers)?;
+    if base.is_none() && arguments.maybe_text("backing-file").is_some() {
+        return Err(QmpError::generic("backing file specified, but streaming the entire chain"));
+    }
+    if base.as_ref().is_some_and(|base| Arc::ptr_eq(base, &node)) {
+        return Err(QmpError::generic(format!("Can't find '{}' below '{}'", node.name(), node.name())));
+    }
+    for node in Chain::between(&node, base.as_ref()).map_err(failed)?.nodes() {
+        daemon.jobs.check_free(&node)?;
+    }
+    let filter_name = filter_name(&daemon, &arguments);
+    let common = Common::of(&daemon, &arguments)?;
+    let named = arguments.maybe_text("backing-file").map(str::to_owned);
+    let backing_file = named.or_else(|| base.as_deref().map(header_name));
+    let request = StreamRequest { node, base, backing_file, filter_name };
+    let stream = Stream::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
+    let policy = on_error(&arguments, "on-error");
+    let job = daemon.jobs.add(common.spec("stream", stream.nodes(), (policy, policy)), &daemon.events)?;
+    daemon.jobs.start(Rc::clone(&job), run_stream(job, stream));
+    nothing()
+}
+
+/// The layer that a streamed image is to stand on.
+fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> QmpResult<Option<Arc<Node>>> {
+    let Some(name) = arguments.maybe_text("bottom") else { return one_of(daemon, arguments, layers, "base") };
+    if arguments.maybe_text("base").is_some() || arguments.maybe_text("base-node").is_some() {
+        return Err(QmpError::generic("'base'/'base-node' and 'bottom' are mutually exclusive"));
+    }
+    let wanted = node_named(daemon, name)?;
+    match layers.iter().position(|layer| Arc::ptr_eq(layer, &wanted)) {
+        Some(at) => Ok(layers.get(at + 1).cloned()),
+        None => Err(QmpError::generic(format!("Can't find '{name}' in the backing chain"))),
+    }
+}
+
+/// The node-name of a job's filter.
+fn filter_name(daemon: &Daemon, arguments: &Arguments) -> String {
+    arguments.maybe_text("filter-node-name").map_or_else(|| free_name(daemon, "job-filter"), str::to_owned)
+}
+
+async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let plan = plan_backup(&daemon, &arguments)?;
+    plan.start(&daemon).await?.run(&daemon);
+    nothing()
+}
+
+/// A backup whose arguments are right.
+pub(super) struct BackupPlan {
+    common: Common,
+    request: BackupRequest,
+    policies: (OnError, OnError),
+}
+
+/// A backup whose moment has come; it copies when it is run.
+pub(super) struct BackupStarted {
+    job: Rc<Job>,
+    backup: Backup,
+}
+
+pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<BackupPlan> {
+    let source = image_of(daemon, arguments.text("device"))?;
+    let target = node_named(daemon, arguments.text("target"))?;
+    let sync = match arguments.text("sync") {
+        "full" => Sync::Full,
+        "top" => Sync::Top,
+        "none" => Sync::None,
+        other => {
+            return Err(QmpError::generic(format!("sync mode '{other}' needs dirty bitmaps, which aren't there yet")));
+        }
+    };
+    let request = BackupRequest {
+        source,
+        target,
+        sync,
+        compress: arguments.flag("compress", false),
+        breaks_writes: arguments.maybe_text("on-cbw-error") != Some("break-snapshot"),
+        filter_name: filter_name(daemon, arguments),
+    };
+    let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
+    Ok(BackupPlan { common: Common::of(daemon, arguments)?, request, policies })
+}
+
+impl BackupPlan {
+    pub(super) fn source(&self) -> &Arc<Node> {
+        &self.request.source
+    }
+
+    pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
+        daemon.jobs.check_free(&self.request.source)?;
+        daemon.jobs.check_free(&self.request.target)?;
+        let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await.map_err(failed)?;
+        let nodes = backup.nodes();
+        match daemon.jobs.add(self.common.spec("backup", nodes, self.policies), &daemon.events) {
+            Ok(job) => Ok(BackupStarted { job, backup }),
+            Err(error) => {
+                backup.end().await.map_err(failed)?;
+                Err(error)
+            }
+        }
+    }
+}
+
+impl BackupStarted {
+    pub(super) fn run(self, daemon: &Rc<Daemon>) {
+        daemon.jobs.start(Rc::clone(&self.job), run_backup(self.job, self.backup));
+    }
+
+    /// As if it had not been started.
+    pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
+        if let Err(error) = self.backup.end().await {
+            tracing::error!(%error, job = self.job.id, "could not take a backup back");
+        }
+        daemon.jobs.dismiss(&self.job);
+    }
 }
 
 /// The image that stands on `top`.

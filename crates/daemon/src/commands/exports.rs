@@ -40,6 +40,9 @@ command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool
 command query-block-exports -> [BlockExportInfo]
+event BLOCK_IO_ERROR: qom-path: str, device: str, node-name?: str, operation: IoOperationType, action: BlockErrorAction
+  , nospace?: bool, reason: str
+event BLOCK_IMAGE_CORRUPTED: device: str, node-name?: str, msg: str, fatal: bool
 event BLOCK_EXPORT_DELETED: id: str
 ",
     commands: &[

@@ -2,9 +2,8 @@
 //! Jobs: starting, steering, listing.
 
 use super::{Arguments, Group, command, nothing};
-use crate::jobs::{Finish, JobSpec, Wish};
+use crate::jobs::Wish;
 use crate::state::Daemon;
-use cowshed_image::create::{CreateRequest, prepare};
 use cowshed_qmp::QmpResult;
 use serde_json::Value;
 use std::rc::Rc;
@@ -34,10 +33,6 @@ command block-job-complete: device: str
 command block-job-dismiss: id: str
 command block-job-finalize: id: str
 command block-job-set-speed: device: str, speed: int
-enum BlockdevCreateDriver: file
-object BlockdevCreateOptionsFile: filename: str, size: int
-object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
-command blockdev-create: job-id: str, options: BlockdevCreateOptions
 event BLOCK_JOB_ERROR: device: str, operation: IoOperationType, action: BlockErrorAction
 event JOB_STATUS_CHANGE: id: str, status: JobStatus
 event BLOCK_JOB_COMPLETED: type: JobType, device: str, len: int, offset: int, speed: int, error?: str
@@ -61,7 +56,6 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
         command!("block-job-dismiss", job_dismiss),
         command!("block-job-finalize", job_finalize),
         command!("block-job-set-speed", block_job_set_speed),
-        command!("blockdev-create", blockdev_create),
     ],
 };
 
@@ -133,35 +127,5 @@ async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     let speed = arguments.number("speed")?.unwrap_or(0);
     job.speed.set(speed);
     job.handle.set_speed(Some(speed));
-    nothing()
-}
-
-async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    let request = CreateRequest {
-        filename: options.text("filename").to_owned(),
-        format: "raw".to_owned(),
-        size: options.number("size")?,
-        ..CreateRequest::default()
-    };
-    let spec = JobSpec {
-        id: arguments.text("job-id").to_owned(),
-        kind: "create",
-        auto_finalize: true,
-        auto_dismiss: false,
-        speed: 0,
-        nodes: Vec::new(),
-        on_error: Default::default(),
-    };
-    let job = daemon.jobs.add(spec, &daemon.events)?;
-    let handle = job.handle.clone();
-    let work = async move {
-        handle.set_progress(0, 1);
-        prepare(&request).await?.run().await?;
-        handle.set_progress(1, 1);
-        Ok(())
-    };
-    let finish: Finish = Box::new(|_| Box::pin(async { Ok(()) }));
-    daemon.jobs.start(job, async move { (work.await, finish) });
     nothing()
 }

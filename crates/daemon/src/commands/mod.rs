@@ -3,6 +3,7 @@
 
 mod arguments;
 mod block_jobs;
+mod create;
 mod exports;
 mod general;
 mod jobs;
@@ -49,6 +50,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &snapshot::GROUP,
     &jobs::GROUP,
     &block_jobs::GROUP,
+    &create::GROUP,
 ];
 
 /// A line of a group's table.

@@ -64,6 +64,7 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, options: BlockdevOptions) -> Q
 
 async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = daemon.node(arguments.text("node-name"))?;
+    daemon.jobs.check_free(&node)?;
     daemon.graph.delete(node.name()).await.map_err(failed)?;
     nothing()
 }
@@ -98,6 +99,9 @@ async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         let options = options.as_object().cloned().unwrap_or_default();
         if !options.contains_key("node-name") {
             return Err(QmpError::generic("node-name not specified"));
+        }
+        if let Some(node) = options.get("node-name").and_then(Value::as_str).and_then(|name| daemon.graph.find(name)) {
+            daemon.jobs.check_free(&node)?;
         }
         list.push(BlockdevOptions::from_map(options).map_err(failed)?);
     }

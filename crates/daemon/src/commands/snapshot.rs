@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Live snapshots, one or several at the same moment.
 
+use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
 use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -22,9 +23,11 @@ object BlockdevSnapshotWrapper: data: BlockdevSnapshot
 object BlockdevSnapshotSyncWrapper: data: BlockdevSnapshotSync
 object Abort:
 object AbortWrapper: data: Abort
-enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync
+object BlockdevBackupWrapper: data: BlockdevBackup
+enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync blockdev-backup
 object TransactionAction: type: TransactionActionKind | type = abort: AbortWrapper
   , blockdev-snapshot: BlockdevSnapshotWrapper, blockdev-snapshot-sync: BlockdevSnapshotSyncWrapper
+  , blockdev-backup: BlockdevBackupWrapper
 enum ActionCompletionMode: individual grouped
 object TransactionProperties: completion-mode?: ActionCompletionMode
 command blockdev-snapshot(BlockdevSnapshot)
@@ -66,42 +69,136 @@ impl Prepared {
 
 async fn blockdev_snapshot(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let prepared = prepare_blockdev(&daemon, &arguments)?;
-    take_all(&daemon, vec![prepared]).await
+    carry_out(&daemon, vec![Action::Snapshot(prepared)]).await
 }
 
 async fn blockdev_snapshot_sync(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let prepared = prepare_sync(&daemon, &arguments).await?;
-    take_all(&daemon, vec![prepared]).await
+    carry_out(&daemon, vec![Action::Snapshot(prepared)]).await
+}
+
+/// An action of a transaction that is ready to be carried out.
+enum Action {
+    Snapshot(Prepared),
+    Backup(Box<BackupPlan>),
+}
+
+/// An action that has been carried out.
+enum Done {
+    Snapshot(Prepared),
+    Backup(Box<BackupStarted>),
 }
 
 async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let actions = arguments.get("actions").and_then(Value::as_array).cloned().unwrap_or_default();
-    let mut prepared = Vec::new();
+    let grouped = arguments.object("properties").and_then(|map| map.get("completion-mode")) == Some(&json!("grouped"));
+    let mut ready = Vec::new();
     let mut failure = None;
     for action in &actions {
-        let data = action["data"].as_object().cloned().unwrap_or_default();
+        let data = Arguments::new(action["data"].as_object().cloned().unwrap_or_default());
         let one = match action["type"].as_str().unwrap_or_default() {
-            "blockdev-snapshot" => prepare_blockdev(&daemon, &Arguments::new(data)),
-            "blockdev-snapshot-sync" => prepare_sync(&daemon, &Arguments::new(data)).await,
+            "blockdev-snapshot" => prepare_blockdev(&daemon, &data).map(Action::Snapshot),
+            "blockdev-snapshot-sync" => prepare_sync(&daemon, &data).await.map(Action::Snapshot),
+            "blockdev-backup" if grouped => {
+                Err(QmpError::generic("completion-mode 'grouped' is not supported with 'blockdev-backup'"))
+            }
+            "blockdev-backup" => plan_backup(&daemon, &data).map(|plan| Action::Backup(Box::new(plan))),
             _ => Err(QmpError::generic("Transaction aborted using Abort action")),
         };
         match one {
-            Ok(one) => prepared.push(one),
+            Ok(one) => ready.push(one),
             Err(error) => {
                 failure = Some(error);
                 break;
             }
         }
     }
-    match failure {
-        None => take_all(&daemon, prepared).await,
-        Some(error) => {
-            for one in prepared.into_iter().rev() {
-                one.discard(&daemon).await;
-            }
-            Err(error)
+    let Some(error) = failure else { return carry_out(&daemon, ready).await };
+    for action in ready.into_iter().rev() {
+        action.discard(&daemon).await;
+    }
+    Err(error)
+}
+
+impl Action {
+    fn node(&self) -> Arc<Node> {
+        match self {
+            Action::Snapshot(one) => Arc::clone(&one.node),
+            Action::Backup(plan) => Arc::clone(plan.source()),
         }
     }
+
+    async fn discard(self, daemon: &Rc<Daemon>) {
+        if let Action::Snapshot(one) = self {
+            one.discard(daemon).await;
+        }
+    }
+
+    /// Carries it out, or leaves everything as it was.
+    async fn run(self, daemon: &Rc<Daemon>) -> QmpResult<Done> {
+        match self {
+            Action::Snapshot(one) => match daemon.graph.take_snapshot(&one.node, &one.overlay).await {
+                Ok(()) => Ok(Done::Snapshot(one)),
+                Err(error) => {
+                    one.discard(daemon).await;
+                    Err(failed(error))
+                }
+            },
+            Action::Backup(plan) => plan.start(daemon).await.map(|started| Done::Backup(Box::new(started))),
+        }
+    }
+}
+
+impl Done {
+    async fn take_back(self, daemon: &Rc<Daemon>) {
+        match self {
+            Done::Snapshot(one) => {
+                if let Err(error) = take_back(daemon, &one).await {
+                    tracing::error!(%error, node = one.node.name(), "could not take a snapshot back");
+                }
+                one.discard(daemon).await;
+            }
+            Done::Backup(started) => started.take_back(daemon).await,
+        }
+    }
+}
+
+/// Carries all actions out at one moment, or none.
+async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpResult<Value> {
+    let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
+    // No request runs between the first and the last one.
+    let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
+    let mut done = Vec::new();
+    let mut rest = actions.into_iter();
+    let mut failure = None;
+    for action in rest.by_ref() {
+        match action.run(daemon).await {
+            Ok(one) => done.push(one),
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        }
+    }
+    if let Some(error) = failure {
+        for one in done.into_iter().rev() {
+            one.take_back(daemon).await;
+        }
+        for action in rest {
+            action.discard(daemon).await;
+        }
+        return Err(error);
+    }
+    drop(drained);
+    for one in done {
+        match one {
+            Done::Snapshot(one) => {
+                tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
+            }
+            Done::Backup(started) => started.run(daemon),
+        }
+    }
+    nothing()
 }
 
 /// Names another backing file in an image's header; what is open stays as it is.
@@ -203,17 +300,11 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
         let message = format!("{file}: there is a file of this name already; mode 'existing' takes it as it is");
         return Err(QmpError::generic(message));
     }
-    // Relative names in an image are relative to its own folder, not to ours.
-    let name = node.filename();
-    let backing = match name.contains(':') {
-        true => name,
-        false => std::path::absolute(&name).map_or(name, |path| path.to_string_lossy().into_owned()),
-    };
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),
         size: Some(node.size()),
-        backing_file: Some(backing),
+        backing_file: Some(header_name(node)),
         backing_format: Some(node.driver_name().to_owned()),
         backing_unchecked: true,
         ..CreateRequest::default()
@@ -227,39 +318,6 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
 pub(super) fn free_name(daemon: &Daemon, stem: &str) -> String {
     let mut names = (0..).map(|n| format!("{stem}{n}"));
     names.find(|name| daemon.graph.find(name).is_none()).unwrap_or_else(|| stem.to_owned())
-}
-
-/// Takes all snapshots at one moment, or none.
-async fn take_all(daemon: &Rc<Daemon>, prepared: Vec<Prepared>) -> QmpResult<Value> {
-    let nodes: Vec<&Arc<Node>> = prepared.iter().map(|one| &one.node).collect();
-    // No request runs between the first and the last one.
-    let drained = daemon.graph.drain(&nodes).await;
-    let mut result = Ok(());
-    let mut taken = 0;
-    for one in &prepared {
-        result = daemon.graph.take_snapshot(&one.node, &one.overlay).await;
-        if result.is_err() {
-            break;
-        }
-        taken += 1;
-    }
-    if let Err(error) = result {
-        for one in prepared[..taken].iter().rev() {
-            if let Err(error) = take_back(daemon, one).await {
-                tracing::error!(%error, node = one.node.name(), "could not take a snapshot back");
-            }
-        }
-        drop(drained);
-        for one in prepared.into_iter().rev() {
-            one.discard(daemon).await;
-        }
-        return Err(failed(error));
-    }
-    drop(drained);
-    for one in &prepared {
-        tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
-    }
-    nothing()
 }
 
 async fn take_back(daemon: &Rc<Daemon>, one: &Prepared) -> cowshed_block::Result<()> {

@@ -3,7 +3,7 @@
 
 mod work;
 
-pub(crate) use work::{run_merge, run_mirror};
+pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream};
 
 use crate::events::EventBus;
 use cowshed_block::{ErrorKind, Result};

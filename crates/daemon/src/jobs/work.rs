@@ -3,8 +3,10 @@
 
 use super::{Finish, Job, LOOK, Status, Wish};
 use cowshed_block::Result;
+use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
+use cowshed_jobs::stream::Stream;
 use cowshed_storage::rt;
 use std::rc::Rc;
 
@@ -32,16 +34,33 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Mirror) -> (Result<()>, Fin
     (result, finish)
 }
 
+/// The work of a job that copies once and then finishes.
+macro_rules! copy_once {
+    ($job:ident, $work:ident) => {{
+        let result = $work.copy(&$job.handle, &*$job).await;
+        let finish: Finish = Box::new(move |complete| {
+            Box::pin(async move {
+                match complete {
+                    true => $work.finish().await,
+                    false => $work.end().await,
+                }
+            })
+        });
+        (result, finish)
+    }};
+}
+
 /// Takes layers out of the middle of a chain.
 pub(crate) async fn run_merge(job: Rc<Job>, merge: Merge) -> (Result<()>, Finish) {
-    let result = merge.copy(&job.handle, &*job).await;
-    let finish: Finish = Box::new(move |complete| {
-        Box::pin(async move {
-            match complete {
-                true => merge.finish().await,
-                false => merge.end().await,
-            }
-        })
-    });
-    (result, finish)
+    copy_once!(job, merge)
+}
+
+/// Takes over what the layers below an image hold.
+pub(crate) async fn run_stream(job: Rc<Job>, stream: Stream) -> (Result<()>, Finish) {
+    copy_once!(job, stream)
+}
+
+/// Copies a disk as it was at the start.
+pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Finish) {
+    copy_once!(job, backup)
 }

@@ -67,7 +67,8 @@ pub fn backing_of(path: &std::path::Path) -> Value {
     Qemu::system().info(path, "qcow2")["backing-filename"].clone()
 }
 
-const OPTIONS: &[&str] = &["cluster_size=64k", "cluster_size=4k", "compat=0.10", "extended_l2=on,cluster_size=128k"];
+pub const OPTIONS: &[&str] =
+    &["cluster_size=64k", "cluster_size=4k", "compat=0.10", "extended_l2=on,cluster_size=128k"];
 
 #[test]
 fn the_active_layer_is_committed_under_writing_clients() {
@@ -114,4 +115,141 @@ fn layers_in_the_middle_are_committed_under_writing_clients() {
             assert_eq!(backing_of(&folder.path().join(overlay)), json!(base_path));
         }
     }
+}
+
+#[test]
+fn a_base_that_grows_shows_nothing_that_was_discarded() {
+    let daemon = Running::start(Vec::new());
+    let (qemu, mut client) = (Qemu::system(), daemon.client());
+    let (base, top) = (daemon.path("b"), daemon.path("t"));
+    qemu.create(&base, "qcow2", "", 4 << 20);
+    qemu.create(&top, "qcow2", &format!("backing_file={},backing_fmt=qcow2", base.display()), SIZE);
+    qemu.io_commands(&top, "qcow2", &["write -P 5 3M 4M".to_owned()]).expect_ok();
+    client.command("blockdev-add", node(&top, "t"));
+    let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+    client.command("nbd-server-start", json!({"addr": address}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "t", "writable": true}));
+    client.command("block-commit", json!({"job-id": "c", "device": "t", "base": base}));
+    client.event("BLOCK_JOB_READY");
+    qemu.io(["-f", "raw", "-c", "write -z -u 5M 1M", &uri(&daemon, "t")]).expect_ok();
+    let read = ["-f", "raw", "-c", "read -P 5 3M 2M", "-c", "read -P 0 5M 1M", "-c", "read -P 5 6M 1M"];
+    let read = |uri: &str| {
+        let output = qemu.io(read.iter().copied().chain([uri])).expect_ok();
+        assert!(!output.stdout.contains("failed"), "{}", output.stdout);
+    };
+    read(&uri(&daemon, "t"));
+    client.command("job-complete", json!({"id": "c"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    read(&uri(&daemon, "t"));
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&folder.path().join("b"));
+    assert_eq!(qemu.info(&folder.path().join("b"), "qcow2")["virtual-size"], SIZE);
+}
+
+#[test]
+fn a_commit_that_is_cancelled_or_fails_leaves_the_chain() {
+    for (top, ready, force) in [("t", true, true), ("t", false, false), ("m", false, false)] {
+        let (daemon, mut client, mut model) = chain("cluster_size=64k");
+        let speed = if ready { 0 } else { 256 << 10 };
+        let arguments = json!({"job-id": "c", "device": "t", "top-node": top, "base-node": "b", "speed": speed});
+        client.command("block-commit", arguments);
+        if ready {
+            client.event("BLOCK_JOB_READY");
+        }
+        let load = Load::start(&uri(&daemon, "t"), &mut model, 9);
+        client.command("block-job-cancel", json!({"device": "c", "force": force}));
+        client.event("BLOCK_JOB_CANCELLED");
+        load.join();
+        assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "t");
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let read_only = |name: &str| {
+            let found = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name);
+            found.expect("the node")["ro"] == true
+        };
+        assert!(read_only("b") && read_only("m") && !read_only("t"));
+        drop(expect_content(daemon, "t", &model));
+    }
+}
+
+#[test]
+fn a_full_base_pauses_a_commit_or_ends_it() {
+    for policy in ["report", "stop"] {
+        let (daemon, mut client, _) = chain("cluster_size=64k");
+        let (low, top) = (daemon.path("e1"), daemon.path("e2"));
+        let qemu = Qemu::system();
+        qemu.create(&low, "raw", "", 4 << 20);
+        qemu.create(&top, "qcow2", &format!("backing_file={},backing_fmt=raw", low.display()), 4 << 20);
+        qemu.io_commands(&top, "qcow2", &["write -P 9 0 4M".to_owned()]).expect_ok();
+        let rule = json!({"event": "none", "iotype": "write", "sector": 4096, "errno": 28, "times": 1});
+        let file = json!({"driver": "blkdebug", "image": {"driver": "file", "filename": low}, "inject-error": [rule]});
+        client.command("blockdev-add", json!({"driver": "raw", "node-name": "low", "read-only": true, "file": file}));
+        let file = json!({"driver": "file", "filename": top});
+        client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "top", "backing": "low", "file": file}));
+        client.command("block-commit", json!({"job-id": "c", "device": "top", "on-error": policy}));
+        let error = client.event("BLOCK_JOB_ERROR");
+        assert_eq!(error, json!({"device": "c", "operation": "write", "action": policy}));
+        if policy == "stop" {
+            assert_eq!(client.command("query-block-jobs", json!({}))[0]["io-status"], "nospace");
+            client.command("job-resume", json!({"id": "c"}));
+            client.event("BLOCK_JOB_READY");
+            client.command("job-complete", json!({"id": "c"}));
+        }
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert_eq!(completed.get("error").is_some(), policy == "report", "{completed}");
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        qemu.expect_clean(&folder.path().join("e2"));
+        for (name, format) in [("e2", "qcow2"), ("e1", "raw")] {
+            if policy == "stop" || name == "e2" {
+                let found = qemu.content(&folder.path().join(name), format);
+                assert!(found.iter().all(|&byte| byte == 9), "{policy}: {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_commit_waits_to_be_finalized() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    let arguments = json!({"job-id": "c", "device": "t", "top-node": "m", "base-node": "b", "auto-finalize": false,
+                           "auto-dismiss": false, "backing-file": "b"});
+    client.command("block-commit", arguments);
+    assert_eq!(client.event("BLOCK_JOB_PENDING"), json!({"type": "commit", "id": "c"}));
+    assert_eq!(backing_of_live(&mut client, "t"), json!(daemon.path("m")));
+    client.command("job-finalize", json!({"id": "c"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    assert_eq!(backing_of_live(&mut client, "t"), json!(daemon.path("b")));
+    assert_eq!(client.command("query-jobs", json!({}))[0]["status"], "concluded");
+    client.command("job-dismiss", json!({"id": "c"}));
+    let folder = expect_content(daemon, "t", &model);
+    assert_eq!(backing_of(&folder.path().join("t")), json!("b"));
+}
+
+fn backing_of_live(client: &mut Client, name: &str) -> Value {
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let found = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name);
+    found.expect("the node")["backing_file"].clone()
+}
+
+#[test]
+fn commits_that_cannot_be_are_refused_by_name() {
+    let (daemon, mut client, _) = chain("cluster_size=64k");
+    client.command("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "l", "name": "low"}));
+    for (arguments, words) in [
+        (json!({"device": "t", "base-node": "t"}), "cannot commit an image into itself"),
+        (json!({"device": "t", "base-node": "none"}), "Cannot find device='none'"),
+        (json!({"device": "m", "base-node": "t"}), "Can't find 't' in the backing chain"),
+        (json!({"device": "t", "base": "nowhere"}), "Can't find 'nowhere' in the backing chain"),
+        (json!({"device": "t", "base": "x", "base-node": "b"}), "mutually exclusive"),
+        (json!({"device": "t", "backing-file": "x", "base-node": "m"}), "but 'top' is the active layer"),
+        (json!({"device": "t", "top-node": "m", "base-node": "b"}), "in use by 'attachment:f'"),
+        (json!({"device": "b"}), "cannot commit an image into itself"),
+    ] {
+        let refusal = client.refusal("block-commit", arguments);
+        assert!(refusal.contains(words), "{words}: {refusal}");
+    }
+    assert_eq!(client.command("query-jobs", json!({})), json!([]));
+    daemon.stop().expect("stopped in order");
 }

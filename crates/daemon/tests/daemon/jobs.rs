@@ -113,3 +113,126 @@ fn a_file_is_created_by_a_job_that_waits_to_be_dismissed() {
     assert_eq!(client.command("query-jobs", json!({})), json!([]));
     daemon.stop().expect("stopped in order");
 }
+
+/// Waits for the end of a job that isn't dismissed by itself; its error.
+fn concluded(client: &mut Client, id: &str) -> Option<String> {
+    loop {
+        let jobs = client.command("query-jobs", json!({}));
+        let job = jobs.as_array().expect("a list").iter().find(|job| job["id"] == id).expect("the job").clone();
+        if job["status"] == "concluded" {
+            client.command("job-dismiss", json!({"id": id}));
+            return job.get("error").map(|error| error.as_str().expect("a text").to_owned());
+        }
+    }
+}
+
+#[test]
+fn images_are_created_in_the_files_of_nodes() {
+    let (daemon, mut client) = serving();
+    let path = daemon.path("new.qcow2");
+    let file = json!({"driver": "file", "filename": path, "size": 0});
+    client.command("blockdev-create", json!({"job-id": "f", "options": file}));
+    assert_eq!(concluded(&mut client, "f"), None);
+    client.command("blockdev-add", json!({"driver": "file", "filename": path, "node-name": "file"}));
+    let options = json!({"driver": "qcow2", "file": "file", "size": 1 << 20, "cluster-size": 4096, "version": "v3",
+                         "lazy-refcounts": true, "refcount-bits": 32, "compression-type": "zstd", "extended-l2": false,
+                         "preallocation": "metadata"});
+    client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+    assert_eq!(concluded(&mut client, "c"), None);
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "new", "file": "file"}));
+    // What is open is not overwritten.
+    client.command(
+        "blockdev-create",
+        json!({"job-id": "c", "options": {"driver": "qcow2", "file": "file", "size": 512}}),
+    );
+    assert!(concluded(&mut client, "c").expect("is refused").contains("conflicting use of node 'file'"));
+    for (options, words) in [
+        (json!({"driver": "qcow2", "file": "none", "size": 512}), "Failed to find node with node-name='none'"),
+        (json!({"driver": "qcow2", "file": "q", "size": 512}), "not a plain file"),
+    ] {
+        client.command("blockdev-create", json!({"job-id": "w", "options": options}));
+        let error = concluded(&mut client, "w").expect("is refused");
+        assert!(error.contains(words), "{error}");
+    }
+    let nbd = json!({"job-id": "n", "options": {"driver": "nbd", "size": 512}});
+    assert!(client.refusal("blockdev-create", nbd).contains("does not accept value 'nbd'"));
+    client.command("blockdev-del", json!({"node-name": "new"}));
+    client.command("blockdev-del", json!({"node-name": "file"}));
+    let wrong =
+        json!({"driver": "qcow2", "file": {"driver": "file", "filename": path}, "size": 512, "cluster-size": 1000});
+    client.command("blockdev-create", json!({"job-id": "w", "options": wrong}));
+    let error = concluded(&mut client, "w").expect("is refused");
+    assert!(error.contains("cluster"), "{error}");
+    let qemu = Qemu::system();
+    qemu.expect_clean(&path);
+    let info = qemu.info(&path, "qcow2");
+    assert_eq!((&info["virtual-size"], &info["cluster-size"]), (&json!(1 << 20), &json!(4096)));
+    let data = &info["format-specific"]["data"];
+    assert_eq!((&data["compression-type"], &data["refcount-bits"]), (&json!("zstd"), &json!(32)));
+    // Over an old image, through a node that is opened for it.
+    let options = json!({"driver": "qcow2", "file": {"driver": "file", "filename": path}, "size": 1 << 20,
+                         "version": "v2", "backing-file": "a.qcow2", "backing-fmt": "qcow2"});
+    client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+    assert_eq!(concluded(&mut client, "c"), None);
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&path);
+    assert_eq!(qemu.info(&path, "qcow2")["backing-filename"], "a.qcow2");
+}
+
+#[test]
+fn failed_requests_of_exports_are_events_and_no_flood() {
+    let (daemon, mut client) = serving();
+    let path = daemon.path("e.raw");
+    let qemu = Qemu::system();
+    qemu.create(&path, "raw", "", 1 << 20);
+    let rules =
+        json!([{"event": "none", "iotype": "read", "errno": 5}, {"event": "none", "iotype": "write", "errno": 28}]);
+    let file = json!({"driver": "blkdebug", "image": {"driver": "file", "filename": path}, "inject-error": rules});
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "bad", "file": file}));
+    let export = json!({"type": "nbd", "id": "e", "node-name": "bad", "writable": true});
+    client.command("block-export-add", export);
+    let mut commands = vec!["-f", "raw", "-c", "write 64k 4k"];
+    commands.extend(["-c", "read 0 4k"].repeat(50));
+    let uri = uri(&daemon, "bad");
+    commands.push(&uri);
+    qemu.io(&commands);
+    let first = client.event("BLOCK_IO_ERROR");
+    assert_eq!((&first["device"], &first["node-name"]), (&json!("e"), &json!("bad")));
+    assert_eq!((&first["action"], &first["qom-path"]), (&json!("report"), &json!("")));
+    // Of the others the newest one is told, when its time has come.
+    let second = client.event("BLOCK_IO_ERROR");
+    assert_eq!((&second["operation"], second.get("nospace")), (&json!("read"), None));
+    assert!(second["reason"].as_str().expect("a text").contains("e.raw"), "{second}");
+    client.command("query-jobs", json!({}));
+    assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IO_ERROR"));
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_corrupt_image_is_an_event_once() {
+    let (daemon, mut client) = serving();
+    let path = daemon.path("c.qcow2");
+    let qemu = Qemu::system();
+    qemu.create(&path, "qcow2", "", 4 << 20);
+    qemu.io_commands(&path, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
+    // The second cluster of the disk is said to be where the L1 table is.
+    let mut bytes = std::fs::read(&path).expect("the image");
+    let field = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    let l1 = field(&bytes, 40);
+    let l2 = (field(&bytes, l1 as usize) & 0x00ff_ffff_ffff_fe00) as usize;
+    bytes[l2 + 8..l2 + 16].copy_from_slice(&(l1 | 1 << 63).to_be_bytes());
+    std::fs::write(&path, bytes).expect("the image");
+    client.command("blockdev-add", node(&path, "c"));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "c", "writable": true}));
+    let uri = uri(&daemon, "c");
+    qemu.io(["-f", "raw", "-c", "write -P 2 64k 4k", "-c", "write -P 2 64k 4k", &uri]);
+    let event = client.event("BLOCK_IMAGE_CORRUPTED");
+    assert_eq!((&event["device"], &event["node-name"], &event["fatal"]), (&json!("e"), &json!("c"), &json!(true)));
+    assert!(event["msg"].as_str().expect("a text").contains("c.qcow2"), "{event}");
+    client.command("query-jobs", json!({}));
+    assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
+    // Closing it says so too: what was written last may not be there.
+    let error = daemon.stop().expect_err("the image is corrupt");
+    assert!(error.to_string().contains("marked as corrupt"), "{error}");
+}

@@ -35,6 +35,10 @@ impl Load {
                         command.args(["-c", &format!("write -P {pattern} {offset} {len}")]);
                         command.args(["-c", &format!("read -P {pattern} {offset} {len}")]);
                     }
+                    2 => {
+                        model[range].fill(0);
+                        command.args(["-c", &format!("write -z -u {offset} {len}")]);
+                    }
                     _ => {
                         model[range].fill(pattern);
                         command.args(["-c", &format!("write -P {pattern} {offset} {len}")]);

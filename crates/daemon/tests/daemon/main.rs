@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as its clients see it.
 
+mod backups;
 mod commits;
 mod documents;
 mod exports;
@@ -13,3 +14,4 @@ mod python;
 mod running;
 mod snapshots;
 mod statistics;
+mod streams;

@@ -9,7 +9,7 @@ pub mod schema;
 use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, open, resolve_name};
 use cowshed_block::{Error, Result};
-use cowshed_storage::path_of_text;
+use cowshed_storage::{File, path_of_text};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::PathBuf;
@@ -158,6 +158,25 @@ impl CreatePlan {
     /// Creates the image. Until its header is written, last and after a barrier, the file is no image.
     pub async fn run(&self) -> Result<()> {
         self.write().await.map_err(|error| error.file(&self.filename))
+    }
+
+    /// As [`CreatePlan::run`], into a file that is open for writing and that nobody else uses; what it held is gone.
+    pub async fn run_on(&self, file: &File) -> Result<()> {
+        self.write_to(file).await.map_err(|error| error.file(&self.filename))
+    }
+
+    async fn write_to(&self, file: &File) -> Result<()> {
+        if self.format != "qcow2" || self.has_data_file() {
+            return Err(Error::unsupported("only qcow2 images without a data file are created in an open file"));
+        }
+        let options = Qcow2CreateOptions::from_values(self.size, &self.values)?;
+        // What can't be laid out must not cost the file its contents.
+        layout::FreshLayout::of(&options)?.header(&options)?;
+        if !file.is_device() {
+            file.set_len(0).await?;
+            file.sync().await?;
+        }
+        write_fresh_qcow2(file, &options).await
     }
 
     async fn write(&self) -> Result<()> {

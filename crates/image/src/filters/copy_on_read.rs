@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
 
-use super::Below;
+use super::ranges::Ranges;
+use super::{Below, CopyFailure};
+use crate::graph::Chain;
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;
@@ -22,48 +23,6 @@ pub struct CopyOnRead {
     /// The last node that is copied from; what only those below it have stays there. `None`: copy from any depth.
     bottom: Option<String>,
     ranges: Arc<Ranges>,
-}
-
-/// Ranges of bytes that one request alone may touch.
-#[derive(Default)]
-struct Ranges {
-    busy: Mutex<BTreeMap<u64, u64>>,
-    changes: crate::events::Events,
-}
-
-struct Claim {
-    ranges: Arc<Ranges>,
-    start: u64,
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        self.ranges.busy().remove(&self.start);
-        self.ranges.changes.notify();
-    }
-}
-
-impl Ranges {
-    fn busy(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
-        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until nobody has a part of the range, and takes it.
-    async fn claim(self: &Arc<Self>, start: u64, len: u64) -> Claim {
-        let end = start.saturating_add(len.max(1));
-        loop {
-            let seen = self.changes.now();
-            {
-                let mut busy = self.busy();
-                let before = busy.range(..end).next_back();
-                if before.is_none_or(|(_, other_end)| *other_end <= start) {
-                    busy.insert(start, end);
-                    return Claim { ranges: Arc::clone(self), start };
-                }
-            }
-            self.changes.wait(seen).await;
-        }
-    }
 }
 
 impl CopyOnRead {
@@ -142,6 +101,36 @@ impl CopyOnRead {
                 }
             }
             at = next;
+        }
+        Ok(())
+    }
+
+    /// Writes into the image behind this filter, the top of `chain`, what the layers below it hold of a range in bytes.
+    /// Afterwards the image reads the same on the base of the chain.
+    pub async fn take_over(&self, chain: &Chain, offset: u64, len: u64) -> Result<(), CopyFailure> {
+        let Some(top) = chain.layers().first() else { return Ok(()) };
+        let _claim = self.ranges.claim(offset, len).await;
+        let end = offset.saturating_add(len);
+        let mut at = offset;
+        while at < end {
+            let holder = chain.holder(at, end - at).await.map_err(CopyFailure::reading)?;
+            let written = match holder.layer {
+                None | Some(0) => Ok(()),
+                // Without a base what nobody holds reads as zeroes.
+                Some(_) if holder.zero && chain.base().is_none() => Ok(()),
+                Some(_) if holder.zero => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
+                Some(_) => {
+                    let bytes = usize::try_from(holder.len).unwrap_or(usize::MAX);
+                    let (result, buf) = top.read_boxed(at, IoBuf::zeroed(bytes)).await;
+                    result.map_err(CopyFailure::reading)?;
+                    match crate::node::is_zero(&buf) {
+                        true => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
+                        false => top.write_boxed(at, buf).await.0,
+                    }
+                }
+            };
+            written.map_err(CopyFailure::writing)?;
+            at += holder.len;
         }
         Ok(())
     }

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Filters: nodes with one child that see the requests pass. A graph without filters doesn't pay for them.
 
+mod copy_before_write;
 mod copy_on_read;
 mod fault;
+mod ranges;
 pub mod throttle;
 
+pub use copy_before_write::CopyBeforeWrite;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
 pub use throttle::Throttle;
@@ -28,7 +31,27 @@ pub const FILTERS: &[FilterInfo] = &[
     FilterInfo { name: "fault", about: "fails chosen requests with a chosen errno" },
     FilterInfo { name: "throttle", about: "limits operations and bytes per second" },
     FilterInfo { name: "copy-on-read", about: "copies what is read from a backing file into the image" },
+    FilterInfo { name: "copy-before-write", about: "saves to a target what is about to be overwritten" },
 ];
+
+/// A copy that a filter could not make.
+#[derive(Clone, Debug)]
+pub struct CopyFailure {
+    /// The end that is written failed, else the one that is read.
+    pub writing: bool,
+    /// Why.
+    pub error: Error,
+}
+
+impl CopyFailure {
+    pub(crate) fn reading(error: Error) -> CopyFailure {
+        CopyFailure { writing: false, error }
+    }
+
+    pub(crate) fn writing(error: Error) -> CopyFailure {
+        CopyFailure { writing: true, error }
+    }
+}
 
 /// The end of a filter's edge to the node behind it.
 #[derive(Clone)]
@@ -88,6 +111,7 @@ pub(crate) enum Filter {
     Fault(Fault),
     Throttle(Throttle),
     CopyOnRead(CopyOnRead),
+    CopyBeforeWrite(Box<CopyBeforeWrite>),
 }
 
 /// The same expression for each filter.
@@ -97,6 +121,7 @@ macro_rules! each {
             Filter::Fault($one) => $work,
             Filter::Throttle($one) => $work,
             Filter::CopyOnRead($one) => $work,
+            Filter::CopyBeforeWrite($one) => $work,
         }
     };
 }
@@ -107,6 +132,7 @@ impl Filter {
             Filter::Fault(_) => "fault",
             Filter::Throttle(_) => "throttle",
             Filter::CopyOnRead(_) => "copy-on-read",
+            Filter::CopyBeforeWrite(_) => "copy-before-write",
         }
     }
 
@@ -117,9 +143,16 @@ impl Filter {
     /// What the filter asks of its child when its users have `wanted`.
     pub(crate) fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
         match self {
-            Filter::CopyOnRead(_) if !read_only && !wanted.used.is_empty() => {
-                Permissions { used: wanted.used | PermissionSet::WRITE_UNCHANGED, ..wanted }
-            }
+            // Who writes past the filter would be undone by a copy under way.
+            Filter::CopyOnRead(_) if !read_only && !wanted.used.is_empty() => Permissions {
+                used: wanted.used | PermissionSet::WRITE_UNCHANGED,
+                shared: wanted.shared & !PermissionSet::WRITE,
+            },
+            // What is written past the filter would not be saved.
+            Filter::CopyBeforeWrite(_) if !wanted.used.is_empty() => Permissions {
+                used: wanted.used | PermissionSet::CONSISTENT_READ,
+                shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
+            },
             _ => wanted,
         }
     }
@@ -130,6 +163,7 @@ impl Filter {
             Filter::Throttle(throttle) => throttle.read(offset, buf).await,
             // Boxed, so that the future of the others stays small.
             Filter::CopyOnRead(copy) => Box::pin(copy.read(offset, buf)).await,
+            Filter::CopyBeforeWrite(copy) => Box::pin(copy.read(offset, buf)).await,
         }
     }
 
@@ -138,6 +172,7 @@ impl Filter {
             Filter::Fault(fault) => fault.write(offset, buf).await,
             Filter::Throttle(throttle) => throttle.write(offset, buf).await,
             Filter::CopyOnRead(copy) => Box::pin(copy.write(offset, buf)).await,
+            Filter::CopyBeforeWrite(copy) => Box::pin(copy.write(offset, buf)).await,
         }
     }
 

@@ -8,7 +8,7 @@ use crate::node::Node;
 use crate::open::Edge;
 use crate::stats::{AttachmentStats, Histogram, Interval, IoKind, KINDS, KindStats};
 use arc_swap::ArcSwap;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,6 +19,7 @@ pub struct AttachRequest {
     name: String,
     permissions: Permissions,
     counted: bool,
+    export: bool,
 }
 
 impl AttachRequest {
@@ -27,7 +28,7 @@ impl AttachRequest {
         let write = if writable { PermissionSet::WRITE } else { PermissionSet::NONE };
         let used = PermissionSet::CONSISTENT_READ | write;
         let permissions = Permissions { used, shared: PermissionSet::ALL };
-        AttachRequest { name: name.into(), permissions, counted: true }
+        AttachRequest { name: name.into(), permissions, counted: true, export: true }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -36,7 +37,7 @@ impl AttachRequest {
 
     /// A job by its id, with what it does and what it lets others do.
     pub fn job(name: impl Into<String>, permissions: Permissions) -> AttachRequest {
-        AttachRequest { name: name.into(), permissions, counted: true }
+        AttachRequest { name: name.into(), permissions, counted: true, export: false }
     }
 
     /// Its requests aren't counted: for users who keep statistics of their own.
@@ -53,6 +54,7 @@ pub struct Attachment {
     name: String,
     graph: Arc<Graph>,
     permissions: Permissions,
+    export: bool,
     node: ArcSwap<Node>,
     /// Counts the changes of `node` and of what stands below it.
     generation: AtomicU64,
@@ -91,6 +93,7 @@ impl Attachment {
             name: request.name,
             graph: Arc::clone(graph),
             permissions: request.permissions,
+            export: request.export,
             node: ArcSwap::new(Arc::clone(node)),
             generation: AtomicU64::new(0),
             gate: Gate::default(),
@@ -115,6 +118,14 @@ impl Attachment {
     /// Virtual size in bytes, now.
     pub fn size(&self) -> u64 {
         self.node.load().size()
+    }
+
+    /// Tells whoever wants to know of an export's request that failed.
+    #[cold]
+    pub(super) fn tell_failed(&self, kind: IoKind, error: &Error) {
+        if self.export && !matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::ReadOnly) {
+            self.graph.tell_failed(&self.name, &self.node(), kind, error);
+        }
     }
 
     /// True when it may write.

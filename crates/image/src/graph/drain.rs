@@ -52,7 +52,7 @@ impl Drop for Drained {
 }
 
 /// A node and everything below it, each once.
-pub(super) fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
+pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
     let mut seen: Vec<Arc<Node>> = Vec::new();
     let mut next = vec![Arc::clone(top)];
     while let Some(node) = next.pop() {

@@ -8,6 +8,7 @@ mod attachment;
 mod chain;
 mod credentials;
 mod drain;
+mod failed;
 mod gate;
 mod moves;
 mod owned;
@@ -18,7 +19,8 @@ mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
 pub use chain::{Chain, Holder, below_filters};
-pub use drain::Drained;
+pub use drain::{Drained, nodes_below};
+pub use failed::FailedRequest;
 pub use queue::Queue;
 pub(crate) use queue::outcome_of;
 
@@ -29,7 +31,7 @@ use cowshed_nbd::ClientTls;
 use owned::Owned;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 
 /// Longest node-name in bytes, as QEMU has it.
 const MAX_NAME_BYTES: usize = 31;
@@ -44,6 +46,8 @@ pub struct Graph {
     /// TLS credentials by the id that options name them with.
     credentials: Mutex<BTreeMap<String, ClientTls>>,
     throttle_groups: Groups,
+    /// Who hears of requests of exports that failed.
+    on_failed: OnceLock<failed::Listener>,
     /// Held for the time of a change: one at a time.
     change: futures_util::lock::Mutex<()>,
 }

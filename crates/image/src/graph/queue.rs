@@ -132,6 +132,9 @@ impl QueueState {
 
     #[inline]
     fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        if let Err(error) = result {
+            self.attachment.tell_failed(kind, error);
+        }
         if !self.counted {
             return;
         }

@@ -201,7 +201,9 @@ fn cannot_change(key: &str) -> Error {
 }
 
 fn is_child(key: &str) -> bool {
-    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Backing].iter().any(|role| role.as_str() == key)
+    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Backing, ChildRole::Target]
+        .iter()
+        .any(|role| role.as_str() == key)
 }
 
 /// Refuses options that differ from what the node has and that only an open can change.

@@ -17,6 +17,8 @@ pub enum ChildRole {
     DataFile,
     /// A file that holds one part of the disk, by its number.
     Extent(u32),
+    /// Where a filter saves what is about to be overwritten.
+    Target,
     /// Where unallocated ranges are read from.
     Backing,
 }
@@ -29,6 +31,7 @@ impl ChildRole {
             ChildRole::Image => "image",
             ChildRole::DataFile => "data-file",
             ChildRole::Extent(_) => "extents",
+            ChildRole::Target => "target",
             ChildRole::Backing => "backing",
         }
     }

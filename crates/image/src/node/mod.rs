@@ -291,6 +291,22 @@ impl Node {
         }
     }
 
+    /// The copy-on-read filter, when this node is one.
+    pub fn copy_on_read(&self) -> Option<&crate::filters::CopyOnRead> {
+        match &self.driver {
+            Driver::Filter(Filter::CopyOnRead(copy)) => Some(copy),
+            _ => None,
+        }
+    }
+
+    /// The copy-before-write filter, when this node is one.
+    pub fn copy_before_write(&self) -> Option<&crate::filters::CopyBeforeWrite> {
+        match &self.driver {
+            Driver::Filter(Filter::CopyBeforeWrite(copy)) => Some(copy),
+            _ => None,
+        }
+    }
+
     /// The throttle filter, when this node is one.
     pub fn throttle(&self) -> Option<&crate::filters::Throttle> {
         match &self.driver {
@@ -299,7 +315,7 @@ impl Node {
         }
     }
 
-    /// True for nodes that pass requests on to their one child (throttle, copy-on-read, fault).
+    /// True for nodes that pass requests on to their one child (throttle, copy-on-read, copy-before-write, fault).
     pub fn is_filter(&self) -> bool {
         matches!(self.driver, Driver::Filter(_))
     }

@@ -4,7 +4,7 @@
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
-use crate::filters::{Below, CopyOnRead, Fault, Filter, Throttle};
+use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, Throttle};
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
@@ -225,6 +225,7 @@ impl Opener {
                 let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
                 (Driver::Filter(Filter::CopyOnRead(CopyOnRead::new(below, bottom))), child.filename())
             }
+            "copy-before-write" => self.copy_before_write_driver(&mut draft).await?,
             "fault" => {
                 let child = self.file_child(&mut draft).await?;
                 let filename = child.filename();
@@ -423,6 +424,23 @@ impl Opener {
         let file = file.with_faults(Arc::new(options.faults), options.align, options.max_transfer)?;
         let null_reads_zeroes = child.null_reads_zeroes();
         Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes }), filename))
+    }
+
+    async fn copy_before_write_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+        let child = self.file_child(draft).await?;
+        let spec = draft.options.get("target").cloned().unwrap_or(Value::Null);
+        let target = self.child(draft, ChildRole::Target, spec, draft.place.storage("target", true)).await?;
+        if target.size() != child.size() {
+            let message = format!("the target '{}' must be as large as '{}'", target.name(), child.name());
+            return Err(Error::invalid_argument(message).value(target.size()));
+        }
+        let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
+        target.change_user(&draft.name, Permissions { used, ..Permissions::READ })?;
+        let breaks_writes = draft.options.text("on-cbw-error") != Some("break-snapshot");
+        let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
+        let link = draft.children.link(ChildRole::Target).unwrap_or_default();
+        let copy = CopyBeforeWrite::new(below, link, breaks_writes)?;
+        Ok((Driver::Filter(Filter::CopyBeforeWrite(Box::new(copy))), child.filename()))
     }
 
     async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {

@@ -58,6 +58,12 @@ pub const DRIVERS: &[DriverSchema] = &[
         about: "copies what is read from a backing file into the image",
         keys: COPY_ON_READ,
     },
+    DriverSchema {
+        name: "copy-before-write",
+        kind: DriverKind::Filter,
+        about: "saves to a target what is about to be overwritten",
+        keys: COPY_BEFORE_WRITE,
+    },
     DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
 ];
 
@@ -148,6 +154,17 @@ const THROTTLE: &[Key] = &[
 const COPY_ON_READ: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the image that gets the copies"),
     key("bottom", KeyType::Text, "the whole chain", "node-name of the last layer that is copied from"),
+];
+
+const COPY_BEFORE_WRITE: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the disk whose old data is saved"),
+    key("target", KeyType::Child, REQUIRED, "where it is saved"),
+    key(
+        "on-cbw-error",
+        KeyType::Choice(&["break-guest-write", "break-snapshot"]),
+        "break-guest-write",
+        "what fails when old data can't be saved: the write, or the target",
+    ),
 ];
 
 const FAULT: &[Key] = &[

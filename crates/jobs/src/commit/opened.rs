@@ -55,7 +55,14 @@ impl OpenedBase {
         if self.base.size() >= size {
             return Ok(());
         }
-        self.writer.queue().resize(size, Preallocation::Off).await
+        self.writer.queue().resize(size, Preallocation::Off).await?;
+        // The layer above must no longer take what lies behind the old end for zeroes.
+        let Some(lowest) = self.chain.lowest() else { return Ok(()) };
+        let _drained = self.graph.drain(&[lowest]).await;
+        if let Some(qcow2) = lowest.qcow2() {
+            qcow2.plan_for_backing();
+        }
+        Ok(())
     }
 
     pub fn chain(&self) -> &Chain {

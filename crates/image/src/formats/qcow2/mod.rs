@@ -132,6 +132,11 @@ impl Qcow2Driver {
         self.data_file.is_some() && self.header.lock().unwrap_or_else(PoisonError::into_inner).is_data_file_raw()
     }
 
+    /// True once a write would have hit metadata: nothing more is written to the image.
+    pub fn is_corrupt(&self) -> bool {
+        self.corrupt.load(Ordering::Relaxed)
+    }
+
     fn check_writable(&self) -> Result<()> {
         if !self.writable.load(Ordering::Relaxed) {
             return Err(self.error(Error::new(ErrorKind::ReadOnly, "the image is open for reading only")));

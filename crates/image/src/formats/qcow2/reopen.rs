@@ -13,6 +13,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
+    /// Plans from now on as if the backing file had `bytes` bytes, for one who is going to put the image on a longer one:
+    /// what reads as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or
+    /// discarded. No request runs.
+    pub fn plan_for_backing_bytes(&self, bytes: u64) {
+        self.engine.set_backing_size(Some(bytes));
+    }
+
+    /// Plans from now on for the backing file as it is: it may have grown. No request runs.
+    pub fn plan_for_backing(&self) {
+        self.engine.set_backing_size(self.backing.get().as_deref().map(Node::size));
+    }
+
     /// The edge to the backing file.
     pub(crate) fn backing_link(&self) -> &Arc<Link> {
         &self.backing

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Creating files and images, as a job.
+
+use super::snapshot::free_name;
+use super::{Arguments, Group, command, nothing};
+use crate::jobs::{Finish, JobSpec};
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::graph::AttachRequest;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::{PermissionSet, Permissions};
+use serde_json::Value;
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+enum BlockdevCreateDriver: file qcow2
+enum PreallocMode: off metadata falloc full
+object BlockdevCreateOptionsFile: filename: str, size: int, preallocation?: PreallocMode, nocow?: bool
+  , extent-size-hint?: int
+enum BlockdevQcow2Version: v2 v3
+enum Qcow2CompressionType: zlib zstd
+object BlockdevCreateOptionsQcow2: file: BlockdevRef, extended-l2?: bool, size: int, version?: BlockdevQcow2Version
+  , backing-file?: str, backing-fmt?: str, cluster-size?: int, preallocation?: PreallocMode, lazy-refcounts?: bool
+  , refcount-bits?: int, compression-type?: Qcow2CompressionType
+object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
+  , qcow2: BlockdevCreateOptionsQcow2
+command blockdev-create: job-id: str, options: BlockdevCreateOptions
+",
+    commands: &[command!("blockdev-create", blockdev_create)],
+};
+
+/// QMP's names of the options that only differ in spelling, and the names on the command line.
+const OPTIONS: &[(&str, &str)] = &[
+    ("preallocation", "preallocation"),
+    ("nocow", "nocow"),
+    ("extent-size-hint", "extent_size_hint"),
+    ("extended-l2", "extended_l2"),
+    ("cluster-size", "cluster_size"),
+    ("lazy-refcounts", "lazy_refcounts"),
+    ("refcount-bits", "refcount_bits"),
+    ("compression-type", "compression_type"),
+];
+
+async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
+    let spec = JobSpec {
+        id: arguments.text("job-id").to_owned(),
+        kind: "create",
+        auto_finalize: true,
+        auto_dismiss: false,
+        speed: 0,
+        nodes: Vec::new(),
+        on_error: Default::default(),
+    };
+    let request = request_of(&options)?;
+    let job = daemon.jobs.add(spec, &daemon.events)?;
+    let handle = job.handle.clone();
+    let (jobs, file) = (Rc::clone(&daemon.jobs), options.get("file").cloned());
+    let work = async move {
+        handle.set_progress(0, 1);
+        match file {
+            None => prepare(&request).await?.run().await?,
+            Some(file) => create_in(&daemon, &file, request).await?,
+        }
+        handle.set_progress(1, 1);
+        Ok(())
+    };
+    let finish: Finish = Box::new(|_| Box::pin(async { Ok(()) }));
+    jobs.start(job, async move { (work.await, finish) });
+    nothing()
+}
+
+fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
+    let mut list = Vec::new();
+    for (key, name) in OPTIONS {
+        match options.get(key) {
+            None => {}
+            Some(Value::Bool(flag)) => list.push(format!("{name}={}", if *flag { "on" } else { "off" })),
+            Some(Value::String(text)) => list.push(format!("{name}={text}")),
+            Some(number) => list.push(format!("{name}={number}")),
+        }
+    }
+    match options.maybe_text("version") {
+        Some("v2") => list.push("compat=0.10".to_owned()),
+        Some(_) => list.push("compat=1.1".to_owned()),
+        None => {}
+    }
+    let is_file = options.text("driver") == "file";
+    let size = options.number("size")?;
+    if !is_file && size.is_some_and(|size| !size.is_multiple_of(512)) {
+        return Err(QmpError::generic("The image size must be a multiple of 512 bytes"));
+    }
+    Ok(CreateRequest {
+        filename: options.text("filename").to_owned(),
+        format: if is_file { "raw" } else { "qcow2" }.to_owned(),
+        size,
+        options: list,
+        backing_file: options.maybe_text("backing-file").map(str::to_owned),
+        backing_format: options.maybe_text("backing-fmt").map(str::to_owned),
+        backing_unchecked: true,
+        ..CreateRequest::default()
+    })
+}
+
+/// Creates an image in the file of a node: one that is there, or one that is opened for this.
+async fn create_in(daemon: &Rc<Daemon>, file: &Value, request: CreateRequest) -> Result<()> {
+    let (node, opened) = match file {
+        Value::String(name) => (daemon.graph.node(name)?, false),
+        other => {
+            let mut map = other.as_object().cloned().unwrap_or_default();
+            map.entry("node-name").or_insert_with(|| free_name(daemon, "create").into());
+            (daemon.graph.add(BlockdevOptions::from_map(map)?).await?, true)
+        }
+    };
+    let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
+    let alone = Permissions { used, shared: PermissionSet::NONE };
+    let result = match daemon.graph.attach(&node, AttachRequest::job(format!("create-{}", node.name()), alone)).await {
+        Ok(user) => {
+            let request = CreateRequest { filename: node.filename(), ..request };
+            let created = match (prepare(&request).await, node.file()) {
+                (Ok(plan), Some(file)) => plan.run_on(file).await,
+                (Err(error), _) => Err(error),
+                (_, None) => {
+                    let message = format!("'{}' is not a plain file ({})", node.name(), node.driver_name());
+                    Err(Error::unsupported(message).field("file"))
+                }
+            };
+            created.and(user.detach().await)
+        }
+        Err(error) => Err(error),
+    };
+    let closed = if opened { daemon.graph.delete(node.name()).await } else { Ok(()) };
+    result.and(closed)
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `block-stream` by command, while clients write.
+
+use super::commits::{OPTIONS, backing_of, chain, expect_content};
+use super::exports::uri;
+use super::load::Load;
+use cowshed_testkit::qemu::Qemu;
+use serde_json::{Value, json};
+
+#[test]
+fn an_image_takes_over_its_chain_under_writing_clients() {
+    for (number, options) in OPTIONS.iter().enumerate() {
+        // Down to nothing, onto the base, and an image in the middle onto the base.
+        for (device, base) in [("e", None), ("t", Some("b")), ("m", Some("b")), ("m", None)] {
+            let (daemon, mut client, mut model) = chain(options);
+            let load = Load::start(&uri(&daemon, "t"), &mut model, number as u64);
+            let mut arguments = json!({"job-id": "s", "device": device, "filter-node-name": "f"});
+            if let Some(base) = base {
+                arguments["base-node"] = json!(base);
+            }
+            client.command("block-stream", arguments);
+            let completed = client.event("BLOCK_JOB_COMPLETED");
+            assert!(completed.get("error").is_none(), "{completed}");
+            assert_eq!(completed["type"], "stream");
+            load.join();
+            let image = if device == "e" { "t" } else { device };
+            let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+            let find = |name: &str| nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name);
+            let backing = base.map_or(Value::Null, |base| json!(daemon.path(base)));
+            assert_eq!(find(image).expect("the image")["backing_file"], backing);
+            assert_eq!(find(image).expect("the image")["ro"], json!(image == "m"));
+            assert!(find("f").is_none(), "the filter goes with the job");
+            client.command("blockdev-del", json!({"node-name": if device == "m" { "l" } else { "m" }}));
+            let second = Load::start(&uri(&daemon, "t"), &mut model, 79);
+            second.join();
+            let folder = expect_content(daemon, "t", &model);
+            assert_eq!(backing_of(&folder.path().join(image)), backing);
+        }
+    }
+}
+
+#[test]
+fn a_stream_that_is_cancelled_leaves_the_chain() {
+    let (daemon, mut client, mut model) = chain("cluster_size=64k");
+    client.command("block-stream", json!({"job-id": "s", "device": "t", "speed": 1 << 20, "filter-node-name": "f"}));
+    let load = Load::start(&uri(&daemon, "t"), &mut model, 5);
+    for (command, arguments) in [
+        ("blockdev-del", json!({"node-name": "f"})),
+        ("block_resize", json!({"node-name": "t", "size": 9 << 20})),
+        ("blockdev-reopen", json!({"options": [{"driver": "qcow2", "node-name": "m", "file": "m"}]})),
+        ("block-commit", json!({"job-id": "c", "device": "t"})),
+        ("change-backing-file", json!({"device": "t", "image-node-name": "m", "backing-file": "x"})),
+        ("block-export-add", json!({"type": "nbd", "id": "past", "node-name": "t", "name": "past", "writable": true})),
+    ] {
+        let refusal = client.refusal(command, arguments);
+        assert!(refusal.contains("in use") || refusal.contains("conflicting use"), "{command}: {refusal}");
+    }
+    assert!(client.refusal("block-stream", json!({"device": "t", "base-node": "t", "job-id": "s"})).contains("'t'"));
+    let wrong = json!({"device": "t", "backing-file": "x", "job-id": "w"});
+    assert_eq!(client.refusal("block-stream", wrong), "backing file specified, but streaming the entire chain");
+    client.command("block-job-cancel", json!({"device": "s"}));
+    client.event("BLOCK_JOB_CANCELLED");
+    load.join();
+    let below = daemon.path("m");
+    let folder = expect_content(daemon, "t", &model);
+    assert_eq!(backing_of(&folder.path().join("t")), json!(below));
+}
+
+#[test]
+fn a_stream_waits_at_an_error_and_goes_on() {
+    let (daemon, mut client, _) = chain("cluster_size=64k");
+    let qemu = Qemu::system();
+    let (low, top) = (daemon.path("e1"), daemon.path("e2"));
+    qemu.create(&low, "raw", "", 4 << 20);
+    qemu.io_commands(&low, "raw", &["write -P 9 0 4M".to_owned()]).expect_ok();
+    qemu.create(&top, "qcow2", &format!("backing_file={},backing_fmt=raw", low.display()), 4 << 20);
+    // Reading fails once in the middle.
+    let rule = json!({"event": "none", "iotype": "read", "sector": 4096, "errno": 5, "times": 1});
+    let file = json!({"driver": "blkdebug", "image": {"driver": "file", "filename": low}, "inject-error": [rule]});
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "low", "read-only": true, "file": file}));
+    let file = json!({"driver": "file", "filename": top});
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "top", "backing": "low", "file": file}));
+    client.command("block-stream", json!({"job-id": "s", "device": "top", "on-error": "stop"}));
+    let error = client.event("BLOCK_JOB_ERROR");
+    assert_eq!(error, json!({"device": "s", "operation": "read", "action": "stop"}));
+    let jobs = client.command("query-block-jobs", json!({}));
+    assert_eq!((&jobs[0]["io-status"], &jobs[0]["status"]), (&json!("failed"), &json!("paused")));
+    client.command("block-job-resume", json!({"device": "s"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert_eq!(backing_of(&folder.path().join("e2")), Value::Null);
+    assert!(qemu.content(&folder.path().join("e2"), "qcow2").iter().all(|&byte| byte == 9));
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Takes over into an image in use what the layers below it hold, then puts it on the layer below those, or on nothing.
+//!
+//! A copy-on-read filter above the image keeps the job's copies and clients' writes apart. On disk the image has
+//! everything, durably, before its header names another backing file: a power cut leaves the old chain or the new one, and
+//! both read the same.
+
+use crate::JobHandle;
+use crate::commit::merge::relink;
+use crate::faults::{ErrorAction, Failure, Judge};
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_storage::{PermissionSet, Permissions};
+use std::sync::Arc;
+
+/// Copied in one piece at most, in bytes.
+const CHUNK_BYTES: u64 = 1 << 20;
+
+/// What to take over.
+pub struct StreamRequest {
+    /// The image that takes over.
+    pub node: Arc<Node>,
+    /// The layer that it is to stand on; `None`: none.
+    pub base: Option<Arc<Node>>,
+    /// How the image's header is to name that layer.
+    pub backing_file: Option<String>,
+    /// The node-name of the filter.
+    pub filter_name: String,
+}
+
+/// The work under way. Its futures must run to their end.
+pub struct Stream {
+    graph: Arc<Graph>,
+    request: StreamRequest,
+    chain: Chain,
+    filter: Arc<Node>,
+    user: Arc<Attachment>,
+    was_read_only: bool,
+}
+
+impl Stream {
+    /// Starts it: puts the filter between the image and its users.
+    pub async fn start(graph: &Arc<Graph>, id: &str, request: StreamRequest) -> Result<Stream> {
+        let node = &request.node;
+        if node.qcow2().is_none() {
+            let message = format!("node '{}' ({}) can't have a backing file", node.name(), node.driver_name());
+            return Err(Error::invalid_argument(message));
+        }
+        let chain = Chain::between(node, request.base.as_ref())?;
+        let was_read_only = node.is_read_only();
+        graph.set_read_only(node, false).await?;
+        if let Some(base) = &request.base {
+            // What reads as zeroes behind a short layer is to be zeroes on a longer base too.
+            let _drained = graph.drain(&[node]).await;
+            if let Some(qcow2) = node.qcow2() {
+                let present = node.backing().map_or(0, |backing| backing.size());
+                qcow2.plan_for_backing_bytes(base.size().max(present));
+            }
+        }
+        match Self::insert(graph, id, &request, &chain).await {
+            Ok((filter, user)) => Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only }),
+            Err(error) => {
+                Self::restore(graph, node, was_read_only).await?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn insert(
+        graph: &Arc<Graph>,
+        id: &str,
+        request: &StreamRequest,
+        chain: &Chain,
+    ) -> Result<(Arc<Node>, Arc<Attachment>)> {
+        let mut options =
+            BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", request.filter_name.as_str());
+        if let Some(bottom) = chain.lowest() {
+            options = options.with("bottom", bottom.name());
+        }
+        let filter = graph.insert_filter(&request.node, options).await?;
+        let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE_UNCHANGED;
+        let job = AttachRequest::job(format!("{id}-stream"), Permissions { used, shared: PermissionSet::ALL });
+        match graph.attach(&filter, job).await {
+            Ok(user) => Ok((filter, user)),
+            Err(error) => graph.remove_filter(&filter).await.and(Err(error)),
+        }
+    }
+
+    /// The nodes that it works on: others must leave them as they are.
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        let mut nodes = self.chain.nodes();
+        nodes.push(Arc::clone(&self.filter));
+        nodes
+    }
+
+    /// Takes over everything. Progress counts the bytes of the disk. An error that the judge ignores leaves its piece
+    /// out, and is the result in the end.
+    pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
+        let size = self.request.node.size();
+        job.set_progress(0, size);
+        let (mut at, mut result) = (0, Ok(()));
+        while at < size {
+            job.pause_point().await?;
+            let (len, copied) = self.copy_next(at, size, job).await?;
+            if let Err(failure) = copied {
+                match judge.judge(&failure) {
+                    ErrorAction::Report => return Err(failure.error),
+                    ErrorAction::Ignore => result = result.and(Err(failure.error)),
+                    ErrorAction::Stop => {
+                        job.pause();
+                        continue;
+                    }
+                }
+            }
+            at += len;
+            job.advance(len);
+        }
+        result
+    }
+
+    /// How much was looked at, and how that went.
+    async fn copy_next(&self, at: u64, size: u64, job: &JobHandle) -> Result<(u64, Result<(), Failure>)> {
+        let piece = (CHUNK_BYTES - at % CHUNK_BYTES).min(size - at);
+        let holder = match self.chain.holder(at, size - at).await {
+            Ok(holder) => holder,
+            Err(error) => return Ok((piece, Err(Failure::read(error)))),
+        };
+        let nothing_to_do = match holder.layer {
+            None | Some(0) => true,
+            // Without a base what nobody holds will read as zeroes.
+            Some(_) => holder.zero && self.request.base.is_none(),
+        };
+        if nothing_to_do {
+            return Ok((holder.len, Ok(())));
+        }
+        let len = holder.len.min(piece);
+        job.throttle(len).await?;
+        let filter = self.filter.copy_on_read().ok_or_else(|| Error::internal("not the filter of a stream"))?;
+        Ok((len, filter.take_over(&self.chain, at, len).await.map_err(Failure::from)))
+    }
+
+    /// Puts the image on its new backing node, on disk and in the graph.
+    pub async fn finish(self) -> Result<()> {
+        let drained = self.graph.drain(&[&self.request.node]).await;
+        let flushed = self.request.node.flush().await;
+        let linked = match flushed {
+            Ok(()) => {
+                let name = self.request.backing_file.as_deref();
+                relink(&self.graph, &self.request.node, self.request.base.as_ref(), name).await
+            }
+            error => error,
+        };
+        let ended = self.end().await;
+        drop(drained);
+        linked.and(ended)
+    }
+
+    /// Ends half-way: the image stays on its chain, with what it has by now.
+    pub async fn end(self) -> Result<()> {
+        let detached = self.user.detach().await;
+        let removed = self.graph.remove_filter(&self.filter).await;
+        detached.and(removed).and(Self::restore(&self.graph, &self.request.node, self.was_read_only).await)
+    }
+
+    async fn restore(graph: &Arc<Graph>, node: &Arc<Node>, was_read_only: bool) -> Result<()> {
+        {
+            let _drained = graph.drain(&[node]).await;
+            if let Some(qcow2) = node.qcow2() {
+                qcow2.plan_for_backing();
+            }
+        }
+        if was_read_only { graph.set_read_only(node, true).await } else { Ok(()) }
+    }
+}
