@@ -153,3 +153,31 @@ fn a_committed_image_is_in_its_base() {
         }
     });
 }
+
+#[test]
+fn a_short_layer_hides_what_the_base_has_behind_its_end() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = |name: &str| folder.path().join(name);
+    let mut below: Option<&str> = None;
+    for (name, size, write) in [
+        ("base", 2 << 20, "write -P 1 0 2M"),
+        ("short", 1 << 20, "write -P 2 0 64k"),
+        ("top", 2 << 20, "write -P 3 1088k 64k"),
+    ] {
+        let options =
+            below.map_or(String::new(), |below| format!("backing_file={},backing_fmt=qcow2", path(below).display()));
+        qemu.create(&path(name), "qcow2", &options, size);
+        qemu.io_commands(&path(name), "qcow2", &[write.to_owned()]).expect_ok();
+        below = Some(name);
+    }
+    let expected = qemu.content(&path("top"), "qcow2");
+    let options = CommitOptions {
+        image: spec(&(path("top"), "qcow2")),
+        base: path("base").to_str().map(str::to_owned),
+        ..CommitOptions::default()
+    };
+    rt::block_on(commit::run(&options, &JobHandle::new())).unwrap_or_else(|error| panic!("{error}"));
+    assert!(qemu.content(&path("base"), "qcow2") == expected, "the base reads otherwise");
+    assert!(qemu.content(&path("top"), "qcow2") == expected, "the image reads otherwise");
+    qemu.expect_clean(&path("base"));
+}

@@ -79,6 +79,7 @@ async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandl
         base.resize(top.size(), Preallocation::Off).await?;
     }
     job.set_len(top.size());
-    let above_base = |run: &cowshed_image::StatusExtent| run.present && run.depth < depth;
+    // Also what nobody holds there: behind the end of a layer that is shorter, whatever the base has is not to be seen.
+    let above_base = |run: &cowshed_image::StatusExtent| run.depth < depth;
     copy_runs(Runs::new(top, above_base), top, base, job).await
 }
