@@ -13,7 +13,7 @@ use cowshed_nbd_proto::option::{
     parse_export_name, rep,
 };
 use cowshed_nbd_proto::{HeaderStyle, Malformed, ReplyStyle};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{Dispatch, IoBuf, rt};
 use futures_util::future::{Either, select};
 use std::pin::pin;
 use std::sync::Arc;
@@ -160,7 +160,7 @@ impl<D: Disk> Negotiation<'_, D> {
         }
         let buf = IoBuf::copy_from(&self.out);
         self.out.clear();
-        self.stream.send(vec![buf]).await.0
+        self.stream.send(vec![buf], Dispatch::Together).await.0
     }
 
     async fn reply(&mut self, option: u32, reply: OptionReply<'_>) -> Result<()> {

@@ -5,8 +5,7 @@ use crate::budget::Permit;
 use cowshed_block::{Error, Result};
 use cowshed_nbd::Stream;
 use cowshed_nbd_proto::reply::Head;
-use cowshed_storage::IoBuf;
-use cowshed_storage::rt;
+use cowshed_storage::{Dispatch, IoBuf, rt};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -63,7 +62,7 @@ impl Outbox {
     }
 
     /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's
-    /// wait saves system calls.
+    /// wait saves system calls; the one of many clients' requests goes along with theirs.
     pub(crate) async fn send(&self, stream: &Stream, crowded: bool) {
         if self.is_sending.replace(true) {
             self.wait_for_room().await;
@@ -72,8 +71,10 @@ impl Outbox {
         if crowded {
             rt::yield_now().await;
         }
+        let dispatch = if crowded { Dispatch::Together } else { Dispatch::Alone };
         while let Some((buffers, permits)) = self.take() {
-            let result = if self.error.borrow().is_none() { self.send_buffers(stream, buffers).await } else { Ok(()) };
+            let is_broken = self.error.borrow().is_some();
+            let result = if is_broken { Ok(()) } else { self.send_buffers(stream, buffers, dispatch).await };
             if let Err(error) = result {
                 // Whoever reads requests learns it from the socket.
                 stream.socket().shutdown();
@@ -85,8 +86,8 @@ impl Outbox {
         self.is_sending.set(false);
     }
 
-    async fn send_buffers(&self, stream: &Stream, buffers: Vec<IoBuf>) -> Result<()> {
-        let (result, mut buffers) = stream.send(buffers).await;
+    async fn send_buffers(&self, stream: &Stream, buffers: Vec<IoBuf>, dispatch: Dispatch) -> Result<()> {
+        let (result, mut buffers) = stream.send(buffers, dispatch).await;
         buffers.clear();
         self.buffers.replace(buffers);
         result

@@ -33,6 +33,8 @@ pub(crate) struct Session<D: Disk> {
     workers: Cell<usize>,
     /// Workers that wait for their turn to read.
     idle: Cell<usize>,
+    /// A worker has its turn: it waits for a request, or for the rest of one.
+    reading: Cell<bool>,
     /// The last worker has ended.
     ended: Watched<bool>,
     error: RefCell<Option<Error>>,
@@ -58,6 +60,7 @@ pub(crate) async fn run<D: Disk>(
         max_workers: limits.max_requests,
         workers: Cell::new(0),
         idle: Cell::new(0),
+        reading: Cell::new(false),
         ended: Watched::new(false),
         error: RefCell::default(),
     });
@@ -92,7 +95,8 @@ impl<D: Disk> Session<D> {
                 self.start_worker();
             }
             self.carry_out(job).await;
-            let crowded = self.workers.get() - self.idle.get() > 1;
+            let busy = self.workers.get() - self.idle.get() - usize::from(self.reading.get());
+            let crowded = busy > 1;
             self.outbox.send(&self.stream, crowded).await;
         }
     }
@@ -104,7 +108,10 @@ impl<D: Disk> Session<D> {
         if intake.ended {
             return None;
         }
-        match intake.next(&self.stream, &self.stay, &self.terms, &self.budget).await {
+        self.reading.set(true);
+        let next = intake.next(&self.stream, &self.stay, &self.terms, &self.budget).await;
+        self.reading.set(false);
+        match next {
             Ok(Some(job)) => return Some(job),
             Ok(None) => {}
             Err(error) => {

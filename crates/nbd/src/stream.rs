@@ -5,7 +5,7 @@
 
 use crate::tls::{ClientTls, ServerTls, server_name};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{IoBuf, Socket, Want};
+use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
 use rustls::{ClientConnection, Connection, ServerConnection};
 use std::io::{Read, Write};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -90,13 +90,13 @@ impl Stream {
     }
 
     /// Sends all bytes of all buffers, at most 1,024 of them.
-    pub async fn send(&self, bufs: Vec<IoBuf>) -> (Result<()>, Vec<IoBuf>) {
+    pub async fn send(&self, bufs: Vec<IoBuf>, dispatch: Dispatch) -> (Result<()>, Vec<IoBuf>) {
         if self.tls.get().is_none() {
-            return self.socket.send(bufs).await;
+            return self.socket.send(bufs, dispatch).await;
         }
         for buf in &bufs {
             for piece in buf.chunks(PLAIN_BYTES) {
-                if let Err(error) = self.send_encrypted(piece).await {
+                if let Err(error) = self.send_encrypted(piece, dispatch).await {
                     return (Err(error), bufs);
                 }
             }
@@ -104,17 +104,17 @@ impl Stream {
         (Ok(()), bufs)
     }
 
-    async fn send_encrypted(&self, piece: &[u8]) -> Result<()> {
+    async fn send_encrypted(&self, piece: &[u8], dispatch: Dispatch) -> Result<()> {
         let written = match self.lock() {
             Some(mut tls) => tls.connection.writer().write_all(piece).map_err(|error| failed(&error)),
             None => Err(Error::internal("encryption without TLS")),
         };
         written?;
-        self.send_raw().await
+        self.send_raw(dispatch).await
     }
 
     /// Sends what the encryption has to say.
-    async fn send_raw(&self) -> Result<()> {
+    async fn send_raw(&self, dispatch: Dispatch) -> Result<()> {
         loop {
             let mut out = IoBuf::scratch(CIPHER_BYTES);
             let mut len = 0;
@@ -128,7 +128,7 @@ impl Stream {
                 return Ok(());
             }
             out.truncate(len);
-            self.socket.send(vec![out]).await.0?;
+            self.socket.send(vec![out], dispatch).await.0?;
         }
     }
 
@@ -187,7 +187,7 @@ impl Stream {
             return Err(Error::internal("TLS was started twice"));
         }
         loop {
-            self.send_raw().await?;
+            self.send_raw(Dispatch::Together).await?;
             let is_handshaking = self.lock().is_some_and(|tls| tls.connection.is_handshaking());
             if !is_handshaking {
                 return Ok(());
@@ -201,7 +201,7 @@ impl Stream {
             };
             if let Err(error) = taken {
                 // The peer should learn why.
-                let _ = self.send_raw().await;
+                let _ = self.send_raw(Dispatch::Together).await;
                 return Err(error);
             }
         }
@@ -213,7 +213,7 @@ impl Stream {
             tls.connection.send_close_notify();
         }
         if self.is_encrypted() {
-            let _ = self.send_raw().await;
+            let _ = self.send_raw(Dispatch::Together).await;
         }
         self.socket.shutdown();
     }

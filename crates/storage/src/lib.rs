@@ -32,4 +32,4 @@ pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, text_of_path};
 pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions};
 pub use remote::{Remote, RemoteFuture};
-pub use socket::{Listener, Socket, SocketAddress, Want};
+pub use socket::{Dispatch, Listener, Socket, SocketAddress, Want};

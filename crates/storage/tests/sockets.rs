@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sockets on the ring and without one.
 
-use cowshed_storage::{IoBuf, Listener, Socket, SocketAddress, Want, rt};
+use cowshed_storage::{Dispatch, IoBuf, Listener, Socket, SocketAddress, Want, rt};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -37,7 +37,13 @@ fn temp_path(name: &str) -> (tempfile::TempDir, String) {
 }
 
 async fn talk(address: SocketAddress) {
-    let listener = Listener::bind(&address).expect("bind").remove(0);
+    for dispatch in [Dispatch::Together, Dispatch::Alone] {
+        talk_by(&address, dispatch).await;
+    }
+}
+
+async fn talk_by(address: &SocketAddress, dispatch: Dispatch) {
+    let listener = Listener::bind(address).expect("bind").remove(0);
     let address = listener.address().clone();
     let accepting = rt::spawn(async move {
         let socket = listener.accept().await.expect("accept");
@@ -45,7 +51,7 @@ async fn talk(address: SocketAddress) {
         assert_eq!(result.expect("receive"), 1 << 20);
         let mut tail = buf;
         let head = tail.split_to(1000);
-        let (result, bufs) = socket.send(vec![tail, head]).await;
+        let (result, bufs) = socket.send(vec![tail, head], dispatch).await;
         result.expect("send");
         assert_eq!(bufs.len(), 2);
         let (result, _) = socket.receive(IoBuf::zeroed(10), Want::Some).await;
@@ -57,7 +63,7 @@ async fn talk(address: SocketAddress) {
     let sender = Rc::clone(&socket);
     let sending = rt::spawn(async move {
         let bufs = sent.chunks(100_000).map(IoBuf::copy_from).collect();
-        sender.send(bufs).await.0.expect("send");
+        sender.send(bufs, dispatch).await.0.expect("send");
     });
     let (result, buf) = socket.receive(IoBuf::zeroed(1 << 20), Want::All).await;
     assert_eq!(result.expect("receive"), 1 << 20);
@@ -109,7 +115,7 @@ fn shutting_down_ends_what_waits() {
             rt::yield_now().await;
             a.shutdown();
             assert_eq!(receiving.await.expect("an end"), 0);
-            let (result, _) = a.send(vec![IoBuf::zeroed(1)]).await;
+            let (result, _) = a.send(vec![IoBuf::zeroed(1)], Dispatch::Together).await;
             assert!(result.expect_err("closed").to_string().contains("could not send"));
         });
     });

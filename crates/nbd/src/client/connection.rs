@@ -9,7 +9,7 @@ use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::reply::{StatusRun, kind};
 use cowshed_nbd_proto::{Chunk, Command, HeaderStyle, Malformed, ReplyHeader, Request};
-use cowshed_storage::{IoBuf, Socket, rt};
+use cowshed_storage::{Dispatch, IoBuf, Socket, rt};
 use futures_util::future::{Either, select};
 use futures_util::lock::{Mutex as AsyncMutex, MutexGuard as AsyncMutexGuard};
 use std::future::{Future, poll_fn};
@@ -167,7 +167,7 @@ impl Connection {
         bufs.extend(data);
         let _turn = self.sending.lock().await;
         let mut midway = Midway(Some(self));
-        let (result, mut bufs) = self.stream.send(bufs).await;
+        let (result, mut bufs) = self.stream.send(bufs, Dispatch::Together).await;
         midway.0 = None;
         if let Err(error) = result {
             self.lose(&error);

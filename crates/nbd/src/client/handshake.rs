@@ -10,7 +10,7 @@ use cowshed_nbd_proto::option::{
     self, BlockSizes, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep,
 };
 use cowshed_nbd_proto::{HeaderStyle, Malformed, PORTABLE_PAYLOAD_BYTES, ReplyStyle, greeting};
-use cowshed_storage::{IoBuf, SocketAddress};
+use cowshed_storage::{Dispatch, IoBuf, SocketAddress};
 
 /// Replies to one option: more is no honest answer to what this client asks.
 const MAX_REPLIES: usize = 1024;
@@ -101,7 +101,7 @@ impl Handshake<'_> {
     }
 
     async fn send(&self, bytes: &[u8]) -> Result<()> {
-        self.stream.send(vec![IoBuf::copy_from(bytes)]).await.0
+        self.stream.send(vec![IoBuf::copy_from(bytes)], Dispatch::Together).await.0
     }
 
     async fn haggle(&mut self, export: &str) -> Result<()> {

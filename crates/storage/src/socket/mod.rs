@@ -42,6 +42,15 @@ pub enum Want {
     All,
 }
 
+/// How [`Socket::send`] hands its bytes to the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dispatch {
+    /// Together with whatever else this thread has for the kernel: one system call for all of it.
+    Together,
+    /// At once if there is room: cheaper where nothing else would go along.
+    Alone,
+}
+
 impl Socket {
     pub(crate) fn new(fd: OwnedFd) -> Socket {
         // Requests and replies are small and are waited for: never hold one back. Only TCP knows the option.
@@ -105,7 +114,7 @@ impl Socket {
     }
 
     /// Sends all bytes of all buffers, at most 1,024 of them.
-    pub async fn send(&self, bufs: Vec<IoBuf>) -> (Result<()>, Vec<IoBuf>) {
+    pub async fn send(&self, bufs: Vec<IoBuf>, dispatch: Dispatch) -> (Result<()>, Vec<IoBuf>) {
         let mut payload = Payload { bufs: Bufs::Many(bufs), guard: None };
         let total = payload.len();
         let mut done = 0;
@@ -114,7 +123,7 @@ impl Socket {
                 break Ok(());
             }
             let result;
-            (result, payload) = self.send_once(payload, done).await;
+            (result, payload) = self.send_once(payload, done, dispatch).await;
             match result {
                 Ok(count) => done += count,
                 Err(Errno(libc::EINTR | libc::EAGAIN)) => {}
@@ -124,7 +133,13 @@ impl Socket {
         (result, payload.into_many())
     }
 
-    async fn send_once(&self, payload: Payload, skip: usize) -> (SysResult<usize>, Payload) {
+    async fn send_once(&self, payload: Payload, skip: usize, dispatch: Dispatch) -> (SysResult<usize>, Payload) {
+        if dispatch == Dispatch::Alone {
+            match sys::send(&self.fd, &payload, skip) {
+                Err(Errno(libc::EAGAIN)) => {}
+                result => return (result, payload),
+            }
+        }
         match rt::current_ring() {
             Some(ring) => {
                 let (result, payload) = ring.send(&self.fd, payload, skip).await;
