@@ -96,7 +96,7 @@ fn refcounts_past_the_end_of_the_file_are_not_taken_for_free_clusters() {
     let (_folder, path) = cut("cluster_size=4k,refcount_bits=64", 3 << 20);
     let before = std::fs::read(&path).unwrap();
     let outcome = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
-    let text = outcome.err().expect("refcounts that aren't there").to_string();
+    let text = outcome.expect_err("refcounts that aren't there").to_string();
     assert!(text.contains("refcount block 2 lies past the end of the file"), "{text}");
     assert!(before == std::fs::read(&path).unwrap(), "the image has changed");
 }

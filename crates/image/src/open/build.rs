@@ -206,7 +206,7 @@ impl Opener {
         let (driver, filename) = match schema.name {
             "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
             "nbd" => self.nbd_driver(&mut draft).await?,
-            "null-co" => null_driver(&draft),
+            "null-co" | "null-aio" => null_driver(&draft, schema.name),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
             "blkdebug" => self.blkdebug_driver(&mut draft).await?,
@@ -272,7 +272,10 @@ impl Opener {
             Some(format) => {
                 Error::unsupported(format!("images of format '{}' ({}) can't be opened yet", name, format.about))
             }
-            None => Error::invalid_argument(format!("unknown driver '{name}'")),
+            None => {
+                let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
+                Error::invalid_argument(format!("unknown driver '{name}': one of {} is expected", known.join(", ")))
+            }
         })
     }
 
@@ -506,22 +509,22 @@ fn check_file_kind(driver: &str, kind: Option<FileKind>) -> Result<()> {
     Err(Error::invalid_argument(format!("driver '{driver}' needs {wanted}")))
 }
 
-fn null_driver(draft: &Draft) -> (Driver, String) {
+fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
     let options = NullOptions::new(&draft.options);
-    let mut named = BlockdevOptions::new().with("driver", "null-co");
+    let mut named = BlockdevOptions::new().with("driver", driver);
     for key in ["size", "latency-ns", "read-zeroes"] {
         if let Some(value) = draft.options.get(key) {
             named.insert(key, value.clone());
         }
     }
     let plain = draft.options.get("size").is_none();
-    let filename = if plain { "null-co://".to_owned() } else { named.to_json_name() };
+    let filename = if plain { format!("{driver}://") } else { named.to_json_name() };
     let file = File::null_with(cowshed_storage::NullOptions {
         len: options.size,
         latency: std::time::Duration::from_nanos(options.latency_ns),
         read_zeroes: options.read_zeroes,
     });
-    (Driver::File(FileDriver { name: "null-co", file, null_reads_zeroes: Some(options.read_zeroes) }), filename)
+    (Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(options.read_zeroes) }), filename)
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.

@@ -22,9 +22,12 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
         None => name,
         Some("file") => &name["file:".len()..],
         Some("host_device") => return Ok(file_options("host_device", &name["host_device:".len()..])),
-        Some("null-co") => match name {
-            "null-co:" | "null-co://" => return Ok(BlockdevOptions::new().with("driver", "null-co")),
-            _ => return Err(Error::invalid_argument("the name of a null-co disk is 'null-co://'").file(name)),
+        Some(driver @ ("null-co" | "null-aio")) => match name.strip_prefix(driver) {
+            Some(":" | "://") => return Ok(BlockdevOptions::new().with("driver", driver)),
+            _ => {
+                let message = format!("the name of a {driver} disk is '{driver}://'");
+                return Err(Error::invalid_argument(message).file(name));
+            }
         },
         Some(protocol) => return Err(Error::invalid_argument(format!("unknown protocol '{protocol}'")).file(name)),
     };
@@ -91,6 +94,8 @@ mod tests {
         assert_eq!(driver("a.qcow2").unwrap(), "file");
         assert_eq!(driver("./a:b").unwrap(), "file");
         assert_eq!(driver("null-co://").unwrap(), "null-co");
+        assert_eq!(driver("null-aio://").unwrap(), "null-aio");
+        assert!(driver("null-aio://x").is_err());
         for name in ["nbd://h/x", "nbd:unix:/x", "nbd+unix:///?socket=/x", "NBD://h"] {
             assert_eq!(driver(name).unwrap(), "nbd");
         }

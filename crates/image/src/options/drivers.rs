@@ -32,6 +32,7 @@ pub const DRIVERS: &[DriverSchema] = &[
     DriverSchema { name: "host_device", kind: DriverKind::Protocol, about: "a block device of the host", keys: FILE },
     DriverSchema { name: "nbd", kind: DriverKind::Protocol, about: "an export of an NBD server", keys: NBD },
     DriverSchema { name: "null-co", kind: DriverKind::Protocol, about: "no storage at all, for measuring", keys: NULL },
+    DriverSchema { name: "null-aio", kind: DriverKind::Protocol, about: "the same, by its other name", keys: NULL },
     DriverSchema {
         name: "raw",
         kind: DriverKind::Format,
