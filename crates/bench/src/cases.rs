@@ -5,6 +5,8 @@ use crate::Settings;
 use crate::fixture;
 use crate::measure::alternate;
 use crate::memory;
+use crate::nbd;
+use crate::queues;
 use crate::random_io;
 use crate::table::{Outcome, Row};
 use cowshed_testkit::bigimage::{self, Placement};
@@ -32,6 +34,12 @@ pub const CASES: &[Case] = &[
     Case { name: "decompress", about: "convert compressed images to raw", run: decompress },
     Case { name: "random-read", about: "4 KiB reads at depth 32 through the library", run: random_io::read },
     Case { name: "random-write", about: "4 KiB overwrites at depth 32 through the library", run: random_io::overwrite },
+    Case { name: "queues", about: "reads from one and from two queues through the library", run: queues::run },
+    Case { name: "nbd", about: "beside qemu-nbd, through the page cache", run: nbd::nbd },
+    Case { name: "nbd-direct", about: "the same past the page cache", run: nbd::nbd_direct },
+    Case { name: "daemon", about: "beside qemu-storage-daemon, through the page cache", run: nbd::daemon },
+    Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
+    Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
 ];
 
 fn info(settings: &Settings) -> Result<Vec<Row>, String> {

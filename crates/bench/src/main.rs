@@ -7,6 +7,8 @@ mod cases;
 mod fixture;
 mod measure;
 mod memory;
+mod nbd;
+mod queues;
 mod random_io;
 mod table;
 
@@ -21,6 +23,8 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
                    ~/.cache/qemu-peers/bin, else qemu-img in PATH)
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
   --rounds N       rounds; each runs both sides, in turns first (default 5)
+  --seconds N      length of a run under load (default 3)
+  --only TEXT      of the loads of NBD servers, those with TEXT in their name
   --size-mib N     virtual size of the images to convert (default 4096, half of it data)
 
 Build the tool first: cargo build --release -p cowshed";
@@ -35,6 +39,10 @@ pub struct Settings {
     pub folder: PathBuf,
     /// Rounds of each case.
     pub rounds: usize,
+    /// Length of a run under load, in seconds.
+    pub seconds: u64,
+    /// A part of the names of the loads that are wanted.
+    pub only: Option<String>,
     /// Virtual size of the images to convert, in MiB.
     pub size_mib: u64,
 }
@@ -86,6 +94,8 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
         qemu: newest_qemu(),
         folder: beside.parent().map(|target| target.join("bench")).unwrap_or_default(),
         rounds: 5,
+        seconds: 3,
+        only: None,
         size_mib: 4096,
     };
     let (mut names, mut arguments) = (Vec::new(), arguments.into_iter());
@@ -97,6 +107,8 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
             "--qemu" => settings.qemu = value()?.into(),
             "--dir" => settings.folder = value()?.into(),
             "--rounds" => settings.rounds = number(value()?)?.max(1) as usize,
+            "--seconds" => settings.seconds = number(value()?)?.max(1),
+            "--only" => settings.only = Some(value()?),
             "--size-mib" => settings.size_mib = number(value()?)?.max(64),
             "-h" | "--help" => return Err(USAGE.into()),
             option if option.starts_with('-') => return Err(format!("unknown option {option}\n{USAGE}")),

@@ -3,6 +3,7 @@
 
 use crate::Settings;
 use crate::measure::{Pairs, Sample, median};
+use crate::nbd::Served;
 use std::process::Command;
 use std::time::Duration;
 
@@ -34,19 +35,54 @@ pub enum Outcome {
         /// Nanoseconds on the file.
         file_ns: Vec<f64>,
     },
+    /// A load on two servers.
+    Served {
+        /// Ours, one value a round.
+        ours: Vec<Served>,
+        /// Theirs.
+        theirs: Vec<Served>,
+    },
+    /// Requests per second from one and from two queues.
+    Scaling {
+        /// From one, one value a round.
+        one: Vec<f64>,
+        /// From two.
+        two: Vec<f64>,
+    },
+    /// Resident memory.
+    Memory {
+        /// Ours.
+        our_bytes: u64,
+        /// Theirs.
+        their_bytes: u64,
+    },
 }
 
 /// The whole report.
 pub fn render(settings: &Settings, rows: &[Row]) -> String {
     let mut text = format!("cowshed against {}\n", version(settings));
-    text += "\n| case | cowshed: wall, CPU, peak | qemu-img: wall, CPU, peak | wall ratio (min–max) | CPU ratio | size | target |\n";
-    text += "|---|---|---|---|---|---|---|\n";
-    for row in rows {
-        text += &format!("| {} | {} | {} |\n", row.name, line(&row.result), row.target);
-    }
-    text += &format!(
-        "\nMedians of {} rounds in turns; a ratio is theirs / ours of the same round, so above 1 we are faster.",
-        settings.rounds
+    let (served, run): (Vec<&Row>, Vec<&Row>) =
+        rows.iter().partition(|row| matches!(row.result, Outcome::Served { .. }));
+    let mut section = |head: &str, rows: &[&Row], ratio: &str| {
+        if rows.is_empty() {
+            return;
+        }
+        let columns = head.matches('|').count() - 1;
+        text += &format!("\n{head}\n|{}\n", "---|".repeat(columns));
+        for row in rows {
+            text += &format!("| {} | {} | {} |\n", row.name, line(&row.result), row.target);
+        }
+        text += &format!("\nMedians of {} rounds in turns; {ratio}\n", settings.rounds);
+    };
+    section(
+        "| case | cowshed: wall, CPU, peak | qemu-img: wall, CPU, peak | wall ratio (min–max) | CPU ratio | size | target |",
+        &run,
+        "a ratio is theirs / ours of the same round, so above 1 we are faster.",
+    );
+    section(
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | target |",
+        &served,
+        "a ratio is of the same round.",
     );
     text
 }
@@ -75,7 +111,35 @@ fn line(result: &Outcome) -> String {
             let ratio = median(library_ns.iter().zip(file_ns).map(|(library, file)| library / file));
             format!("{library:.0} ns a request | raw file: {file:.0} ns | – | **{ratio:.2}** × the raw file | –")
         }
+        Outcome::Served { ours, theirs } => {
+            let rate = quotients(ours, theirs, |run| run.per_second);
+            let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
+            format!("{} | {} | {rate} | {cpu}", loaded(ours), loaded(theirs))
+        }
+        Outcome::Scaling { one, two } => {
+            let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));
+            let rate = |runs: &[f64]| median(runs.iter().copied()) / 1000.0;
+            let (one, two) = (rate(one), rate(two));
+            format!("one: {one:.0} k/s, two: {two:.0} k/s | – | – | **{ratio:.2}** × one queue | –")
+        }
+        Outcome::Memory { our_bytes, their_bytes } => {
+            let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
+            format!("{:.1} MiB | {:.1} MiB | – | – | –", mib(our_bytes), mib(their_bytes))
+        }
     }
+}
+
+/// The middle of ours / theirs of each round, and the extremes.
+fn quotients(ours: &[Served], theirs: &[Served], of: impl Fn(&Served) -> f64) -> String {
+    let each: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| of(ours) / of(theirs).max(1e-9)).collect();
+    let (least, most) = each.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
+    format!("**{:.2}** ({least:.2}–{most:.2})", median(each))
+}
+
+fn loaded(runs: &[Served]) -> String {
+    let rate = median(runs.iter().map(|run| run.per_second));
+    let cpu = median(runs.iter().map(|run| run.cpu_microseconds));
+    format!("{rate:.0}, {cpu:.1} µs")
 }
 
 fn ratios(pairs: &Pairs, of: impl Fn(&Sample) -> Duration) -> Vec<f64> {
