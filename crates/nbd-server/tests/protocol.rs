@@ -294,6 +294,46 @@ fn errors_are_those_of_the_protocol() {
 }
 
 #[test]
+fn zeroes_keep_their_place_where_asked_and_slow_ones_are_refused_where_asked() {
+    let served = serve();
+    let (base, old) = (served.path("base.raw"), served.path("old.qcow2"));
+    let content = served::write_pattern(&base, SIZE, 4);
+    let qemu = Qemu::system();
+    // Version 2 has no way to say "zero here" above a backing file: zeroes must be written there.
+    let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-F", "raw", "-b", base.to_str().unwrap()];
+    qemu.img(create.into_iter().chain([old.to_str().unwrap()])).expect_ok();
+    served.export(OpenRequest::file(old.to_str().unwrap()).writable(true).discard(true), |export| {
+        export.name = "old".to_owned();
+    });
+    const PIECE: u64 = 65536;
+    for style in STYLES {
+        let (mut wire, flags) = Wire::enter(&served.socket, style, "old", &[]);
+        assert!(flags.contains(TransmissionFlags::SEND_FAST_ZERO));
+        for no_hole in [CommandFlags(0), CommandFlags::NO_HOLE] {
+            let refused = wire.ask(Command::WriteZeroes, CommandFlags::FAST_ZERO | no_hole, PIECE, PIECE);
+            assert_eq!(refused.errno, NbdErrno::ENOTSUP.0, "{style:?}");
+        }
+        let now = wire.ask(Command::Read, NONE, PIECE, PIECE).data;
+        assert!(now == content[PIECE as usize..2 * PIECE as usize], "a refusal changes nothing");
+    }
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Structured, "old", &[]);
+    assert_eq!(wire.ask(Command::WriteZeroes, NONE, PIECE, PIECE).errno, 0);
+    assert_eq!(wire.ask(Command::Read, NONE, PIECE, PIECE).data, vec![0; PIECE as usize]);
+
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Structured, "disk", &[]);
+    assert_eq!(wire.write(NONE, 0, &vec![1; 4 * PIECE as usize]).errno, 0);
+    assert_eq!(wire.ask(Command::WriteZeroes, CommandFlags::NO_HOLE, 0, PIECE).errno, 0);
+    assert_eq!(wire.ask(Command::WriteZeroes, NONE, 2 * PIECE, PIECE).errno, 0);
+    assert_eq!(wire.ask(Command::Read, NONE, 0, PIECE).data, vec![0; PIECE as usize]);
+    let image = served.path("disk.qcow2");
+    let _folder = served.stop();
+    let map = qemu.map(&image, "qcow2");
+    let run_at = |offset: u64| map.iter().find(|run| run.start == offset).unwrap_or_else(|| panic!("{map:?}"));
+    assert!(run_at(0).zero && run_at(0).offset.is_some(), "NO_HOLE keeps the cluster: {map:?}");
+    assert!(run_at(2 * PIECE).zero && run_at(2 * PIECE).offset.is_none(), "without it the cluster is freed: {map:?}");
+}
+
+#[test]
 fn a_status_can_name_its_contexts() {
     let served = serve();
     let queries = ["base:allocation", "qemu:allocation-depth"];
