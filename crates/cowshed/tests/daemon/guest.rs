@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A Debian kernel boots from an image that `cowshed serve` serves, writes, and has its disk snapshotted meanwhile.
+//!
+//! `scripts/guest` fetches kernel and file system from Debian's packages, `scripts/setup test` runs it.
+
+use super::process::{Killed, Monitor, Serving, run, text, tool};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use serde_json::json;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// Without a word from the guest for so long it is dead: emulated, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// The first program of the guest: loads the modules (which need one another, hence several passes), finds the disk and hands over to the system on it.
+const INIT: &str = "#!/bin/busybox sh
+/bin/busybox mount -t proc none /proc
+/bin/busybox mount -t devtmpfs none /dev
+for pass in 1 2 3; do
+  for module in /modules/*.ko; do /bin/busybox insmod $module 2>/dev/null; done
+done
+while [ ! -b /dev/vda ]; do /bin/busybox sleep 0.1; done
+/bin/busybox mount -t ext4 /dev/vda /disk
+/bin/busybox mount -o move /dev /disk/dev
+/bin/busybox mount -o move /proc /disk/proc
+exec /bin/busybox switch_root /disk /sbin/work
+";
+
+/// What the guest does. It says on its console where it is and reads from there when to go on; between the two it writes
+/// all the time, each file durable before the next.
+const WORK: &str = "#!/bin/bash
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+cd /work
+seq 1 200000 > before
+sync
+echo GUEST: wrote the first file
+(n=0; while [[ ! -e stop ]]; do n=$((n + 1)); seq $n $((n + 20000)) > loop.$((n % 40)); sync loop.$((n % 40)); echo $n > count; done) &
+read -r word
+echo GUEST: goes on at the word $word
+touch stop
+wait
+seq 1 300000 > after
+sha256sum before after loop.* count > sums
+sync
+cd /
+/sbin/busybox mount -o remount,ro /
+echo GUEST: finished
+echo o > /proc/sysrq-trigger
+sleep 600
+";
+
+/// The folder that `scripts/guest` has filled.
+fn guest_files() -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
+    assert!(folder.join("complete").exists(), "{} is not complete: scripts/setup test fetches it", folder.display());
+    folder
+}
+
+/// An archive in the "newc" format of cpio, which the kernel unpacks as its first file system.
+struct Archive(Vec<u8>);
+
+impl Archive {
+    fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
+        let number = self.0.len() as u32 + 1;
+        let fields = [number, mode, 0, 0, 1, 0, content.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
+        self.0.extend_from_slice(b"070701");
+        for field in fields {
+            self.0.extend_from_slice(format!("{field:08x}").as_bytes());
+        }
+        self.0.extend_from_slice(name.as_bytes());
+        self.0.push(0);
+        self.pad();
+        self.0.extend_from_slice(content);
+        self.pad();
+    }
+
+    fn pad(&mut self) {
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+    }
+}
+
+fn initial_file_system(files: &Path) -> Vec<u8> {
+    const FOLDER: u32 = 0o040_755;
+    const PROGRAM: u32 = 0o100_755;
+    let mut archive = Archive(Vec::new());
+    for folder in ["bin", "dev", "proc", "disk", "modules"] {
+        archive.add(folder, FOLDER, b"");
+    }
+    archive.add("init", PROGRAM, INIT.as_bytes());
+    archive.add("bin/busybox", PROGRAM, &fs::read(files.join("busybox")).expect("busybox"));
+    for module in fs::read_dir(files.join("modules")).expect("modules") {
+        let module = module.expect("a module");
+        let name = format!("modules/{}", module.file_name().to_string_lossy());
+        archive.add(&name, PROGRAM, &fs::read(module.path()).expect("a module"));
+    }
+    archive.add("TRAILER!!!", 0, b"");
+    archive.0
+}
+
+/// An ext4 file system with the Debian tree and our program, in a qcow2 image.
+fn make_disk(files: &Path, folder: &Path, qemu: &Qemu) -> PathBuf {
+    let (tree, raw, image) = (folder.join("tree"), folder.join("disk.raw"), folder.join("disk.qcow2"));
+    tool("cp", &["-a", text(&files.join("tree")), text(&tree)]);
+    fs::create_dir(tree.join("work")).expect("a folder");
+    fs::copy(files.join("busybox"), tree.join("sbin/busybox")).expect("busybox");
+    fs::write(tree.join("sbin/work"), WORK).expect("a program");
+    fs::set_permissions(tree.join("sbin/work"), fs::Permissions::from_mode(0o755)).expect("a program");
+    File::create(&raw).and_then(|file| file.set_len(256 << 20)).expect("a disk");
+    tool("mkfs.ext4", &["-q", "-F", "-d", text(&tree), text(&raw)]);
+    qemu.img(["convert", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)]).expect_ok();
+    fs::remove_file(raw).expect("a file");
+    image
+}
+
+/// A virtual machine without acceleration, with its console at our hands.
+struct Guest {
+    machine: Killed,
+    console: Receiver<String>,
+    keyboard: ChildStdin,
+    said: String,
+}
+
+impl Guest {
+    fn boot(files: &Path, initrd: &Path, uri: &str) -> Guest {
+        let mut machine = Command::new("qemu-system-x86_64")
+            .args(["-accel", "tcg", "-m", "256", "-nodefaults", "-no-user-config", "-nographic", "-serial", "stdio"])
+            .args(["-no-reboot", "-kernel", text(&files.join("vmlinuz")), "-initrd", text(initrd)])
+            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"])
+            .args(["-drive", &format!("file={uri},format=raw,if=virtio,discard=unmap")])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .expect("qemu-system-x86_64 runs: scripts/setup test installs it");
+        let (sender, console) = channel();
+        let output = machine.stdout.take().expect("a pipe");
+        std::thread::spawn(move || {
+            let mut lines = BufReader::new(output);
+            let mut line = Vec::new();
+            while lines.read_until(b'\n', &mut line).is_ok_and(|count| count > 0) {
+                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                    return;
+                }
+                line.clear();
+            }
+        });
+        let keyboard = machine.stdin.take().expect("a pipe");
+        Guest { machine: Killed(machine), console, keyboard, said: String::new() }
+    }
+
+    fn await_words(&mut self, words: &str) {
+        loop {
+            match self.console.recv_timeout(PATIENCE) {
+                Ok(line) => self.said += &line,
+                Err(RecvTimeoutError::Timeout) => panic!("the guest is silent; it said:\n{}", self.said),
+                Err(RecvTimeoutError::Disconnected) => panic!("the machine has ended; the guest said:\n{}", self.said),
+            }
+            if self.said.lines().any(|line| line.contains(words)) {
+                return;
+            }
+        }
+    }
+}
+
+/// Numbers as `seq` writes them.
+fn sequence(last: u32) -> Vec<u8> {
+    (1..=last).flat_map(|number| format!("{number}\n").into_bytes()).collect()
+}
+
+/// The file system of an image, as a raw file.
+fn file_system_of(image: &Path, qemu: &Qemu) -> PathBuf {
+    let raw = image.with_extension("fs");
+    qemu.img(["convert", "-f", "qcow2", "-O", "raw", text(image), text(&raw)]).expect_ok();
+    raw
+}
+
+/// What the guest has in its folder, copied out of a file system.
+fn work_folder_of(raw: &Path) -> PathBuf {
+    let folder = raw.with_extension("files");
+    fs::create_dir(&folder).expect("a folder");
+    tool("debugfs", &["-R", &format!("rdump /work {}", text(&folder)), text(raw)]);
+    folder.join("work")
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn a_guest_runs_from_a_served_image_through_live_snapshots() {
+    let (files, folder, qemu) = (guest_files(), temp_dir(), Qemu::system());
+    let image = make_disk(&files, folder.path(), &qemu);
+    let initrd = folder.path().join("initrd");
+    fs::write(&initrd, initial_file_system(&files)).expect("a file");
+    let arguments = [
+        "serve",
+        "-x",
+        "disk",
+        "-k",
+        "n.sock",
+        "--monitor",
+        "m.sock",
+        "--drive",
+        "file=disk.qcow2,id=disk,discard=unmap",
+    ];
+    let mut serving = Serving::start(folder.path(), &arguments);
+    let line = serving.line();
+    assert!(line.starts_with("nbd+unix://"), "{line}");
+    let mut monitor = Monitor::connect(&folder.path().join("m.sock"));
+
+    let uri = format!("nbd+unix:///disk?socket={}", text(&folder.path().join("n.sock")));
+    let mut guest = Guest::boot(&files, &initrd, &uri);
+    guest.await_words("GUEST: wrote the first file");
+    let overlays = ["one.qcow2", "two.qcow2"];
+    for overlay in overlays {
+        let before = monitor.bytes_written();
+        monitor.snapshot(&folder.path().join(overlay));
+        // The guest goes on writing, now into the overlay.
+        while monitor.bytes_written() < before + (1 << 20) {
+            assert!(guest.machine.0.try_wait().expect("a child").is_none(), "the machine has ended:\n{}", guest.said);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+    guest.keyboard.write_all(b"go\n").expect("the machine reads");
+    guest.await_words("GUEST: finished");
+    let mut rest = String::new();
+    while let Ok(line) = guest.console.recv() {
+        rest += &line;
+    }
+    assert!(guest.machine.0.wait().expect("it ends").success(), "{rest}");
+    assert!(!guest.said.contains("I/O error") && !guest.said.contains("EXT4-fs error"), "{}", guest.said);
+    monitor.command("quit", json!({}));
+    let log = serving.log();
+    assert!(serving.wait().success(), "{log}");
+
+    let tops = [image, folder.path().join(overlays[0]), folder.path().join(overlays[1])];
+    for top in &tops {
+        qemu.expect_clean(top);
+    }
+    // What the guest left, unmounted.
+    let raw = file_system_of(&tops[2], &qemu);
+    run("e2fsck", &["-fn", text(&raw)], &[0]);
+    let work = work_folder_of(&raw);
+    assert!(fs::read(work.join("before")).expect("a file") == sequence(200_000));
+    assert!(fs::read(work.join("after")).expect("a file") == sequence(300_000));
+    let sums = fs::read_to_string(work.join("sums")).expect("sums");
+    assert!(sums.lines().count() > 3, "{sums}");
+    let checked = Command::new("sha256sum").args(["--check", "--quiet", "sums"]).current_dir(&work).output();
+    let checked = checked.expect("sha256sum runs");
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+    // What a snapshot has is what a power cut at that moment would have left: the journal brings it in order, and what
+    // the guest had synced is there.
+    for older in &tops[..2] {
+        let raw = file_system_of(older, &qemu);
+        run("e2fsck", &["-fp", text(&raw)], &[0, 1]);
+        run("e2fsck", &["-fn", text(&raw)], &[0]);
+        assert!(fs::read(work_folder_of(&raw).join("before")).expect("a file") == sequence(200_000));
+    }
+}

@@ -1,0 +1,428 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How a daemon comes to its sockets and streams, and what it says when something is wrong.
+
+use super::process::{COWSHED, Killed, Monitor, Serving, run, text, tool};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use serde_json::{Value, json};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// A folder with `disk.qcow2`, 8 MiB, in whose first MiB there are sevens.
+fn folder_with_disk() -> tempfile::TempDir {
+    let (folder, qemu) = (temp_dir(), Qemu::system());
+    let disk = folder.path().join("disk.qcow2");
+    qemu.create(&disk, "qcow2", "", 8 << 20);
+    qemu.io_commands(&disk, "qcow2", &["write -P 7 0 1M".into()]);
+    folder
+}
+
+/// A command that finds `listeners` as the sockets that a service manager passes.
+fn activated(arguments: &str, listeners: Vec<OwnedFd>) -> Command {
+    assert!(listeners.len() <= 2);
+    let mut command = Command::new("bash");
+    let count = listeners.len();
+    // They come in as standard input and output, and become 3 and 4, where systemd puts them.
+    let script = format!(
+        "exec 3<&0 </dev/null; [[ {count} == 1 ]] || exec 4>&1 >/dev/null
+         export LISTEN_FDS={count} LISTEN_PID=$$; exec \"$0\" {arguments}"
+    );
+    command.args(["-c", &script, COWSHED]);
+    let mut listeners = listeners.into_iter();
+    command.stdin(Stdio::from(listeners.next().expect("a socket")));
+    command.stdout(listeners.next().map_or(Stdio::null(), Stdio::from));
+    command.env_remove("RUST_LOG");
+    command
+}
+
+fn reads_sevens(uri: &str) {
+    let output = Qemu::system().io(["-f", "raw", "-r", "-c", "read -P 7 0 1M", uri]).expect_ok();
+    assert!(!output.stdout.contains("failed"), "{uri}: {}", output.stdout);
+}
+
+#[test]
+fn sockets_that_a_service_manager_passes_are_used() {
+    for arguments in ["serve disk.qcow2", "qemu-nbd -t -f qcow2 disk.qcow2"] {
+        let folder = folder_with_disk();
+        let path = folder.path().join("passed.sock");
+        let on_path = UnixListener::bind(&path).expect("a socket");
+        let on_port = TcpListener::bind("127.0.0.1:0").expect("a socket");
+        let port = on_port.local_addr().expect("an address").port();
+        let mut command = activated(arguments, vec![on_path.into(), on_port.into()]);
+        let log = fs::File::create(folder.path().join("log")).expect("a log");
+        let mut daemon = Killed(command.current_dir(folder.path()).stderr(log).spawn().expect("bash runs"));
+        // Whoever connects before the daemon is there waits: that is what activation is for.
+        reads_sevens(&format!("nbd+unix:///?socket={}", text(&path)));
+        reads_sevens(&format!("nbd://127.0.0.1:{port}"));
+        tool("kill", &["-TERM", &daemon.0.id().to_string()]);
+        assert!(daemon.0.wait().expect("it ends").success(), "{arguments}");
+        assert!(path.exists(), "the socket belongs to the service manager");
+    }
+}
+
+#[test]
+fn sockets_for_another_process_are_not_taken() {
+    let folder = folder_with_disk();
+    let mut command = Command::new(COWSHED);
+    command.args(["qemu-nbd", "-t", "-f", "qcow2", "disk.qcow2"]).current_dir(folder.path());
+    let output = command.env("LISTEN_FDS", "1").env("LISTEN_PID", "1").output().expect("our own binary runs");
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("LISTEN_FDS"), "{message}");
+}
+
+#[test]
+fn a_monitor_can_be_the_standard_streams() {
+    let daemons: [&[&str]; 2] = [
+        &["serve", "-k", "n.sock", "--monitor", "stdio", "disk.qcow2"],
+        &[
+            "qemu-storage-daemon",
+            "--blockdev",
+            "qcow2,node-name=disk,file.driver=file,file.filename=disk.qcow2",
+            "--chardev",
+            "stdio,id=m",
+            "--monitor",
+            "m",
+        ],
+    ];
+    for arguments in daemons {
+        let folder = folder_with_disk();
+        let spawned = Command::new(COWSHED)
+            .args(arguments)
+            .current_dir(folder.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn();
+        let mut daemon = Killed(spawned.expect("our own binary runs"));
+        let mut stdin = daemon.0.stdin.take().expect("a pipe");
+        let mut lines = BufReader::new(daemon.0.stdout.take().expect("a pipe")).lines();
+        let mut message = || -> Value {
+            // What serve tells people is no JSON.
+            let text = lines.by_ref().map(|line| line.expect("text")).find(|line| line.starts_with('{'));
+            serde_json::from_str(&text.expect("a message")).expect("JSON")
+        };
+        assert!(message()["QMP"].is_object());
+        stdin.write_all(b"{'execute': 'qmp_capabilities'}{'execute': 'query-named-block-nodes'}").expect("it reads");
+        assert_eq!(message(), json!({"return": {}}));
+        let nodes = message();
+        let names: Vec<&str> =
+            nodes["return"].as_array().expect("nodes").iter().filter_map(|node| node["node-name"].as_str()).collect();
+        assert!(names.contains(&"disk"), "{nodes}");
+        stdin.write_all(b"{'execute': 'quit'}").expect("it reads");
+        // The event that tells of it may come first.
+        let replies = [message(), message()];
+        assert!(replies.contains(&json!({"return": {}})), "{replies:?}");
+        assert!(replies.iter().any(|reply| reply["event"] == "SHUTDOWN"), "{replies:?}");
+        assert!(daemon.0.wait().expect("it ends").success());
+        assert!(!folder.path().join("n.sock").exists());
+    }
+}
+
+/// Makes an authority and a server for "localhost", in the files that QEMU looks for.
+fn make_credentials(folder: &Path) {
+    let script = r#"
+set -e
+cd "$1"
+key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
+key ca-key.pem
+openssl req -x509 -new -key ca-key.pem -subj '/CN=Authority' -days 3650 -out ca-cert.pem \
+  -addext 'basicConstraints=critical,CA:TRUE' -addext 'keyUsage=critical,keyCertSign,cRLSign'
+key server-key.pem
+openssl req -new -key server-key.pem -subj /CN=server -out server.csr
+printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature,keyEncipherment' \
+  extendedKeyUsage=serverAuth 'subjectAltName=DNS:localhost,IP:127.0.0.1' >server.ext
+openssl x509 -req -in server.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile server.ext \
+  -out server-cert.pem
+mkdir client
+cp ca-cert.pem client
+"#;
+    tool("bash", &["-c", script, "bash", text(folder)]);
+}
+
+#[test]
+fn real_clients_use_a_daemon_over_tls() {
+    let folder = folder_with_disk();
+    make_credentials(folder.path());
+    let creds = "tls-creds-x509,id=t,dir=.,endpoint=server,verify-peer=off";
+    let arguments = [
+        "serve",
+        "--object",
+        creds,
+        "--tls-creds",
+        "t",
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "-x",
+        "disk",
+        "disk.qcow2",
+    ];
+    let mut serving = Serving::start(folder.path(), &arguments);
+    let line = serving.line();
+    let port = line.rsplit(':').next().and_then(|rest| rest.split('/').next()).expect("a port").to_owned();
+    let client = folder.path().join("client");
+    let uri = format!("nbds://localhost:{port}/disk?tls-certificates={}", text(&client));
+    let info = tool("nbdinfo", &["--json", &uri]);
+    assert!(info.contains("\"TLS\": true") && info.contains("\"export-size\": 8388608"), "{info}");
+    let object = format!("tls-creds-x509,id=t,dir={},endpoint=client", text(&client));
+    let options = format!("driver=nbd,host=localhost,port={port},export=disk,tls-creds=t");
+    let copy = folder.path().join("copy.raw");
+    tool("qemu-img", &["convert", "--object", &object, "--image-opts", &options, "-O", "raw", text(&copy)]);
+    let content = fs::read(&copy).expect("a file");
+    assert!(content[..1 << 20].iter().all(|byte| *byte == 7) && content.len() == 8 << 20);
+    fs::remove_file(&copy).expect("a file");
+    tool(COWSHED, &["convert", "-O", "raw", &uri, text(&copy)]);
+    assert!(fs::read(&copy).expect("a file") == content);
+    // Without encryption there is nothing to be had, and nothing to be learnt.
+    let refused = run("nbdinfo", &[&format!("nbd://localhost:{port}/disk")], &[1]);
+    assert!(refused.contains("TLS") && !refused.contains("8388608"), "{refused}");
+    serving.stop();
+}
+
+#[test]
+fn ports_of_both_families_are_served() {
+    let folder = folder_with_disk();
+    for (bind, host) in [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")] {
+        let mut serving = Serving::start(folder.path(), &["serve", "--bind", bind, "--port", "0", "disk.qcow2"]);
+        let uri = serving.line();
+        assert!(uri.starts_with(&format!("nbd://{host}:")), "{uri}");
+        reads_sevens(&uri);
+        assert!(tool("nbdinfo", &["--size", &uri]).contains("8388608"));
+        serving.stop();
+    }
+}
+
+#[test]
+fn serve_goes_into_the_background() {
+    let folder = folder_with_disk();
+    let arguments = ["serve", "--daemonize", "--pidfile", "pid", "-k", "n.sock", "--monitor", "m.sock", "disk.qcow2"];
+    let output = Command::new(COWSHED).args(arguments).current_dir(folder.path()).output().expect("our binary runs");
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("nbd+unix:///?socket=n.sock"), "{output:?}");
+    let pid: u32 = fs::read_to_string(folder.path().join("pid")).expect("a file").trim().parse().expect("a number");
+    assert_ne!(pid, 0);
+    // A second one doesn't take the file of the first.
+    let again = ["serve", "--pidfile", "pid", "-k", "other.sock", "-r", "disk.qcow2"];
+    let output = Command::new(COWSHED).args(again).current_dir(folder.path()).output().expect("our binary runs");
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(!folder.path().join("other.sock").exists());
+    reads_sevens(&format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock"))));
+    Monitor::connect(&folder.path().join("m.sock")).command("quit", json!({}));
+    while folder.path().join("pid").exists() {
+        std::thread::yield_now();
+    }
+    assert!(!folder.path().join("n.sock").exists() && !folder.path().join("m.sock").exists());
+}
+
+#[test]
+fn a_socket_that_a_killed_daemon_left_is_taken_over_and_a_living_one_is_not() {
+    let folder = folder_with_disk();
+    let arguments = ["serve", "-k", "n.sock", "--monitor", "m.sock", "disk.qcow2"];
+    let mut first = Serving::start(folder.path(), &arguments);
+    assert_eq!(first.line(), "nbd+unix:///?socket=n.sock");
+    first.signal("KILL");
+    drop(first);
+    // The kernel takes a killed process's ring down a moment later, and with it what waits for clients.
+    for socket in ["n.sock", "m.sock"] {
+        assert!(folder.path().join(socket).exists());
+        while UnixStream::connect(folder.path().join(socket)).is_ok() {
+            std::thread::yield_now();
+        }
+    }
+    let mut second = Serving::start(folder.path(), &arguments);
+    assert_eq!(second.line(), "nbd+unix:///?socket=n.sock");
+    // A third one is refused, by the name of the socket, or of the image whose lock the second has.
+    for (file, reason) in [("other.qcow2", "n.sock"), ("disk.qcow2", "disk.qcow2")] {
+        Qemu::system().create(&folder.path().join("other.qcow2"), "qcow2", "", 1 << 20);
+        let output = Command::new(COWSHED).args(["serve", "-k", "n.sock", file]).current_dir(folder.path()).output();
+        let message = String::from_utf8_lossy(&output.expect("our binary runs").stderr).into_owned();
+        assert!(message.contains(reason), "{file}: {message}");
+        reads_sevens(&format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock"))));
+    }
+    second.stop();
+}
+
+#[test]
+fn wrong_options_are_named_with_what_they_may_be() {
+    let folder = folder_with_disk();
+    let blockdev = |options: &'static str| vec!["qemu-storage-daemon", "--blockdev", options];
+    let mistakes: Vec<(Vec<&str>, &[&str])> = vec![
+        (
+            vec!["serve", "--cache", "fast", "disk.qcow2"],
+            &["fast", "none", "writeback", "writethrough", "directsync", "unsafe"],
+        ),
+        (vec!["serve", "--log-format", "xml", "disk.qcow2"], &["xml", "--log-format", "text", "json"]),
+        (vec!["serve", "--queues", "many", "disk.qcow2"], &["many", "--queues"]),
+        (vec!["serve", "--port", "70000", "disk.qcow2"], &["70000", "--port", "65535"]),
+        (vec!["serve", "--drive", "file=disk.qcow2,speed=1"], &["speed"]),
+        (vec!["serve", "--drive", "file=disk.qcow2,aio=fast"], &["aio", "fast", "threads", "native", "io_uring"]),
+        (vec!["qemu-nbd", "--aio", "fast", "disk.qcow2"], &["aio", "fast", "threads", "native", "io_uring"]),
+        (vec!["qemu-nbd", "--discard", "some", "disk.qcow2"], &["discard", "some", "ignore", "unmap"]),
+        (vec!["qemu-nbd", "--detect-zeroes", "1", "disk.qcow2"], &["detect-zeroes", "1", "off", "on", "unmap"]),
+        (blockdev("driver=fast,node-name=d"), &["unknown driver 'fast'", "qcow2", "raw", "throttle"]),
+        (
+            blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,overlap-check=some"),
+            &["overlap-check", "some", "constant", "cached"],
+        ),
+        (blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,speed=1"), &["speed"]),
+        (
+            blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,file.locking=maybe"),
+            &["file.locking", "maybe", "auto", "on", "off"],
+        ),
+        (
+            blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,l2-cache-size=much"),
+            &["l2-cache-size", "much"],
+        ),
+        (vec!["qemu-storage-daemon", "--object", "thing,id=x"], &["thing", "throttle-group"]),
+        (vec!["qemu-storage-daemon", "--chardev", "pipe,id=x"], &["pipe", "socket", "stdio"]),
+        (vec!["qemu-storage-daemon", "--nbd-server", "addr.type=carrier,addr.path=x"], &["carrier", "unix", "inet"]),
+        (vec!["qemu-storage-daemon", "--export", "fax,id=e,node-name=d"], &["fax", "nbd"]),
+    ];
+    let mut wrong = Vec::new();
+    for (arguments, words) in mistakes {
+        let output =
+            Command::new(COWSHED).args(&arguments).current_dir(folder.path()).output().expect("our binary runs");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        let missing: Vec<&str> = words.iter().copied().filter(|word| !message.contains(word)).collect();
+        if output.status.success() || !missing.is_empty() {
+            wrong.push(format!("{arguments:?} says {message:?} without {missing:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_refused_command_changes_nothing_and_says_why() {
+    let folder = folder_with_disk();
+    let qemu = Qemu::system();
+    qemu.create(&folder.path().join("small.qcow2"), "qcow2", "", 1 << 20);
+    fs::write(folder.path().join("there.qcow2"), b"something of the user's").expect("a file");
+    let arguments = [
+        "serve",
+        "-x",
+        "disk",
+        "-k",
+        "n.sock",
+        "--monitor",
+        "m.sock",
+        "--monitor",
+        "m2.sock",
+        "--drive",
+        "file=disk.qcow2,id=disk",
+    ];
+    let mut serving = Serving::start(folder.path(), &arguments);
+    let lines = [serving.line(), serving.line(), serving.line()];
+    assert!(lines[2].contains("m2.sock"), "{lines:?}");
+    // What one client does, another sees.
+    let mut monitor = Monitor::connect(&folder.path().join("m.sock"));
+    let mut watcher = Monitor::connect(&folder.path().join("m2.sock"));
+    let small = json!({"driver": "qcow2", "node-name": "small", "file": {"driver": "file", "filename": "small.qcow2"}});
+    monitor.command("blockdev-add", small.clone());
+    monitor.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 100}}));
+    let mut state = || {
+        let queries = [
+            ("query-named-block-nodes", json!({})),
+            ("query-block-exports", json!({})),
+            ("query-jobs", json!({})),
+            ("qom-list", json!({"path": "/objects"})),
+            ("qom-get", json!({"path": "/objects/g", "property": "limits"})),
+        ];
+        queries.map(|(name, arguments)| watcher.command(name, arguments).to_string())
+    };
+    let before = state();
+    let limits = json!({"bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
+    let with = |mut arguments: Value, more: Value| {
+        arguments.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        arguments
+    };
+    let refused: Vec<(&str, Value, &str)> = vec![
+        ("no-such-command", json!({}), "no-such-command"),
+        ("blockdev-add", small, "small"),
+        ("blockdev-add", json!({"driver": "qcow2", "node-name": "x", "file": "nobody"}), "nobody"),
+        ("blockdev-add", json!({"driver": "file", "node-name": "x", "filename": "nothing.raw"}), "nothing.raw"),
+        ("blockdev-add", json!({"driver": "file", "node-name": "x", "filename": "small.qcow2", "colour": 1}), "colour"),
+        ("blockdev-del", json!({"node-name": "nobody"}), "nobody"),
+        ("blockdev-del", json!({"node-name": "disk"}), "disk"),
+        ("block-export-add", json!({"type": "nbd", "id": "disk", "node-name": "small"}), "disk"),
+        ("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "nobody"}), "nobody"),
+        ("block-export-add", json!({"type": "fax", "id": "e", "node-name": "small"}), "fax"),
+        ("block-export-del", json!({"id": "nobody"}), "nobody"),
+        ("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": "again.sock"}}}), "already"),
+        ("block_resize", json!({"node-name": "small", "size": -1}), "size"),
+        ("block_resize", json!({"node-name": "nobody", "size": 1}), "nobody"),
+        ("block_set_io_throttle", with(limits.clone(), json!({"id": "nobody"})), "nobody"),
+        ("block_set_io_throttle", with(limits.clone(), json!({"id": "disk", "bps": 1, "bps_rd": 1})), "bps"),
+        ("block_set_io_throttle", with(limits, json!({"id": "disk", "iops": "many"})), "iops"),
+        ("object-add", json!({"qom-type": "throttle-group", "id": "g"}), "g"),
+        ("object-add", json!({"qom-type": "thing", "id": "t"}), "thing"),
+        ("object-del", json!({"id": "nobody"}), "nobody"),
+        ("qom-set", json!({"path": "/objects/g", "property": "limits", "value": {"iops-total": -5}}), "negative"),
+        (
+            "blockdev-snapshot-sync",
+            json!({"node-name": "small", "snapshot-file": "there.qcow2", "snapshot-node-name": "disk"}),
+            "already in use",
+        ),
+        (
+            "blockdev-snapshot-sync",
+            json!({"node-name": "nobody", "snapshot-file": "new.qcow2", "snapshot-node-name": "n"}),
+            "nobody",
+        ),
+        ("blockdev-snapshot", json!({"node": "small", "overlay": "disk"}), "disk"),
+        (
+            "transaction",
+            json!({"actions": [
+            {"type": "blockdev-snapshot-sync", "data": {"node-name": "small", "snapshot-file": "new.qcow2", "snapshot-node-name": "n"}},
+            {"type": "blockdev-snapshot-sync", "data": {"node-name": "nobody", "snapshot-file": "new2.qcow2", "snapshot-node-name": "m"}}]}),
+            "nobody",
+        ),
+        ("blockdev-mirror", json!({"job-id": "j", "device": "disk", "target": "small", "sync": "full"}), "small"),
+        ("job-cancel", json!({"id": "nobody"}), "Job not found"),
+    ];
+    for (name, arguments, reason) in refused {
+        let said = monitor.refusal(name, &arguments);
+        assert!(said.contains(reason), "{name} {arguments}: {said}");
+        assert_eq!(state(), before, "{name} {arguments}");
+    }
+    assert_eq!(fs::read(folder.path().join("there.qcow2")).expect("a file"), b"something of the user's");
+    for file in ["new.qcow2", "new2.qcow2", "again.sock", "nothing.raw"] {
+        assert!(!folder.path().join(file).exists(), "{file}");
+    }
+    reads_sevens(&format!("nbd+unix:///disk?socket={}", text(&folder.path().join("n.sock"))));
+    serving.stop();
+}
+
+#[test]
+fn two_hundred_idle_images_fit_into_100_mib() {
+    const IMAGES: usize = 200;
+    let (folder, qemu) = (temp_dir(), Qemu::system());
+    let first = folder.path().join("0.qcow2");
+    qemu.create(&first, "qcow2", "", 20 << 30);
+    qemu.io_commands(&first, "qcow2", &["write -P 7 0 1M".into(), "write -P 7 19G 1M".into()]);
+    let mut arguments = vec!["serve".to_owned(), "-k".to_owned(), "n.sock".to_owned()];
+    for n in 0..IMAGES {
+        if n > 0 {
+            fs::copy(&first, folder.path().join(format!("{n}.qcow2"))).expect("a copy");
+        }
+        arguments.extend(["--drive".to_owned(), format!("file={n}.qcow2,id=d{n}")]);
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let mut serving = Serving::start(folder.path(), &arguments);
+    for n in 0..IMAGES {
+        assert_eq!(serving.line(), format!("nbd+unix:///d{n}?socket=n.sock"));
+    }
+    // Used once and left alone.
+    for n in [0, IMAGES - 1] {
+        reads_sevens(&format!("nbd+unix:///d{n}?socket={}", text(&folder.path().join("n.sock"))));
+    }
+    let status = fs::read_to_string(format!("/proc/{}/status", serving.child().id())).expect("a status");
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
+    let kib: u64 = resident.trim().trim_end_matches(" kB").parse().expect("a number");
+    assert!(kib < 100 << 10, "{kib} KiB are resident");
+    serving.stop();
+}
