@@ -257,7 +257,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "writes_in_place_unpinned",
         about: "a write in place gives its pin back before its I/O",
-        test: ("failure_shapes", "a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight"),
+        test: ("failure_shapes", "a_write_in_place_beside_a_discard_never_lands_in_the_next_owner"),
         edits: &[(
             "crates/image/src/formats/qcow2/write.rs",
             "                    let done = file.write_at(buf, host.0).await;",
