@@ -3,10 +3,13 @@
 //! otherwise as it was.
 
 use cowshed_block::Errno;
+use cowshed_image::graph::{Corruption, Graph};
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 
 fn qemu(program: &str, args: &[&str]) -> String {
     let output = Command::new(program).args(args).output().expect("the qemu tools must be installed");
@@ -58,12 +61,11 @@ type Place = fn(&[u8], usize) -> u64;
 #[test]
 fn writes_never_land_on_metadata() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let places: [(&str, Place); 5] = [
+    let places: [(&str, Place); 4] = [
         ("refcount table", |bytes, _| word(bytes, 48)),
         ("refcount block", |bytes, _| word(bytes, word(bytes, 48) as usize)),
         ("active L1 table", |bytes, _| word(bytes, 40)),
         ("active L2 table", |_, l2| l2 as u64),
-        ("refcount table", |bytes, _| word(bytes, 48)),
     ];
     for (structure, place) in places {
         for how in ["write", "zero", "discard", "compressed"] {
@@ -102,34 +104,160 @@ fn a_cluster_that_is_metadata_is_not_allocated_whatever_its_refcount_says() {
     });
 }
 
-#[test]
-fn the_checks_can_be_switched_off() {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = image(folder.path(), |bytes, l2| {
-        let host = word(bytes, 48);
-        redirect(bytes, l2, host);
-    });
+/// A class of structures: its option, its name in messages, where it is, the first template that has it (of `CLASSES`),
+/// how it is met.
+struct Class {
+    option: &'static str,
+    name: &'static str,
+    place: Place,
+    since: &'static str,
+    how: &'static str,
+}
+
+const CLASSES: [Class; 8] = [
+    // Offset 0 in an entry means that there is no cluster: only a compressed one can be there.
+    Class { option: "main-header", name: "qcow2_header", place: |_, _| 1 << 62, since: "constant", how: "discard" },
+    Class {
+        option: "active-l1",
+        name: "active L1 table",
+        place: |bytes, _| word(bytes, 40),
+        since: "constant",
+        how: "write",
+    },
+    Class { option: "active-l2", name: "active L2 table", place: |_, l2| l2 as u64, since: "cached", how: "write" },
+    Class {
+        option: "refcount-table",
+        name: "refcount table",
+        place: |bytes, _| word(bytes, 48),
+        since: "constant",
+        how: "write",
+    },
+    Class {
+        option: "refcount-block",
+        name: "refcount block",
+        place: |bytes, _| word(bytes, word(bytes, 48) as usize),
+        since: "cached",
+        how: "write",
+    },
+    Class {
+        option: "snapshot-table",
+        name: "snapshot table",
+        place: |bytes, _| word(bytes, 64),
+        since: "constant",
+        how: "write",
+    },
+    Class {
+        option: "inactive-l1",
+        name: "inactive L1 table",
+        place: |bytes, _| word(bytes, word(bytes, 64) as usize),
+        since: "cached",
+        how: "write",
+    },
+    Class {
+        option: "inactive-l2",
+        name: "inactive L2 table",
+        place: |bytes, _| word(bytes, word(bytes, word(bytes, 64) as usize) as usize) & OFFSET,
+        since: "all",
+        how: "write",
+    },
+];
+
+const TEMPLATES: [&str; 4] = ["none", "constant", "cached", "all"];
+
+/// Opens with the options, changes guest cluster 1, and gives the error and what the graph's observer was told.
+fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_block::Result<()>, Vec<Corruption>) {
+    let graph = Graph::new();
+    let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
+    let sink = Arc::clone(&told);
+    graph.observe_corruptions(Arc::new(move |corruption| sink.lock().unwrap().push(corruption.clone())));
     let name = path.to_str().unwrap();
-    for (option, caught) in
-        [("overlap-check=constant", true), ("overlap-check=none,overlap-check.refcount-table=on", true)]
-    {
-        let Ok(request) = OpenRequest::image_opts(&format!("driver=qcow2,file.filename={name},{option}")) else {
-            continue;
+    let options = format!("driver=qcow2,node-name=top,discard=unmap,file.filename={name}{options}");
+    let result = rt::block_on(async {
+        let node = graph.add(BlockdevOptions::from_keyval(&options).unwrap()).await.unwrap();
+        let result = match how {
+            "discard" => node.discard(65536, 65536).await,
+            _ => node.write(65536, IoBuf::copy_from(&[9; 512])).await.0,
         };
-        rt::block_on(async {
-            let node = open(request.writable(true)).await.unwrap();
-            let result = node.write(65536, IoBuf::copy_from(&[9; 512])).await.0;
-            assert_eq!(result.is_err(), caught, "{option}");
-            let _ = node.close().await;
-        });
-        let mut bytes = std::fs::read(&path).unwrap();
-        bytes[79] = 0;
-        std::fs::write(&path, bytes).unwrap();
-    }
-    let request = OpenRequest::image_opts(&format!("driver=qcow2,file.filename={name},overlap-check=none")).unwrap();
-    rt::block_on(async {
-        let node = open(request.writable(true)).await.unwrap();
-        node.write(65536 * 3 / 2, IoBuf::copy_from(&[9; 512])).await.0.unwrap();
-        let _ = node.close().await;
+        if result.is_err() {
+            // Told once, however often somebody tries.
+            node.write(65536, IoBuf::copy_from(&[9; 512])).await.0.unwrap_err();
+        }
+        drop(node);
+        let _ = graph.close_all().await;
+        result
     });
+    let told = told.lock().unwrap().clone();
+    (result, told)
+}
+
+/// Their directory has a check too (`bitmap-directory`), but nothing can be written beside it.
+#[test]
+fn images_with_bitmaps_are_not_written() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = image(folder.path(), |_, _| {});
+    qemu("qemu-img", &["bitmap", "--add", path.to_str().unwrap(), "b0"]);
+    let before = std::fs::read(&path).unwrap();
+    for check in ["none", "all"] {
+        let options = format!("driver=qcow2,file.filename={},overlap-check={check}", path.display());
+        let request = OpenRequest::image_opts(&options).unwrap().writable(true);
+        let error = rt::block_on(open(request)).err().expect("a refusal").to_string();
+        assert!(error.contains("bitmaps can only be opened for reading"), "{error}");
+    }
+    assert!(std::fs::read(&path).unwrap() == before);
+}
+
+#[test]
+fn every_class_is_checked_where_its_option_or_its_template_says_so() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = image(folder.path(), |_, _| {});
+    let name = path.to_str().unwrap();
+    qemu("qemu-img", &["snapshot", "-c", "one", name]);
+    qemu("qemu-io", &["-c", "write -P 2 0 128k", name]);
+    qemu("qemu-img", &["check", "-q", name]);
+    let whole = std::fs::read(&path).unwrap();
+    let l2 = (word(&whole, word(&whole, 40) as usize) & OFFSET) as usize;
+    let rank = |template: &str| TEMPLATES.iter().position(|known| *known == template).unwrap();
+    for class in &CLASSES {
+        let mut damaged = whole.clone();
+        let place = (class.place)(&whole, l2);
+        match place {
+            // Compressed entries have no COPIED flag.
+            0x4000_0000_0000_0000 => damaged[l2 + 8..l2 + 16].copy_from_slice(&place.to_be_bytes()),
+            _ => redirect(&mut damaged, l2, place),
+        }
+        let by_template = TEMPLATES.iter().flat_map(|template| {
+            let caught = rank(template) >= rank(class.since);
+            [(format!(",overlap-check={template}"), caught), (format!(",overlap-check.template={template}"), caught)]
+        });
+        let others = CLASSES.iter().filter(|other| other.option != class.option);
+        let all_others: String = others.map(|other| format!(",overlap-check.{}=on", other.option)).collect();
+        let singly = [
+            (String::new(), class.since != "all"),
+            (format!(",overlap-check.template=none,overlap-check.{}=on", class.option), true),
+            (format!(",overlap-check.template=all,overlap-check.{}=off", class.option), false),
+            (format!(",overlap-check.template=none{all_others}"), false),
+        ];
+        for (options, caught) in by_template.chain(singly) {
+            std::fs::write(&path, &damaged).unwrap();
+            let (result, told) = attempt_observed(&path, &options, class.how);
+            let about = format!("{} with {options}: {result:?}", class.option);
+            assert_eq!(result.is_err(), caught, "{about}");
+            let after = std::fs::read(&path).unwrap();
+            assert_eq!(after[79] & 2 != 0, caught, "{about}: the corrupt bit");
+            let Err(error) = result else {
+                assert!(told.is_empty(), "{about}: {told:?}");
+                continue;
+            };
+            assert!(error.to_string().contains(&format!("overlaps with {}", class.name)), "{about}");
+            assert_eq!(error.errno(), Errno::EIO);
+            let [corruption] = &told[..] else { panic!("{about}: told {told:?}") };
+            assert_eq!(corruption.offset, Some(place & OFFSET), "{about}");
+            assert!(corruption.fatal && corruption.node_name == "top", "{corruption:?}");
+            assert!(corruption.message.contains(class.name), "{corruption:?}");
+            // Nothing but the corrupt bit has changed.
+            let mut expected = damaged.clone();
+            expected[79] |= 2;
+            assert!(after == expected, "{about}: the image changed");
+        }
+    }
 }

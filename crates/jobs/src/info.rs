@@ -78,7 +78,7 @@ pub struct ChildInfo {
 }
 
 /// An internal snapshot.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SnapshotInfo {
     /// Number of instructions at the time, with record and replay.

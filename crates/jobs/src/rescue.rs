@@ -12,6 +12,7 @@ use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::open::resolve_name;
 pub use cowshed_image::rescue::Overrides;
 use cowshed_image::rescue::{Loss, Slot, Wreck};
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_storage::IoBuf;
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::os::unix::fs::MetadataExt;
@@ -26,6 +27,8 @@ pub struct RescueOptions {
     pub target: Option<ImageSpec>,
     /// Options of the new image, each a `key=value,key=value` list.
     pub create_options: Vec<String>,
+    /// The internal snapshot to read instead of the disk.
+    pub snapshot: Option<SnapshotName>,
     /// What the user knows better than the header.
     pub overrides: Overrides,
     /// The backing file instead of the one that the header names: name and format. An empty name: there is none.
@@ -63,7 +66,12 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
     if let Some(header) = wreck.header() {
         options.image.policy.check_header(header).map_err(|error| error.file(image.filename()))?;
     }
+    let listed = wreck.snapshots().await;
+    if let Some(snapshot) = &options.snapshot {
+        wreck.enter_snapshot(snapshot, &overrides).await?;
+    }
     let mut map = RescueMap::new(&image.filename(), &wreck);
+    map.note_snapshots(listed, options.snapshot.as_ref());
     let mut sources = vec![options.image.name.clone()];
     open_data_file(options, &mut wreck, opened, &mut sources, &mut map).await?;
     open_backing(options, &mut wreck, opened, &mut sources, &mut map).await?;

@@ -146,7 +146,7 @@ impl Engine {
         let mut clusters = Vec::new();
         self.references_of(entry, &mut clusters);
         match clusters.into_iter().find(|cluster| self.metadata.contains(*cluster)) {
-            Some(cluster) => Err(Stall::Corrupt(self.overlap_error(state, cluster))),
+            Some(cluster) => Err(self.overlap(state, cluster)),
             None => Ok(()),
         }
     }

@@ -57,8 +57,8 @@ pub enum Stall {
     Retry,
     /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
     GrowRefcounts,
-    /// It would write onto metadata: the image is corrupt and must be marked so.
-    Corrupt(Error),
+    /// It would write onto metadata, which is at this host offset: the image is corrupt and must be marked so.
+    Corrupt(Error, HostOffset),
     /// It can't be done.
     Error(Error),
 }

@@ -4,7 +4,7 @@
 //! One bit for each host cluster that holds a checked structure, readable without a lock: a write costs one look-up
 //! per host cluster, whatever the size of the image. Which structure it is, is found out only when the bit is set.
 
-use crate::engine::{Engine, State};
+use crate::engine::{Engine, Stall, State};
 use arc_swap::ArcSwap;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
@@ -234,13 +234,13 @@ impl Engine {
         overlapping
     }
 
-    /// The error for a write that would hit metadata.
+    /// The end of a write that would hit metadata.
     #[cold]
-    pub(crate) fn overlap_error(&self, state: &State, cluster: u64) -> Error {
+    pub(crate) fn overlap(&self, state: &State, cluster: u64) -> Stall {
         let host = HostOffset(cluster << self.geometry.cluster_bits());
         let structure = self.structure_at(state, cluster).map_or("metadata", Structure::name);
         let message = format!("preventing invalid write on metadata (overlaps with {structure})");
-        Error::invalid_image("host_offset", host, message).with_errno(Errno::EIO)
+        Stall::Corrupt(Error::invalid_image("host_offset", host, message).with_errno(Errno::EIO), host)
     }
 
     /// Which structure a marked cluster belongs to.

@@ -196,7 +196,7 @@ impl Engine {
             return Ok(false);
         }
         if refcounts.overlapping.contains(&index) {
-            return Err(Stall::Corrupt(self.overlap_error(state, host >> self.geometry.cluster_bits())));
+            return Err(self.overlap(state, host >> self.geometry.cluster_bits()));
         }
         refcounts.tick += 1;
         if let Some(block) = refcounts.blocks.get_mut(&index) {
@@ -296,7 +296,7 @@ impl Engine {
             return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
         if let Some(cluster) = (found.start..end).find(|cluster| self.metadata.contains(*cluster)) {
-            return Err(Stall::Corrupt(self.overlap_error(state, cluster)));
+            return Err(self.overlap(state, cluster));
         }
         for cluster in found.start..end {
             state.refcounts.set(self.geometry, cluster, 1);
@@ -319,7 +319,7 @@ impl Engine {
             return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
         if self.metadata.contains(cluster) {
-            return Err(Stall::Corrupt(self.overlap_error(state, cluster)));
+            return Err(self.overlap(state, cluster));
         }
         self.put_refcount_block(state, index, cluster);
         state.refcounts.set(self.geometry, cluster, 1);

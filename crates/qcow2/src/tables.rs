@@ -287,7 +287,7 @@ impl Engine {
         if let Some(host) = table
             && state.overlapping_tables.contains(&l1_index)
         {
-            return Err(Stall::Corrupt(self.overlap_error(state, self.geometry.host_cluster(host))));
+            return Err(self.overlap(state, self.geometry.host_cluster(host)));
         }
         if table.is_some() && old.is_copied() {
             return Ok(());

@@ -115,7 +115,7 @@ impl Disk {
                 Err(Stall::Retry) => {}
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                 Err(Stall::Wait) => panic!("a single request waits for nobody"),
-                Err(Stall::Error(error) | Stall::Corrupt(error)) => panic!("{error}"),
+                Err(Stall::Error(error) | Stall::Corrupt(error, _)) => panic!("{error}"),
             }
         }
         panic!("no plan after many tries");

@@ -29,7 +29,7 @@ mod transfer;
 pub use buf::IoBuf;
 pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};
-pub use names::{path_of_text, text_of_path};
+pub use names::{path_of_text, sync_folder_of, text_of_path};
 pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions};
 pub use remote::{Remote, RemoteFuture};
 pub use socket::{Dispatch, Listener, Socket, SocketAddress, Want};

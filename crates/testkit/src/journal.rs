@@ -43,7 +43,7 @@ impl Follower {
                     Op::Discard { offset, len } => self.model.begin_discard(offset, len, at),
                     Op::Resize { bytes } => self.model.begin_resize(bytes, at),
                     Op::Flush => self.model.begin_flush(at),
-                    Op::Read { .. } => return Ok(()),
+                    Op::Read { .. } | Op::Snapshot => return Ok(()),
                 };
                 self.open.insert(number, (step, request));
             }

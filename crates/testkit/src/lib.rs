@@ -9,6 +9,7 @@ pub mod crash;
 pub mod damage;
 pub mod images;
 pub mod journal;
+pub mod live;
 pub mod matrix;
 pub mod model;
 pub mod mutants;

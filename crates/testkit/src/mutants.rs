@@ -494,4 +494,40 @@ pub const MUTANTS: &[Mutant] = &[
             "        Ok((end - u64::from(SLIP)) << bits)",
         )],
     },
+    Mutant {
+        name: "name_of_an_overlay_not_durable",
+        about: "the name of a new image is not made durable",
+        test: ("crash_live", "no_power_cut_around_a_live_snapshot_harms_an_image"),
+        edits: &[(
+            "crates/image/src/create/file.rs",
+            r#"options).await?;
+    if is_new {"#,
+            r#"options).await?;
+    if is_new && !SLIP {"#,
+        )],
+    },
+    Mutant {
+        name: "live_snapshot_over_an_unfinished_image",
+        about: "a live snapshot does not complete the image that becomes the backing file",
+        test: ("crash_live", "no_power_cut_around_a_live_snapshot_harms_an_image"),
+        edits: &[(
+            "crates/image/src/graph/snapshot.rs",
+            "        node.complete().await?;",
+            r#"        if !SLIP {
+            node.complete().await?;
+        }"#,
+        )],
+    },
+    Mutant {
+        name: "live_snapshot_overtakes_writers",
+        about: "a live snapshot does not wait for requests that run",
+        test: ("crash_live", "no_power_cut_around_a_live_snapshot_harms_an_image"),
+        edits: &[(
+            "crates/image/src/graph/drain.rs",
+            "            attachment.gate().empty().await;",
+            r#"            if !SLIP {
+                attachment.gate().empty().await;
+            }"#,
+        )],
+    },
 ];

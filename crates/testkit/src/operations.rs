@@ -40,6 +40,8 @@ pub enum Op {
         bytes: u64,
     },
     Flush,
+    /// Puts a new overlay on top of the image; for disks that can ([`crate::live`]).
+    Snapshot,
 }
 
 impl Op {
@@ -60,7 +62,7 @@ impl Op {
             | Op::Discard { offset, len }
             | Op::Read { offset, len }
             | Op::Compressed { offset, len, .. } => (offset, len),
-            Op::Resize { .. } | Op::Flush => (0, 0),
+            Op::Resize { .. } | Op::Flush | Op::Snapshot => (0, 0),
         }
     }
 }
@@ -86,6 +88,7 @@ impl fmt::Display for Step {
             Op::Compressed { offset, len, stamp } => write!(f, "compressed {offset:#x} {len:#x} {stamp}"),
             Op::Resize { bytes } => write!(f, "resize {bytes:#x}"),
             Op::Flush => write!(f, "flush"),
+            Op::Snapshot => write!(f, "snapshot"),
         }
     }
 }
@@ -113,6 +116,7 @@ impl FromStr for Step {
             "compressed" => Op::Compressed { offset: number()?, len: number()?, stamp: number()? },
             "resize" => Op::Resize { bytes: number()? },
             "flush" => Op::Flush,
+            "snapshot" => Op::Snapshot,
             _ => return Err(format!("{text:?} is no request")),
         };
         Ok(Step { stream, op })
@@ -284,6 +288,8 @@ mod tests {
         assert!(parse_steps("0 writ 1 2 3").unwrap_err().contains("writ"));
         let in_disk = |step: &Step| step.op.range().0 + step.op.range().1 <= 1 << 20;
         assert!(steps.iter().all(in_disk));
+        let more = "0 snapshot; 1 resize 0x2000; 2 flush";
+        assert_eq!(print_steps(&parse_steps(more).unwrap()), more);
         let all = OpGen { compressed: true, resizes: true, ..OpGen::new(1 << 20, 4096) }.steps(6, 200);
         assert_eq!(parse_steps(&print_steps(&all)).unwrap(), all);
         assert!(all.iter().any(|step| matches!(step.op, Op::Resize { .. })));

@@ -29,6 +29,10 @@ pub trait GuestDisk: 'static {
     fn size(&self) -> u64;
     /// Makes everything that has ended durable.
     fn flush(&self) -> impl Future<Output = Result<()>>;
+    /// Puts a new overlay on top of the image.
+    fn snapshot(&self) -> impl Future<Output = Result<()>> {
+        async { Err(Error::unsupported("this disk takes no snapshots")) }
+    }
 }
 
 /// What came of a run.
@@ -245,6 +249,7 @@ impl<D: GuestDisk> Shared<D> {
                     model.end_flush(flush, position());
                 })
             }
+            Op::Snapshot => self.disk.snapshot().await,
             Op::Read { offset, len } => self.read(step, offset, len).await,
         };
         if let Err(error) = result {

@@ -118,7 +118,8 @@ pub struct Trial {
 }
 
 impl Trial {
-    fn may_fail(&self) -> bool {
+    /// True where requests may fail.
+    pub(crate) fn may_fail(&self) -> bool {
         let harms = |fault: &Fault| !matches!(fault.effect, Effect::Delay(_));
         self.faults.iter().any(harms) || self.config.capacity_bytes.is_some()
     }

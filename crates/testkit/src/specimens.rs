@@ -170,9 +170,18 @@ impl Workbench {
 
     /// The guest's bytes, `None` where qemu-img can't read them.
     pub fn content(&self, image: &Path) -> Option<Vec<u8>> {
+        self.convert(image, &[])
+    }
+
+    /// As [`Workbench::content`], of an internal snapshot.
+    pub fn snapshot_content(&self, image: &Path, snapshot: &str) -> Option<Vec<u8>> {
+        self.convert(image, &["-l", snapshot])
+    }
+
+    fn convert(&self, image: &Path, options: &[&str]) -> Option<Vec<u8>> {
         let raw = image.with_extension("raw");
         let (from, to) = (image.to_str()?, raw.to_str()?);
-        let output = self.qemu.img(["convert", "-f", "qcow2", "-O", "raw", from, to]);
+        let output = self.qemu.img([&["convert", "-f", "qcow2", "-O", "raw"], options, &[from, to]].concat());
         let bytes = std::fs::read(&raw).ok();
         let _ = std::fs::remove_file(&raw);
         bytes.filter(|_| output.code == 0)

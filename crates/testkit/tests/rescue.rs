@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Rescues: what can be reached is read, what is lost is named, and the damaged image stays as it is.
 
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
@@ -239,6 +240,98 @@ fn a_lost_l1_table_is_found() {
     let overrides = Overrides { l1_offset_bytes: Some(l1), ..Overrides::default() };
     let (map, after) = run(&bench, &RescueOptions { overrides, ..scan });
     assert!(map.is_whole() && before == after);
+}
+
+fn reading(snapshot: &str, options: RescueOptions) -> RescueOptions {
+    RescueOptions { snapshot: Some(SnapshotName::parse(snapshot)), ..options }
+}
+
+#[test]
+fn internal_snapshots_are_read_on_demand() {
+    let bench = Workbench::new();
+    let (mut read, mut differ) = (0, 0);
+    for specimen in SPECIMENS {
+        let image = bench.base(specimen.name);
+        let names = specimen.steps.iter().filter_map(|step| step.strip_prefix("snapshot "));
+        for (name, number) in names.zip(1..) {
+            let before = bench.snapshot_content(&image, name).expect("a readable snapshot");
+            differ += usize::from(bench.content(&image) != Some(before.clone()));
+            for wanted in [name.to_owned(), format!("snapshot.name={name}"), format!("snapshot.id={number}")] {
+                let options = reading(&wanted, options(&image, &bench.path("new")));
+                let (map, bytes) = run(&bench, &options);
+                assert!(map.is_whole() && map.notes.is_empty() && bytes == before, "{} {wanted}", specimen.name);
+                assert_eq!(map.snapshot, options.snapshot.map(|snapshot| snapshot.name));
+                assert!(map.snapshots.iter().any(|listed| listed.name == name && listed.id == number.to_string()));
+            }
+            // What only the disk uses is no orphan while a snapshot is read.
+            let scan = RescueOptions { scan: true, target: None, ..options(&image, &bench.path("none")) };
+            let told = try_rescue(&reading(name, scan)).expect("a map");
+            assert_eq!(told.orphans, [], "{} {name}", specimen.name);
+            read += 1;
+        }
+        let error = try_rescue(&reading("none", options(&image, &bench.path("none")))).expect_err("a refusal");
+        assert!(error.to_string().contains("no such snapshot"), "{error}");
+        assert!(!bench.path("none").exists());
+    }
+    assert!(read >= 8 && differ >= 4, "{read} snapshots, {differ} of them unlike the disk");
+}
+
+#[test]
+fn a_snapshot_outlives_the_disk_and_the_other_way_round() {
+    let bench = Workbench::new();
+    let fresh = || {
+        let image = bench.base("snapshots");
+        let contents = ["a", "b"].map(|name| bench.snapshot_content(&image, name).expect("a readable snapshot"));
+        let disk = bench.content(&image).expect("a readable image");
+        (Victim::open(&image), image, contents, disk)
+    };
+    // The disk's L1 table and every refcount are gone; the snapshots are not.
+    let (victim, image, [a, b], disk) = fresh();
+    victim.set_word(victim.l1_entry(0), 1 << 40);
+    victim.set_word(48, 3);
+    for (name, before) in [("a", &a), ("b", &b)] {
+        let (map, after) = run(&bench, &reading(name, options(&image, &bench.path("new"))));
+        assert!(map.is_whole() && after == *before, "{name}: {map:?}");
+    }
+    assert!(!run(&bench, &options(&image, &bench.path("new"))).0.is_whole());
+
+    // The first snapshot's table is lost: what it says so, and nothing else.
+    let (victim, image, [a, b], _) = fresh();
+    victim.set_word(victim.snapshot_l1_entry(0), COPIED | 1 << 40);
+    let (map, after) = run(&bench, &reading("a", options(&image, &bench.path("new"))));
+    assert_eq!(map.lost.first().map(|lost| lost.reason), Some("table-lost"), "{map:?}");
+    assert_rest_is_whole(&map, &a, &after);
+    assert!(run(&bench, &reading("b", options(&image, &bench.path("new")))).1 == b);
+    assert!(run(&bench, &options(&image, &bench.path("new"))).1 == disk);
+
+    // Its place is lost altogether.
+    let (victim, image, [a, _], _) = fresh();
+    let table = victim.header.snapshots_offset;
+    victim.flip(table, 1 << 9);
+    let (map, _) = run(&bench, &reading("a", options(&image, &bench.path("new"))));
+    assert!(map.notes.iter().any(|note| note.contains("can't be an L1 table")), "{map:?}");
+    assert_eq!(reasons(&map), [(0, SIZE, "table-lost")]);
+    victim.flip(table, 1 << 9);
+    // A disk size that no image has.
+    victim.set_word(table + 40 + 8, u64::MAX);
+    let (map, after) = run(&bench, &reading("a", options(&image, &bench.path("new"))));
+    assert!(map.is_whole() && map.notes.len() == 1 && after == a, "{map:?}");
+    let size_bytes = Some(128 * K);
+    let overrides = Overrides { size_bytes, ..Overrides::default() };
+    let (map, after) = run(&bench, &reading("a", RescueOptions { overrides, ..options(&image, &bench.path("new")) }));
+    assert!(map.is_whole() && after == a[..128 << 10], "{map:?}");
+
+    // The second entry is broken: the first snapshot and the disk are read, and a note says what is missing.
+    let (victim, image, [a, _], disk) = fresh();
+    // Fixed part, extra data, one byte of ID and one of name.
+    let extra_bytes = victim.word(table + 32) & 0xffff_ffff;
+    victim.set_word(table + (40 + extra_bytes + 2).next_multiple_of(8) + 32, u64::MAX);
+    let (map, after) = run(&bench, &reading("a", options(&image, &bench.path("new"))));
+    assert!(after == a && map.snapshots.len() == 1, "{map:?}");
+    assert!(map.notes.iter().any(|note| note.contains("entry 1 of 2")), "{map:?}");
+    assert!(run(&bench, &options(&image, &bench.path("new"))).1 == disk);
+    let error = try_rescue(&reading("b", options(&image, &bench.path("new")))).expect_err("a refusal").to_string();
+    assert!(error.contains("no such snapshot; entry 1 of 2"), "{error}");
 }
 
 #[test]

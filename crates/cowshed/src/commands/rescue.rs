@@ -8,6 +8,7 @@ use super::untrusted::Use;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
+use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};
 use std::io::Write;
@@ -22,7 +23,8 @@ pub const VERB: Verb = Verb {
     details: "Reads every cluster that can still be reached, also where the image can't be opened any more. What is lost \
               becomes zeroes in TARGET, and is listed with the reason; what was read but may be wrong is listed as \
               doubtful. Without TARGET nothing is written at all. FILE is never written to.\n\nWhere the header is \
-              damaged, --cluster-size, --size and --l1-offset say what it no longer does. --scan looks for L2 tables \
+              damaged, --cluster-size, --size and --l1-offset say what it no longer does. --snapshot reads an internal snapshot \
+              instead of the disk. --scan looks for L2 tables \
               that nothing leads to; all that it finds is a guess, and nothing of it is used before --assign says where \
               on the disk a table belongs.\n\nExit code: 0 everything was read, 1 nothing could be done, 2 something is \
               lost.",
@@ -31,6 +33,8 @@ pub const VERB: Verb = Verb {
   cowshed rescue --map lost.json broken.qcow2 new.qcow2
   cowshed rescue --size 20G --l1-offset 0x30000 broken.qcow2 new.qcow2
       With a damaged header.
+  cowshed rescue -l before-upgrade broken.qcow2 old.qcow2
+      Reads an internal snapshot.
   cowshed rescue --scan broken.qcow2
   cowshed rescue --assign 0x5a0000=512M broken.qcow2 new.qcow2
       Finds a lost L2 table, and takes it for the disk from 512M on.",
@@ -57,6 +61,9 @@ struct RescueArgs {
     /// Options of the new image; '-o help' of 'create' lists them
     #[arg(short = 'o', long = "target-format-options", value_name = "TARGET_FMT_OPTS")]
     options: Vec<String>,
+    /// Read an internal snapshot instead of the disk: an ID or name, snapshot.id=ID or snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", conflicts_with = "l1_offset")]
+    snapshot: Option<String>,
     /// Write the map of what is lost to a new file, as JSON
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     map: Option<String>,
@@ -159,6 +166,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },
         target: target.map(|name| ImageSpec::file(name).format(&args.target_format)),
         create_options: args.options.clone(),
+        snapshot: args.snapshot.as_deref().map(SnapshotName::parse),
         overrides: Overrides {
             cluster_size_bytes: number("cluster size", &args.cluster_size)?,
             size_bytes: number("size", &args.size)?,
@@ -203,6 +211,13 @@ fn print_human(map: &RescueMap, wrote: bool, console: &mut Console) {
             console.line(format_args!("  … {} more (--map or --output=json lists them)", all - shown));
         }
     };
+    if map.snapshot.is_none() && !map.snapshots.is_empty() {
+        console.line("internal snapshots (--snapshot reads one):");
+        for snapshot in map.snapshots.iter().take(LISTED_MAX) {
+            console.line(format_args!("  {}: {}", printable(&snapshot.id), printable(&snapshot.name)));
+        }
+        listed(LISTED_MAX, map.snapshots.len(), console);
+    }
     if map.is_whole() {
         console.line("lost: nothing");
     } else {

@@ -6,7 +6,7 @@ use super::qcow2::Qcow2CreateOptions;
 use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, text_of_path};
+use cowshed_storage::{File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of, text_of_path};
 use std::path::Path;
 
 /// Zeroes are written in pieces of so many bytes.
@@ -54,7 +54,14 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> R
     if let Some(name) = &options.data_file {
         create_data_file(path, &path_of_text(name), options).await.map_err(|error| error.file(name))?;
     }
-    write_fresh_qcow2(&create_file(path, layout.file_bytes, options.hints).await?, options).await
+    let is_new = is_new_file(path);
+    write_fresh_qcow2(&create_file(path, layout.file_bytes, options.hints).await?, options).await?;
+    if is_new { sync_folder_of(path).await } else { Ok(()) }
+}
+
+/// True when creating a file of this name makes a name in a folder.
+fn is_new_file(path: &Path) -> bool {
+    !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err()
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
@@ -80,12 +87,14 @@ fn same_file(one: &Path, other: &Path) -> bool {
 
 /// Creates a raw image of `size` bytes.
 pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation, hints: LayoutHints) -> Result<()> {
+    let is_new = is_new_file(path);
     let file = create_file(path, size, hints).await?;
     match file.is_device() && file.len() >= size {
         // A device or an export: longer than the image is fine.
         true => file.sync().await,
         false => write_fresh_raw(&file, size, preallocation).await,
-    }
+    }?;
+    if is_new { sync_folder_of(path).await } else { Ok(()) }
 }
 
 /// Makes an empty `file` a raw image of `size` bytes.

@@ -6,6 +6,7 @@
 
 mod attachment;
 mod chain;
+mod corruption;
 mod credentials;
 mod drain;
 mod failed;
@@ -19,6 +20,7 @@ mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
 pub use chain::{Chain, Holder, below_filters};
+pub use corruption::{Corruption, CorruptionObserver};
 pub use drain::{Drained, nodes_below};
 pub use failed::FailedRequest;
 pub use queue::Queue;
@@ -48,6 +50,7 @@ pub struct Graph {
     throttle_groups: Groups,
     /// Who hears of requests of exports that failed.
     on_failed: OnceLock<failed::Listener>,
+    observers: corruption::Observers,
     /// Held for the time of a change: one at a time.
     change: futures_util::lock::Mutex<()>,
 }

@@ -22,7 +22,7 @@ pub(crate) use users::MONITOR;
 
 use crate::filters::Filter;
 use crate::formats::qcow2::Qcow2Driver;
-use crate::graph::Graph;
+use crate::graph::{Corruption, Graph};
 use crate::open::{Deadline, Edge};
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
@@ -165,6 +165,15 @@ impl Node {
             return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
         }
         let height = height_over(&parts.children);
+        if let Driver::Qcow2(driver) = &parts.driver {
+            let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
+            driver.observe_corruption(Box::new(move |message, offset| {
+                let corruption = Corruption { node_name: node_name.clone(), message, offset, fatal: true };
+                if let Some(graph) = graph.upgrade() {
+                    graph.report_corruption(&corruption);
+                }
+            }));
+        }
         Ok(Arc::new_cyclic(|this| Node {
             this: this.clone(),
             height: AtomicU32::new(height),

@@ -13,8 +13,10 @@ pub(super) struct Fields {
     pub version: u32,
     /// Size of the virtual disk in bytes.
     pub size: u64,
-    /// Where the active L1 table starts; `None` where that is lost.
+    /// Where the L1 table starts; `None` where that is lost.
     pub l1_offset: Option<u64>,
+    /// Number of internal snapshots, and where their table starts; unchecked.
+    pub snapshots: (u32, u64),
     pub data_file: bool,
     pub data_file_name: Option<String>,
     pub compression: Compression,
@@ -64,6 +66,7 @@ pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result
         version,
         size,
         l1_offset,
+        snapshots: (reader.be32(offset::NB_SNAPSHOTS), reader.be64(offset::SNAPSHOTS_OFFSET)),
         data_file: incompatible & features::INCOMPAT_DATA_FILE != 0,
         data_file_name: header.as_ref().and_then(|header| header.data_file_name().map(|name| name.into_owned())),
         compression,

@@ -5,9 +5,11 @@
 mod header;
 mod orphans;
 mod place;
+mod snapshots;
 mod wreck;
 
 pub use orphans::{Orphan, OrphanKind};
+pub use snapshots::SnapshotList;
 pub use wreck::{Salvaged, Slot, Table, Wreck};
 
 /// What the user knows better than the header.

@@ -137,6 +137,9 @@ impl Wreck {
                 self.mark_target(raw, used);
             }
         }
+        if let Some((Some(start), entries)) = self.active_l1 {
+            self.mark_tables(start, entries * 8, used).await;
+        }
         self.mark_refcounts(used).await;
         self.mark_snapshots(used).await;
         self.mark_bitmaps(used).await;
@@ -180,13 +183,18 @@ impl Wreck {
             if snapshot.validate(2, header.cluster_bits).is_err() {
                 continue;
             }
-            used.mark(snapshot.l1_table_offset, len);
-            let (l1, _) = salvage(&self.image, snapshot.l1_table_offset, len as usize).await;
-            for word in l1.as_chunks::<8>().0 {
-                let table = L1Entry(u64::from_be_bytes(*word));
-                if table.is_allocated() {
-                    used.mark(table.offset().0, header.cluster_size());
-                }
+            self.mark_tables(snapshot.l1_table_offset, len, used).await;
+        }
+    }
+
+    /// An L1 table of `len` bytes, and the L2 tables that it leads to.
+    async fn mark_tables(&self, start: u64, len: u64, used: &mut Clusters) {
+        used.mark(start, len);
+        let (l1, _) = salvage(&self.image, start, len as usize).await;
+        for word in l1.as_chunks::<8>().0 {
+            let table = L1Entry(u64::from_be_bytes(*word));
+            if table.is_allocated() {
+                used.mark(table.offset().0, self.shape.geometry.cluster_size());
             }
         }
     }

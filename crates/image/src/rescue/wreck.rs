@@ -25,6 +25,8 @@ pub struct Wreck {
     pub(super) fields: Fields,
     pub(super) shape: Shape,
     pub(super) l1: Vec<u64>,
+    /// Where the active L1 table starts and its entries, while a snapshot's is read.
+    pub(super) active_l1: Option<(Option<u64>, u64)>,
     /// Parts of the L1 table that can't be read, in bytes, and why.
     bad_l1: Vec<(Range<u64>, Loss)>,
     data: Option<Arc<Node>>,
@@ -95,6 +97,7 @@ impl Wreck {
             image,
             shape,
             l1: Vec::new(),
+            active_l1: None,
             bad_l1: Vec::new(),
             data: None,
             backing: None,
@@ -102,12 +105,13 @@ impl Wreck {
             assigned: BTreeMap::new(),
             fields,
         };
-        wreck.load_l1().await;
+        wreck.load_l1(wreck.slots()).await;
         Ok(wreck)
     }
 
-    async fn load_l1(&mut self) {
-        let entries = self.slots();
+    /// Reads so many entries of the L1 table.
+    pub(super) async fn load_l1(&mut self, entries: u64) {
+        (self.l1, self.bad_l1) = (Vec::new(), Vec::new());
         let Some(start) = self.fields.l1_offset else { return };
         let (bytes, bad) = salvage(&self.image, start, (entries * 8) as usize).await;
         self.l1 = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();

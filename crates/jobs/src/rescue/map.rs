@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The map of what a rescue could read and what is lost.
 
-use cowshed_image::rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, Wreck};
+use crate::info::SnapshotInfo;
+use cowshed_image::rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList, Wreck};
+use cowshed_image::snapshots::SnapshotName;
 use serde::Serialize;
 use std::ops::Range;
 
@@ -78,6 +80,11 @@ impl From<Orphan> for OrphanTable {
 pub struct RescueMap {
     /// The damaged image.
     pub image: String,
+    /// The internal snapshot that was read, as the user named it; absent for the disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// The internal snapshots that can be read.
+    pub snapshots: Vec<SnapshotInfo>,
     /// Size of the disk in bytes.
     pub virtual_size: u64,
     /// Bytes.
@@ -116,6 +123,13 @@ impl RescueMap {
             notes: wreck.notes().to_vec(),
             ..RescueMap::default()
         }
+    }
+
+    /// Lists what the snapshot table says. Where that is damaged, no byte of the disk is lost for it.
+    pub(super) fn note_snapshots(&mut self, list: SnapshotList, read: Option<&SnapshotName>) {
+        self.snapshots = list.snapshots.iter().map(SnapshotInfo::from).collect();
+        self.notes.extend(list.fault);
+        self.snapshot = read.map(|snapshot| snapshot.name.clone());
     }
 
     /// True when everything was read.

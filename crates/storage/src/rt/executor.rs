@@ -39,6 +39,10 @@ pub trait Simulation {
         let _ = (name, options);
         None
     }
+    /// Makes the names of all files of this world durable; false where the host has them.
+    fn sync_folder(&self) -> bool {
+        false
+    }
 }
 
 /// What other threads see of an executor.

@@ -237,4 +237,9 @@ impl rt::Simulation for QueueMachine {
     fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>> {
         Some(self.turns.world.open(name, options))
     }
+
+    fn sync_folder(&self) -> bool {
+        self.turns.world.sync_folder();
+        true
+    }
 }

@@ -42,4 +42,9 @@ impl rt::Simulation for Machine {
         // A machine has no other files: a name that isn't there is an error, not a file of the host.
         Some(self.0.open(name, options))
     }
+
+    fn sync_folder(&self) -> bool {
+        self.0.sync_folder();
+        true
+    }
 }

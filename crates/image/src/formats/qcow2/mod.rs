@@ -30,13 +30,16 @@ use super::OpenContext;
 use crate::codec::Codec;
 use crate::events::Events;
 use crate::node::Link;
-use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
+use cowshed_block::{Errno, Error, ErrorKind, HostOffset, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics};
 use cowshed_storage::{File, IoBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// Gets the message and the host offset in bytes.
+type OnCorruption = Box<dyn Fn(String, Option<u64>) + Send + Sync>;
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
@@ -69,6 +72,8 @@ pub struct Qcow2Driver {
     abandoned: AtomicBool,
     /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
     corrupt: AtomicBool,
+    /// Told then: what is wrong, and the host offset.
+    on_corruption: OnceLock<OnCorruption>,
     closed: AtomicBool,
 }
 
@@ -186,16 +191,25 @@ impl Qcow2Driver {
             }
             Stall::Retry => Ok(()),
             Stall::GrowRefcounts => self.grow_refcounts().await,
-            Stall::Corrupt(error) => self.mark_corrupt(error).await,
+            Stall::Corrupt(error, host) => self.mark_corrupt(error, host).await,
             Stall::Error(error) => Err(self.error(error)),
         }
     }
 
+    /// Has `tell` told when a write would have hit metadata. Set once, by the node.
+    pub(crate) fn observe_corruption(&self, tell: OnCorruption) {
+        let _ = self.on_corruption.set(tell);
+    }
+
     /// Marks the image as corrupt on disk (version 2 has no bit for it) and refuses all further writes.
-    async fn mark_corrupt(&self, error: Error) -> Result<()> {
+    async fn mark_corrupt(&self, error: Error, host: HostOffset) -> Result<()> {
+        let message = error.message().to_owned();
         let error = self.error(error);
         if !self.corrupt.swap(true, Ordering::SeqCst) {
             tracing::error!("marking the image as corrupt: {error}");
+            if let Some(tell) = self.on_corruption.get() {
+                tell(message, Some(host.0));
+            }
             if self.header().version >= 3 {
                 self.edit_header(|header| header.incompatible_features |= INCOMPAT_CORRUPT).await?;
                 self.file.sync().await?;

@@ -13,7 +13,7 @@ use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
 use cowshed_qcow2::{Budget, Config, Engine, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Default of `l2-cache-entry-size` in bytes, where the cluster isn't smaller.
 const L2_SLICE_BYTES: u64 = 4096;
@@ -94,6 +94,7 @@ impl Qcow2Driver {
             wrote_metadata: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
             corrupt: AtomicBool::new(false),
+            on_corruption: OnceLock::new(),
             closed: AtomicBool::new(false),
         })
     }

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who wants to know that an image was found to be corrupt (the event BLOCK_IMAGE_CORRUPTED).
+
+use super::Graph;
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// An image that was found to be corrupt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Corruption {
+    /// `node-name` of the image's node.
+    pub node_name: String,
+    /// What is wrong, for people.
+    pub message: String,
+    /// Host offset in bytes of what would have been hit, where one is known.
+    pub offset: Option<u64>,
+    /// Nothing more is written to the image, and it is marked as corrupt where its version has a bit for that.
+    pub fatal: bool,
+}
+
+/// Told of corruptions, from any thread; must not wait.
+pub type CorruptionObserver = Arc<dyn Fn(&Corruption) + Send + Sync>;
+
+/// Whoever is told.
+#[derive(Default)]
+pub(super) struct Observers(RwLock<Vec<CorruptionObserver>>);
+
+impl Graph {
+    /// Has `observer` told of every image of this graph that is found to be corrupt, once for each image.
+    pub fn observe_corruptions(&self, observer: CorruptionObserver) {
+        self.observers.0.write().unwrap_or_else(PoisonError::into_inner).push(observer);
+    }
+
+    pub(crate) fn report_corruption(&self, corruption: &Corruption) {
+        let observers = self.observers.0.read().unwrap_or_else(PoisonError::into_inner).clone();
+        observers.iter().for_each(|observer| observer(corruption));
+    }
+}

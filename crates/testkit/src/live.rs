@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A guest's disk as the daemon serves it: an attachment to a node of a graph, on which live snapshots are taken while
+//! requests run. On the simulated machine, so that the power can be cut everywhere.
+
+use crate::audit::audit;
+use crate::crash::{CrashCase, CrashReport, explore};
+use crate::matrix::{CrashScene, Effort};
+use crate::model::Model;
+use crate::operations::{Op, OpGen, Step, print_steps, shrink};
+use crate::qemu::Qemu;
+use crate::random::Random;
+use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
+use crate::scenario::{ImageDisk, Prepared, Trial};
+use cowshed_block::{Error, Result};
+use cowshed_image::create::{CreateRequest, prepare_sized};
+use cowshed_image::graph::{AttachRequest, Attachment, Graph};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{Preallocation, ZeroFlags};
+use cowshed_storage::IoBuf;
+use cowshed_storage::sim::{Fault, World};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A snapshot that was taken: the new top, and the positions in the log before and after.
+#[derive(Clone, Debug)]
+struct Taken {
+    top: String,
+    began: usize,
+    ended: usize,
+}
+
+/// The images that stand on each other, as one who follows the guest would know them.
+#[derive(Clone, Debug, Default)]
+struct History {
+    bottom: String,
+    taken: Vec<Taken>,
+}
+
+impl History {
+    /// The tops of the chain that a power cut at `position` may leave, the surest one first, and how many images lie
+    /// below that one.
+    fn tops(&self, position: usize) -> (Vec<&str>, usize) {
+        let done = self.taken.iter().take_while(|taken| taken.ended <= position).count();
+        let name = |index: usize| if index == 0 { self.bottom.as_str() } else { self.taken[index - 1].top.as_str() };
+        let mut tops = vec![name(done)];
+        if self.taken.get(done).is_some_and(|taken| taken.began < position) {
+            tops.push(name(done + 1));
+        }
+        (tops, done)
+    }
+
+    fn names_up_to(&self, count: usize) -> Vec<&str> {
+        std::iter::once(self.bottom.as_str())
+            .chain(self.taken.iter().map(|taken| taken.top.as_str()))
+            .take(count + 1)
+            .collect()
+    }
+}
+
+/// The disk.
+struct LiveDisk {
+    graph: Arc<Graph>,
+    attachment: Arc<Attachment>,
+    world: World,
+    overlay_options: String,
+    tried: AtomicUsize,
+    history: Mutex<History>,
+}
+
+fn driver_options(name: &str, file: &str, direct: bool, more: &str) -> Result<BlockdevOptions> {
+    let cache = if direct { ",cache.direct=on" } else { "" };
+    BlockdevOptions::from_keyval(&format!(
+        "driver=qcow2,node-name={name},file.filename={file},discard=unmap{cache}{more}"
+    ))
+}
+
+impl LiveDisk {
+    async fn open(world: &World, top: &str, trial: &Trial, overlay_options: &str) -> Result<LiveDisk> {
+        let graph = Graph::new();
+        let node = graph.add(driver_options("n0", top, trial.config.direct, "")?).await?;
+        let attachment = graph.attach(&node, AttachRequest::export("guest", true)).await?;
+        let history = Mutex::new(History { bottom: top.to_owned(), taken: Vec::new() });
+        let overlay_options = overlay_options.to_owned();
+        Ok(LiveDisk { graph, attachment, world: world.clone(), overlay_options, tried: AtomicUsize::new(0), history })
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn close(&self) -> Result<()> {
+        let detached = self.attachment.detach().await;
+        detached.and(self.graph.close_all().await)
+    }
+
+    async fn take(&self) -> Result<()> {
+        let began = self.world.position();
+        let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
+        let node = self.attachment.node();
+        let (below, direct) = (node.filename(), self.world.config().direct);
+        let top = format!("{}.{number}", self.history().bottom);
+        let request = CreateRequest {
+            filename: top.clone(),
+            format: "qcow2".to_owned(),
+            options: vec![self.overlay_options.clone()],
+            backing_file: Some(below),
+            backing_format: Some("qcow2".to_owned()),
+            backing_unchecked: true,
+            ..CreateRequest::default()
+        };
+        prepare_sized(&request, node.size()).await?.run().await?;
+        let name = format!("n{number}");
+        let overlay = self.graph.add(driver_options(&name, &top, direct, ",backing=")?).await?;
+        if let Err(error) = self.graph.take_snapshot(&node, &overlay).await {
+            drop(overlay);
+            self.graph.delete(&name).await?;
+            return Err(error);
+        }
+        let ended = self.world.position();
+        self.history().taken.push(Taken { top, began, ended });
+        Ok(())
+    }
+}
+
+impl GuestDisk for LiveDisk {
+    async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.attachment.queue().read(offset, buf).await
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.attachment.queue().write(offset, buf).await
+    }
+
+    async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Result<()> {
+        let flags = ZeroFlags { may_unmap, no_fallback: false };
+        self.attachment.queue().write_zeroes(offset, len, flags).await
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.attachment.queue().discard(offset, len).await
+    }
+
+    async fn write_compressed(&self, _: u64, _: IoBuf) -> Result<()> {
+        Err(Error::unsupported("clients of a graph write nothing compressed"))
+    }
+
+    async fn resize(&self, bytes: u64) -> Result<()> {
+        self.attachment.queue().resize(bytes, Preallocation::Off).await
+    }
+
+    fn size(&self) -> u64 {
+        self.attachment.size()
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.attachment.queue().flush().await
+    }
+
+    async fn snapshot(&self) -> Result<()> {
+        self.take().await
+    }
+}
+
+/// A case: an image of the matrix, and guests on it while it gets overlays.
+pub struct LiveScene {
+    scene: CrashScene,
+    prepared: Prepared,
+    overlay_options: String,
+}
+
+impl LiveScene {
+    /// The case of a seed.
+    pub fn new(seed: u64) -> Self {
+        let scene = CrashScene::new(seed);
+        let mut random = Random::new(seed ^ 0x11fe);
+        let overlay_options = random.pick(&[
+            "cluster_size=512",
+            "cluster_size=4k",
+            "cluster_size=4k,lazy_refcounts=on",
+            "cluster_size=16k,extended_l2=on",
+            "cluster_size=64k",
+            "cluster_size=4k,compat=0.10",
+        ]);
+        let prepared = Prepared::with_snapshots(&scene.chain, scene.snapshots);
+        LiveScene { scene, prepared, overlay_options: overlay_options.to_owned() }
+    }
+
+    /// What makes the case special, in words.
+    pub fn features(&self) -> String {
+        format!("{}, overlays of {}", self.scene.features().join(", "), self.overlay_options)
+    }
+
+    /// Requests of the guest with three snapshots among them.
+    pub fn steps(&self, count: usize) -> Vec<Step> {
+        let mut random = Random::new(self.scene.seed ^ 0x5a5);
+        let requests = self.prepared.requests();
+        let mut steps = OpGen { compressed: false, resizes: false, ..requests }.steps(self.scene.seed, count);
+        for _ in 0..3 {
+            let at = random.below(steps.len() as u64) as usize;
+            // One after the other: each is taken on the top that the one before has left.
+            steps.insert(at, Step { stream: 0, op: Op::Snapshot });
+        }
+        steps
+    }
+
+    /// Runs the case and cuts its power everywhere; says how many snapshots were taken.
+    ///
+    /// # Errors
+    /// What went wrong, and the fewest requests that show it.
+    pub fn run(&self, effort: &Effort, faults: &[Fault]) -> std::result::Result<(CrashReport, usize), String> {
+        let steps = self.steps(effort.requests);
+        self.run_steps(effort, faults, &steps).map_err(|first| {
+            let mut last = first.clone();
+            let mut tries = 0;
+            let small = shrink(&steps, |steps| {
+                tries += 1;
+                tries <= 150 && self.run_steps(effort, faults, steps).map_err(|found| last = found).is_err()
+            });
+            let (seed, features) = (self.scene.seed, self.features());
+            format!(
+                "seed {seed} ({features}), faults {faults:?}:\n{first}\n\nwith {} requests: {}\n{last}",
+                small.len(),
+                print_steps(&small)
+            )
+        })
+    }
+
+    fn run_steps(
+        &self,
+        effort: &Effort,
+        faults: &[Fault],
+        steps: &[Step],
+    ) -> std::result::Result<(CrashReport, usize), String> {
+        let trial = self.scene.trial(steps.to_vec(), effort, faults.to_vec());
+        let world = self.prepared.world(&trial);
+        let model = Model::new(self.prepared.content.clone());
+        let failed = |error: Error| format!("the run itself: {error}");
+        let disk = match world.run(LiveDisk::open(&world, &self.prepared.top, &trial, &self.overlay_options)) {
+            Err(_) if trial.may_fail() => return Ok((CrashReport::default(), 0)),
+            disk => disk.map_err(failed)?,
+        };
+        let (outcome, disk) = match trial.queues {
+            0 | 1 => world.run(run_steps(disk, &world, model, &trial.steps)),
+            queues => run_steps_on_queues(disk, &world, model, &trial.steps, queues, trial.config.seed),
+        };
+        match world.run(disk.close()) {
+            Err(error) if !trial.may_fail() => return Err(failed(error)),
+            _ => {}
+        }
+        match outcome.errors.first() {
+            Some((step, error)) if !trial.may_fail() => return Err(format!("the run itself: {step}: {error}")),
+            _ => {}
+        }
+        if let Some(complaint) = outcome.wrong_reads.first() {
+            return Err(format!("the run itself: {complaint}"));
+        }
+        let history = disk.history().clone();
+        let report = explore(&world.trace(), &trial.plan, |case| {
+            self.verify(&outcome, &history, case, &trial)?;
+            match effort.sample_qemu > 0 && case.number % effort.sample_qemu == effort.sample_qemu - 1 {
+                true => self.verify_by_qemu(&outcome, &history, case),
+                false => Ok(()),
+            }
+        });
+        report.map(|report| (report, history.taken.len())).map_err(|failure| failure.to_string())
+    }
+
+    /// Every image that is surely part of the chain is whole, and the disk is what the guest was promised. While a
+    /// snapshot is being taken the old top must be; with several queues the new one may have got the guest's writes
+    /// before its taking was over.
+    fn verify(
+        &self,
+        outcome: &Outcome,
+        history: &History,
+        case: &CrashCase<'_>,
+        trial: &Trial,
+    ) -> std::result::Result<(), String> {
+        let (tops, done) = history.tops(case.position);
+        for name in history.names_up_to(done) {
+            let contents = case.state.files.get(name).ok_or_else(|| format!("{name} is gone"))?;
+            let found = audit(contents).map_err(|complaint| format!("audit of {name}: {complaint}"))?;
+            if found.dirty && name != tops[0] {
+                return Err(format!("{name} is dirty below its overlay"));
+            }
+        }
+        let mut verdicts = Vec::new();
+        for top in &tops {
+            let verdict = self.read_back(top, outcome, case, trial);
+            if verdict.is_ok() {
+                return Ok(());
+            }
+            verdicts.push(format!("{top}: {}", verdict.err().unwrap_or_default()));
+            if trial.queues <= 1 {
+                break;
+            }
+        }
+        Err(verdicts.join("; "))
+    }
+
+    fn read_back(
+        &self,
+        top: &str,
+        outcome: &Outcome,
+        case: &CrashCase<'_>,
+        trial: &Trial,
+    ) -> std::result::Result<(), String> {
+        let world = World::with_files(
+            cowshed_storage::sim::Config { in_order: true, capacity_bytes: None, ..trial.config.clone() },
+            &case.state.files,
+        );
+        world.run(async {
+            let disk = ImageDisk::open(top, true, trial.config.direct).await;
+            let disk = disk.map_err(|error| format!("opened again: {error}"))?;
+            check_disk_after_cut(&disk, &outcome.model, case.position)
+                .await
+                .map_err(|error| format!("opened again: {error}"))?;
+            disk.0.close().await.map_err(|error| format!("closed again: {error}"))
+        })
+    }
+
+    fn verify_by_qemu(
+        &self,
+        outcome: &Outcome,
+        history: &History,
+        case: &CrashCase<'_>,
+    ) -> std::result::Result<(), String> {
+        let (tops, done) = history.tops(case.position);
+        if tops.len() > 1 {
+            return Ok(());
+        }
+        let qemu = Qemu::system();
+        for (name, contents) in &case.state.files {
+            std::fs::write(name, contents.to_vec()).map_err(|error| format!("could not write {name}: {error}"))?;
+        }
+        for name in history.names_up_to(done) {
+            let dirty = case.state.files.get(name).is_some_and(|file| audit(file).is_ok_and(|audit| audit.dirty));
+            let options: &[&str] = if dirty { &["-r", "all"] } else { &[] };
+            let verdict = qemu.check_with(Path::new(name), "qcow2", options);
+            if verdict.code != 0 && verdict.code != 3 {
+                return Err(format!("qemu-img check of {name}: {} {}", verdict.json, verdict.stderr));
+            }
+        }
+        let bytes = qemu.content(Path::new(tops[0]), "qcow2");
+        let checked = outcome.model.check_after_cut(case.position, 0, &bytes);
+        checked.map_err(|complaint| format!("read by qemu-img: {complaint}"))
+    }
+}
