@@ -200,7 +200,7 @@ fn images_with_bitmaps_are_not_written() {
     for check in ["none", "all"] {
         let options = format!("driver=qcow2,file.filename={},overlap-check={check}", path.display());
         let request = OpenRequest::image_opts(&options).unwrap().writable(true);
-        let error = rt::block_on(open(request)).err().expect("a refusal").to_string();
+        let error = rt::block_on(open(request)).expect_err("a refusal").to_string();
         assert!(error.contains("bitmaps can only be opened for reading"), "{error}");
     }
     assert!(std::fs::read(&path).unwrap() == before);
