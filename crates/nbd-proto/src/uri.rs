@@ -77,9 +77,7 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
         None => (rest, ""),
     };
     let export = decode(path)?;
-    if export.contains('\0') || export.len() > crate::MAX_STRING_BYTES {
-        return Err("the export's name holds a NUL or is too long".into());
-    }
+    check_export(&export)?;
     let (mut socket, mut tls_hostname, mut tls_certificates, mut tls_verify_peer) = (None, None, None, None);
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
@@ -112,6 +110,13 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
         tcp(authority)?
     };
     Ok(NbdUri { place, export, tls, tls_hostname, tls_certificates, tls_verify_peer })
+}
+
+fn check_export(name: &str) -> Result<(), String> {
+    match name.contains('\0') || name.len() > crate::MAX_STRING_BYTES {
+        true => Err("the export's name holds a NUL or is too long".into()),
+        false => Ok(()),
+    }
 }
 
 /// `[USER@]HOST[:PORT]`, where an IPv6 address stands in brackets.
@@ -147,6 +152,7 @@ fn tcp(authority: &str) -> Result<Place, String> {
 /// `HOST:PORT[:exportname=NAME]` or `unix:PATH[:exportname=NAME]`.
 fn parse_legacy(rest: &str) -> Result<NbdUri, String> {
     let (rest, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
+    check_export(export)?;
     let place = match rest.strip_prefix("unix:") {
         Some("") => return Err("the path of the socket is missing".into()),
         Some(path) => Place::Unix { path: path.to_owned() },
@@ -288,6 +294,7 @@ mod tests {
             ("nbd://[::1/", "']'"),
             ("nbd://h/%4", "'%'"),
             ("nbd://h/a%00b", "NUL"),
+            ("nbd:h:1:exportname=a\0b", "NUL"),
             ("nbds:h:1", "'//'"),
             ("nbd://h/?tls-type=psk", "psk"),
             ("nbd:unix:", "path"),
