@@ -3,13 +3,15 @@
 
 use crate::control::Message;
 use crate::inbox::Sender;
+use crate::nbd::Exported;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
-use cowshed_image::stats::{HistogramSnapshot, IoKind, KindStats};
+use cowshed_image::Node;
+use cowshed_image::stats::{AttachmentStats, HistogramSnapshot, IoKind, KindStats, LatencyStats};
 use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -112,6 +114,7 @@ const COUNTERS: &[Counter] = &[
     ("cowshed_export_bytes", "Bytes of these requests.", |kind| kind.bytes as f64),
     ("cowshed_export_failed", "Requests that failed.", |kind| kind.failed as f64),
     ("cowshed_export_invalid", "Requests that were refused as impossible.", |kind| kind.invalid as f64),
+    ("cowshed_export_merged", "Requests that were joined with another.", |kind| kind.merged as f64),
     ("cowshed_export_seconds", "Time that the requests took, all together.", |kind| seconds(kind.total_ns)),
 ];
 
@@ -148,9 +151,46 @@ pub(crate) fn render(daemon: &Daemon) -> String {
             }
         }
     }
+    intervals(&mut page, &stats);
     nodes(daemon, &mut page);
     page.push_str("# EOF\n");
     page
+}
+
+/// A value of an interval.
+type Latency = (&'static str, fn(&LatencyStats) -> f64);
+
+const LATENCIES: &[Latency] = &[
+    ("min", |latency| seconds(latency.min_ns)),
+    ("max", |latency| seconds(latency.max_ns)),
+    ("average", |latency| seconds(latency.average_ns)),
+];
+
+fn intervals(page: &mut String, stats: &[(&Exported, AttachmentStats)]) {
+    let each = |line: &mut dyn FnMut(&str, &str, &str, &LatencyStats)| {
+        for (export, stats) in stats {
+            for interval in &stats.intervals {
+                let length = (interval.length_ns / 1_000_000_000).to_string();
+                for kind in IoKind::ALL {
+                    line(&export.id, kind.name(), &length, interval.kind(kind));
+                }
+            }
+        }
+    };
+    let help = "Latencies over the intervals that were asked for.";
+    let mut family = Family::new(page, "cowshed_export_interval_latency_seconds", "gauge", help);
+    each(&mut |export, kind, length, latency| {
+        for (name, value) in LATENCIES {
+            let labels = [("export", export), ("kind", kind), ("interval", length), ("value", *name)];
+            family.line("", &labels, value(latency));
+        }
+    });
+    let help = "Average number of requests in flight over the intervals.";
+    let mut family = Family::new(page, "cowshed_export_interval_queue_depth", "gauge", help);
+    each(&mut |export, kind, length, latency| {
+        let depth = latency.average_queue_depth_milli as f64 / 1000.0;
+        family.line("", &[("export", export), ("kind", kind), ("interval", length)], depth);
+    });
 }
 
 fn buckets(family: &mut Family<'_>, export: &str, kind: IoKind, histogram: &HistogramSnapshot) {
@@ -175,8 +215,33 @@ const CACHE: &[NodeValue] = &[
     ("cowshed_node_refcount_bytes", "gauge", "Memory that refcounts take."),
 ];
 
+const NODE_COUNTERS: &[Counter] = &[
+    ("cowshed_node_operations", "Requests of a node that were carried out.", |kind| kind.operations as f64),
+    ("cowshed_node_bytes", "Bytes of these requests.", |kind| kind.bytes as f64),
+    ("cowshed_node_failed", "Requests of a node that failed.", |kind| kind.failed as f64),
+    ("cowshed_node_invalid", "Requests of a node that were refused as impossible.", |kind| kind.invalid as f64),
+];
+
+fn node_counters(nodes: &[Arc<Node>], page: &mut String) {
+    let stats: Vec<_> = nodes.iter().map(|node| (node.name(), node.statistics())).collect();
+    for (name, help, value) in NODE_COUNTERS {
+        let mut family = Family::new(page, name, "counter", help);
+        for (node, stats) in &stats {
+            for kind in IoKind::ALL {
+                family.line("_total", &[("node", *node), ("kind", kind.name())], value(stats.kind(kind)));
+            }
+        }
+    }
+    let help = "End of the furthest byte written.";
+    let mut family = Family::new(page, "cowshed_node_highest_written_bytes", "gauge", help);
+    for (node, stats) in &stats {
+        family.line("", &[("node", node)], stats.highest_written_byte);
+    }
+}
+
 fn nodes(daemon: &Daemon, page: &mut String) {
     let nodes: Vec<_> = daemon.graph.snapshot().nodes().collect();
+    node_counters(&nodes, page);
     let caches: Vec<_> = nodes
         .iter()
         .filter_map(|node| {

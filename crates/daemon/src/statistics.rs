@@ -49,8 +49,8 @@ fn counters(of: impl Fn(IoKind) -> KindStats) -> Map<String, Value> {
 pub(crate) fn of_export(stats: &AttachmentStats) -> Value {
     let mut map = counters(|kind| *stats.kind(kind));
     map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
-    map.insert("account_invalid".into(), true.into());
-    map.insert("account_failed".into(), true.into());
+    map.insert("account_invalid".into(), stats.accounting.invalid.into());
+    map.insert("account_failed".into(), stats.accounting.failed.into());
     if let Some(idle_ns) = stats.idle_ns {
         map.insert("idle_time_ns".into(), idle_ns.into());
     }
@@ -84,7 +84,8 @@ fn interval(stats: &IntervalStats) -> Value {
 /// A `BlockDeviceStats` of a node.
 fn of_node_counters(stats: &NodeStats) -> Value {
     let mut map = counters(|kind| *stats.kind(kind));
-    map.insert("wr_highest_offset".into(), 0.into());
+    map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
+    // Of nodes there are neither latencies nor idle times, so nothing is left out of them.
     map.insert("account_invalid".into(), true.into());
     map.insert("account_failed".into(), true.into());
     map.insert("timed_stats".into(), json!([]));

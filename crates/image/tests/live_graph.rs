@@ -399,3 +399,44 @@ fn what_is_in_use_stays_and_what_does_not_fit_is_refused() {
     rt::block_on(graph.close_all()).unwrap();
     assert!(graph.find("o").is_none());
 }
+
+#[test]
+fn a_raw_window_moves_while_clients_use_it() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    let bytes: Vec<u8> = (0..4u8).flat_map(|part| vec![part + 1; 65536]).collect();
+    std::fs::write(&path, &bytes).unwrap();
+    let graph = Graph::new();
+    let options = |more: &str| {
+        let text = format!("driver=raw,node-name=r,file.driver=file,file.filename={}{more}", path.display());
+        BlockdevOptions::from_keyval(&text).unwrap()
+    };
+    let node = rt::block_on(graph.add(options(",offset=64k,size=64k"))).unwrap();
+    let attachment = export(&graph, &node, "e", true).unwrap();
+    let queue = attachment.queue();
+    assert_eq!((attachment.size(), read(&queue, 0, 512).unwrap()), (65536, vec![2; 512]));
+    rt::block_on(graph.reopen(vec![options(",offset=128k,size=128k")])).unwrap();
+    assert_eq!((attachment.size(), read(&queue, 0, 512).unwrap()), (131_072, vec![3; 512]));
+    assert_eq!(read(&queue, 65536, 512).unwrap(), [4; 512]);
+    write(&queue, 130_560, &[9; 512]).unwrap();
+    // Left out, they go back to their defaults: all of the file.
+    rt::block_on(graph.reopen(vec![options("")])).unwrap();
+    assert_eq!((attachment.size(), read(&queue, 0, 512).unwrap()), (262_144, vec![1; 512]));
+    assert_eq!(read(&queue, 261_632, 512).unwrap(), [9; 512]);
+    for (wrong, reason) in
+        [(",offset=512k", "'offset' is past the end"), (",offset=128k,size=256k", "'offset' + 'size'")]
+    {
+        let error = rt::block_on(graph.reopen(vec![options(wrong)])).unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+        assert_eq!(attachment.size(), 262_144);
+    }
+    rt::block_on(attachment.detach()).unwrap();
+    // What is stored in it would be torn.
+    let inner = image(folder.path(), "inner.qcow2", "1M", "cluster_size=64k");
+    let raw = format!("driver=qcow2,node-name=q,file.driver=raw,file.node-name=w,file.file.filename={inner}");
+    add(&graph, &raw).unwrap();
+    let window = BlockdevOptions::from_keyval("driver=raw,node-name=w,offset=64k").unwrap();
+    let error = rt::block_on(graph.reopen(vec![window])).unwrap_err();
+    assert!(error.to_string().contains("in use by 'q'"), "{error}");
+    rt::block_on(graph.close_all()).unwrap();
+}

@@ -5,7 +5,7 @@ use cowshed_block::Errno;
 use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::stats::IoKind;
+use cowshed_image::stats::{Accounting, IoKind};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{IoBuf, rt};
@@ -66,6 +66,68 @@ fn outcomes_bytes_and_times_are_counted_apart() {
         assert_eq!((node.statistics().kind(IoKind::Read).operations, below.kind(IoKind::Read).operations), (3, 3));
         assert_eq!((node.statistics().kind(IoKind::Write).failed, below.kind(IoKind::Write).operations), (1, 1));
         assert_eq!(node.statistics().kind(IoKind::Read).invalid, 1);
+    });
+}
+
+#[test]
+fn failed_requests_count_for_latencies_unless_told_otherwise() {
+    in_simulation(async {
+        let graph = Graph::new();
+        let attachment = slow_disk(&graph).await;
+        attachment.set_intervals(&[60]).unwrap();
+        attachment.node().fault().unwrap().arm(FaultRule::always(FaultOp::Flush, Errno::EIO));
+        let queue = attachment.queue();
+        for (failed, invalid) in [(true, true), (false, false)] {
+            attachment.set_accounting(Accounting { failed, invalid });
+            rt::sleep(Duration::from_secs(1)).await;
+            queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
+            rt::sleep(Duration::from_secs(1)).await;
+            assert!(queue.flush().await.is_err());
+            assert!(queue.read(1 << 20, IoBuf::zeroed(512)).await.0.is_err());
+            let stats = attachment.statistics();
+            let idle_ms = stats.idle_ns.unwrap() / MS;
+            assert_eq!(idle_ms, if failed { 0 } else { 1000 });
+            assert_eq!(stats.intervals[0].kind(IoKind::Flush).operations, 1, "only the first one");
+            assert_eq!(stats.accounting, Accounting { failed, invalid });
+        }
+        let stats = attachment.statistics();
+        assert_eq!((stats.kind(IoKind::Flush).failed, stats.kind(IoKind::Read).invalid), (2, 2));
+    });
+}
+
+#[test]
+fn what_formats_do_with_their_files_is_counted_there() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("a.qcow2");
+    let made =
+        std::process::Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("64M").status();
+    assert!(made.expect("qemu-img must be installed").success());
+    rt::block_on(async {
+        let graph = Graph::new();
+        let name = path.to_str().unwrap();
+        let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={name},file.node-name=p")).await;
+        let file = graph.node("p").unwrap();
+        let before = file.statistics();
+        assert!(before.kind(IoKind::Read).operations > 0, "the header was read");
+        node.write(1 << 20, IoBuf::zeroed(65536)).await.0.unwrap();
+        node.write(0, IoBuf::copy_from(&[7; 65536])).await.0.unwrap();
+        node.flush().await.unwrap();
+        let stats = file.statistics();
+        let written = stats.kind(IoKind::Write).bytes - before.kind(IoKind::Write).bytes;
+        assert!(written > 2 * 65536 && written < 4 * 65536, "two clusters and metadata, not {written}");
+        let end = std::fs::metadata(&path).unwrap().len();
+        assert_eq!(stats.highest_written_byte, end, "the file ends where it was written last");
+        assert!(stats.kind(IoKind::Flush).operations > before.kind(IoKind::Flush).operations);
+        assert_eq!(node.statistics().highest_written_byte, (1 << 20) + 65536);
+        let reads = stats.kind(IoKind::Read).operations;
+        node.read(0, IoBuf::zeroed(4096)).await.0.unwrap();
+        assert_eq!(file.statistics().kind(IoKind::Read).operations, reads + 1);
+        // What comes through the node is the same counter, and counted once.
+        file.read(0, IoBuf::zeroed(512)).await.0.unwrap();
+        assert!(file.read(1 << 40, IoBuf::zeroed(512)).await.0.is_err());
+        let read = *file.statistics().kind(IoKind::Read);
+        assert_eq!((read.operations, read.invalid), (reads + 2, 1));
+        graph.close_all().await.unwrap();
     });
 }
 

@@ -2,6 +2,7 @@
 //! A file that holds an image.
 
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
+use crate::counters::{FileCounters, FileOp, FileStats};
 use crate::fault::{Faults, FaultyFile};
 use crate::flush::{FlushGate, Turn};
 use crate::host::HostFile;
@@ -39,6 +40,7 @@ pub(crate) struct Inner {
     pub(crate) flush: FlushGate,
     pub(crate) block_locks: Arc<BlockLocks>,
     pub(crate) image_locks: Mutex<LockState>,
+    pub(crate) counters: FileCounters,
 }
 
 impl File {
@@ -80,6 +82,7 @@ impl File {
             flush: FlushGate::default(),
             block_locks: Arc::default(),
             image_locks: Mutex::new(locks),
+            counters: FileCounters::default(),
         };
         Ok(File(Arc::new(file)))
     }
@@ -110,7 +113,9 @@ impl File {
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
         self.check_change(offset, len, false)?;
-        file.discard(offset, len).await.map_err(|errno| self.error(errno, "could not discard", offset))
+        let result = file.discard(offset, len).await;
+        self.0.counters.count(FileOp::Discard, offset, len, result.is_ok());
+        result.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
     fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {
@@ -124,6 +129,7 @@ impl File {
             flush: FlushGate::default(),
             block_locks: Arc::default(),
             image_locks: Mutex::new(LockState::new(Locking::Off)),
+            counters: FileCounters::default(),
         }))
     }
 
@@ -158,6 +164,7 @@ impl File {
             flush: FlushGate::default(),
             block_locks: Arc::clone(&self.0.block_locks),
             image_locks: Mutex::new(LockState::new(Locking::Off)),
+            counters: FileCounters::default(),
         })))
     }
 
@@ -185,6 +192,11 @@ impl File {
     /// Something else has set the length.
     pub(crate) fn note_len(&self, len: u64) {
         self.0.len.store(len, Ordering::Release);
+    }
+
+    /// What reached the file, by whomever, since it was opened.
+    pub fn statistics(&self) -> FileStats {
+        self.0.counters.snapshot()
     }
 
     /// The name for messages.
@@ -273,7 +285,9 @@ impl File {
 
     /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
+        let len = buf.len() as u64;
         let (result, payload) = self.0.read(Payload::one(buf), offset).await;
+        self.0.counters.count(FileOp::Read, offset, len, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_one())
     }
 
@@ -281,7 +295,9 @@ impl File {
     /// past the end of the file reads as zeroes.
     pub async fn read_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
         let payload = Payload { bufs: Bufs::Many(bufs), guard: None };
+        let len = payload.len() as u64;
         let (result, payload) = self.0.read(payload, offset).await;
+        self.0.counters.count(FileOp::Read, offset, len, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_many())
     }
 
@@ -298,10 +314,12 @@ impl File {
     }
 
     async fn write(&self, payload: Payload, offset: u64) -> (Result<()>, Payload) {
-        if let Err(error) = self.check_change(offset, payload.len() as u64, true) {
+        let len = payload.len() as u64;
+        if let Err(error) = self.check_change(offset, len, true) {
             return (Err(error), payload);
         }
         let (result, payload) = self.0.write(payload, offset).await;
+        self.0.counters.count(FileOp::Write, offset, len, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not write", offset)), payload)
     }
 
@@ -315,7 +333,10 @@ impl File {
         let ticket = self.0.flush.request();
         loop {
             match std::future::poll_fn(|context| self.0.flush.poll(ticket, context)).await {
-                Turn::Done(result) => return result,
+                Turn::Done(result) => {
+                    self.0.counters.count(FileOp::Sync, 0, 0, result.is_ok());
+                    return result;
+                }
                 Turn::Lead => {
                     // Its own task: the result must be noted even when nobody waits for it any more.
                     let flush = FlushInFlight { file: self.clone(), ended: false }.run();
@@ -358,6 +379,12 @@ impl File {
         // The lock is kept until the new length is noted: see `direct`.
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.fallocate(space, offset, len, shared).await;
+        match space {
+            Space::Punch => self.0.counters.count(FileOp::Discard, offset, len, result.is_ok()),
+            Space::Zero => self.0.counters.count(FileOp::Zero, offset, len, result.is_ok()),
+            // Nothing is read or written.
+            Space::Allocate => {}
+        }
         result.map_err(|errno| self.error(errno, doing, offset))?;
         if grows {
             self.0.note_end(offset + len);
@@ -402,6 +429,10 @@ impl File {
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;
+        if let Ok(copied) = result {
+            source.0.counters.count(FileOp::Read, source_offset, copied, true);
+            self.0.counters.count(FileOp::Write, offset, copied, true);
+        }
         let copied = result.map_err(|errno| self.error(errno, "could not copy", offset))?;
         self.0.note_end(offset + copied);
         drop(guard);

@@ -6,6 +6,7 @@
 mod blocklock;
 pub mod buf;
 pub mod confine;
+mod counters;
 mod direct;
 pub mod fault;
 pub mod file;
@@ -27,6 +28,7 @@ mod sys;
 mod transfer;
 
 pub use buf::IoBuf;
+pub use counters::{FileOp, FileOpStats, FileStats, ShardedCounters};
 pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, sync_folder_of, text_of_path};

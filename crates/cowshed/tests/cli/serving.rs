@@ -119,6 +119,47 @@ fn qemu_nbd_ends_with_its_last_client() {
 }
 
 #[test]
+fn qemu_nbd_serves_an_internal_snapshot_for_reading() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    let image = oracle.work().join("disk.qcow2");
+    oracle.qemu.io_commands(&image, "qcow2", &["write -P 5 0 1M".into()]);
+    oracle.make("snapshot -c before disk.qcow2");
+    oracle.qemu.io_commands(&image, "qcow2", &["write -P 6 0 1M".into()]);
+    let arguments = ["qemu-nbd", "-k", "n.sock", "-l", "snapshot.name=before", "-f", "qcow2", "disk.qcow2"];
+    let serving = Serving::start(oracle.work(), &arguments);
+    let socket = oracle.work().join("n.sock");
+    await_socket(&socket);
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    oracle.qemu.io(["-r", "-f", "raw", "-c", "read -P 5 0 1M", "-c", "read -P 0 1M 7M", &uri]).expect_ok();
+    assert!(serving.wait().success());
+}
+
+#[test]
+fn a_drive_has_limits_and_intervals_from_its_options() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 a.qcow2 8M");
+    let drive = "file=a.qcow2,id=a,throttling.iops-total=100,throttling.iops-total-max=2000,\
+                 throttling.iops-total-max-length=60,throttling.group=foo,l2-cache-size=4194304,stats-intervals.0=30";
+    let mut serving =
+        Serving::start(oracle.work(), &["serve", "-k", "n.sock", "--monitor", "m.sock", "--drive", drive]);
+    let uri = serving.line();
+    assert_eq!(serving.line(), "QMP: unix:m.sock");
+    let socket = oracle.work().join("n.sock");
+    let uri = uri.replace("n.sock", &socket.display().to_string());
+    oracle.qemu.io(["-f", "raw", "-c", "write -P 9 1M 2M", "-c", "read -P 9 1M 2M", &uri]).expect_ok();
+    let mut monitor = UnixStream::connect(oracle.work().join("m.sock")).expect("it listens");
+    monitor
+        .write_all(b"{'execute': 'qmp_capabilities'} {'execute': 'query-blockstats'} {'execute': 'quit'}")
+        .expect("it reads");
+    let said: String = BufReader::new(monitor).lines().map(|line| line.expect("text") + "\n").collect();
+    for expected in ["\"group\": \"foo\"", "\"interval_length\": 30", "\"wr_bytes\": 2097152"] {
+        assert!(said.contains(expected), "{expected}: {said}");
+    }
+    assert!(serving.wait().success());
+}
+
+#[test]
 fn qemu_storage_daemon_goes_into_the_background() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
@@ -160,12 +201,18 @@ fn qemu_storage_daemon_goes_into_the_background() {
 fn what_cannot_start_says_why_and_leaves_nothing() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
-    let mistakes: [(&[&str], &str); 7] = [
+    let mistakes: [(&[&str], &str); 13] = [
         (&["serve"], "Expecting an image file name"),
         (&["serve", "-k", "n.sock", "nothing.qcow2"], "nothing.qcow2"),
         (&["serve", "-k", "n.sock", "--cache", "fast", "disk.qcow2"], "'fast'"),
         (&["serve", "-k", "n.sock", "--monitor", "foo:bar", "disk.qcow2"], "foo:bar"),
+        (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,iops=5,iops_rd=1"], "at the same time"),
+        (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,throttling.group=none"], "'none' does not exist"),
         (&["qemu-nbd", "-k", "n.sock", "-c", "/dev/nbd0", "disk.qcow2"], "--connect"),
+        (&["qemu-nbd", "-k", "n.sock", "--selinux-label", "x", "disk.qcow2"], "--selinux-label"),
+        (&["qemu-nbd", "-k", "n.sock", "--tls-authz", "x", "disk.qcow2"], "--tls-authz"),
+        (&["qemu-nbd", "-k", "n.sock", "-l", "none", "disk.qcow2"], "none"),
+        (&["qemu-storage-daemon", "--object", "tls-creds-psk,id=t"], "no pre-shared keys"),
         (&["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=z"], "'z'"),
         (&["qemu-storage-daemon", "--daemonize", "--blockdev", "qcow2,node-name=q,file=nothing"], "nothing"),
     ];

@@ -2,7 +2,7 @@
 //! Objects, and their properties.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::objects::{Object, duplicate};
+use crate::objects::{Object, Secret, duplicate};
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_nbd::{ClientTls, ServerTls};
@@ -12,7 +12,9 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum ObjectType: iothread throttle-group tls-creds-x509
+enum ObjectType: iothread secret throttle-group tls-creds-x509
+enum QCryptoSecretFormat: raw base64
+object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
 enum QCryptoTLSCredsEndpoint: client server
 object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, aio-max-batch?: int
 object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool
@@ -28,6 +30,7 @@ object ThrottleGroupProperties: limits?: ThrottleLimits, x-bps-total?: int, x-bp
   , x-iops-read-max-length?: int, x-iops-write?: int, x-iops-write-max?: int, x-iops-write-max-length?: int
   , x-iops-size?: int
 object ObjectOptions: qom-type: ObjectType, id: str | qom-type = iothread: IothreadProperties
+  , secret: SecretProperties
   , throttle-group: ThrottleGroupProperties, tls-creds-x509: TlsCredsX509Properties
 object ObjectPropertyInfo: name: str, type: str, description?: str, default-value?: any
 command object-add(ObjectOptions)
@@ -53,6 +56,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     }
     let object = match arguments.text("qom-type") {
         "iothread" => Object::IoThread,
+        "secret" => Object::Secret(secret(&arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         _ => Object::TlsCreds {
             dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
@@ -78,6 +82,21 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     nothing()
 }
 
+fn secret(arguments: &Arguments) -> QmpResult<Secret> {
+    // Encrypted by another secret.
+    for key in ["keyid", "iv"] {
+        if arguments.maybe_text(key).is_some() {
+            return Err(QmpError::generic(format!("Property '{key}' of 'secret' is not supported")));
+        }
+    }
+    let is_base64 = arguments.maybe_text("format") == Some("base64");
+    let secret = Secret::new(arguments.maybe_text("data"), arguments.maybe_text("file"), is_base64)?;
+    if secret.len() == 0 {
+        return Err(QmpError::generic("the secret is empty"));
+    }
+    Ok(secret)
+}
+
 fn add_throttle_group(daemon: &Rc<Daemon>, id: &str, arguments: &Arguments) -> QmpResult<Value> {
     let mut given: Map<String, Value> = arguments.object("limits").cloned().unwrap_or_default();
     given.extend(arguments.clone().into_map().into_iter().filter(|(key, _)| key.starts_with("x-")));
@@ -95,7 +114,8 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     match daemon.objects.find(id) {
         None => return Err(QmpError::generic(format!("object '{id}' not found"))),
         Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
-        Some(_) => daemon.graph.set_tls_credentials(id, None),
+        Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
+        Some(Object::IoThread | Object::Secret(_)) => {}
     }
     daemon.objects.remove(id);
     nothing()

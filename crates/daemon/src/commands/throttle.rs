@@ -5,6 +5,7 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::filters::throttle::Limits;
+use cowshed_image::graph::Attachment;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -25,26 +26,46 @@ command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bp
 /// Names of filters that the command put in start so.
 const FILTER_PREFIX: &str = "throttle-";
 
-/// What an export's id, else a node-name means: the node that its requests go to first.
-pub(super) fn target(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
-    let export = daemon.find_export(name).map(|export| export.attachment.node());
-    let found = export.or_else(|| daemon.graph.find(name));
+/// What limits are set for.
+enum Target {
+    /// One export: others that use the same node aren't touched.
+    Export(Arc<Attachment>),
+    /// A node: whoever uses it.
+    Node(Arc<Node>),
+}
+
+fn target(daemon: &Daemon, name: &str) -> QmpResult<Target> {
+    let export = daemon.find_export(name).map(|export| Target::Export(export.attachment));
+    let found = export.or_else(|| daemon.graph.find(name).map(Target::Node));
     found.ok_or_else(|| QmpError::new(cowshed_qmp::ErrorClass::DeviceNotFound, format!("Device '{name}' not found")))
 }
 
-/// The throttle filter that requests for `top` pass: `top` itself, or one among the filters below or directly above.
-fn filter_of(daemon: &Daemon, top: &Arc<Node>) -> Option<Arc<Node>> {
-    let mut next = Some(Arc::clone(top));
-    while let Some(node) = next.filter(|node| node.is_filter()) {
+impl Target {
+    /// The throttle filter that all requests of the target pass, and nobody else's.
+    fn filter(&self, daemon: &Daemon) -> Option<Arc<Node>> {
+        match self {
+            Target::Export(attachment) => among_filters(attachment.node(), |node| node.user_names().len() == 1),
+            Target::Node(node) => among_filters(Arc::clone(node), |_| true).or_else(|| {
+                let is_above = |above: &Arc<Node>| {
+                    above.throttle().is_some()
+                        && above.child(ChildRole::File).is_some_and(|child| Arc::ptr_eq(&child, node))
+                };
+                daemon.graph.snapshot().nodes().find(is_above).filter(|_| node.user_names().len() == 1)
+            }),
+        }
+    }
+}
+
+/// The first throttle filter from `top` down, as long as there are filters and `goes_on` says so.
+fn among_filters(top: Arc<Node>, goes_on: impl Fn(&Node) -> bool) -> Option<Arc<Node>> {
+    let mut next = Some(top);
+    while let Some(node) = next.filter(|node| node.is_filter() && goes_on(node)) {
         if node.throttle().is_some() {
             return Some(node);
         }
         next = node.child(ChildRole::File);
     }
-    let above = |node: &Arc<Node>| {
-        node.throttle().is_some() && node.child(ChildRole::File).is_some_and(|child| Arc::ptr_eq(&child, top))
-    };
-    daemon.graph.snapshot().nodes().find(above)
+    None
 }
 
 async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -52,32 +73,59 @@ async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpR
         (Some(name), None) | (None, Some(name)) => name.to_owned(),
         _ => return Err(QmpError::generic("Need exactly one of 'device' and 'id'")),
     };
-    let top = target(&daemon, &name)?;
+    let target = target(&daemon, &name)?;
     let mut limits = arguments.clone().into_map();
     limits.retain(|key, _| Limits::is_name(key));
     let limits = Limits::from_json(&limits).map_err(failed)?;
-    let filter = filter_of(&daemon, &top);
     if !limits.is_limited() {
-        return match filter {
+        return match target.filter(&daemon) {
             Some(filter) => leave(&daemon, &filter).await,
             None => nothing(),
         };
     }
+    throttle(&daemon, &target, &name, arguments.maybe_text("group"), Some(limits)).await
+}
+
+/// What `throttling.…` of a drive asks for, for its export: without limits it only joins the group, which must be there.
+pub(crate) async fn throttle_export(
+    daemon: &Rc<Daemon>,
+    id: &str,
+    group: Option<&str>,
+    limits: Option<Limits>,
+) -> QmpResult<()> {
+    let target = target(daemon, id)?;
+    if let (Some(group), None) = (group, &limits)
+        && daemon.graph.throttle_groups().find(group).is_none()
+    {
+        return Err(QmpError::generic(format!("Throttle group '{group}' does not exist")));
+    }
+    throttle(daemon, &target, id, group, limits).await.map(drop)
+}
+
+/// Makes the target a member of a group (its own, where none is named and it is in none), and sets that group's limits.
+async fn throttle(
+    daemon: &Rc<Daemon>,
+    target: &Target,
+    name: &str,
+    group: Option<&str>,
+    limits: Option<Limits>,
+) -> QmpResult<Value> {
+    let filter = target.filter(daemon);
     let groups = daemon.graph.throttle_groups();
     let current = filter.as_ref().and_then(|filter| filter.throttle()).map(|throttle| throttle.group());
-    let group_name = match (arguments.maybe_text("group"), &current) {
+    let group_name = match (group, &current) {
         (Some(group), _) => group.to_owned(),
         (None, Some(group)) => group.name().to_owned(),
-        (None, None) => name.clone(),
+        (None, None) => name.to_owned(),
     };
     let is_new = groups.find(&group_name).is_none();
     let group = groups.find_or_create(&group_name).map_err(failed)?;
     let before = group.limits();
-    group.set_limits(limits).map_err(failed)?;
+    group.set_limits(limits.unwrap_or(before)).map_err(failed)?;
     match filter.as_ref().and_then(|filter| filter.throttle()) {
         Some(throttle) => throttle.set_group(group),
         None => {
-            let inserted = insert(&daemon, &top, &name, &group_name).await;
+            let inserted = insert(daemon, target, name, &group_name).await;
             if let Err(error) = inserted {
                 // As before: what others in the group had, or no group.
                 group.set_limits(before).map_err(failed)?;
@@ -90,12 +138,12 @@ async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpR
         }
     }
     if let Some(old) = current.filter(|old| old.name() != group_name) {
-        forget_unused(&daemon, old.name());
+        forget_unused(daemon, old.name());
     }
     nothing()
 }
 
-async fn insert(daemon: &Rc<Daemon>, node: &Arc<Node>, name: &str, group: &str) -> QmpResult<()> {
+async fn insert(daemon: &Rc<Daemon>, target: &Target, name: &str, group: &str) -> QmpResult<()> {
     let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(16).collect();
     let mut candidates = (0..).map(|n| match n {
         0 => format!("{FILTER_PREFIX}{stem}"),
@@ -104,7 +152,11 @@ async fn insert(daemon: &Rc<Daemon>, node: &Arc<Node>, name: &str, group: &str) 
     let free = candidates.find(|name| daemon.graph.find(name).is_none()).unwrap_or_default();
     let options =
         BlockdevOptions::new().with("driver", "throttle").with("node-name", free).with("throttle-group", group);
-    daemon.graph.insert_filter(node, options).await.map(drop).map_err(failed)
+    let inserted = match target {
+        Target::Export(attachment) => daemon.graph.insert_filter_for(attachment, options).await,
+        Target::Node(node) => daemon.graph.insert_filter(node, options).await,
+    };
+    inserted.map(drop).map_err(failed)
 }
 
 /// Ends the limits: a filter that we put in is taken out, one of the user's goes into a group without limits.

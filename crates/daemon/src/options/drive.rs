@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `--drive`: the grammar of QEMU's `-drive`, as far as it is about the image and not about a guest's device.
 
+use crate::commands;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
 use cowshed_image::OpenRequest;
+use cowshed_image::filters::throttle::Limits;
 use cowshed_image::open::{Cache, options_of_name};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off};
-use serde_json::json;
+use cowshed_image::snapshots::SnapshotName;
+use cowshed_image::stats::Accounting;
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Map, json};
 use std::rc::Rc;
 
 /// An image with how to open it.
@@ -18,6 +23,17 @@ pub struct Drive {
     pub writable: bool,
     options: BlockdevOptions,
     cache: Cache,
+    snapshot: Option<SnapshotName>,
+    controls: Controls,
+}
+
+/// What a drive says of its export: limits, and what is counted.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Controls {
+    limits: Option<Limits>,
+    group: Option<String>,
+    intervals_seconds: Vec<u64>,
+    accounting: Accounting,
 }
 
 /// Keys that are about a guest's device: they decide nothing here.
@@ -38,7 +54,8 @@ impl Drive {
 
     fn new(id: &str, options: BlockdevOptions, writable: bool) -> Drive {
         let options = options.with("node-name", id).with("read-only", !writable);
-        Drive { id: id.to_owned(), writable, options, cache: Cache::default() }
+        let controls = Controls::default();
+        Drive { id: id.to_owned(), writable, options, cache: Cache::default(), snapshot: None, controls }
     }
 
     /// `file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,…` and options of the format. `id` is the name where none is
@@ -49,6 +66,8 @@ impl Drive {
         let (mut name, mut format, mut id) = (None, None, id.to_owned());
         let mut writable = writable;
         let mut settings: Vec<(String, String)> = Vec::new();
+        let mut controls = Controls::default();
+        let mut limits = Map::new();
         let mut rest = Vec::new();
         for (key, value) in parse_list(text, BareKey::On).map_err(|error| error.file(option()))? {
             match key.as_str() {
@@ -60,6 +79,15 @@ impl Drive {
                     writable = !flag.ok_or_else(|| wrong(format!("'{key}' expects 'on' or 'off', not '{value}'")))?;
                 }
                 "cache" | "aio" | "discard" | "detect-zeroes" => settings.push((key, value)),
+                key if Controls::is_key(key) => {
+                    controls.set(key, &value).map_err(|error| error.file(option()))?;
+                }
+                key if Limits::is_name(key) && !key.starts_with("x-") => {
+                    if limits.insert(key.to_owned(), value.into()).is_some() {
+                        return Err(wrong(format!("'{key}' is given twice")));
+                    }
+                }
+                key if key.starts_with("throttling.") => return Err(wrong(format!("unknown option '{key}'"))),
                 key if OF_A_DEVICE.contains(&key) => {
                     return Err(wrong(format!("'{key}' is for a guest's device and means nothing here")));
                 }
@@ -82,6 +110,11 @@ impl Drive {
             _ => return Err(Error::internal("options are no object")),
         };
         let mut drive = Drive::new(&id, tree, writable);
+        if !limits.is_empty() {
+            let limits = Limits::from_json(&limits).map_err(|error| error.file(option()))?;
+            controls.limits = limits.is_limited().then_some(limits);
+        }
+        drive.controls = controls;
         for (key, value) in settings {
             drive.set(&key, &value).map_err(|error| error.file(option()))?;
         }
@@ -111,11 +144,71 @@ impl Drive {
         Ok(())
     }
 
+    /// Opens an internal snapshot in place of the disk as it is now; only for reading.
+    pub fn load_snapshot(&mut self, name: &str) -> Result<()> {
+        if self.writable {
+            return Err(Error::invalid_argument("an internal snapshot can only be read").value(name));
+        }
+        self.snapshot = Some(SnapshotName::parse(name));
+        Ok(())
+    }
+
+    /// What is said of the export, for [`super::Step::controls`].
+    pub(super) fn controls(&self) -> Controls {
+        self.controls.clone()
+    }
+
     pub(crate) async fn add(self, daemon: &Rc<Daemon>) -> Result<()> {
-        let request = OpenRequest::options(self.options).cache_mode(self.cache);
+        let request = OpenRequest::options(self.options).cache_mode(self.cache).snapshot(self.snapshot);
         let node = daemon.graph.add_with(request).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");
+        }
+        Ok(())
+    }
+}
+
+impl Controls {
+    fn is_key(key: &str) -> bool {
+        matches!(key, "throttling.group" | "group" | "stats-account-failed" | "stats-account-invalid")
+            || key.starts_with("stats-intervals")
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        let wrong = |what: &str| Error::invalid_argument(format!("'{key}' expects {what}, not '{value}'"));
+        match key {
+            "throttling.group" | "group" if value.is_empty() => return Err(wrong("the name of a group")),
+            "throttling.group" | "group" => self.group = Some(value.to_owned()),
+            "stats-account-failed" => {
+                self.accounting.failed = parse_on_off(value).ok_or_else(|| wrong("'on' or 'off'"))?
+            }
+            "stats-account-invalid" => {
+                self.accounting.invalid = parse_on_off(value).ok_or_else(|| wrong("'on' or 'off'"))?;
+            }
+            // A list: stats-intervals.0, stats-intervals.1, …, or all of them with colons between.
+            _ => {
+                let index = key.strip_prefix("stats-intervals.").and_then(|index| index.parse::<usize>().ok());
+                if key != "stats-intervals" && index != Some(self.intervals_seconds.len()) {
+                    let message = format!("'{key}': the intervals are numbered from 0 without gaps");
+                    return Err(Error::invalid_argument(message));
+                }
+                for text in value.split(':') {
+                    let seconds = text.parse().ok().filter(|seconds| *seconds > 0);
+                    self.intervals_seconds.push(seconds.ok_or_else(|| wrong("seconds of at least 1"))?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives an export what the drive says of it.
+    pub(crate) async fn apply(self, daemon: &Rc<Daemon>, id: &str) -> QmpResult<()> {
+        let export = daemon.find_export(id).ok_or_else(|| QmpError::generic(format!("there is no export '{id}'")))?;
+        let failed = |error: Error| QmpError::generic(error.to_string());
+        export.attachment.set_intervals(&self.intervals_seconds).map_err(failed)?;
+        export.attachment.set_accounting(self.accounting);
+        if self.limits.is_some() || self.group.is_some() {
+            commands::throttle_export(daemon, id, self.group.as_deref(), self.limits).await?;
         }
         Ok(())
     }
@@ -145,6 +238,25 @@ mod tests {
     }
 
     #[test]
+    fn limits_and_statistics_are_about_the_export() {
+        let text = "file=hd.qcow2,throttling.iops-total=100,throttling.iops-total-max=2000,bps_rd=1M,throttling.group=foo,\
+                    l2-cache-size=4194304,stats-intervals.0=5,stats-intervals.1=60,stats-account-failed=off";
+        let drive = Drive::parse(text, "d0", true).unwrap();
+        let options = Value::from(drive.options.clone());
+        assert!(options.get("throttling").is_none() && options.get("bps_rd").is_none(), "{options}");
+        assert_eq!(options["l2-cache-size"], "4194304");
+        let Controls { limits, group, intervals_seconds, accounting } = drive.controls();
+        let limits = limits.unwrap();
+        let found = ["iops", "iops_max", "bps_rd"].map(|name| limits.get(name).unwrap());
+        assert_eq!((found, group.as_deref()), ([100, 2000, 1 << 20], Some("foo")));
+        assert_eq!((intervals_seconds, accounting.failed, accounting.invalid), (vec![5, 60], false, true));
+        let older = Drive::parse("file=a,iops=100,iops_size=4096,group=g,stats-intervals=1:2", "d", true).unwrap();
+        assert_eq!(older.controls().limits.unwrap().get("iops-size"), Some(4096));
+        assert_eq!(older.controls().intervals_seconds, [1, 2]);
+        assert!(Drive::parse("file=a,iops=0,bps=0", "d", true).unwrap().controls().limits.is_none());
+    }
+
+    #[test]
     fn what_means_nothing_is_refused_by_name() {
         for (wrong, reason) in [
             ("format=qcow2", "'file' is missing"),
@@ -152,6 +264,14 @@ mod tests {
             ("file=a,readonly=maybe", "'readonly' expects 'on' or 'off'"),
             ("file=a,cache=fast", "invalid cache mode 'fast'"),
             ("file=zzz:a", "zzz"),
+            ("file=a,iops=5,throttling.iops-read=1", "cannot be used at the same time"),
+            ("file=a,iops_max=5", "require corresponding"),
+            ("file=a,iops=5,iops=6", "'iops' is given twice"),
+            ("file=a,throttling.iops-totl=5", "iops-totl"),
+            ("file=a,throttling.group=", "the name of a group"),
+            ("file=a,stats-intervals.1=5", "numbered from 0"),
+            ("file=a,stats-intervals.0=0", "seconds of at least 1"),
+            ("file=a,stats-account-failed=x", "'stats-account-failed' expects 'on' or 'off'"),
         ] {
             let error = Drive::parse(wrong, "d", true).unwrap_err().to_string();
             assert!(error.contains(reason), "{wrong}: {error}");

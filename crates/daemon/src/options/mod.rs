@@ -14,6 +14,7 @@ use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_qmp::Strictness;
 use cowshed_storage::SocketAddress;
+use drive::Controls;
 use serde_json::{Map, Value};
 use std::rc::Rc;
 
@@ -42,6 +43,8 @@ enum What {
     },
     Metrics(String),
     Drive(Box<Drive>),
+    /// What a drive says of its export, by the export's id.
+    Controls(String, Box<Controls>),
     /// An NBD server on the sockets that a service manager passed, or at an address.
     Serve {
         address: Option<SocketAddress>,
@@ -74,6 +77,21 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
     }
 }
 
+/// Types of objects that QEMU has, and why there are none here.
+const REFUSED_OBJECTS: &[(&str, &str)] = &[
+    ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
+    (
+        "tls-creds-anon",
+        "the TLS library has no anonymous key exchange, which anybody in between could read; use tls-creds-x509",
+    ),
+    ("authz-list", "who may connect is decided by the client's certificate (verify-peer)"),
+    ("authz-listfile", "who may connect is decided by the client's certificate (verify-peer)"),
+    ("authz-pam", "who may connect is decided by the client's certificate (verify-peer)"),
+    ("authz-simple", "who may connect is decided by the client's certificate (verify-peer)"),
+    ("secret_keyring", "secrets come from a text or a file; use secret"),
+    ("main-loop", "there is no such loop to set up"),
+];
+
 impl Step {
     fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {
         let (arguments, strictness) = parse(text, implied, BareKey::Refused).map_err(|error| error.file(option))?;
@@ -104,6 +122,12 @@ impl Step {
 
     /// `--object [qom-type=]TYPE,id=ID,…` or JSON.
     pub fn object(text: &str) -> Result<Step> {
+        let (map, _) = parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file("--object"))?;
+        let kind = map.get("qom-type").and_then(Value::as_str).unwrap_or_default();
+        if let Some((_, reason)) = REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind) {
+            let message = format!("objects of type '{kind}' are not supported: {reason}");
+            return Err(Error::unsupported(message).file(format!("--object {text}")));
+        }
         Self::command("--object", text, "qom-type", "object-add", "ObjectOptions")
     }
 
@@ -168,6 +192,11 @@ impl Step {
         Step { option: option.to_owned(), what: What::Drive(Box::new(drive)) }
     }
 
+    /// What a drive says of the export with its id: limits, and what is counted. After the export.
+    pub fn controls(option: &str, drive: &Drive) -> Step {
+        Step { option: option.to_owned(), what: What::Controls(drive.id.clone(), Box::new(drive.controls())) }
+    }
+
     /// The NBD server; without an address it listens on the sockets that were passed to this process. `tls` is the id
     /// of credentials, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
     pub fn serve(
@@ -189,6 +218,7 @@ impl Step {
             What::Serve { address, tls, max_connections, handshake_seconds } => {
                 commands::start_nbd(daemon, address, tls.as_deref(), max_connections, handshake_seconds)
             }
+            What::Controls(id, controls) => controls.apply(daemon, &id).await,
             What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
             What::Command { name, object, arguments, strictness } => {
@@ -217,6 +247,15 @@ mod tests {
         for wrong in ["nbd,id", "{\"id\": ", "[]x", "a=1,a.b=2"] {
             assert!(parsed(wrong).is_err() || wrong == "[]x", "{wrong}");
         }
+    }
+
+    #[test]
+    fn objects_that_there_are_not_are_refused_with_the_reason() {
+        for (kind, reason) in REFUSED_OBJECTS {
+            let error = Step::object(&format!("{kind},id=x")).unwrap_err().to_string();
+            assert!(error.contains(kind) && error.contains(reason), "{error}");
+        }
+        assert!(Step::object("secret,id=x,data=abc").is_ok());
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! Limits by command. How exactly they are kept is tested where they are made; here: who has which.
 
 use super::exports::{serving, uri};
-use super::running::Client;
+use super::running::{Client, Running};
+use cowshed_daemon::{Drive, Step};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 
@@ -47,6 +48,102 @@ fn limits_come_change_and_go() {
 }
 
 #[test]
+fn limits_of_one_export_leave_another_of_the_same_node_alone() {
+    let (daemon, mut client) = serving();
+    for id in ["e", "f"] {
+        let export = json!({"type": "nbd", "id": id, "name": id, "node-name": "q", "writable": true});
+        client.command("block-export-add", export);
+    }
+    let set = "block_set_io_throttle";
+    client.command(set, limits("e", json!({"iops": 10, "iops_max": 20})));
+    let nodes_of = |client: &mut Client| {
+        let exports = client.command("query-block-exports", json!({}));
+        let names = exports.as_array().expect("a list").iter().map(|export| export["node-name"].clone());
+        names.collect::<Vec<Value>>()
+    };
+    assert_eq!(nodes_of(&mut client), ["throttle-e", "q"]);
+    // Both read and write through the one node, each at its own pace.
+    Qemu::system().io(["-f", "raw", "-c", "write -P 3 0 64k", &uri(&daemon, "e")]).expect_ok();
+    Qemu::system().io(["-f", "raw", "-c", "read -P 3 0 64k", &uri(&daemon, "f")]).expect_ok();
+    let stats = client.command("query-blockstats", json!({}));
+    assert_eq!((&stats[0]["x-throttle"]["group"], stats[1].get("x-throttle")), (&json!("e"), None));
+    assert!(stats[0]["stats"]["wr_operations"].as_u64() >= Some(1), "{stats}");
+    assert_eq!(stats[1]["stats"]["wr_operations"], 0);
+
+    // The other one joins the group: the last setter's limits count for both.
+    client.command(set, limits("f", json!({"iops": 30, "group": "e"})));
+    assert_eq!(nodes_of(&mut client), ["throttle-e", "throttle-f"]);
+    let found = throttles(&mut client);
+    assert!(found.iter().all(|node| node["group"] == "e" && node["iops"] == 30), "{found:?}");
+    assert_eq!(found.len(), 2);
+    // The node's own limits are a third filter, below both.
+    client.command(set, limits("q", json!({"bps": 1 << 30})));
+    let found = throttles(&mut client);
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert_eq!(nodes_of(&mut client), ["throttle-e", "throttle-f"]);
+    for id in ["e", "q"] {
+        client.command(set, limits(id, json!({})));
+    }
+    let found = throttles(&mut client);
+    assert_eq!((found.len(), &found[0]["node-name"]), (1, &json!("throttle-f")), "{found:?}");
+    assert_eq!(nodes_of(&mut client), ["q", "throttle-f"]);
+    Qemu::system().io(["-f", "raw", "-c", "read -P 3 0 64k", &uri(&daemon, "e")]).expect_ok();
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_drive_says_what_its_export_may_and_counts() {
+    let folder = super::running::temp_folder();
+    for name in ["a", "b", "c"] {
+        Qemu::system().create(&folder.path().join(name), "qcow2", "", 1 << 20);
+    }
+    let drive = |name: &str, more: &str| {
+        let text = format!("file={},format=qcow2,id={name},{more}", folder.path().join(name).display());
+        Drive::parse(&text, name, true).expect("right")
+    };
+    let drives = [
+        drive("a", "throttling.iops-total=100,throttling.iops-total-max=2000,throttling.iops-total-max-length=60"),
+        drive("b", "throttling.group=g,stats-intervals.0=5,stats-intervals.1=60,stats-account-failed=off"),
+        drive("c", "bps_rd=1M,group=g"),
+    ];
+    let mut steps = vec![
+        Step::object("throttle-group,id=g,x-iops-read=77").expect("right"),
+        Step::nbd_server(&format!("addr.type=unix,addr.path={}", folder.path().join("n.sock").display()))
+            .expect("right"),
+    ];
+    let controls: Vec<Step> = drives.iter().map(|drive| Step::controls("drive", drive)).collect();
+    for drive in drives {
+        let export = format!("nbd,id={0},node-name={0},writable=on", drive.id);
+        steps.extend([Step::drive("drive", drive), Step::export(&export).expect("right")]);
+    }
+    // The first two as they come; the third sets the limits of the group that it joins.
+    let mut controls = controls.into_iter();
+    steps.extend(controls.by_ref().take(2));
+    let third = controls.next().expect("three");
+    let daemon = Running::start_in(folder, steps);
+    let mut client = daemon.client();
+    let found = throttles(&mut client);
+    let of = |name: &str| found.iter().find(|node| node["node-name"] == name).unwrap_or_else(|| panic!("{found:?}"));
+    let first = of("throttle-a");
+    assert_eq!((&first["group"], &first["iops"], &first["iops_max"]), (&json!("a"), &json!(100), &json!(2000)));
+    assert_eq!(first["iops_max_length"], 60);
+    assert_eq!((&of("throttle-b")["group"], &of("throttle-b")["iops_rd"]), (&json!("g"), &json!(77)));
+    let stats = client.command("query-blockstats", json!({}));
+    let timed = stats[1]["stats"]["timed_stats"].as_array().expect("a list");
+    assert_eq!(timed.iter().map(|interval| &interval["interval_length"]).collect::<Vec<_>>(), [5, 60]);
+    assert_eq!(
+        (&stats[1]["stats"]["account_failed"], &stats[1]["stats"]["account_invalid"]),
+        (&json!(false), &json!(true))
+    );
+    daemon.stop().expect("stopped in order");
+
+    let folder = super::running::temp_folder();
+    Qemu::system().create(&folder.path().join("c"), "qcow2", "", 1 << 20);
+    let error = cowshed_daemon::run(super::running::setup(vec![third]), |_| Ok(())).expect_err("there is no export");
+    assert!(error.to_string().contains("there is no export 'c'"), "{error}");
+}
+
+#[test]
 fn wrong_limits_are_refused_with_the_reason_and_change_nothing() {
     let (daemon, mut client) = serving();
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
@@ -59,6 +156,34 @@ fn wrong_limits_are_refused_with_the_reason_and_change_nothing() {
     assert_eq!(client.refusal(set, json!({"id": "e", "bps": 0})), "Parameter 'bps_rd' is missing");
     assert_eq!(client.refusal(set, limits("z", json!({"iops": 5}))), "Device 'z' not found");
     assert_eq!(throttles(&mut client), Vec::<Value>::new());
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn secrets_are_objects_that_are_never_shown() {
+    let (daemon, mut client) = serving();
+    let add = |more: Value| {
+        let mut all = json!({"qom-type": "secret", "id": "s"});
+        all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        all
+    };
+    for (wrong, reason) in [
+        (json!({"data": "a", "keyid": "k"}), "'keyid' of 'secret' is not supported"),
+        (json!({"data": "%", "format": "base64"}), "no valid base64"),
+        (json!({"file": "/nonexistent"}), "/nonexistent"),
+        (json!({"data": ""}), "empty"),
+        (json!({}), "Must provide"),
+    ] {
+        let refusal = client.refusal("object-add", add(wrong));
+        assert!(refusal.contains(reason), "{refusal}");
+    }
+    client.command("object-add", add(json!({"data": "Z2VoZWlt", "format": "base64"})));
+    let listed = client.command("qom-list", json!({"path": "/objects/s"}));
+    assert!(!listed.to_string().contains("data"), "{listed}");
+    assert_eq!(client.command("qom-get", json!({"path": "s", "property": "format"})), "base64");
+    assert!(client.refusal("qom-get", json!({"path": "s", "property": "data"})).contains("not found"));
+    assert!(client.refusal("qom-set", json!({"path": "s", "property": "format", "value": "raw"})).contains("changed"));
+    client.command("object-del", json!({"id": "s"}));
     daemon.stop().expect("stopped in order");
 }
 

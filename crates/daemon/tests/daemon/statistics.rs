@@ -45,7 +45,14 @@ fn exports_count_what_clients_do() {
     let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
     let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("is listed");
     assert_eq!(node["stats"]["wr_bytes"], 131072);
-    assert!(node["parent"]["node-name"].is_string(), "{node}");
+    // What the format reads and writes in its file is counted there.
+    let file = &node["parent"];
+    assert!(file["node-name"].is_string(), "{node}");
+    assert!(file["stats"]["wr_bytes"].as_u64() > Some(131_072), "data and metadata: {file}");
+    assert!(file["stats"]["wr_highest_offset"].as_u64() >= Some(131_072 + 65536 * 4), "{file}");
+    assert!(file["stats"]["rd_operations"].as_u64() > Some(0), "{file}");
+    assert!(file["stats"]["flush_operations"].as_u64() > Some(0), "{file}");
+    assert_eq!(node["stats"]["wr_highest_offset"], 131_072);
     assert!(node["x-cache"]["l2-hits"].as_u64() >= Some(1), "{node}");
     let block = client.command("query-block", json!({}));
     assert_eq!((&block[0]["device"], &block[0]["inserted"]["node-name"]), (&json!("e"), &json!("q")));
@@ -85,6 +92,7 @@ fn a_page_of_metrics_says_the_same() {
     let daemon = Running::start_in(folder, steps);
     let mut client = daemon.client();
     client.command("block-latency-histogram-set", json!({"id": "e", "boundaries": [1_000_000_000_000_u64]}));
+    client.command("x-block-stats-intervals-set", json!({"id": "e", "intervals": [3600]}));
     Qemu::system().io(["-f", "raw", "-c", "write 0 64k", "-c", "read 0 4k", &uri(&daemon, "q")]).expect_ok();
     let mut stream = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
@@ -95,10 +103,20 @@ fn a_page_of_metrics_says_the_same() {
         "cowshed_export_bytes_total{export=\"e\",kind=\"write\"} 65536",
         "cowshed_export_operations_total{export=\"e\",kind=\"read\"} 1",
         "cowshed_export_size_bytes{export=\"e\"} 1048576",
+        "cowshed_export_merged_total{export=\"e\",kind=\"write\"} 0",
+        "cowshed_node_bytes_total{node=\"q\",kind=\"write\"} 65536",
+        "cowshed_node_highest_written_bytes{node=\"q\"} 65536",
         "cowshed_export_latency_seconds_bucket{export=\"e\",kind=\"write\",le=\"1000\"} 1",
         "cowshed_export_latency_seconds_bucket{export=\"e\",kind=\"write\",le=\"+Inf\"} 1",
     ] {
         assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    }
+    for family in [
+        "cowshed_export_interval_latency_seconds{export=\"e\",kind=\"write\",interval=\"3600\",value=\"max\"}",
+        "cowshed_export_interval_queue_depth{export=\"e\",kind=\"write\",interval=\"3600\"}",
+    ] {
+        let value = page.lines().find_map(|line| line.strip_prefix(family)).expect(family);
+        assert!(value.trim().parse::<f64>().expect("a number") > 0.0, "{family}{value}");
     }
     let types: Vec<&str> = page.lines().filter(|line| line.starts_with("# TYPE")).collect();
     let mut unique = types.clone();

@@ -6,6 +6,7 @@ use crate::node::{Link, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Zeroes are written in pieces of this size where the file system has no better way.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
@@ -15,15 +16,38 @@ pub(crate) struct RawDriver {
     child: Below,
     /// The child's file when the child is a plain protocol node: saves a hop on every request.
     file: Option<File>,
-    /// First byte of the window in the child.
-    offset: u64,
-    /// Length of the window in bytes where it was given; else it reaches to the child's end.
-    size: Option<u64>,
+    /// Changes only while no request runs.
+    window: Window,
 }
+
+/// The part of the child that the disk is.
+struct Window {
+    /// First byte in the child.
+    offset: AtomicU64,
+    /// Length in bytes where it was given; else `TO_THE_END`.
+    size: AtomicU64,
+}
+
+/// No disk is as long: sizes are signed.
+const TO_THE_END: u64 = u64::MAX;
 
 impl RawDriver {
     /// A window of `child`. `offset` and `size` are in bytes; the window must lie inside the child.
     pub(crate) fn new(child: &Node, link: Arc<Link>, offset: u64, size: Option<u64>) -> Result<RawDriver> {
+        Self::check_window(child, offset, size)?;
+        let file = child.file().cloned();
+        let window = Window { offset: AtomicU64::new(offset), size: AtomicU64::new(size.unwrap_or(TO_THE_END)) };
+        Ok(RawDriver { child: Below::new(link), file, window })
+    }
+
+    /// Another window, checked. No request runs.
+    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
+        self.window.offset.store(offset, Ordering::Release);
+        self.window.size.store(size.unwrap_or(TO_THE_END), Ordering::Release);
+    }
+
+    /// Refuses a window that isn't inside of the child.
+    pub(crate) fn check_window(child: &Node, offset: u64, size: Option<u64>) -> Result<()> {
         let available = child.size().checked_sub(offset).ok_or_else(|| {
             Error::invalid_argument(format!("'offset' is past the end of the file ({} bytes)", child.size()))
                 .value(offset)
@@ -37,16 +61,23 @@ impl RawDriver {
             ))
             .value(size));
         }
-        let file = child.file().cloned();
-        Ok(RawDriver { child: Below::new(link), file, offset, size })
+        Ok(())
+    }
+
+    fn offset(&self) -> u64 {
+        self.window.offset.load(Ordering::Relaxed)
+    }
+
+    fn fixed_size(&self) -> Option<u64> {
+        Some(self.window.size.load(Ordering::Relaxed)).filter(|size| *size != TO_THE_END)
     }
 
     pub(crate) fn size(&self) -> u64 {
-        self.size.unwrap_or_else(|| self.child.size().saturating_sub(self.offset))
+        self.fixed_size().unwrap_or_else(|| self.child.size().saturating_sub(self.offset()))
     }
 
     pub(crate) fn whole_file(&self) -> Option<&File> {
-        match (self.offset, self.size) {
+        match (self.offset(), self.fixed_size()) {
             (0, None) => self.file.as_ref(),
             _ => None,
         }
@@ -54,7 +85,7 @@ impl RawDriver {
 
     /// The node checked `offset` against the window, so the sum stays inside the child.
     fn host(&self, offset: u64) -> u64 {
-        self.offset + offset
+        self.offset() + offset
     }
 
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -93,10 +124,10 @@ impl RawDriver {
     }
 
     pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        if self.size.is_some() {
+        if self.fixed_size().is_some() {
             return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized"));
         }
-        let end = self.offset.checked_add(size).filter(|&end| i64::try_from(end).is_ok());
+        let end = self.offset().checked_add(size).filter(|&end| i64::try_from(end).is_ok());
         let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
         // Through the node, so that its size follows.
         self.child.resize(end, preallocation).await
@@ -105,7 +136,7 @@ impl RawDriver {
     pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         let mut runs = self.child.node()?.block_status_boxed(self.host(offset), len, max_runs).await?;
         for run in &mut runs {
-            run.start -= self.offset;
+            run.start -= self.offset();
         }
         Ok(runs)
     }

@@ -6,7 +6,7 @@ use super::queue::Queue;
 use super::{Drained, Graph};
 use crate::node::Node;
 use crate::open::Edge;
-use crate::stats::{AttachmentStats, Histogram, Interval, IoKind, KINDS, KindStats};
+use crate::stats::{Accounting, AttachmentStats, Histogram, Interval, IoKind, KINDS, KindStats};
 use arc_swap::ArcSwap;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions, rt};
@@ -65,6 +65,8 @@ pub struct Attachment {
     counted: bool,
     /// True when `observed` has something: then each request looks there.
     observing: AtomicBool,
+    account_failed: AtomicBool,
+    account_invalid: AtomicBool,
     observed: Mutex<Observed>,
 }
 
@@ -101,6 +103,8 @@ impl Attachment {
             past: Mutex::default(),
             counted: request.counted,
             observing: AtomicBool::new(false),
+            account_failed: AtomicBool::new(true),
+            account_invalid: AtomicBool::new(true),
             observed: Mutex::default(),
         }))
     }
@@ -164,7 +168,7 @@ impl Attachment {
 
     /// What went through it so far.
     pub fn statistics(&self) -> AttachmentStats {
-        let mut stats = AttachmentStats::default();
+        let mut stats = AttachmentStats { accounting: self.accounting(), ..AttachmentStats::default() };
         let mut last_end_ns = 0;
         self.gate.with_lanes(|lanes| {
             // Both at once: a lane that goes away is either still there or in the past.
@@ -214,6 +218,19 @@ impl Attachment {
         observed.histograms[kind as usize] = histogram;
         self.note_observing(&observed);
         Ok(())
+    }
+
+    /// What counts for latencies and idle time from now on (`stats-account-failed`, `stats-account-invalid`).
+    pub fn set_accounting(&self, accounting: Accounting) {
+        self.account_failed.store(accounting.failed, Ordering::Relaxed);
+        self.account_invalid.store(accounting.invalid, Ordering::Relaxed);
+    }
+
+    pub(super) fn accounting(&self) -> Accounting {
+        Accounting {
+            failed: self.account_failed.load(Ordering::Relaxed),
+            invalid: self.account_invalid.load(Ordering::Relaxed),
+        }
     }
 
     fn note_observing(&self, observed: &Observed) {

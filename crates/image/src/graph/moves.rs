@@ -66,6 +66,49 @@ impl Graph {
         Ok(filter)
     }
 
+    /// As [`Graph::insert_filter`], above the node of an attachment and for that attachment alone: the node's other
+    /// users stay as they are.
+    pub async fn insert_filter_for(
+        self: &Arc<Self>,
+        attachment: &Arc<Attachment>,
+        options: BlockdevOptions,
+    ) -> Result<Arc<Node>> {
+        let filter = self.add(options.with("file", attachment.node().name())).await?;
+        let inserted = match filter.is_filter() {
+            true => self.move_attachment(attachment, &filter).await,
+            false => Err(Error::invalid_argument(format!("'{}' is not a filter", filter.driver_name()))),
+        };
+        if let Err(error) = inserted {
+            if let Err(error) = self.delete(filter.name()).await {
+                tracing::warn!("{error}");
+            }
+            return Err(error);
+        }
+        Ok(filter)
+    }
+
+    /// Moves one attachment to another node, or leaves it where it is.
+    async fn move_attachment(self: &Arc<Self>, attachment: &Arc<Attachment>, new: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[&attachment.node(), new]).await;
+        let (old, user) = (attachment.node(), attachment.user());
+        let Some(permissions) = old.permissions_of(&user) else {
+            return Err(Error::invalid_argument(format!("'{}' was detached", attachment.name())));
+        };
+        let edge = Edge { user, permissions };
+        // It leaves before it comes: `new` passes what it grants on to `old`.
+        old.release(&edge.user);
+        if let Err(error) = new.attach(edge.clone()) {
+            // It had these permissions a moment ago.
+            if let Err(error) = old.attach(edge) {
+                tracing::error!("{error}");
+            }
+            return Err(error);
+        }
+        attachment.point_to(Arc::clone(new));
+        Ok(())
+    }
+
     /// Takes a filter out: its users go on with the node behind it, and the filter is closed.
     pub async fn remove_filter(self: &Arc<Self>, filter: &Arc<Node>) -> Result<()> {
         let _one_change = self.changing().await;

@@ -146,7 +146,21 @@ impl QueueState {
                     self.attachment.observe(kind, end_ns.saturating_sub(start_ns), end_ns);
                 }
             }
-            Err(_) => self.lane.counters.count_refused(kind, outcome_of(result), end_ns),
+            Err(_) => self.count_refused(kind, outcome_of(result), start_ns, end_ns),
+        }
+    }
+
+    #[cold]
+    fn count_refused(&self, kind: IoKind, outcome: Outcome, start_ns: u64, end_ns: u64) {
+        let accounting = self.attachment.accounting();
+        let latency_ns = match outcome {
+            Outcome::Failed if accounting.failed => Some(end_ns.saturating_sub(start_ns)),
+            Outcome::Invalid if accounting.invalid => Some(0),
+            _ => None,
+        };
+        self.lane.counters.count_refused(kind, outcome, latency_ns, end_ns);
+        if let (Outcome::Failed, Some(latency_ns), true) = (outcome, latency_ns, self.attachment.is_observing()) {
+            self.attachment.observe(kind, latency_ns, end_ns);
         }
     }
 }
@@ -319,6 +333,7 @@ impl Queue {
 
     /// Counts a request that the caller refused as impossible before it got here.
     pub fn count_invalid(&self, kind: IoKind) {
-        self.0.lane.counters.count_refused(kind, Outcome::Invalid, rt::round_now_ns());
+        let now_ns = rt::round_now_ns();
+        self.0.count_refused(kind, Outcome::Invalid, now_ns, now_ns);
     }
 }

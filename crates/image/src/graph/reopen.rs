@@ -31,6 +31,9 @@ const QCOW2: &[&str] = &[
     "pass-discard-other",
 ];
 
+/// Those of a raw node: where its window is.
+const RAW: &[&str] = &["offset", "size"];
+
 /// One node with its new options, checked.
 struct Plan {
     node: Arc<Node>,
@@ -40,6 +43,8 @@ struct Plan {
     detect_zeroes: DetectZeroes,
     qcow2: Option<Qcow2RuntimeOptions>,
     group: Option<Arc<Group>>,
+    /// Of a raw node: first byte of its window, and length where it is given.
+    window: Option<(u64, Option<u64>)>,
     backing: Backing,
 }
 
@@ -97,6 +102,9 @@ impl Graph {
             relinked.push((Arc::clone(&plan.node), old));
         }
         for plan in plans {
+            if let Some((offset, size)) = plan.window {
+                plan.node.set_window(offset, size);
+            }
             plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.qcow2.as_ref(), plan.group);
         }
         for old in relinked.into_iter().filter_map(|(_, old)| old) {
@@ -153,7 +161,8 @@ impl Graph {
             }
             _ => None,
         };
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, backing })
+        let window = wanted_window(&node, &old, &options)?;
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, backing })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -196,6 +205,27 @@ impl Graph {
     }
 }
 
+/// The window that a raw node is to have, where it changes.
+fn wanted_window(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<Option<(u64, Option<u64>)>> {
+    let window = |options: &BlockdevOptions| {
+        let number = |key: &str| options.get(key).and_then(Value::as_u64);
+        (number("offset").unwrap_or(0), number("size"))
+    };
+    let wanted = window(new);
+    if node.driver_name() != "raw" || window(old) == wanted {
+        return Ok(None);
+    }
+    // An image that is stored in it, or a layer over it, has taken what it is at its opening.
+    if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
+        let message = format!("node '{}' is in use by '{user}', so its 'offset' and 'size' can't change", node.name());
+        return Err(Error::new(ErrorKind::Busy, message));
+    }
+    if let Some(child) = node.child(ChildRole::File) {
+        crate::formats::raw::RawDriver::check_window(&child, wanted.0, wanted.1)?;
+    }
+    Ok(Some(wanted))
+}
+
 fn cannot_change(key: &str) -> Error {
     Error::invalid_argument(format!("Cannot change the option '{key}'"))
 }
@@ -212,6 +242,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
         COMMON.contains(&key)
             || (node.qcow2().is_some() && (QCOW2.contains(&key) || key == "backing"))
             || (node.throttle().is_some() && key == "throttle-group")
+            || (node.driver_name() == "raw" && RAW.contains(&key))
     };
     let keys = old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
     for key in keys.filter(|key| !changeable(key) && *key != "node-name") {

@@ -107,6 +107,9 @@ impl Node {
             Driver::Filter(filter) => filter.write(offset, buf).await,
         };
         self.count(IoKind::Write, len, &result);
+        if result.is_ok() {
+            self.counters.note_written(offset + len);
+        }
         self.tracking.written(offset, len);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, buf);
@@ -134,6 +137,9 @@ impl Node {
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
         };
         self.count(IoKind::WriteZeroes, len, &result);
+        if result.is_ok() {
+            self.counters.note_written(offset + len);
+        }
         self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
@@ -211,6 +217,9 @@ impl Node {
         };
         for (offset, len) in spans {
             self.count(IoKind::Write, len, &result);
+            if result.is_ok() {
+                self.counters.note_written(offset + len);
+            }
             self.tracking.written(offset, len);
         }
         result?;

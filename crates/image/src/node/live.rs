@@ -60,6 +60,13 @@ impl Node {
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
+    /// Another part of its file, when this is a raw node.
+    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
+        if let Driver::Raw(raw) = &self.driver {
+            raw.set_window(offset, size);
+        }
+    }
+
     /// Notes what an option has come to.
     pub(crate) fn set_option(&self, key: &str, value: serde_json::Value) {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).insert(key, value);

@@ -329,9 +329,13 @@ impl Node {
         matches!(self.driver, Driver::Filter(_))
     }
 
-    /// Requests that reached this node so far. Requests of a format to its own file go past the file's node.
+    /// Requests that reached this node so far; of a protocol node, the operations on its file, whoever asked for them.
     pub fn statistics(&self) -> NodeStats {
-        self.counters.snapshot()
+        let stats = self.counters.snapshot();
+        match &self.driver {
+            Driver::File(file) => stats.with_file(&file.file.statistics()),
+            _ => stats,
+        }
     }
 
     /// The options of the node as they count now.

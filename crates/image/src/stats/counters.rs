@@ -2,8 +2,8 @@
 //! Plain counters, spread so that threads don't share cache lines.
 
 use super::{IoKind, KINDS};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +14,22 @@ pub enum Outcome {
     Failed,
     /// It asked for something that can't be: outside of the disk, or a write where only reading is allowed.
     Invalid,
+}
+
+/// Which of the requests that weren't carried out count for latencies and idle time (QEMU's `stats-account-failed` and
+/// `stats-account-invalid`). They are counted as failed and invalid in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accounting {
+    /// Failed requests: for latencies and for idle time.
+    pub failed: bool,
+    /// Invalid ones: for idle time.
+    pub invalid: bool,
+}
+
+impl Default for Accounting {
+    fn default() -> Self {
+        Accounting { failed: true, invalid: true }
+    }
 }
 
 /// Counters of one kind of request.
@@ -29,7 +45,8 @@ pub struct KindStats {
     pub failed: u64,
     /// Requests that were refused as impossible.
     pub invalid: u64,
-    /// Time that the requests carried out took, all together, in nanoseconds.
+    /// Time that the requests took, all together, in nanoseconds: those carried out, and failed ones where they count
+    /// ([`Accounting::failed`]).
     pub total_ns: u64,
 }
 
@@ -87,16 +104,20 @@ impl LaneCounters {
         self.last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
-    /// Counts a request that was not. Only the lane's thread calls this.
+    /// Counts a request that was not. With `latency_ns` it counts as a use of the disk all the same, and for the total
+    /// time. Only the lane's thread calls this.
     #[cold]
-    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, end_ns: u64) {
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, latency_ns: Option<u64>, end_ns: u64) {
         let counters = &self.kinds[kind as usize];
         match outcome {
             Outcome::Done => {}
             Outcome::Failed => bump(&counters.failed, 1),
             Outcome::Invalid => bump(&counters.invalid, 1),
         }
-        self.last_end_ns.store(end_ns, Ordering::Relaxed);
+        if let Some(latency_ns) = latency_ns {
+            bump(&counters.total_ns, latency_ns);
+            self.last_end_ns.store(end_ns, Ordering::Relaxed);
+        }
     }
 
     /// Counts a request that became part of another one. Only the lane's thread calls this.
@@ -133,6 +154,8 @@ impl LaneCounters {
 pub struct NodeStats {
     /// Requests, bytes and failures; `merged` and `total_ns` stay 0.
     pub kinds: [KindStats; KINDS],
+    /// End of the furthest byte written so far.
+    pub highest_written_byte: u64,
 }
 
 impl NodeStats {
@@ -140,44 +163,39 @@ impl NodeStats {
     pub fn kind(&self, kind: IoKind) -> &KindStats {
         &self.kinds[kind as usize]
     }
+
+    /// What reached a file takes the place of what came through its node: formats go to their files directly. Only what
+    /// the node refused never got there.
+    pub(crate) fn with_file(mut self, file: &FileStats) -> NodeStats {
+        let ops = [
+            (IoKind::Read, FileOp::Read),
+            (IoKind::Write, FileOp::Write),
+            (IoKind::WriteZeroes, FileOp::Zero),
+            (IoKind::Discard, FileOp::Discard),
+            (IoKind::Flush, FileOp::Sync),
+        ];
+        for (kind, op) in ops {
+            let FileOpStats { operations, bytes, failed } = *file.of(op);
+            let invalid = self.kinds[kind as usize].invalid;
+            self.kinds[kind as usize] = KindStats { operations, bytes, failed, invalid, ..KindStats::default() };
+        }
+        self.highest_written_byte = file.highest_written_byte;
+        self
+    }
 }
 
-/// Threads share a shard when there are more of them than shards.
-const SHARDS: usize = 8;
-
+/// The counters of one node: operations, bytes, failed, invalid.
 #[derive(Debug, Default)]
-#[repr(align(64))]
-struct Shard([[AtomicU64; 4]; KINDS]);
-
-/// The counters of one node.
-#[derive(Debug, Default)]
-pub(crate) struct NodeCounters([Shard; SHARDS]);
-
-/// The shard of this thread.
-#[inline]
-fn shard_of_thread() -> usize {
-    thread_local! {
-        /// `SHARDS` before the first request.
-        static SHARD: Cell<usize> = const { Cell::new(SHARDS) };
-    }
-    #[cold]
-    fn choose() -> usize {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let shard = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
-        SHARD.set(shard);
-        shard
-    }
-    match SHARD.get() {
-        shard if shard < SHARDS => shard,
-        _ => choose(),
-    }
+pub(crate) struct NodeCounters {
+    table: ShardedCounters<KINDS, 4>,
+    highest_written_byte: AtomicU64,
 }
 
 impl NodeCounters {
     /// Counts a request that was carried out.
     #[inline]
     pub(crate) fn count_done(&self, kind: IoKind, len: u64) {
-        let [operations, bytes, ..] = &self.0[shard_of_thread()].0[kind as usize];
+        let [operations, bytes, ..] = self.table.row(kind as usize);
         operations.fetch_add(1, Ordering::Relaxed);
         bytes.fetch_add(len, Ordering::Relaxed);
     }
@@ -185,7 +203,7 @@ impl NodeCounters {
     /// Counts a request that was not.
     #[cold]
     pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome) {
-        let [_, _, failed, invalid] = &self.0[shard_of_thread()].0[kind as usize];
+        let [_, _, failed, invalid] = self.table.row(kind as usize);
         match outcome {
             Outcome::Done => 0,
             Outcome::Failed => failed.fetch_add(1, Ordering::Relaxed),
@@ -193,17 +211,26 @@ impl NodeCounters {
         };
     }
 
-    pub(crate) fn snapshot(&self) -> NodeStats {
-        let mut stats = NodeStats::default();
-        for shard in &self.0 {
-            for (kind, [operations, bytes, failed, invalid]) in stats.kinds.iter_mut().zip(&shard.0) {
-                kind.operations += operations.load(Ordering::Relaxed);
-                kind.bytes += bytes.load(Ordering::Relaxed);
-                kind.failed += failed.load(Ordering::Relaxed);
-                kind.invalid += invalid.load(Ordering::Relaxed);
-            }
+    /// Bytes up to `end` were written.
+    #[inline]
+    pub(crate) fn note_written(&self, end: u64) {
+        if self.highest_written_byte.load(Ordering::Relaxed) < end {
+            self.highest_written_byte.fetch_max(end, Ordering::Relaxed);
         }
-        stats
+    }
+
+    pub(crate) fn snapshot(&self) -> NodeStats {
+        let kind = |[operations, bytes, failed, invalid]: [u64; 4]| KindStats {
+            operations,
+            bytes,
+            failed,
+            invalid,
+            ..KindStats::default()
+        };
+        NodeStats {
+            kinds: self.table.sums().map(kind),
+            highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed),
+        }
     }
 }
 
@@ -215,16 +242,16 @@ mod tests {
     fn lanes_count_outcomes_apart() {
         let lane = LaneCounters::default();
         lane.count_done(IoKind::Write, 4096, 512, 100, 350);
-        lane.count_refused(IoKind::Write, Outcome::Failed, 400);
-        lane.count_refused(IoKind::Write, Outcome::Invalid, 450);
+        lane.count_refused(IoKind::Write, Outcome::Failed, Some(30), 400);
+        lane.count_refused(IoKind::Write, Outcome::Invalid, None, 450);
         lane.count_merged(IoKind::Read);
         let mut kinds = [KindStats::default(); KINDS];
         lane.collect(&mut kinds);
         lane.collect(&mut kinds);
-        let write = KindStats { operations: 2, bytes: 1024, merged: 0, failed: 2, invalid: 2, total_ns: 500 };
+        let write = KindStats { operations: 2, bytes: 1024, merged: 0, failed: 2, invalid: 2, total_ns: 560 };
         assert_eq!(kinds[IoKind::Write as usize], write);
         assert_eq!(kinds[IoKind::Read as usize].merged, 2);
-        assert_eq!((lane.highest_written_byte(), lane.last_end_ns()), (4608, 450));
+        assert_eq!((lane.highest_written_byte(), lane.last_end_ns()), (4608, 400));
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod counters;
 mod histogram;
 mod interval;
 
-pub use counters::{KindStats, NodeStats, Outcome};
+pub use counters::{Accounting, KindStats, NodeStats, Outcome};
 pub(crate) use counters::{LaneCounters, NodeCounters};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
@@ -50,6 +50,8 @@ impl IoKind {
 pub struct AttachmentStats {
     /// Counters, by [`IoKind`] as index.
     pub kinds: [KindStats; KINDS],
+    /// What counts for latencies and idle time.
+    pub accounting: Accounting,
     /// End of the furthest byte written so far.
     pub highest_written_byte: u64,
     /// Time since the last request ended, in nanoseconds; `None` before the first one and while one runs.

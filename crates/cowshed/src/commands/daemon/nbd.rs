@@ -74,10 +74,10 @@ struct NbdArgs {
     /// Encrypt, with the credentials of an object
     #[arg(long, value_name = "ID")]
     tls_creds: Option<String>,
-    /// Authorization by an object (not yet supported)
+    /// Authorization by an object (not supported)
     #[arg(long, value_name = "ID")]
     tls_authz: Option<String>,
-    /// Host name in a server's certificate (not yet supported)
+    /// Host name in a server's certificate, for --list
     #[arg(long, value_name = "NAME")]
     tls_hostname: Option<String>,
     /// Accepted without effect
@@ -107,7 +107,7 @@ struct NbdArgs {
     /// Keep writes in a temporary overlay (not yet supported)
     #[arg(short, long)]
     snapshot: bool,
-    /// Serve an internal snapshot (not yet supported)
+    /// Serve an internal snapshot, for reading: an ID or name, snapshot.id=ID or snapshot.name=NAME
     #[arg(short, long, value_name = "SNAPSHOT")]
     load_snapshot: Option<String>,
     /// The same as --cache=none
@@ -135,19 +135,21 @@ struct NbdArgs {
 
 impl NbdArgs {
     fn check(&self) -> Result<(), Failure> {
-        let refused = [
-            ("--bitmap", !self.bitmap.is_empty()),
-            ("--list", self.list),
-            ("--tls-authz", self.tls_authz.is_some()),
-            ("--tls-hostname", self.tls_hostname.is_some()),
-            ("--selinux-label", self.selinux_label.is_some()),
-            ("--connect", self.connect.is_some()),
-            ("--disconnect", self.disconnect.is_some()),
-            ("--snapshot", self.snapshot),
-            ("--load-snapshot", self.load_snapshot.is_some()),
+        let never = [
+            ("--tls-authz", self.tls_authz.is_some(), "who may connect is decided by the client's certificate"),
+            ("--selinux-label", self.selinux_label.is_some(), "label the socket's folder instead"),
+            ("--connect", self.connect.is_some(), "attach with nbd-client"),
+            ("--disconnect", self.disconnect.is_some(), "detach with nbd-client"),
         ];
-        match refused.iter().find(|(_, given)| *given) {
+        if let Some((option, _, instead)) = never.iter().find(|(_, given, _)| *given) {
+            return Err(Failure::new(format!("the option '{option}' is not supported: {instead}")));
+        }
+        let not_yet = [("--bitmap", !self.bitmap.is_empty()), ("--list", self.list), ("--snapshot", self.snapshot)];
+        match not_yet.iter().find(|(_, given)| *given) {
             Some((option, _)) => Err(Failure::not_yet(option)),
+            None if self.tls_hostname.is_some() => {
+                Err(Failure::new("--tls-hostname is for --list: this server has no server to check"))
+            }
             None if self.image_opts && self.format.is_some() => {
                 Err(Failure::new("--image-opts and -f are mutually exclusive"))
             }
@@ -175,8 +177,13 @@ impl NbdArgs {
         })
     }
 
+    /// A snapshot can only be read, whether that is said or not.
+    fn is_writable(&self) -> bool {
+        !self.read_only && self.load_snapshot.is_none()
+    }
+
     fn drive(&self, file: &str) -> Result<Drive, Failure> {
-        let writable = !self.read_only;
+        let writable = self.is_writable();
         let mut drive = match (&self.offset, self.image_opts) {
             (None, true) => Drive::image_opts(NODE, file, writable)?,
             (None, false) => Drive::file(NODE, file, self.format.as_deref(), writable)?,
@@ -185,6 +192,9 @@ impl NbdArgs {
             }
             (Some(_), _) => return Err(Failure::new("--offset needs an image of format raw")),
         };
+        if let Some(snapshot) = &self.load_snapshot {
+            drive.load_snapshot(snapshot)?;
+        }
         let cache = if self.nocache { Some("none") } else { self.cache.as_deref() };
         // Discards are passed on where nothing else is said, as qemu-nbd does.
         let discard = Some(self.discard.as_deref().unwrap_or("unmap"));
@@ -213,7 +223,7 @@ fn run(matches: &ArgMatches, _console: &mut Console) -> Result<u8, Failure> {
     }
     steps.push(Step::drive(file, args.drive(file)?));
     steps.push(Step::serve(args.address(), args.tls_creds.clone(), args.shared, args.handshake_limit));
-    let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": !args.read_only,
+    let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth});
     steps.push(Step::call(file, "block-export-add", "BlockExportOptions", export));
     let running = Running {

@@ -45,7 +45,7 @@ struct ServeArgs {
     /// Cache mode of FILE: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE")]
     cache: Option<String>,
-    /// An image with options: file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,l2-cache-size=SIZE,…
+    /// An image with options: file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,l2-cache-size=SIZE,throttling.iops-total=N,stats-intervals.0=SECONDS,…
     #[arg(long = "drive", value_name = "OPTIONS")]
     drives: Vec<String>,
     /// Listen on a Unix socket
@@ -173,6 +173,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         steps.push(Step::object(object)?);
     }
     let exports: Vec<(String, bool)> = drives.iter().map(|drive| (drive.id.clone(), drive.writable)).collect();
+    let controls: Vec<Step> = drives.iter().map(|drive| Step::controls("drive", drive)).collect();
     steps.extend(drives.into_iter().map(|drive| Step::drive("drive", drive)));
     let is_second = std::env::var_os("COWSHED_BACKGROUND").is_some();
     let mut folder = None;
@@ -193,6 +194,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
                              "allocation-depth": true});
         steps.push(Step::call("export", "block-export-add", "BlockExportOptions", options));
     }
+    steps.extend(controls);
     for monitor in &args.monitors {
         steps.push(Step::monitor_at("--monitor", monitor_address(monitor)?, false));
     }
