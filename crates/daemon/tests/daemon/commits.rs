@@ -253,3 +253,17 @@ fn commits_that_cannot_be_are_refused_by_name() {
     assert_eq!(client.command("query-jobs", json!({})), json!([]));
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn a_commit_that_is_ready_can_end_without_taking_over() {
+    let (daemon, mut client, mut model) = chain("cluster_size=64k");
+    client.command("block-commit", json!({"job-id": "c", "device": "t", "base-node": "b"}));
+    client.event("BLOCK_JOB_READY");
+    client.command("block-job-cancel", json!({"device": "c"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    let committed = model.clone();
+    Load::start(&uri(&daemon, "t"), &mut model, 11).join();
+    let folder = expect_content(daemon, "t", &model);
+    assert!(Qemu::system().content(&folder.path().join("b"), "qcow2") == committed, "the base lacks something");
+}
