@@ -10,7 +10,12 @@ pub const HEADER_BYTES: usize = 592;
 /// Unit of the header's offsets.
 const SECTOR_BYTES: u64 = 512;
 const MAGIC: &[u8; 6] = b"LUKS\xba\xbe";
-const SLOTS: usize = 8;
+/// Number of key slots.
+pub const SLOTS: usize = 8;
+/// Length of the master key's digest in bytes.
+pub const DIGEST_BYTES: usize = 20;
+/// Length of a salt in bytes.
+pub const SALT_BYTES: usize = 32;
 const SLOT_BYTES: usize = 48;
 const FIRST_SLOT: usize = 208;
 const SLOT_ENABLED: u32 = 0x00ac_71f3;
@@ -29,6 +34,10 @@ pub struct LuksHeader {
     pub payload_offset: u64,
     /// Length of the master key in bytes.
     pub key_bytes: u32,
+    /// Digest of the master key: the first 20 bytes of PBKDF2 over it.
+    pub master_key_digest: [u8; DIGEST_BYTES],
+    /// Salt of that digest.
+    pub master_key_salt: [u8; SALT_BYTES],
     /// Iterations of the master key's digest.
     pub master_key_iterations: u32,
     /// UUID as text.
@@ -44,6 +53,8 @@ pub struct KeySlot {
     pub active: bool,
     /// Iterations of the key derivation.
     pub iterations: u32,
+    /// Salt of the key derivation.
+    pub salt: [u8; SALT_BYTES],
     /// First byte of the key material, from the header on.
     pub key_offset: u64,
     /// Stripes that the key is split into.
@@ -71,10 +82,40 @@ impl LuksHeader {
             hash: text_at::<32>(bytes, 72).ok_or_else(short)?,
             payload_offset: u64::from(be32_at(bytes, 104).ok_or_else(short)?) * SECTOR_BYTES,
             key_bytes: be32_at(bytes, 108).ok_or_else(short)?,
+            master_key_digest: array_at(bytes, 112).ok_or_else(short)?,
+            master_key_salt: array_at(bytes, 132).ok_or_else(short)?,
             master_key_iterations: be32_at(bytes, 164).ok_or_else(short)?,
             uuid: text_at::<40>(bytes, 168).ok_or_else(short)?,
             slots,
         })
+    }
+
+    /// The header as it stands on disk. Names that are too long for their fields are cut.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
+        // Every text ends with a NUL.
+        let text = |text: &str, field: usize| text.as_bytes()[..text.len().min(field - 1)].to_vec();
+        put(0, MAGIC);
+        put(6, &1u16.to_be_bytes());
+        put(8, &text(&self.cipher_name, 32));
+        put(40, &text(&self.cipher_mode, 32));
+        put(72, &text(&self.hash, 32));
+        put(104, &sectors(self.payload_offset).to_be_bytes());
+        put(108, &self.key_bytes.to_be_bytes());
+        put(112, &self.master_key_digest);
+        put(132, &self.master_key_salt);
+        put(164, &self.master_key_iterations.to_be_bytes());
+        put(168, &text(&self.uuid, 40));
+        for (index, slot) in self.slots.iter().enumerate() {
+            let at = FIRST_SLOT + index * SLOT_BYTES;
+            put(at, &(if slot.active { SLOT_ENABLED } else { SLOT_DISABLED }).to_be_bytes());
+            put(at + 4, &slot.iterations.to_be_bytes());
+            put(at + 8, &slot.salt);
+            put(at + 40, &sectors(slot.key_offset).to_be_bytes());
+            put(at + 44, &slot.stripes.to_be_bytes());
+        }
+        bytes
     }
 
     /// The mode in its parts: chaining mode, generator of initial vectors, and that one's hash.
@@ -102,6 +143,7 @@ impl KeySlot {
         let slot = Self {
             active: state == SLOT_ENABLED,
             iterations: be32_at(bytes, at + 4)?,
+            salt: array_at(bytes, at + 8)?,
             key_offset: u64::from(be32_at(bytes, at + 40)?) * SECTOR_BYTES,
             stripes: be32_at(bytes, at + 44)?,
         };
@@ -110,6 +152,11 @@ impl KeySlot {
             other => Err(Error::invalid_image("luks_key_slot", other, "a key slot is neither enabled nor disabled")),
         })
     }
+}
+
+/// The header counts in sectors of 512 bytes.
+fn sectors(bytes: u64) -> u32 {
+    u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX)
 }
 
 /// The text in a field of `N` bytes, up to its NUL.
@@ -151,6 +198,8 @@ mod tests {
         assert_eq!(header.payload_offset, 4040 * 512);
         assert_eq!((header.slots[0].active, header.slots[0].key_offset, header.slots[7].active), (true, 4096, false));
         assert_eq!(header.uuid.len(), 36);
+        assert_eq!(LuksHeader::parse(&header.encode()).expect("a header"), header);
+        assert_eq!(header.encode()[..], self::header()[..]);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::process::Command;
 const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-block", &[]),
     ("cowshed-layout", &["cowshed-block"]),
+    ("cowshed-crypto", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-qmp", &[]),
     ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-storage", &["cowshed-block"]),

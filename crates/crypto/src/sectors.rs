@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Sectors of 512 bytes, each encrypted on its own with an initial vector made from its number.
+
+use crate::Hash;
+use crate::blocks::{BLOCK_BYTES, Block, BlockCipher, as_blocks, block_cipher};
+use cowshed_block::{Error, Result};
+
+/// Length of a sector in bytes.
+pub const SECTOR_BYTES: usize = 512;
+
+/// Sectors whose tweaks are made in one go.
+const SECTORS_AT_ONCE: usize = 8;
+
+/// A block cipher.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Algorithm {
+    /// AES.
+    Aes,
+    /// Serpent.
+    Serpent,
+    /// Twofish.
+    Twofish,
+}
+
+impl Algorithm {
+    /// Its name in headers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Aes => "aes",
+            Algorithm::Serpent => "serpent",
+            Algorithm::Twofish => "twofish",
+        }
+    }
+}
+
+/// How blocks hang together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chaining {
+    /// XEX with tweaks (IEEE 1619); half of the key makes the tweaks.
+    Xts,
+    /// Cipher block chaining.
+    Cbc,
+    /// Every block on its own: equal blocks show. Read for completeness' sake.
+    Ecb,
+}
+
+/// How the number of a sector becomes the initial vector (in XTS: the tweak).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InitialVector {
+    /// The number's low 32 bits.
+    Plain,
+    /// The number, 64 bits.
+    Plain64,
+    /// The number encrypted with the hash of the key.
+    Essiv(Hash),
+}
+
+/// A cipher as headers and options name it: "aes" with "xts-plain64".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CipherSpec {
+    /// The block cipher.
+    pub algorithm: Algorithm,
+    /// The mode.
+    pub chaining: Chaining,
+    /// The initial vectors.
+    pub initial_vector: InitialVector,
+}
+
+impl CipherSpec {
+    /// From the two names of a LUKS header. What isn't known is refused by field and value.
+    pub fn parse(cipher_name: &str, cipher_mode: &str) -> Result<CipherSpec> {
+        let algorithm = match cipher_name {
+            "aes" => Algorithm::Aes,
+            "serpent" => Algorithm::Serpent,
+            "twofish" => Algorithm::Twofish,
+            _ => return Err(Error::unsupported("this cipher is not known").field("cipher_name").value(cipher_name)),
+        };
+        let unknown = |what: &str| {
+            Error::unsupported(format!("this {what} is not known")).field("cipher_mode").value(cipher_mode)
+        };
+        let (chaining, generator) = cipher_mode.split_once('-').unwrap_or((cipher_mode, ""));
+        let chaining = match chaining {
+            "xts" => Chaining::Xts,
+            "cbc" => Chaining::Cbc,
+            "ecb" => Chaining::Ecb,
+            _ => return Err(unknown("mode")),
+        };
+        let initial_vector = match generator.split_once(':').unwrap_or((generator, "")) {
+            ("plain", "") => InitialVector::Plain,
+            ("plain64", "") => InitialVector::Plain64,
+            ("essiv", hash) => InitialVector::Essiv(Hash::named("cipher_mode", hash)?),
+            ("", "") if chaining == Chaining::Ecb => InitialVector::Plain64,
+            _ => return Err(unknown("initial vector")),
+        };
+        Ok(CipherSpec { algorithm, chaining, initial_vector })
+    }
+
+    /// The mode as headers name it.
+    pub fn mode_name(&self) -> String {
+        let chaining = match self.chaining {
+            Chaining::Xts => "xts",
+            Chaining::Cbc => "cbc",
+            Chaining::Ecb => return "ecb".to_owned(),
+        };
+        match self.initial_vector {
+            InitialVector::Plain => format!("{chaining}-plain"),
+            InitialVector::Plain64 => format!("{chaining}-plain64"),
+            InitialVector::Essiv(hash) => format!("{chaining}-essiv:{}", hash.name()),
+        }
+    }
+}
+
+/// Encrypts and decrypts whole sectors in place.
+pub struct SectorCipher {
+    chaining: Chaining,
+    data: Box<dyn BlockCipher>,
+    /// Of XTS.
+    tweak: Option<Box<dyn BlockCipher>>,
+    initial_vector: InitialVector,
+    /// Of ESSIV.
+    vectors: Option<Box<dyn BlockCipher>>,
+}
+
+impl std::fmt::Debug for SectorCipher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SectorCipher").field("chaining", &self.chaining).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    Encrypt,
+    Decrypt,
+}
+
+impl SectorCipher {
+    /// With a key of 16, 24 or 32 bytes, twice as many for XTS. Keys of other lengths are refused.
+    pub fn new(spec: CipherSpec, key: &[u8]) -> Result<SectorCipher> {
+        let (data, tweak) = match spec.chaining {
+            Chaining::Xts if key.len() % 2 != 0 => {
+                return Err(Error::unsupported("XTS takes two keys of one length").field("key_bytes").value(key.len()));
+            }
+            Chaining::Xts => {
+                let (data, tweak) = key.split_at(key.len() / 2);
+                (data, Some(block_cipher(spec.algorithm, tweak)?))
+            }
+            Chaining::Cbc | Chaining::Ecb => (key, None),
+        };
+        let vectors = match spec.initial_vector {
+            InitialVector::Essiv(hash) => {
+                let salt = zeroize::Zeroizing::new(hash.digest(&[key]));
+                Some(block_cipher(spec.algorithm, &salt)?)
+            }
+            InitialVector::Plain | InitialVector::Plain64 => None,
+        };
+        let data = block_cipher(spec.algorithm, data)?;
+        Ok(SectorCipher { chaining: spec.chaining, data, tweak, initial_vector: spec.initial_vector, vectors })
+    }
+
+    /// Encrypts sectors numbered from `first` on. `bytes` is a multiple of [`SECTOR_BYTES`] long.
+    pub fn encrypt(&self, first: u64, bytes: &mut [u8]) {
+        self.run(first, bytes, Direction::Encrypt);
+    }
+
+    /// Decrypts sectors numbered from `first` on. `bytes` is a multiple of [`SECTOR_BYTES`] long.
+    pub fn decrypt(&self, first: u64, bytes: &mut [u8]) {
+        self.run(first, bytes, Direction::Decrypt);
+    }
+
+    fn run(&self, first: u64, bytes: &mut [u8], direction: Direction) {
+        debug_assert!(bytes.len().is_multiple_of(SECTOR_BYTES));
+        let mut number = first;
+        for group in bytes.chunks_mut(SECTORS_AT_ONCE * SECTOR_BYTES) {
+            let mut vectors = [Block::default(); SECTORS_AT_ONCE];
+            let vectors = &mut vectors[..group.len() / SECTOR_BYTES];
+            for vector in vectors.iter_mut() {
+                let narrow = self.initial_vector == InitialVector::Plain;
+                let shown = if narrow { number & u64::from(u32::MAX) } else { number };
+                vector[..8].copy_from_slice(&shown.to_le_bytes());
+                number = number.wrapping_add(1);
+            }
+            if let Some(cipher) = &self.vectors {
+                cipher.encrypt(vectors);
+            }
+            if let Some(cipher) = &self.tweak {
+                cipher.encrypt(vectors);
+            }
+            for (sector, vector) in group.chunks_exact_mut(SECTOR_BYTES).zip(vectors) {
+                match (self.chaining, direction) {
+                    (Chaining::Xts, _) => self.xts(*vector, sector, direction),
+                    (Chaining::Cbc, Direction::Encrypt) => self.cbc_encrypt(*vector, sector),
+                    (Chaining::Cbc, Direction::Decrypt) => self.cbc_decrypt(*vector, sector),
+                    (Chaining::Ecb, _) => self.blocks(sector, direction),
+                }
+            }
+        }
+    }
+
+    fn blocks(&self, sector: &mut [u8], direction: Direction) {
+        match direction {
+            Direction::Encrypt => self.data.encrypt(as_blocks(sector)),
+            Direction::Decrypt => self.data.decrypt(as_blocks(sector)),
+        }
+    }
+
+    /// All tweaks first, so that the blocks go through the cipher together.
+    fn xts(&self, first: Block, sector: &mut [u8], direction: Direction) {
+        const BLOCKS: usize = SECTOR_BYTES / BLOCK_BYTES;
+        let mut tweaks = [0u128; BLOCKS];
+        let mut tweak = u128::from_le_bytes(first.into());
+        for place in &mut tweaks {
+            *place = tweak;
+            // Times x in GF(2^128), by x^128 = x^7 + x^2 + x + 1.
+            tweak = (tweak << 1) ^ ((tweak >> 127) * 0x87);
+        }
+        whiten(sector, &tweaks);
+        self.blocks(sector, direction);
+        whiten(sector, &tweaks);
+    }
+
+    fn cbc_encrypt(&self, vector: Block, sector: &mut [u8]) {
+        let mut last = vector;
+        for block in as_blocks(sector) {
+            block.iter_mut().zip(&last).for_each(|(byte, before)| *byte ^= before);
+            self.data.encrypt(std::slice::from_mut(block));
+            last = *block;
+        }
+    }
+
+    fn cbc_decrypt(&self, vector: Block, sector: &mut [u8]) {
+        let mut stored = [0; SECTOR_BYTES];
+        stored.copy_from_slice(sector);
+        self.data.decrypt(as_blocks(sector));
+        let before = vector.iter().chain(&stored[..SECTOR_BYTES - BLOCK_BYTES]);
+        sector.iter_mut().zip(before).for_each(|(byte, before)| *byte ^= before);
+    }
+}
+
+fn whiten(sector: &mut [u8], tweaks: &[u128]) {
+    for (block, tweak) in sector.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(tweaks) {
+        *block = (u128::from_le_bytes(*block) ^ tweak).to_le_bytes();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MODES: [&str; 6] = ["xts-plain64", "xts-plain", "xts-essiv:sha256", "cbc-plain64", "cbc-essiv:sha256", "ecb"];
+
+    /// IEEE 1619-2007, annex B, XTS-AES-128 vector 4 and XTS-AES-256 vector 10: first and last bytes of the sector.
+    #[test]
+    fn xts_as_in_the_standard() {
+        let digits = |start: &str| -> Vec<u8> {
+            (0..start.len() / 2).map(|at| u8::from_str_radix(&start[2 * at..2 * at + 2], 16).unwrap()).collect()
+        };
+        let plain: Vec<u8> = (0..SECTOR_BYTES).map(|at| at as u8).collect();
+        let cases = [
+            ("2718281828459045235360287471352631415926535897932384626433832795", 0, "27a7479befa1d476489f308cd4cfa6e2"),
+            (
+                "27182818284590452353602874713526624977572470936999595749669676273141592653589793238462643383279502884197169399375105820974944592",
+                0xff,
+                "1c3b3a102f770386e4836c99e370cf9b",
+            ),
+        ];
+        for (key, sector, start) in cases {
+            let spec = CipherSpec::parse("aes", "xts-plain64").unwrap();
+            let cipher = SectorCipher::new(spec, &digits(key)).unwrap();
+            let mut bytes = plain.clone();
+            cipher.encrypt(sector, &mut bytes);
+            assert_eq!(bytes[..16], digits(start)[..]);
+            cipher.decrypt(sector, &mut bytes);
+            assert!(bytes == plain);
+        }
+    }
+
+    #[test]
+    fn what_is_encrypted_is_decrypted() {
+        for name in ["aes", "serpent", "twofish"] {
+            for mode in MODES {
+                for width in [16, 24, 32] {
+                    let spec = CipherSpec::parse(name, mode).unwrap();
+                    assert_eq!(spec.mode_name(), mode);
+                    let len = if spec.chaining == Chaining::Xts { 2 * width } else { width };
+                    let key: Vec<u8> = (0..len).map(|at| (at * 7 + 3) as u8).collect();
+                    let cipher = SectorCipher::new(spec, &key).unwrap();
+                    let plain: Vec<u8> = (0..19 * SECTOR_BYTES).map(|at| (at / 5) as u8).collect();
+                    let mut bytes = plain.clone();
+                    cipher.encrypt(u64::from(u32::MAX) - 3, &mut bytes);
+                    assert!(bytes != plain, "{name} {mode}");
+                    // Sector by sector is the same as all at once.
+                    let mut single = plain[5 * SECTOR_BYTES..6 * SECTOR_BYTES].to_vec();
+                    cipher.encrypt(u64::from(u32::MAX) + 2, &mut single);
+                    assert!(single == bytes[5 * SECTOR_BYTES..6 * SECTOR_BYTES], "{name} {mode}");
+                    cipher.decrypt(u64::from(u32::MAX) - 3, &mut bytes);
+                    assert!(bytes == plain, "{name} {mode}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        for (name, mode) in [
+            ("cast5", "cbc-plain64"),
+            ("aes", "ctr-plain64"),
+            ("aes", "cbc"),
+            ("aes", "xts-null"),
+            ("aes", "cbc-essiv"),
+            ("aes", "cbc-essiv:md5"),
+            ("", ""),
+        ] {
+            assert!(CipherSpec::parse(name, mode).is_err(), "{name} {mode}");
+        }
+        let spec = CipherSpec::parse("aes", "xts-plain64").unwrap();
+        for len in [0, 15, 16, 33, 34, 63, 128] {
+            assert!(SectorCipher::new(spec, &vec![1; len]).is_err(), "{len}");
+        }
+        // A vector cipher takes the hash as its key, which must fit.
+        let spec = CipherSpec::parse("aes", "cbc-essiv:sha1").unwrap();
+        assert!(SectorCipher::new(spec, &[1; 16]).is_err());
+    }
+}
