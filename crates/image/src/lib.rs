@@ -13,6 +13,7 @@ pub mod node;
 pub mod open;
 pub mod options;
 pub mod rescue;
+pub mod secret;
 pub mod snapshots;
 pub mod stats;
 

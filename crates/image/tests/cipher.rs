@@ -5,7 +5,7 @@
 use cowshed_block::{GuestOffset, HostOffset};
 use cowshed_image::create::{qcow2::Qcow2CreateOptions, write_fresh_qcow2};
 use cowshed_image::formats::qcow2::{Cipher, Qcow2Driver};
-use cowshed_image::formats::{OpenContext, Qcow2RuntimeOptions};
+use cowshed_image::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::path::Path;
 use std::sync::Arc;
@@ -42,6 +42,7 @@ async fn open(path: &Path) -> Qcow2Driver {
         file_name: path.display().to_string(),
         data_file: None,
         backing: None,
+        encryption: EncryptionOptions::default(),
         options: Qcow2RuntimeOptions::default(),
         writable: true,
         check: false,

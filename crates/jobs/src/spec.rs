@@ -3,6 +3,7 @@
 
 use cowshed_block::{Error, Result};
 use cowshed_image::open::Policy;
+use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, open};
 use std::sync::Arc;
@@ -26,6 +27,8 @@ pub struct ImageSpec {
     pub policy: Policy,
     /// An internal snapshot to read in place of the disk as it is now (`-l`).
     pub snapshot: Option<SnapshotName>,
+    /// Secrets that options can name (`--object secret`), by their id.
+    pub secrets: Vec<(String, Secret)>,
     /// Where warnings go, one line each; nowhere when `None`.
     pub on_warning: Option<fn(&str)>,
 }
@@ -53,7 +56,11 @@ impl ImageSpec {
         } else {
             OpenRequest::file(&self.name).format(self.format.as_deref())
         };
-        let request = request.force_share(self.force_share).policy(self.policy.clone()).snapshot(self.snapshot.clone());
+        let request = request
+            .force_share(self.force_share)
+            .policy(self.policy.clone())
+            .snapshot(self.snapshot.clone())
+            .secrets(self.secrets.iter().cloned());
         let request = if self.shares_raw { request.sharing_raw() } else { request };
         match &self.cache {
             Some(mode) => request.cache(mode),

@@ -15,7 +15,15 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-storage", &["cowshed-block"]),
     (
         "cowshed-image",
-        &["cowshed-block", "cowshed-layout", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-qcow2", "cowshed-storage"],
+        &[
+            "cowshed-block",
+            "cowshed-crypto",
+            "cowshed-layout",
+            "cowshed-nbd",
+            "cowshed-nbd-proto",
+            "cowshed-qcow2",
+            "cowshed-storage",
+        ],
     ),
     ("cowshed-nbd-proto", &["cowshed-block"]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),

@@ -4,7 +4,10 @@
 use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::secret::Secret;
 use cowshed_jobs::ImageSpec;
+use cowshed_storage::path_of_text;
 
 /// `--output`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -22,7 +25,7 @@ pub struct NamingArgs {
     /// FILE is an option string (driver=…,file.filename=…), not a file name
     #[arg(long)]
     pub image_opts: bool,
-    /// QEMU user-creatable object, for example a secret (not yet supported)
+    /// A secret for encrypted images: secret,id=ID,file=FILE (or data=TEXT; format=raw|base64)
     #[arg(long = "object", value_name = "OBJDEF")]
     pub objects: Vec<String>,
     /// For images from strangers.
@@ -33,7 +36,6 @@ pub struct NamingArgs {
 impl NamingArgs {
     /// Refuses what isn't supported yet, and a format beside an option string, which names its own.
     pub fn check(&self, format: Option<&String>) -> Result<(), Failure> {
-        refuse_objects(&self.objects)?;
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
         }
@@ -50,12 +52,49 @@ impl NamingArgs {
             on_warning: Some(warning::print),
             shares_raw: true,
             policy: self.untrusted.policy()?,
+            secrets: secrets(&self.objects)?,
             ..ImageSpec::default()
         })
     }
 }
 
-/// Objects hold secrets, which only encrypted images need.
+/// What `--object` says: secrets, each with its id.
+pub fn secrets(objects: &[String]) -> Result<Vec<(String, Secret)>, Failure> {
+    let mut secrets: Vec<(String, Secret)> = Vec::new();
+    for object in objects {
+        let (kind, rest) = object.split_once(',').unwrap_or((object, ""));
+        if kind.strip_prefix("qom-type=").unwrap_or(kind) != "secret" {
+            return Err(Failure::new(format!(
+                "invalid object type: {kind} (images need objects of the type 'secret')"
+            )));
+        }
+        let options = BlockdevOptions::from_keyval(rest)?;
+        if let Some(key) = options.keys().find(|key| !["id", "data", "file", "format"].contains(key)) {
+            return Err(Failure::new(format!(
+                "Parameter '{key}' is unexpected (a secret has id, data, file and format)"
+            )));
+        }
+        let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
+        let is_base64 = match options.text("format") {
+            None | Some("raw") => false,
+            Some("base64") => true,
+            Some(other) => {
+                return Err(Failure::new(format!(
+                    "Parameter 'format' does not accept value '{other}' (raw or base64)"
+                )));
+            }
+        };
+        let file = options.text("file").map(path_of_text);
+        let secret = Secret::load(options.text("data"), file.as_deref(), is_base64)?;
+        if secrets.iter().any(|(known, _)| known == id) {
+            return Err(Failure::new(format!("attempt to add duplicate property '{id}' to object (type 'container')")));
+        }
+        secrets.push((id.to_owned(), secret));
+    }
+    Ok(secrets)
+}
+
+/// Objects hold secrets, which a verb that creates images can't use yet.
 pub fn refuse_objects(objects: &[String]) -> Result<(), Failure> {
     if objects.is_empty() { Ok(()) } else { Err(Failure::not_yet("--object")) }
 }

@@ -2,6 +2,7 @@
 //! What a format driver is given to open an image.
 
 use crate::node::Node;
+use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_storage::File;
 use std::sync::Arc;
@@ -17,6 +18,8 @@ pub struct OpenContext {
     pub data_file: Option<File>,
     /// The backing file; none without one, or when `no_backing` is set.
     pub backing: Option<Arc<Node>>,
+    /// What the options say of encryption.
+    pub encryption: EncryptionOptions,
     /// The run-time options.
     pub options: Qcow2RuntimeOptions,
     /// Opened for writing: autoclear bits are cleared, a dirty image is recovered.
@@ -31,6 +34,15 @@ pub struct OpenContext {
     pub no_data: bool,
     /// So much may come out of compressed clusters until the image is closed, in bytes; `u64::MAX` is no limit.
     pub max_decompressed_bytes: u64,
+}
+
+/// The `encrypt.*` options of an image that is opened.
+#[derive(Clone, Debug, Default)]
+pub struct EncryptionOptions {
+    /// The format that the user expects: "luks" or "aes". An image that has another one is refused.
+    pub format: Option<String>,
+    /// The passphrase. Without it an encrypted image opens, and its data can't be read.
+    pub secret: Option<Secret>,
 }
 
 /// Run-time options of the qcow2 driver; none of them is stored in the image. Sizes in bytes.

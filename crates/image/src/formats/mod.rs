@@ -7,7 +7,7 @@ pub mod qcow2;
 pub mod raw;
 pub(crate) mod vmdk;
 
-pub use context::{OpenContext, OverlapChecks, Qcow2RuntimeOptions};
+pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
 use crate::node::{Driver, LocalFuture};
 use crate::open::{Draft, Opener};

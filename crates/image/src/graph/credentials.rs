@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! TLS credentials that options refer to by their id (`tls-creds`).
+//! What options refer to by an id: TLS credentials (`tls-creds`) and secrets (`encrypt.key-secret`).
 
 use super::Graph;
+use crate::secret::Secret;
 use cowshed_nbd::ClientTls;
 use std::sync::PoisonError;
 
@@ -18,5 +19,18 @@ impl Graph {
 
     pub(crate) fn tls_credentials(&self, id: &str) -> Option<ClientTls> {
         self.credentials.lock().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+    }
+
+    /// From now on options can name this secret; `None` forgets the one of this id. Nodes that are open stay open.
+    pub fn set_secret(&self, id: &str, secret: Option<Secret>) {
+        let mut known = self.secrets.lock().unwrap_or_else(PoisonError::into_inner);
+        match secret {
+            Some(secret) => known.insert(id.to_owned(), secret),
+            None => known.remove(id),
+        };
+    }
+
+    pub(crate) fn secret(&self, id: &str) -> Option<Secret> {
+        self.secrets.lock().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
     }
 }

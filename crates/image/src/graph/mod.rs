@@ -28,6 +28,7 @@ pub(crate) use queue::outcome_of;
 
 use crate::filters::throttle::Groups;
 use crate::node::Node;
+use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::ClientTls;
 use owned::Owned;
@@ -47,6 +48,8 @@ pub struct Graph {
     owned: Mutex<Owned>,
     /// TLS credentials by the id that options name them with.
     credentials: Mutex<BTreeMap<String, ClientTls>>,
+    /// Secrets by their id.
+    secrets: Mutex<BTreeMap<String, Secret>>,
     throttle_groups: Groups,
     /// Who hears of requests of exports that failed.
     on_failed: OnceLock<failed::Listener>,

@@ -15,6 +15,7 @@ use crate::node::{
 use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
 };
+use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
@@ -56,6 +57,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     let wants_snapshot = request.snapshot.is_some();
     let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
+        secrets: request.secrets,
         files: request.files,
         deadline: request.policy.time_limit.map(Deadline::from_now),
         policy: request.policy,
@@ -149,6 +151,7 @@ struct OpenedFile {
 
 pub(crate) struct Opener {
     pub graph: Arc<Graph>,
+    pub secrets: Vec<(String, Secret)>,
     pub files: Arc<dyn Files>,
     pub policy: Policy,
     deadline: Option<Deadline>,

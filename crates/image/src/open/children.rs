@@ -4,7 +4,7 @@
 use super::BackingPolicy;
 use super::build::{Draft, Opener, Place, Role, named};
 use super::names::{protocol_options, resolve};
-use crate::formats::{OpenContext, Qcow2RuntimeOptions};
+use crate::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use crate::node::{ChildRole, Node};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -37,7 +37,9 @@ impl Opener {
             format: header.backing_format().map(|format| format.into_owned()),
         };
         let (backing, no_backing) = self.backing_child(draft, image, &named).await?;
+        let encryption = self.encryption(draft)?;
         Ok(OpenContext {
+            encryption,
             file,
             file_name: image.to_owned(),
             data_file,
@@ -50,6 +52,22 @@ impl Opener {
             snapshot: self.snapshot.clone().filter(|_| draft.place.role == Role::Root),
             max_decompressed_bytes: self.policy.max_decompressed_bytes,
         })
+    }
+
+    /// What the options say of encryption. Who only asks what the image says of itself needs no key.
+    fn encryption(&self, draft: &Draft) -> Result<EncryptionOptions> {
+        let Some(Value::Object(map)) = draft.options.get("encrypt") else { return Ok(EncryptionOptions::default()) };
+        let text = |key: &str| map.get(key).and_then(Value::as_str);
+        let secret = match text("key-secret") {
+            Some(_) if self.no_io || self.check => None,
+            Some(id) => {
+                let given = self.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
+                let secret = given.or_else(|| self.graph.secret(id));
+                Some(secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?)
+            }
+            None => None,
+        };
+        Ok(EncryptionOptions { format: text("format").map(str::to_owned), secret })
     }
 
     /// True when the backing file is to be opened, or the options name one.

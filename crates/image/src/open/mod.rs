@@ -24,6 +24,7 @@ pub use policy::{FileKind, Files, HostFiles, Policy};
 use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::BlockdevOptions;
+use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::Result;
 use std::sync::Arc;
@@ -62,6 +63,7 @@ pub struct OpenRequest {
     resizes: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
+    secrets: Vec<(String, Secret)>,
     for_monitor: bool,
     files: Arc<dyn Files>,
 }
@@ -83,6 +85,7 @@ impl OpenRequest {
             resizes: false,
             policy: Policy::default(),
             graph: None,
+            secrets: Vec::new(),
             for_monitor: false,
             files: Arc::new(HostFiles),
         }
@@ -199,6 +202,13 @@ impl OpenRequest {
     #[must_use]
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
+        self
+    }
+
+    /// Secrets that options can name by their id, besides those of the graph.
+    #[must_use]
+    pub fn secrets(mut self, secrets: impl IntoIterator<Item = (String, Secret)>) -> Self {
+        self.secrets.extend(secrets);
         self
     }
 

@@ -126,10 +126,16 @@ const QCOW2: &[Key] = &[
         "cached",
         "catch writes that would land on metadata",
     ),
+    key("encrypt", KeyType::Struct(ENCRYPT), "as the image says", "the key of an encrypted image"),
     key("discard-no-unref", KeyType::Bool, "off", "keep discarded clusters allocated"),
     key("pass-discard-request", KeyType::Bool, "as discard", "pass discards of the guest on to the file"),
     key("pass-discard-snapshot", KeyType::Bool, "on", "discard what a deleted snapshot frees"),
     key("pass-discard-other", KeyType::Bool, "off", "discard what is freed otherwise"),
+];
+
+const ENCRYPT: &[Key] = &[
+    key("format", KeyType::Choice(&["luks", "aes"]), "as the image says", "the method that the image must have"),
+    key("key-secret", KeyType::Text, "", "id of the secret with the passphrase"),
 ];
 
 pub(crate) const OVERLAP_TEMPLATES: &[&str] = &["none", "constant", "cached", "all"];

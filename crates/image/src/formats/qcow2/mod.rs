@@ -9,6 +9,7 @@ mod allocate;
 mod cipher;
 mod cleaner;
 mod compressed;
+mod encryption;
 mod flush;
 mod header;
 mod holes;

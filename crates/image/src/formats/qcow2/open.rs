@@ -2,6 +2,7 @@
 //! Opening: header, L1 table, and nothing else that grows with the image.
 
 use super::cleaner::clean_each;
+use super::encryption;
 use super::{Cipher, Events, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
@@ -25,7 +26,10 @@ const REFCOUNT_BLOCKS: u64 = 4;
 impl Qcow2Driver {
     /// Opens an image whose children are open. An encrypted one can't be read without a cipher.
     pub async fn open(context: OpenContext) -> Result<Qcow2Driver> {
-        Self::open_with_cipher(context, None).await
+        let header = read_header(&context.file).await?;
+        let name = context.file_name.clone();
+        let cipher = encryption::cipher_of(&context, &header).await.map_err(|error| error.file(name))?;
+        Self::open_with_cipher(context, cipher).await
     }
 
     /// As [`Qcow2Driver::open`], with the cipher of an encrypted image.
@@ -114,7 +118,8 @@ pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
         return refuse("bitmaps");
     }
     if header.crypt_method != 0 && !has_cipher {
-        return refuse("encryption");
+        let message = "the image is encrypted: writing needs 'encrypt.key-secret'";
+        return Err(Error::invalid_argument(message));
     }
     Ok(())
 }

@@ -48,7 +48,12 @@ impl Qcow2Driver {
                     return (Err(error), buf);
                 }
                 if encrypted && self.cipher.is_none() {
-                    return (Err(self.error(Error::unsupported("encrypted images can't be read yet"))), buf);
+                    return (
+                        Err(self.error(Error::invalid_argument(
+                            "the image is encrypted: reading needs 'encrypt.key-secret'",
+                        ))),
+                        buf,
+                    );
                 }
                 let (result, mut buf) = match encrypted {
                     true => return self.read_encrypted(extent, host, buf).await,

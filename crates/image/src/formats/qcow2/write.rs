@@ -74,7 +74,9 @@ impl Qcow2Driver {
     /// An encrypted copy of `bytes`.
     pub(super) fn encrypted(&self, guest: GuestOffset, host: HostOffset, bytes: &[u8]) -> Result<IoBuf> {
         let Some(cipher) = &self.cipher else {
-            return Err(self.error(Error::unsupported("encrypted images can't be written yet")));
+            return Err(
+                self.error(Error::invalid_argument("the image is encrypted: writing needs 'encrypt.key-secret'"))
+            );
         };
         if !guest.is_aligned(9) || !bytes.len().is_multiple_of(512) {
             return Err(Error::invalid_argument("encrypted images are written in whole sectors").value(guest));

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Secrets (`--object secret`): passphrases that options name by an id.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use cowshed_block::{Error, Result};
+use cowshed_crypto::Zeroizing;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Longest file of a secret, in bytes.
+const MAX_SECRET_BYTES: u64 = 1 << 20;
+
+/// A passphrase; wiped from memory when the last copy goes, and never shown.
+#[derive(Clone)]
+pub struct Secret(Arc<Zeroizing<Vec<u8>>>);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+impl Secret {
+    /// The bytes as they are.
+    pub fn new(bytes: Vec<u8>) -> Secret {
+        Secret(Arc::new(Zeroizing::new(bytes)))
+    }
+
+    /// From text or from a file, as it is (UTF-8) or in base64. Exactly one of the two is given.
+    pub fn load(data: Option<&str>, file: Option<&Path>, is_base64: bool) -> Result<Secret> {
+        let (given, source) = match (data, file) {
+            (Some(data), None) => (Zeroizing::new(data.as_bytes().to_vec()), "'data'".to_owned()),
+            (None, Some(file)) => (read_file(file)?, file.display().to_string()),
+            (Some(_), Some(_)) => return Err(Error::invalid_argument("'file' and 'data' are mutually exclusive")),
+            (None, None) => return Err(Error::invalid_argument("Must provide 'file' or 'data'")),
+        };
+        if !is_base64 {
+            return match std::str::from_utf8(&given) {
+                Ok(_) => Ok(Secret(Arc::new(given))),
+                Err(_) => {
+                    Err(Error::invalid_argument(format!("{source}: a secret of format 'raw' must be UTF-8 text")))
+                }
+            };
+        }
+        let text =
+            Zeroizing::new(given.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect::<Vec<u8>>());
+        let bytes = STANDARD.decode(&text[..]);
+        let wrong = |_| Error::invalid_argument(format!("{source}: the secret is no valid base64 text"));
+        bytes.map(Secret::new).map_err(wrong)
+    }
+
+    /// The bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
+    let failed = |error: std::io::Error| Error::invalid_argument(format!("Unable to read {}: {error}", path.display()));
+    let mut bytes = Zeroizing::new(Vec::new());
+    std::fs::File::open(path).map_err(failed)?.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    match bytes.len() as u64 > MAX_SECRET_BYTES {
+        true => {
+            Err(Error::invalid_argument(format!("{}: a secret has at most {MAX_SECRET_BYTES} bytes", path.display())))
+        }
+        false => Ok(bytes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_and_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pass");
+        std::fs::write(&path, "Z2Vo\nZWlt\n").unwrap();
+        assert_eq!(Secret::load(Some("geheim"), None, false).unwrap().as_bytes(), b"geheim");
+        assert_eq!(Secret::load(Some("Z2VoZWlt"), None, true).unwrap().as_bytes(), b"geheim");
+        assert_eq!(Secret::load(None, Some(&path), true).unwrap().as_bytes(), b"geheim");
+        assert_eq!(Secret::load(None, Some(&path), false).unwrap().as_bytes(), b"Z2Vo\nZWlt\n");
+        assert_eq!(format!("{:?}", Secret::new(b"geheim".to_vec())), "Secret");
+        for (data, file, is_base64) in [
+            (None, None, false),
+            (Some("x"), Some(&*path), false),
+            (Some("x"), None, true),
+            (None, Some(Path::new("/nowhere")), false),
+        ] {
+            assert!(Secret::load(data, file, is_base64).is_err());
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(Secret::load(None, Some(&path), false).is_err());
+    }
+}

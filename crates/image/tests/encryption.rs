@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Encrypted qcow2 images of QEMU's: read and written here, and what was written read by QEMU.
+
+use cowshed_image::secret::Secret;
+use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
+use cowshed_storage::{IoBuf, rt};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+const SIZE: usize = 4 << 20;
+
+fn output(program: &str, folder: &Path, args: &[&str]) -> (bool, String) {
+    let output = Command::new(program).current_dir(folder).args(args).output();
+    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&text).into_owned())
+}
+
+fn run(program: &str, folder: &Path, args: &[&str]) -> String {
+    let (good, text) = output(program, folder, args);
+    assert!(good, "{program} {args:?}: {text}");
+    text
+}
+
+const SECRET: &str = "secret,id=s,data=geheim";
+
+/// An image of QEMU's. On a busy machine its own measurement of its speed can fail.
+fn create(options: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    // Data files are looked for from where we run.
+    let data_file = format!("data_file={}/", folder.path().display());
+    let options = format!("encrypt.key-secret=s,{}", options.replace("data_file=", &data_file));
+    let size = SIZE.to_string();
+    let args = ["create", "-q", "-f", "qcow2", "--object", SECRET, "-o", &options, "a.qcow2", &size];
+    for _ in 0..50 {
+        let (good, text) = output("qemu-img", folder.path(), &args);
+        if good {
+            return folder;
+        }
+        assert!(text.contains("Unable to get accurate CPU usage"), "{options}: {text}");
+    }
+    panic!("qemu-img could not measure its speed in 50 attempts");
+}
+
+fn request(folder: &Path, password: &str) -> OpenRequest {
+    let path = folder.join("a.qcow2");
+    let request =
+        OpenRequest::image_opts(&format!("driver=qcow2,encrypt.key-secret=s,file.filename={}", path.display()));
+    request.unwrap().secrets([("s".to_owned(), Secret::new(password.into()))])
+}
+
+fn open_now(folder: &Path, writable: bool) -> Arc<Node> {
+    rt::block_on(open(request(folder, "geheim").writable(writable))).unwrap()
+}
+
+fn read(node: &Node, at: usize, len: usize) -> Vec<u8> {
+    let (result, buf) = rt::block_on(node.read(at as u64, IoBuf::zeroed(len)));
+    result.unwrap();
+    buf.to_vec()
+}
+
+/// What QEMU reads of the whole disk.
+fn qemu_reads(folder: &Path) -> Vec<u8> {
+    let image = "driver=qcow2,encrypt.key-secret=s,file.filename=a.qcow2";
+    run("qemu-img", folder, &["convert", "--object", SECRET, "--image-opts", image, "-O", "raw", "out.raw"]);
+    std::fs::read(folder.join("out.raw")).unwrap()
+}
+
+fn is_clean(folder: &Path) {
+    let image = "driver=qcow2,encrypt.key-secret=s,file.filename=a.qcow2";
+    run("qemu-img", folder, &["check", "--object", SECRET, "--image-opts", image]);
+}
+
+/// Numbers that only depend on the seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % limit
+    }
+}
+
+#[test]
+fn images_of_qemu_are_read_and_written() {
+    let matrix = [
+        "encrypt.format=luks,encrypt.iter-time=10",
+        "encrypt.format=luks,encrypt.iter-time=10,encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,\
+         encrypt.ivgen-hash-alg=sha256,cluster_size=4k",
+        "encrypt.format=luks,encrypt.iter-time=10,encrypt.cipher-alg=serpent-256,cluster_size=16k,extended_l2=on",
+        "encrypt.format=luks,encrypt.iter-time=10,encrypt.hash-alg=sha512,cluster_size=512,refcount_bits=64",
+        "encrypt.format=luks,encrypt.iter-time=10,data_file=data.raw",
+    ];
+    for (index, options) in matrix.into_iter().enumerate() {
+        let folder = create(options);
+        let at = folder.path();
+        let image = "driver=qcow2,encrypt.key-secret=s,file.filename=a.qcow2";
+        let commands = ["-c", "write -P 7 0 700k", "-c", "write -P 9 3000k 13k", "-c", "write -z 100k 64k"];
+        run("qemu-io", at, &[&["--object", SECRET, "--image-opts", image], &commands[..]].concat());
+        let mut model = qemu_reads(at);
+        let node = open_now(at, false);
+        assert!(read(&node, 0, SIZE) == model, "{options}: we read something else");
+        rt::block_on(node.close()).unwrap();
+        // Random requests of whole sectors beside a model; reads also of any bytes.
+        let node = open_now(at, true);
+        let mut random = Random(index as u64 + 1);
+        for _ in 0..150 {
+            let start = random.below(SIZE - 1);
+            let len = 1 + random.below((SIZE - start).min(90_000));
+            let sectors = (start / 512 * 512, len.div_ceil(512) * 512);
+            match random.below(5) {
+                0 => {
+                    let (start, len) = (sectors.0, sectors.1.min(SIZE - sectors.0));
+                    rt::block_on(node.write_zeroes(start as u64, len as u64, ZeroFlags::default())).unwrap();
+                    model[start..start + len].fill(0);
+                }
+                1 => assert!(read(&node, start, len) == model[start..start + len], "{options}: {start}+{len}"),
+                _ => {
+                    let (start, len) = (sectors.0, sectors.1.min(SIZE - sectors.0));
+                    let byte = 1 + random.below(255) as u8;
+                    let (result, _) = rt::block_on(node.write(start as u64, IoBuf::copy_from(&vec![byte; len])));
+                    result.unwrap_or_else(|error| panic!("{options}: write {start}+{len}: {error}"));
+                    model[start..start + len].fill(byte);
+                }
+            }
+        }
+        let (result, _) = rt::block_on(node.write(100, IoBuf::zeroed(5)));
+        assert!(result.expect_err("part of a sector").to_string().contains("whole sectors"));
+        rt::block_on(node.close()).unwrap();
+        is_clean(at);
+        assert!(qemu_reads(at) == model, "{options}: QEMU reads something else");
+        let node = open_now(at, false);
+        assert!(read(&node, 0, SIZE) == model, "{options}: we read something else after it was closed");
+        rt::block_on(node.close()).unwrap();
+        // Nothing of it stands in the file as it is.
+        let stored = std::fs::read(at.join("a.qcow2")).unwrap();
+        assert!(!stored.windows(64).any(|bytes| bytes == [7; 64]), "{options}: plain text in the file");
+    }
+}
+
+#[test]
+fn the_legacy_method_is_read() {
+    // QEMU's tools make such images for the sake of old ones.
+    let folder = create("encrypt.format=aes");
+    let at = folder.path();
+    let image = "driver=qcow2,encrypt.key-secret=s,file.filename=a.qcow2";
+    run(
+        "qemu-io",
+        at,
+        &["--object", SECRET, "--image-opts", image, "-c", "write -P 7 10k 700k", "-c", "write -P 1 3M 1k"],
+    );
+    let node = open_now(at, false);
+    assert!(read(&node, 0, SIZE) == qemu_reads(at));
+    rt::block_on(node.close()).unwrap();
+    let error = rt::block_on(open(request(at, "geheim").writable(true))).err().expect("writing is refused");
+    assert!(error.to_string().contains("legacy AES"), "{error}");
+}
+
+#[test]
+fn wrong_passphrases_and_damaged_slots_are_one_clear_error() {
+    let folder = create("encrypt.format=luks,encrypt.iter-time=10");
+    let at = folder.path();
+    let path = at.join("a.qcow2");
+    let image = std::fs::read(&path).unwrap();
+    let refused = |request: OpenRequest| rt::block_on(open(request)).err().expect("refused").to_string();
+    let text = refused(request(at, "falsch"));
+    assert!(text.contains("a.qcow2") && text.contains("Invalid password, cannot unlock any keyslot"), "{text}");
+    let text = refused(
+        OpenRequest::image_opts(&format!("driver=qcow2,encrypt.key-secret=t,file.filename={}", path.display()))
+            .unwrap(),
+    );
+    assert!(text.contains("No secret with id 't'"), "{text}");
+    let aes = format!("driver=qcow2,encrypt.format=aes,encrypt.key-secret=s,file.filename={}", path.display());
+    let text =
+        refused(OpenRequest::image_opts(&aes).unwrap().secrets([("s".to_owned(), Secret::new(b"geheim".to_vec()))]));
+    assert!(text.contains("Header reported 'luks' encryption format but options specify 'aes'"), "{text}");
+    // Without a key: what the image says of itself can be had, its data can't.
+    let node = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()))).unwrap();
+    let (result, _) = rt::block_on(node.read(0, IoBuf::zeroed(512)));
+    assert!(result.is_ok(), "nothing is written there yet");
+    rt::block_on(node.close()).unwrap();
+    let text = refused(OpenRequest::file(path.to_str().unwrap()).writable(true));
+    assert!(text.contains("encrypt.key-secret"), "{text}");
+    // The header's area starts where the extension says; every kind of damage there is refused and changes nothing.
+    let start = image.windows(6).position(|bytes| bytes == b"LUKS\xba\xbe").expect("a LUKS header");
+    for (at_byte, word) in [
+        (0, "luks_magic"),
+        (8, "cipher_name"),
+        (40, "cipher_mode"),
+        (72, "luks_hash"),
+        (104, "luks_payload_offset"),
+        (108, "key_bytes"),
+        (208, "luks_key_slot"),
+        (208 + 44, "luks_key_slot_stripes"),
+        (208 + 40, "luks_key_slot_offset"),
+        (208 + 4, "luks_iterations"),
+        (112, "Invalid password"),
+        (132, "Invalid password"),
+        (208 + 8, "Invalid password"),
+    ] {
+        let mut damaged = image.clone();
+        damaged[start + at_byte] ^= 0x7f;
+        std::fs::write(&path, &damaged).unwrap();
+        let text = refused(request(at, "geheim").writable(true));
+        assert!(text.contains("a.qcow2") && text.contains(word), "byte {at_byte}: {text}");
+        assert!(std::fs::read(&path).unwrap() == damaged);
+    }
+}
