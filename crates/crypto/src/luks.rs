@@ -57,7 +57,7 @@ impl Volume {
             );
         }
         let volume = Volume { header, spec, hash };
-        let mut areas: Vec<Range<u64>> = vec![0..HEADER_BYTES as u64];
+        let mut areas: Vec<Range<u64>> = Vec::from([Range { start: 0, end: HEADER_BYTES as u64 }]);
         for slot in (0..SLOTS).filter(|slot| volume.header.slots[*slot].active) {
             let KeySlot { iterations, stripes, key_offset, .. } = volume.header.slots[slot];
             if iterations == 0 {

@@ -137,7 +137,7 @@ impl SectorCipher {
     /// With a key of 16, 24 or 32 bytes, twice as many for XTS. Keys of other lengths are refused.
     pub fn new(spec: CipherSpec, key: &[u8]) -> Result<SectorCipher> {
         let (data, tweak) = match spec.chaining {
-            Chaining::Xts if key.len() % 2 != 0 => {
+            Chaining::Xts if !key.len().is_multiple_of(2) => {
                 return Err(Error::unsupported("XTS takes two keys of one length").field("key_bytes").value(key.len()));
             }
             Chaining::Xts => {

@@ -153,7 +153,7 @@ fn the_legacy_method_is_read() {
     let node = open_now(at, false);
     assert!(read(&node, 0, SIZE) == qemu_reads(at));
     rt::block_on(node.close()).unwrap();
-    let error = rt::block_on(open(request(at, "geheim").writable(true))).err().expect("writing is refused");
+    let error = rt::block_on(open(request(at, "geheim").writable(true))).expect_err("writing is refused");
     assert!(error.to_string().contains("legacy AES"), "{error}");
 }
 
@@ -163,7 +163,7 @@ fn wrong_passphrases_and_damaged_slots_are_one_clear_error() {
     let at = folder.path();
     let path = at.join("a.qcow2");
     let image = std::fs::read(&path).unwrap();
-    let refused = |request: OpenRequest| rt::block_on(open(request)).err().expect("refused").to_string();
+    let refused = |request: OpenRequest| rt::block_on(open(request)).expect_err("refused").to_string();
     let text = refused(request(at, "falsch"));
     assert!(text.contains("a.qcow2") && text.contains("Invalid password, cannot unlock any keyslot"), "{text}");
     let text = refused(

@@ -69,7 +69,9 @@ pub fn secrets(objects: &[String]) -> Result<Vec<(String, Secret)>, Failure> {
             )));
         }
         let options = BlockdevOptions::from_keyval(rest)?;
-        if let Some(key) = options.keys().find(|key| !["id", "data", "file", "format"].contains(key)) {
+        if let Some((key, _)) =
+            options.iter().find(|(key, _)| !["id", "data", "file", "format"].contains(&key.as_str()))
+        {
             return Err(Failure::new(format!(
                 "Parameter '{key}' is unexpected (a secret has id, data, file and format)"
             )));
