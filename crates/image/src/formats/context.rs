@@ -45,6 +45,13 @@ pub struct EncryptionOptions {
     pub secret: Option<Secret>,
 }
 
+impl EncryptionOptions {
+    /// True when nothing is said.
+    pub fn is_empty(&self) -> bool {
+        self.format.is_none() && self.secret.is_none()
+    }
+}
+
 /// Run-time options of the qcow2 driver; none of them is stored in the image. Sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qcow2RuntimeOptions {
