@@ -257,7 +257,7 @@ fn our_own_name_says_more_of_an_error() {
     let (code, _, err) = run(&["io", "-c", "length", "nothing"]);
     assert!(code == Some(1) && err.contains("cowshed: nothing: ") && err.contains("No such file"), "{err}");
     let (code, _, err) = run(&["io", "--object", "secret,id=a", "-c", "length", "image.qcow2"]);
-    assert!(code == Some(1) && err.contains("--object"), "{err}");
+    assert!(code == Some(1) && err.contains("'file' or 'data'"), "{err}");
     let (code, out, err) = run(&["io", "-c", "wait_break A", "image.qcow2"]);
     assert!(code == Some(1) && out.contains("not supported"), "{out}{err}");
     let (code, out, _) = run(&["io", "-c", "help", "-c", "help write"]);
