@@ -114,6 +114,7 @@ fn run_shell(args: IoArgs, console: &mut Console, manner: Manner) -> Result<u8, 
 }
 
 fn open_spec(args: &IoArgs, file: &str) -> Result<OpenSpec, Failure> {
+    let spec = args.naming.spec(file, None)?;
     let native = args.native_aio.then(|| "native".to_owned());
     Ok(OpenSpec {
         path: Some(file.to_owned()),
@@ -127,6 +128,7 @@ fn open_spec(args: &IoArgs, file: &str) -> Result<OpenSpec, Failure> {
         aio: native.or_else(|| args.aio.clone()),
         force_share: args.force_share,
         copy_on_read: args.copy_on_read,
-        policy: args.naming.spec(file, None)?.policy,
+        policy: spec.policy,
+        secrets: spec.secrets,
     })
 }

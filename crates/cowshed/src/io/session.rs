@@ -11,6 +11,7 @@ use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy};
 use cowshed_image::options::{BlockdevOptions, DriverKind, DriverSchema};
+use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, open as open_image};
 use serde_json::Value;
 use std::sync::Arc;
@@ -45,6 +46,8 @@ pub struct OpenSpec {
     pub copy_on_read: bool,
     /// What the image may make us do.
     pub policy: Policy,
+    /// `--object secret`, by their id.
+    pub secrets: Vec<(String, Secret)>,
 }
 
 /// An open image.
@@ -135,6 +138,7 @@ impl OpenSpec {
         let unmaps = !matches!(self.discard.as_deref(), Some("ignore" | "off"));
         let request =
             request.writable(!self.read_only).force_share(self.force_share).discard(unmaps).policy(self.policy.clone());
+        let request = request.secrets(self.secrets.iter().cloned());
         // What the shell writes is durable when it says so, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }
