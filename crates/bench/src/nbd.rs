@@ -68,14 +68,15 @@ impl Program {
     fn arguments(self, image: &Path, socket: &Path, direct: bool) -> Vec<String> {
         let (image, socket) = (image.display(), socket.display());
         let cache = if direct { "on" } else { "off" };
-        let aio = if direct { "native" } else { "threads" };
+        let aio = if direct { ",aio=native" } else { "" };
+        // QEMU's `native` is for direct I/O only; without it each side has its default: threads there, io_uring here.
         let text = match self {
             Program::Nbd => {
-                let cache = if direct { "none" } else { "writeback" };
-                format!("-t -e 16 -f qcow2 --cache={cache} --aio={aio} -x disk -k {socket} {image}")
+                let options = if direct { "--cache=none --aio=native" } else { "--cache=writeback" };
+                format!("-t -e 16 -f qcow2 {options} -x disk -k {socket} {image}")
             }
             Program::StorageDaemon => format!(
-                "--blockdev file,node-name=f,filename={image},cache.direct={cache},aio={aio} \
+                "--blockdev file,node-name=f,filename={image},cache.direct={cache}{aio} \
                  --blockdev qcow2,node-name=disk,file=f,cache.direct={cache} \
                  --nbd-server addr.type=unix,addr.path={socket} --export nbd,id=e,node-name=disk,writable=on"
             ),

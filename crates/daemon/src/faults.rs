@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Failed requests of exports as events: `BLOCK_IO_ERROR` and `BLOCK_IMAGE_CORRUPTED`.
+//! Failed requests of exports and corrupt images as events: `BLOCK_IO_ERROR` and `BLOCK_IMAGE_CORRUPTED`.
 
 use crate::control::Message;
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use cowshed_block::ErrorKind;
-use cowshed_image::Node;
-use cowshed_image::graph::{FailedRequest, Graph, nodes_below};
+use cowshed_image::graph::{Corruption, FailedRequest, Graph};
 use cowshed_image::stats::IoKind;
 use serde_json::{Value, json};
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-/// Tells the monitors' clients of failed requests from now on.
-pub(crate) fn watch(graph: &Graph, events: EventBus, control: Sender<Message>) {
-    let told = Mutex::new(HashSet::new());
-    graph.on_failed(move |failed| {
-        if failed.error.kind() == ErrorKind::InvalidImage {
-            tell_corrupted(failed, &events, &told);
+/// Tells the monitors' clients of failed requests and corrupt images from now on.
+pub(crate) fn watch(graph: &Arc<Graph>, events: EventBus, control: Sender<Message>) {
+    let (bus, weak) = (events.clone(), Arc::downgrade(graph));
+    graph.observe_corruptions(Arc::new(move |corruption| {
+        if let Some(graph) = weak.upgrade() {
+            bus.emit("BLOCK_IMAGE_CORRUPTED", corrupted(&graph, corruption));
         }
+    }));
+    graph.on_failed(move |failed| {
         let data = io_error(failed);
         if let Some(delay) = events.emit_limited("BLOCK_IO_ERROR", failed.export, data) {
             // Fails only when the daemon has stopped.
@@ -37,17 +37,16 @@ fn io_error(failed: &FailedRequest<'_>) -> Value {
     data
 }
 
-/// Once for each image, and once more when it is marked as corrupt.
-fn tell_corrupted(failed: &FailedRequest<'_>, events: &EventBus, told: &Mutex<HashSet<(String, bool)>>) {
-    let nodes = nodes_below(failed.node);
-    let marked = nodes.iter().find(|node| node.qcow2().is_some_and(|qcow2| qcow2.is_corrupt()));
-    let named = |node: &&Arc<Node>| !node.is_filter() && failed.error.file_name() == Some(node.filename().as_str());
-    let node = marked.or_else(|| nodes.iter().find(named)).unwrap_or(failed.node);
-    let fatal = marked.is_some();
-    if !told.lock().unwrap_or_else(PoisonError::into_inner).insert((node.name().to_owned(), fatal)) {
-        return;
+/// The export is the first one that the image is below; a job may have found it where there is none.
+fn corrupted(graph: &Graph, corruption: &Corruption) -> Value {
+    let export = graph.exports_over(&corruption.node_name).into_iter().next().unwrap_or_default();
+    let mut data = json!({"device": export, "node-name": corruption.node_name, "msg": corruption.message,
+                          "fatal": corruption.fatal});
+    if let Some(offset) = corruption.offset {
+        data["offset"] = json!(offset);
     }
-    let data = json!({"device": failed.export, "node-name": node.name(), "msg": failed.error.to_string(),
-                      "fatal": fatal});
-    events.emit("BLOCK_IMAGE_CORRUPTED", data);
+    if let Some(size) = corruption.size_bytes {
+        data["size"] = json!(size);
+    }
+    data
 }

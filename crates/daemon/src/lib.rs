@@ -22,4 +22,10 @@ mod statistics;
 pub use control::{Message, Ready, Served, Setup, StopReason, run, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
-pub use options::{Chardevs, Drive, Step};
+pub use options::{Chardevs, Drive, Step, client_credentials};
+
+/// What a client needs to ask a server for its exports.
+pub mod client {
+    pub use cowshed_nbd::{ClientOptions, ListedExport, list_exports};
+    pub use cowshed_nbd_proto::flags::TransmissionFlags;
+}

@@ -2,9 +2,17 @@
 //! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
 
 use crate::commands::GROUPS;
+use crate::options::REFUSED_OBJECTS;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{COMMON, DRIVERS, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
+
+/// Types of exports that QEMU has, and why there are none here.
+const REFUSED_EXPORTS: &[(&str, &str)] = &[
+    ("vhost-user-blk", "guests attach over NBD"),
+    ("fuse", "an export is mounted with nbdfuse or attached with nbd-client"),
+    ("vduse-blk", "an export is attached with nbd-client"),
+];
 
 /// The type of `blockdev-add`'s arguments.
 pub(crate) const BLOCKDEV_OPTIONS: &str = "BlockdevOptions";
@@ -17,6 +25,12 @@ pub(crate) fn build() -> Result<Schema> {
         schema.add(group.schema).map_err(wrong)?;
     }
     add_drivers(&mut schema);
+    for (kind, reason) in REFUSED_OBJECTS {
+        schema.refuse("ObjectType", kind, *reason);
+    }
+    for (kind, reason) in REFUSED_EXPORTS {
+        schema.refuse("BlockExportType", kind, *reason);
+    }
     match schema.dangling().as_slice() {
         [] => Ok(schema),
         missing => Err(wrong(format!("undefined types {missing:?}"))),
@@ -89,6 +103,22 @@ mod tests {
     use super::*;
     use cowshed_qmp::Strictness;
     use serde_json::json;
+
+    #[test]
+    fn types_that_only_others_have_are_refused_with_the_reason() {
+        let schema = build().expect("the schema is right");
+        for (command, key, kinds) in
+            [("object-add", "qom-type", REFUSED_OBJECTS), ("block-export-add", "type", REFUSED_EXPORTS)]
+        {
+            for (kind, reason) in kinds {
+                let mut arguments = serde_json::Map::new();
+                arguments.insert(key.to_owned(), json!(kind));
+                arguments.insert("id".to_owned(), json!("x"));
+                let error = schema.check_arguments(command, arguments).expect_err("is refused");
+                assert!(error.description.contains(kind) && error.description.ends_with(reason), "{error}");
+            }
+        }
+    }
 
     #[test]
     fn each_command_has_a_definition_and_each_definition_a_command() {

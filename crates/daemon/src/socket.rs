@@ -2,9 +2,10 @@
 //! Unix sockets in the file system: those that others left behind are taken over, ours are taken away.
 
 use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_storage::socket::clear_stale;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 /// The name of a socket that we bound. Dropping it removes the name, if it still is the one that we made.
@@ -40,23 +41,6 @@ pub fn bind_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     let listener = UnixListener::bind(path).map_err(|error| failed(path, &error))?;
     let file = SocketFile::bound(path)?;
     Ok((listener, file))
-}
-
-/// Removes a socket that nobody listens on any more. `Busy` when somebody does, or when it is no socket.
-pub fn clear_stale(path: &Path) -> Result<()> {
-    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
-    let busy = |message: &str| Err(Error::new(ErrorKind::Busy, message).file(path.display().to_string()));
-    if !metadata.file_type().is_socket() {
-        return busy("there is a file of this name that is no socket");
-    }
-    match UnixStream::connect(path) {
-        Ok(_) => busy("another process listens on this socket"),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            tracing::info!(path = %path.display(), "removing a stale socket");
-            std::fs::remove_file(path).map_err(|error| failed(path, &error))
-        }
-        Err(error) => Err(failed(path, &error)),
-    }
 }
 
 fn failed(path: &Path, error: &io::Error) -> Error {

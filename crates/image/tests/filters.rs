@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fault filter, and the generic settings of a node.
+//! The fault filter, filters between an image and its file, and the generic settings of a node.
 
 use cowshed_block::{Errno, ErrorKind};
+use cowshed_image::filters::throttle::Limits;
 use cowshed_image::filters::{FaultOp, FaultRule};
+use cowshed_image::graph::Graph;
+use cowshed_image::node::ChildRole;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
 use std::os::unix::fs::MetadataExt;
@@ -60,6 +65,129 @@ fn armed_rules_fail_what_they_match() {
     let runs = rt::block_on(node.block_status_chain(0, 65536, 16)).unwrap();
     assert_eq!((runs[0].depth, runs[0].present), (0, true));
     rt::block_on(node.close()).unwrap();
+}
+
+fn qemu_img(arguments: &[&str]) -> String {
+    let output = std::process::Command::new("qemu-img").args(arguments).output();
+    let output =
+        output.unwrap_or_else(|error| panic!("qemu-img can't be run ({error}): scripts/setup test installs it"));
+    assert!(output.status.success(), "qemu-img {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// An image with two megabytes in it, stored behind whatever `between` says; `{}` there is its file's name.
+fn used_behind(between: &str) {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
+    qemu_img(&["create", "-q", "-f", "qcow2", &path, "16M"]);
+    let graph = Graph::new();
+    graph.throttle_groups().create("g", Limits::new()).unwrap();
+    let options = format!("driver=qcow2,node-name=q,discard=unmap,{}", between.replace("{}", &path));
+    let options = BlockdevOptions::from_keyval(&options).unwrap();
+    rt::block_on(async {
+        let node = graph.add(options).await.unwrap();
+        // Allocating writes make the file longer.
+        for at in 0..32u64 {
+            node.write(at * 65536 + 100, IoBuf::copy_from(&[at as u8 + 1; 65000])).await.0.unwrap();
+        }
+        node.flush().await.unwrap();
+        node.write_zeroes(1 << 20, 65536, ZeroFlags { may_unmap: true, no_fallback: false }).await.unwrap();
+        node.discard(65536, 65536).await.unwrap();
+        node.resize(24 << 20, Preallocation::Off).await.unwrap();
+        node.write((24 << 20) - 512, IoBuf::copy_from(&[99; 512])).await.0.unwrap();
+        let filter = node.child(ChildRole::File).unwrap();
+        let counted = filter.statistics();
+        assert!(counted.kind(IoKind::Write).operations > 32, "{between}: {counted:?}");
+        // Read-only and back, as a snapshot and a commit do it.
+        graph.set_read_only(&node, true).await.unwrap();
+        assert!(node.write(0, IoBuf::copy_from(&[1; 512])).await.0.is_err());
+        graph.set_read_only(&node, false).await.unwrap();
+        node.write(0, IoBuf::copy_from(&[77; 100])).await.0.unwrap();
+        drop((filter, node));
+        graph.delete("q").await.unwrap();
+    });
+    qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+    let node = open_opts(&format!("driver=qcow2,file.filename={path}"));
+    assert_eq!(node.size(), 24 << 20);
+    for at in [0, 2, 3, 15, 17, 31u64] {
+        assert_eq!(read(&node, at * 65536 + 100, 65000).unwrap(), vec![at as u8 + 1; 65000], "{between}: {at}");
+    }
+    assert_eq!(read(&node, 0, 101).unwrap(), [vec![77; 100], vec![1]].concat());
+    assert_eq!(read(&node, 1 << 20, 65536).unwrap(), vec![0; 65536], "{between}");
+    assert_eq!(read(&node, 65536, 65536).unwrap(), vec![0; 65536], "{between}");
+    assert_eq!(read(&node, (24 << 20) - 512, 512).unwrap(), [99; 512]);
+    rt::block_on(node.close()).unwrap();
+}
+
+#[test]
+fn an_image_may_be_stored_behind_any_filter() {
+    for between in [
+        "file.driver=throttle,file.throttle-group=g,file.file.filename={}",
+        "file.driver=copy-on-read,file.file.driver=file,file.file.filename={}",
+        "file.driver=fault,file.file.filename={}",
+        "file.driver=blkdebug,file.image.driver=file,file.image.filename={}",
+        "file.driver=throttle,file.throttle-group=g,file.file.driver=blkdebug,file.file.image.filename={}",
+        "file.driver=blkdebug,file.image.driver=throttle,file.image.throttle-group=g,file.image.file.filename={}",
+        "file.driver=throttle,file.throttle-group=g,file.file.driver=file,file.file.filename={},cache.direct=on",
+    ] {
+        used_behind(between);
+    }
+}
+
+#[test]
+fn a_filter_below_an_image_fails_its_requests() {
+    let (folder, _) = disk(&[]);
+    let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
+    qemu_img(&["create", "-q", "-f", "qcow2", &path, "16M"]);
+    let node = open_opts(&format!("driver=qcow2,file.driver=fault,file.file.filename={path}"));
+    write(&node, 0, &[1; 65536]).unwrap();
+    let filter = node.child(ChildRole::File).unwrap();
+    let fault = filter.fault().unwrap();
+    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Write, Errno::ENOSPC) });
+    let error = write(&node, 4096, &[2; 4096]).unwrap_err();
+    assert_eq!((error.kind(), error.file_name()), (ErrorKind::NoSpace, Some(path.as_str())));
+    assert_eq!(read(&node, 4096, 1).unwrap(), [1]);
+    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Resize, Errno::ENOSPC) });
+    assert_eq!(write(&node, 1 << 20, &[2; 65536]).unwrap_err().kind(), ErrorKind::NoSpace);
+    write(&node, 1 << 20, &[2; 65536]).unwrap();
+    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Read, Errno::EIO) });
+    assert!(read(&node, 0, 4096).is_err());
+    rt::block_on(node.close()).unwrap();
+    qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+}
+
+#[test]
+fn images_stand_in_windows_and_in_other_images_too() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (inner, outer, window) = (path("inner"), path("outer"), path("window"));
+    qemu_img(&["create", "-q", "-f", "qcow2", &inner, "8M"]);
+    // The image as the content of a larger one, and behind a megabyte of something else.
+    qemu_img(&["convert", "-q", "-f", "raw", "-O", "qcow2", &inner, &outer]);
+    qemu_img(&["resize", "-q", "-f", "qcow2", &outer, "32M"]);
+    std::fs::write(&window, [vec![0x55; 1 << 20], std::fs::read(&inner).unwrap()].concat()).unwrap();
+    for options in [
+        format!("driver=qcow2,file.driver=qcow2,file.file.filename={outer}"),
+        format!("driver=qcow2,file.driver=raw,file.offset=1M,file.file.filename={window}"),
+    ] {
+        let node = open_opts(&options);
+        assert_eq!(node.size(), 8 << 20, "{options}");
+        write(&node, 1 << 20, &[7; 1 << 20]).unwrap();
+        rt::block_on(node.close()).unwrap();
+        let node = open_opts(&options);
+        assert_eq!(read(&node, 1 << 20, 1 << 20).unwrap(), vec![7; 1 << 20], "{options}");
+        rt::block_on(node.close()).unwrap();
+    }
+    assert_eq!(std::fs::read(&window).unwrap()[..1 << 20], vec![0x55; 1 << 20]);
+    qemu_img(&["check", "-q", "-f", "qcow2", &outer]);
+    let nested = format!("driver=qcow2,file.driver=qcow2,file.file.driver=file,file.file.filename={outer}");
+    qemu_img(&["check", "-q", "--image-opts", &nested]);
+    // A window of a fixed length gets full.
+    std::fs::File::options().write(true).open(&window).unwrap().set_len(4 << 20).unwrap();
+    let fixed =
+        open_opts(&format!("driver=qcow2,file.driver=raw,file.offset=1M,file.size=3M,file.file.filename={window}"));
+    assert_eq!(write(&fixed, 4 << 20, &[8; 2 << 20]).unwrap_err().kind(), ErrorKind::NoSpace);
+    let _ = rt::block_on(fixed.close());
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
     if node.qcow2().is_none() {
         return Ok(None);
     }
-    let result = match plain_file(&node) {
+    let result = match stored_in(&node) {
         Ok(file) => check_file(&file, options, job).await,
         Err(error) => Err(error),
     };
@@ -114,9 +114,9 @@ fn mapped_outcome(node: &Node, findings: Vec<String>, options: &CheckOptions) ->
     }
 }
 
-fn plain_file(node: &Node) -> Result<File> {
-    let file = node.child(ChildRole::File).and_then(|child| child.file().cloned());
-    file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))
+fn stored_in(node: &Node) -> Result<File> {
+    let file = node.child(ChildRole::File).map(|child| child.storage());
+    file.ok_or_else(|| Error::unsupported("the image isn't stored in a file").file(node.filename()))
 }
 
 fn request(options: &CheckOptions) -> Result<OpenRequest> {

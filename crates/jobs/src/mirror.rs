@@ -11,6 +11,7 @@ use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::dirty::DirtyMap;
+use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
@@ -39,7 +40,7 @@ pub enum Sync {
 }
 
 /// How to copy.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct MirrorOptions {
     /// What is copied at first.
     pub sync: Sync,
@@ -47,11 +48,24 @@ pub struct MirrorOptions {
     pub granularity_bytes: u64,
     /// The most that is in memory, in bytes; at least one granule is.
     pub buffer_bytes: u64,
+    /// The target reads as zeroes: what is zero in the source isn't written there at first.
+    pub target_is_zero: bool,
+    /// Writes to the source go to the target too before they are over, by a filter of this name.
+    pub write_blocking: Option<String>,
+    /// The node whose place the target takes in the end, where that isn't the source: a filter above it.
+    pub replaces: Option<Arc<Node>>,
 }
 
 impl Default for MirrorOptions {
     fn default() -> Self {
-        MirrorOptions { sync: Sync::Full, granularity_bytes: GRANULARITY_BYTES, buffer_bytes: CHUNK_BYTES }
+        MirrorOptions {
+            sync: Sync::Full,
+            granularity_bytes: GRANULARITY_BYTES,
+            buffer_bytes: CHUNK_BYTES,
+            target_is_zero: false,
+            write_blocking: None,
+            replaces: None,
+        }
     }
 }
 
@@ -61,11 +75,36 @@ pub struct Mirror {
     source: Arc<Node>,
     target: Arc<Node>,
     reader: Arc<Attachment>,
-    writer: Arc<Attachment>,
+    writer: Writer,
     dirty: Arc<DirtyMap>,
     chunk_bytes: u64,
     /// The target is the base of the source's own chain.
     opened: Option<OpenedBase>,
+    replaces: Option<Arc<Node>>,
+}
+
+/// Who writes to the target.
+enum Writer {
+    /// The job.
+    Job(Arc<Attachment>),
+    /// This filter above the source, and the job beside it.
+    Filter(Arc<Node>),
+}
+
+impl Writer {
+    fn filter(&self) -> Option<&WriteBlocking> {
+        match self {
+            Writer::Job(_) => None,
+            Writer::Filter(filter) => filter.write_blocking(),
+        }
+    }
+
+    async fn end(&self, graph: &Arc<Graph>) -> Result<()> {
+        match self {
+            Writer::Job(attachment) => attachment.detach().await,
+            Writer::Filter(filter) => graph.remove_filter(filter).await,
+        }
+    }
 }
 
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
@@ -125,14 +164,20 @@ impl Mirror {
             let message = format!("the target '{}' is in use", target.name());
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        let write = Permissions { used: PermissionSet::CONSISTENT_READ | PermissionSet::WRITE, ..Permissions::READ };
-        let writer = graph.attach(target, AttachRequest::job(format!("{id}-target"), write)).await?;
-        match Self::observe(graph, id, source, options.granularity_bytes).await {
+        let writer = match &options.write_blocking {
+            Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),
+            None => {
+                let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
+                let request = AttachRequest::job(format!("{id}-target"), Permissions { used, ..Permissions::READ });
+                Writer::Job(graph.attach(target, request).await?)
+            }
+        };
+        match Self::observe(graph, id, source, options.granularity_bytes, writer.filter()).await {
             Ok((reader, dirty)) => {
                 let target = Arc::clone(target);
                 Self::begin(Mirror::of(graph, source, target, reader, writer, dirty), options).await
             }
-            Err(error) => writer.detach().await.and(Err(error)),
+            Err(error) => writer.end(graph).await.and(Err(error)),
         }
     }
 
@@ -145,9 +190,9 @@ impl Mirror {
         options: MirrorOptions,
     ) -> Result<Mirror> {
         let opened = OpenedBase::open(graph, id, Chain::between(top, Some(base))?, top.size()).await?;
-        match Self::observe(graph, id, top, options.granularity_bytes).await {
+        match Self::observe(graph, id, top, options.granularity_bytes, None).await {
             Ok((reader, dirty)) => {
-                let writer = Arc::clone(opened.writer());
+                let writer = Writer::Job(Arc::clone(opened.writer()));
                 let mirror = Mirror::of(graph, top, Arc::clone(base), reader, writer, dirty);
                 Self::begin(Mirror { opened: Some(opened), ..mirror }, options).await
             }
@@ -155,18 +200,23 @@ impl Mirror {
         }
     }
 
-    /// A reader of the source, and a map of what is written to it from now on.
+    /// A reader of the source, and a map of what is written to it from now on; the filter gets that too.
     async fn observe(
         graph: &Arc<Graph>,
         id: &str,
         source: &Arc<Node>,
         granularity_bytes: u64,
+        filter: Option<&WriteBlocking>,
     ) -> Result<(Arc<Attachment>, Arc<DirtyMap>)> {
         let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         let reader = graph.attach(source, AttachRequest::job(format!("{id}-source"), read)).await?;
         let tracked = {
             let _drained = graph.drain(&[source]).await;
-            source.track_dirty(granularity_bytes)
+            let tracked = source.track_dirty(granularity_bytes);
+            if let (Some(filter), Ok(dirty)) = (filter, &tracked) {
+                filter.activate(Arc::clone(dirty));
+            }
+            tracked
         };
         match tracked {
             Ok(dirty) => Ok((reader, dirty)),
@@ -179,23 +229,25 @@ impl Mirror {
         source: &Arc<Node>,
         target: Arc<Node>,
         reader: Arc<Attachment>,
-        writer: Arc<Attachment>,
+        writer: Writer,
         dirty: Arc<DirtyMap>,
     ) -> Mirror {
         let (graph, source) = (Arc::clone(graph), Arc::clone(source));
-        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes: CHUNK_BYTES, opened: None }
+        let chunk_bytes = CHUNK_BYTES;
+        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened: None, replaces: None }
     }
 
     async fn begin(mut self, options: MirrorOptions) -> Result<Mirror> {
         self.chunk_bytes =
             options.buffer_bytes.clamp(self.dirty.granularity_bytes(), CHUNK_BYTES.max(options.granularity_bytes));
-        match self.mark(options.sync).await {
+        self.replaces = options.replaces;
+        match self.mark(options.sync, options.target_is_zero).await {
             Ok(()) => Ok(self),
             Err(error) => self.end().await.and(Err(error)),
         }
     }
 
-    async fn mark(&self, sync: Sync) -> Result<()> {
+    async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<()> {
         let size = self.source.size();
         let mut at = 0;
         if let Some(opened) = &self.opened {
@@ -208,11 +260,21 @@ impl Mirror {
             }
             return Ok(());
         }
+        let queue = self.reader.queue();
         match sync {
-            Sync::Full => self.dirty.mark(0, size),
+            Sync::Full if !target_is_zero => self.dirty.mark(0, size),
             Sync::None => {}
+            Sync::Full => {
+                while at < size {
+                    for run in queue.block_status_chain(at, size - at, STATUS_RUNS).await? {
+                        if !run.zero {
+                            self.dirty.mark(run.start, run.len);
+                        }
+                        at = run.start + run.len;
+                    }
+                }
+            }
             Sync::Top => {
-                let queue = self.reader.queue();
                 while at < size {
                     for run in queue.block_status(at, size - at, STATUS_RUNS).await? {
                         if run.present {
@@ -230,8 +292,19 @@ impl Mirror {
     pub fn nodes(&self) -> Vec<Arc<Node>> {
         match &self.opened {
             Some(opened) => opened.chain().nodes(),
-            None => vec![Arc::clone(&self.source), Arc::clone(&self.target)],
+            None => {
+                let filter = match &self.writer {
+                    Writer::Job(_) => None,
+                    Writer::Filter(filter) => Some(filter),
+                };
+                [&self.source, &self.target].into_iter().chain(filter).map(Arc::clone).collect()
+            }
         }
+    }
+
+    /// What the target lacks, where writes to the source go to it at once; else `None`.
+    pub fn active_map(&self) -> Option<Arc<DirtyMap>> {
+        self.writer.filter().map(|_| Arc::clone(&self.dirty))
     }
 
     /// What is still to be copied, in bytes.
@@ -241,22 +314,36 @@ impl Mirror {
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
-        let (source, target) = (self.reader.queue(), self.writer.queue());
+        let source = self.reader.queue();
+        let target = match &self.writer {
+            Writer::Job(writer) => Some(writer.queue()),
+            Writer::Filter(_) => None,
+        };
         let mut from = 0;
         loop {
             job.pause_point().await?;
             self.check_place()?;
             let most = self.chunk_bytes;
-            let found = self.dirty.take_next(from, most).or_else(|| self.dirty.take_next(0, most));
+            let found = self.dirty.next(from, most).or_else(|| self.dirty.next(0, most));
             let Some(range) = found else { return Ok(()) };
             from = range.end;
             let len = range.end - range.start;
-            if let Err(error) = job.throttle(len).await {
+            job.throttle(len).await?;
+            // Clean before it is read: a write that comes in between makes it dirty again. One that goes to the target
+            // too must not come in between.
+            let ends = match &target {
+                Some(target) => Ends::Queues(&source, target),
+                // Past the gates: a write that waits for this range must not keep it from being copied.
+                None => Ends::Nodes(&self.source, &self.target),
+            };
+            let claimed = match self.writer.filter() {
+                Some(filter) => Some(filter.claim(range.start, len).await),
+                None => None,
+            };
+            self.dirty.clear(range.start, len);
+            if let Err(failure) = self.copy(&ends, &range).await {
                 self.dirty.mark(range.start, len);
-                return Err(error);
-            }
-            if let Err(failure) = self.copy(&Ends::Queues(&source, &target), &range).await {
-                self.dirty.mark(range.start, len);
+                drop(claimed);
                 settle(failure, judge, job).await?;
                 continue;
             }
@@ -322,9 +409,12 @@ impl Mirror {
             Ok(()) => self.target.flush().await,
             error => error,
         };
-        let released = self.writer.detach().await;
+        let released = self.writer.end(&self.graph).await;
         let result = match result.and(released) {
-            Ok(()) if pivot => self.graph.replace(&self.source, &self.target).await,
+            Ok(()) if pivot => {
+                let replaced = self.replaces.as_ref().unwrap_or(&self.source);
+                self.graph.replace(replaced, &self.target).await
+            }
             result => result,
         };
         let closed = match self.opened {
@@ -342,7 +432,7 @@ impl Mirror {
     pub async fn end(self) -> Result<()> {
         let writer = match self.opened {
             Some(opened) => opened.close().await,
-            None => self.writer.detach().await,
+            None => self.writer.end(&self.graph).await,
         };
         writer.and(self.reader.detach().await)
     }

@@ -51,8 +51,8 @@ fn file_of(node: &Node) -> Result<File> {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
         return Err(Error::unsupported(message).file(node.filename()));
     }
-    let file = node.child(ChildRole::File).and_then(|child| child.file().cloned());
-    file.ok_or_else(|| Error::unsupported("the image isn't stored in a plain file").file(node.filename()))
+    let file = node.child(ChildRole::File).map(|child| child.storage());
+    file.ok_or_else(|| Error::unsupported("the image isn't stored in a file").file(node.filename()))
 }
 
 async fn change(file: &File, action: &SnapshotAction, job: &JobHandle) -> Result<()> {

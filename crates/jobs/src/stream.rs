@@ -6,7 +6,7 @@
 //! both read the same.
 
 use crate::JobHandle;
-use crate::commit::merge::relink;
+use crate::commit::merge::{BackingName, relink};
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
@@ -26,6 +26,8 @@ pub struct StreamRequest {
     pub base: Option<Arc<Node>>,
     /// How the image's header is to name that layer.
     pub backing_file: Option<String>,
+    /// It names the format `raw` where that layer is a protocol's node.
+    pub mask_protocol: bool,
     /// The node-name of the filter.
     pub filter_name: String,
 }
@@ -147,7 +149,8 @@ impl Stream {
         let flushed = self.request.node.flush().await;
         let linked = match flushed {
             Ok(()) => {
-                let name = self.request.backing_file.as_deref();
+                let mask_protocol = self.request.mask_protocol;
+                let name = self.request.backing_file.as_deref().map(|file| BackingName { file, mask_protocol });
                 relink(&self.graph, &self.request.node, self.request.base.as_ref(), name).await
             }
             error => error,

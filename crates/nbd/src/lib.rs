@@ -11,7 +11,7 @@ mod receiver;
 mod stream;
 mod tls;
 
-pub use client::{Client, ClientOptions, ExportFacts};
+pub use client::{Client, ClientOptions, ExportFacts, ListedExport, list_exports};
 pub use receiver::Receiver;
 pub use stream::Stream;
 pub use tls::{ClientTls, ServerTls};

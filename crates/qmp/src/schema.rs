@@ -33,6 +33,8 @@ pub struct Schema {
     commands: BTreeMap<String, CommandTypes>,
     /// Name → name of the object type of its data.
     events: BTreeMap<String, String>,
+    /// Name of an enumeration and a value that it doesn't have → why not.
+    refusals: BTreeMap<(String, String), String>,
 }
 
 /// Name of the object type of arguments or data that stand inline.
@@ -98,6 +100,12 @@ impl Schema {
     /// True when there is this command.
     pub fn has_command(&self, name: &str) -> bool {
         self.commands.contains_key(name)
+    }
+
+    /// Has the error say why, when somebody gives the enumeration `name` this value, which isn't in it: for what others
+    /// have.
+    pub fn refuse(&mut self, name: &str, value: &str, reason: impl Into<String>) {
+        self.refusals.insert((name.to_owned(), value.to_owned()), reason.into());
     }
 
     /// Names that are used and not defined: must be empty.
@@ -218,6 +226,9 @@ impl Schema {
                 Value::String(word) => {
                     let allowed = words.join(", ");
                     let message = format!("Parameter '{path}' does not accept value '{word}'");
+                    if let Some(reason) = self.refusals.get(&(name.to_owned(), word)) {
+                        return Err(QmpError::generic(format!("{message}: {reason}")));
+                    }
                     // A long list helps nobody.
                     Err(QmpError::generic(match strictness {
                         Strictness::Texts if words.len() <= 12 => format!("{message}: one of {allowed}"),

@@ -103,9 +103,9 @@ impl File {
         Self::without_locks("null-co://".to_owned(), true, options.len, Medium::Null(NullFile(options)))
     }
 
-    /// `len` bytes behind a protocol. `name` is for messages.
+    /// `len` bytes behind a protocol, or behind whatever else is a [`Remote`]. `name` is for messages.
     pub fn remote(name: String, is_writable: bool, len: u64, remote: Arc<dyn Remote>) -> File {
-        Self::without_locks(name, is_writable, len, Medium::Remote(RemoteFile { remote, len }))
+        Self::without_locks(name, is_writable, len, Medium::Remote(RemoteFile::new(remote, len)))
     }
 
     /// Gives the space of a range back: a hint. On a local file it reads as zeroes then; behind a protocol what it holds is
@@ -214,7 +214,7 @@ impl File {
         match &self.0.medium {
             Medium::Host(host) => host.is_device(),
             Medium::Faulty(faulty) => faulty.base().is_device(),
-            Medium::Remote(_) => true,
+            Medium::Remote(file) => !file.grows(),
             Medium::Null(_) | Medium::Sim(_) => false,
         }
     }

@@ -13,6 +13,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxF
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
 /// An open file or block device.
@@ -22,6 +23,8 @@ pub(crate) struct HostFile {
     engine: Engine,
     is_device: bool,
     alignment: Alignment,
+    /// For reads and writes: what is in the page cache is done at once, where the kernel can say that it is.
+    tries_now: [AtomicBool; 2],
 }
 
 /// Who carries out the next operation.
@@ -55,7 +58,9 @@ impl HostFile {
             true => direct_alignment(&fd, is_device)?,
             false => Alignment { memory: 1, offset: 1 },
         };
-        Ok(HostFile { fd: Arc::new(fd), engine, is_device, alignment })
+        let cached = !options.cache.direct;
+        let tries_now = [AtomicBool::new(cached), AtomicBool::new(cached)];
+        Ok(HostFile { fd: Arc::new(fd), engine, is_device, alignment, tries_now })
     }
 
     pub(crate) fn alignment(&self) -> Alignment {
@@ -161,6 +166,30 @@ impl HostFile {
         Pool::io().run(move || work(fd.as_fd())).await
     }
 
+    /// A transfer on this thread, as far as the page cache has it: another thread would cost many times that. `None` when
+    /// it would have to wait.
+    fn transfer_now(
+        &self,
+        direction: Direction,
+        payload: &Payload,
+        skip: usize,
+        offset: u64,
+    ) -> Option<SysResult<usize>> {
+        let tries = &self.tries_now[usize::from(direction == Direction::Write)];
+        if !tries.load(Ordering::Relaxed) {
+            return None;
+        }
+        match sys::transfer_now(&self.fd, direction, payload, skip, offset) {
+            Err(Errno(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)) => {
+                tries.store(false, Ordering::Relaxed);
+                None
+            }
+            // What is wrong shows when it is done the other way.
+            Err(_) => None,
+            done => Some(done),
+        }
+    }
+
     async fn transfer(
         &self,
         direction: Direction,
@@ -176,6 +205,9 @@ impl HostFile {
                     (sys::ring_result(result), back)
                 }
                 Worker::Pool => {
+                    if let Some(result) = self.transfer_now(direction, &payload, skip, offset) {
+                        return (result, payload);
+                    }
                     let work = move |fd: BorrowedFd<'_>| {
                         let result = sys::transfer(fd, direction, &payload, skip, offset);
                         (result, payload)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a [`crate::File`] stands on: a file of the host, a simulated one, nothing, another file with faults, or bytes
-//! behind a protocol.
+//! behind a protocol or a node.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
 //! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if nobody
@@ -117,8 +117,7 @@ impl Medium {
             Medium::Null(_) => Err(Errno::ENOTSUP),
             Medium::Sim(sim) => sim.set_len(len).await,
             Medium::Faulty(faulty) => Box::pin(faulty.set_len(len, guard)).await,
-            Medium::Remote(file) if file.len == len => Ok(()),
-            Medium::Remote(_) => Err(Errno::ENOTSUP),
+            Medium::Remote(file) => Box::pin(file.set_len(len, guard)).await,
         }
     }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that live behind a protocol that another crate speaks.
+//! Files that live behind a protocol, or behind anything else that another crate knows.
 
 use crate::blocklock::BlockGuard;
 use crate::medium::Space;
@@ -11,18 +11,25 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A future of a [`Remote`]: stays on its thread.
 pub type RemoteFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// Bytes behind a protocol, of a length that doesn't change. Usable from any thread. Ranges are inside of the length, and
-/// aligned as it asks. What it says in messages is for the log; a caller gets an error number.
+/// Bytes behind a protocol, of a length that doesn't change unless it says so. Usable from any thread. Ranges are inside of
+/// the length (writes may be past it where that [`Remote::grows`]), and aligned as it asks. What it says in messages is for
+/// the log; a caller gets an error number.
 pub trait Remote: Send + Sync + fmt::Debug {
     /// What it asks of memory, offsets and lengths, in bytes.
     fn alignment(&self) -> Alignment;
 
     /// True when the other side doesn't let us write.
     fn is_read_only(&self) -> bool;
+
+    /// True when writes past the end make it longer and [`Remote::set_len`] works, as with a regular file.
+    fn grows(&self) -> bool {
+        false
+    }
 
     /// Fills `buf` from `offset`.
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)>;
@@ -41,19 +48,49 @@ pub trait Remote: Send + Sync + fmt::Debug {
 
     /// The next range from `offset` on that may hold something else than zeroes.
     fn next_data(&self, offset: u64) -> RemoteFuture<'_, Result<Option<DataRange>, Errno>>;
+
+    /// Sets the length; what is added reads as zeroes.
+    fn set_len(&self, _len: u64) -> RemoteFuture<'_, Result<(), Errno>> {
+        Box::pin(std::future::ready(Err(Errno::ENOTSUP)))
+    }
 }
 
 /// A [`Remote`] as a medium.
 #[derive(Debug)]
 pub(crate) struct RemoteFile {
     pub(crate) remote: Arc<dyn Remote>,
-    pub(crate) len: u64,
+    len: AtomicU64,
+    grows: bool,
 }
 
 impl RemoteFile {
+    pub(crate) fn new(remote: Arc<dyn Remote>, len: u64) -> RemoteFile {
+        let grows = remote.grows();
+        RemoteFile { remote, len: AtomicU64::new(len), grows }
+    }
+
+    /// True when the length can change.
+    pub(crate) fn grows(&self) -> bool {
+        self.grows
+    }
+
+    fn len(&self) -> u64 {
+        self.len.load(Ordering::Acquire)
+    }
+
+    /// Sets the length.
+    pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
+        let _guard = guard;
+        if self.grows {
+            self.remote.set_len(len).await?;
+            self.len.store(len, Ordering::Release);
+        }
+        if len == self.len() { Ok(()) } else { Err(Errno::ENOTSUP) }
+    }
+
     /// One buffer of the payload, as far as the file goes.
     pub(crate) async fn read(&self, mut payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
-        let Some(part) = Part::cut(&mut payload.bufs, skip, self.len.saturating_sub(offset)) else {
+        let Some(part) = Part::cut(&mut payload.bufs, skip, self.len().saturating_sub(offset)) else {
             return (Ok(0), payload);
         };
         let Part { index, head, middle, tail } = part;
@@ -63,16 +100,26 @@ impl RemoteFile {
         (result.map(|()| len), payload)
     }
 
-    /// One buffer of the payload; the file doesn't grow.
+    /// One buffer of the payload, past the end only where the file grows.
     pub(crate) async fn write(&self, mut payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
-        let Some(part) = Part::cut(&mut payload.bufs, skip, self.len.saturating_sub(offset)) else {
+        let room = if self.grows { u64::MAX - offset } else { self.len().saturating_sub(offset) };
+        let Some(part) = Part::cut(&mut payload.bufs, skip, room) else {
             return (Err(Errno::ENOSPC), payload);
         };
         let Part { index, head, middle, tail } = part;
         let len = middle.len();
         let (result, middle) = self.remote.write(middle, offset).await;
+        if result.is_ok() {
+            self.note_end(offset + len as u64);
+        }
         Part { index, head, middle, tail }.put_back(&mut payload.bufs);
         (result.map(|()| len), payload)
+    }
+
+    fn note_end(&self, end: u64) {
+        if self.grows {
+            self.len.fetch_max(end, Ordering::AcqRel);
+        }
     }
 
     fn block_bytes(&self) -> u64 {
@@ -82,7 +129,7 @@ impl RemoteFile {
     /// Gives the whole blocks of a range back.
     pub(crate) async fn discard(&self, offset: u64, len: u64) -> SysResult<()> {
         let block = self.block_bytes();
-        let end = offset.saturating_add(len).min(self.len) / block * block;
+        let end = offset.saturating_add(len).min(self.len()) / block * block;
         let start = offset.checked_next_multiple_of(block).unwrap_or(end);
         if start >= end { Ok(()) } else { self.remote.discard(start, end - start).await }
     }
@@ -108,9 +155,17 @@ impl RemoteFile {
             _ if !offset.is_multiple_of(self.block_bytes()) || !len.is_multiple_of(self.block_bytes()) => {
                 Err(Errno::ENOTSUP)
             }
-            _ if offset.checked_add(len).is_none_or(|end| end > self.len) => Err(Errno::ENOSPC),
-            Space::Punch => self.remote.write_zeroes(offset, len, true).await,
-            Space::Zero => self.remote.write_zeroes(offset, len, false).await,
+            _ if offset.checked_add(len).is_none_or(|end| end > self.len() && !self.grows) => Err(Errno::ENOSPC),
+            Space::Punch => {
+                // A hole makes no file longer.
+                let inside = self.len().saturating_sub(offset).min(len);
+                if inside == 0 { Ok(()) } else { self.remote.write_zeroes(offset, inside, true).await }
+            }
+            Space::Zero => {
+                self.remote.write_zeroes(offset, len, false).await?;
+                self.note_end(offset + len);
+                Ok(())
+            }
         }
     }
 }

@@ -75,6 +75,31 @@ pub(crate) fn transfer(
     })
 }
 
+/// As [`transfer`], but only as far as that goes without waiting: `EAGAIN` when nothing does, `EOPNOTSUPP` where the file
+/// system can't say.
+pub(crate) fn transfer_now(
+    file: impl AsFd,
+    direction: Direction,
+    payload: &Payload,
+    skip: usize,
+    offset: u64,
+) -> SysResult<usize> {
+    let vectors = payload.bufs.vectors(skip);
+    let offset = signed_offset(offset)?;
+    let fd = file.as_fd().as_raw_fd();
+    let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
+    retry(|| {
+        // SAFETY: as in `transfer`.
+        let done = unsafe {
+            match direction {
+                Direction::Read => libc::preadv2(fd, vectors.as_ptr(), count, offset, libc::RWF_NOWAIT),
+                Direction::Write => libc::pwritev2(fd, vectors.as_ptr(), count, offset, libc::RWF_NOWAIT),
+            }
+        };
+        usize::try_from(done).map_err(|_| last_errno())
+    })
+}
+
 /// The kernel's result of an operation on the ring.
 pub(crate) fn ring_result(result: i32) -> SysResult<usize> {
     usize::try_from(result).map_err(|_| Errno(-result))

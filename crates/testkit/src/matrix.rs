@@ -5,7 +5,7 @@ use crate::crash::{CrashPlan, CrashReport};
 use crate::images::{self, Chain, DataFile, Format, Layer, Qcow2Spec, Texture, generate_ops};
 use crate::operations::{OpGen, Step};
 use crate::random::Random;
-use crate::scenario::{Prepared, Trial};
+use crate::scenario::{BEHIND_A_FILTER, Prepared, Trial};
 use cowshed_storage::sim::{Config, Fault, Features};
 use std::collections::BTreeSet;
 
@@ -97,6 +97,13 @@ impl CrashScene {
         let allows_snapshots = scene.spec().data_file.is_none() && scene.sizes().1 >= 16;
         scene.snapshots = allows_snapshots && random.chance(30);
         scene
+    }
+
+    /// The same case with the image's file behind a filter that lets everything pass.
+    #[must_use]
+    pub fn behind_a_filter(mut self) -> CrashScene {
+        self.options = BEHIND_A_FILTER;
+        self
     }
 
     fn spec(&self) -> &Qcow2Spec {

@@ -37,6 +37,22 @@ fn no_power_cut_harms_an_image() {
 }
 
 #[test]
+fn no_power_cut_harms_an_image_behind_a_filter() {
+    let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
+    let (mut tally, mut count) = (Tally::default(), 0);
+    for seed in seeds(16) {
+        let scene = CrashScene::new(seed).behind_a_filter();
+        match scene.run(&effort, Vec::new()) {
+            Ok(report) => tally.add(&scene, &report),
+            Err(complaint) => panic!("{complaint}"),
+        }
+        count += 1;
+    }
+    println!("{tally}");
+    assert!(tally.total.distinct() > 30 * count, "too few states to mean anything: {}", tally.total);
+}
+
+#[test]
 fn no_power_cut_after_a_failed_barrier_harms_an_image() {
     let effort = Effort { requests: 30, states: 120, sample_qemu: 60, room_bytes: None };
     run_all(seeds(16), &effort, |seed| {

@@ -79,7 +79,8 @@ async fn act(action: Action) -> Result<()> {
     match action {
         Action::Merge => {
             let (overlay, backing_file) = (top, "base".to_owned());
-            let request = MergeRequest { overlay, top: node("mid"), base: node("base"), backing_file };
+            let request =
+                MergeRequest { overlay, top: node("mid"), base: node("base"), backing_file, mask_protocol: false };
             let merge = Merge::start(&graph, "job", request).await?;
             merge.copy(&job, &Strict).await?;
             merge.finish().await?;
@@ -96,6 +97,7 @@ async fn act(action: Action) -> Result<()> {
                 node: below_filters(&top),
                 base: base_node,
                 backing_file: base.map(str::to_owned),
+                mask_protocol: false,
                 filter_name: "filter".to_owned(),
             };
             let stream = Stream::start(&graph, "job", request).await?;

@@ -21,15 +21,15 @@ pub(super) const GROUP: Group = Group {
     schema: "
 enum BlockdevOnError: report ignore enospc stop auto
 enum MirrorSyncMode: top full none
-enum MirrorCopyMode: background
-command blockdev-mirror: job-id?: str, device: str, target: str, sync: MirrorSyncMode, speed?: int, granularity?: int
-  , buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
+enum MirrorCopyMode: background write-blocking
+command blockdev-mirror: job-id?: str, device: str, target: str, replaces?: str, sync: MirrorSyncMode, speed?: int
+  , granularity?: int, target-is-zero?: bool, buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
   , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
 command block-commit: job-id?: str, device: str, base-node?: str, base?: str, top-node?: str, top?: str
-  , backing-file?: str, speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool
-  , auto-dismiss?: bool
-command block-stream: job-id?: str, device: str, base?: str, base-node?: str, backing-file?: str, bottom?: str
-  , speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+  , backing-file?: str, backing-mask-protocol?: bool, speed?: int, on-error?: BlockdevOnError
+  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+command block-stream: job-id?: str, device: str, base?: str, base-node?: str, backing-file?: str
+  , backing-mask-protocol?: bool, bottom?: str, speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
 enum BackupSyncMode: top full incremental none bitmap
 enum OnCbwError: break-guest-write break-snapshot
 object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
@@ -113,14 +113,36 @@ async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     if let Some(bytes) = arguments.number("buf-size")?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
     }
+    options.target_is_zero = arguments.flag("target-is-zero", false);
+    options.replaces = replaced(&daemon, &arguments, &source)?;
+    if arguments.maybe_text("copy-mode") == Some("write-blocking") {
+        options.write_blocking = Some(filter_name(&daemon, &arguments));
+    }
     let mirror = Mirror::start(&daemon.graph, &common.id, (&source, &target), options).await.map_err(failed)?;
     let policies = (on_error(&arguments, "on-source-error"), on_error(&arguments, "on-target-error"));
     start_mirror(&daemon, mirror, |nodes| common.spec("mirror", nodes, policies))
 }
 
+/// The node whose place the target of a mirror takes. What its users see must not change with that, so it is the disk, or a
+/// filter between the disk and its users.
+fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpResult<Option<Arc<Node>>> {
+    let Some(name) = arguments.maybe_text("replaces") else { return Ok(None) };
+    let node = daemon.node(name)?;
+    daemon.jobs.check_free(&node)?;
+    match Arc::ptr_eq(&below_filters(&node), source) {
+        true => Ok(Some(node)),
+        false => Err(QmpError::generic(format!(
+            "Cannot replace '{name}' by a node mirrored from '{}', because it cannot be guaranteed that doing so would \
+             not lead to an abrupt change of visible data",
+            source.name()
+        ))),
+    }
+}
+
 fn start_mirror(daemon: &Rc<Daemon>, mirror: Mirror, spec: impl FnOnce(Vec<Arc<Node>>) -> JobSpec) -> QmpResult<Value> {
     let job = daemon.jobs.add(spec(mirror.nodes()), &daemon.events)?;
     job.handle.set_progress(0, mirror.remaining_bytes());
+    job.follow_target(mirror.active_map());
     daemon.jobs.start(Rc::clone(&job), run_mirror(job, mirror));
     nothing()
 }
@@ -156,7 +178,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     };
     daemon.jobs.check_free(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map_or_else(|| header_name(&base), str::to_owned);
-    let request = MergeRequest { overlay, top, base, backing_file };
+    let mask_protocol = arguments.flag("backing-mask-protocol", false);
+    let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
     let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
     let job = daemon.jobs.add(common.spec("commit", merge.nodes(), (policy, policy)), &daemon.events)?;
     daemon.jobs.start(Rc::clone(&job), run_merge(job, merge));
@@ -180,7 +203,8 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let common = Common::of(&daemon, &arguments)?;
     let named = arguments.maybe_text("backing-file").map(str::to_owned);
     let backing_file = named.or_else(|| base.as_deref().map(header_name));
-    let request = StreamRequest { node, base, backing_file, filter_name };
+    let mask_protocol = arguments.flag("backing-mask-protocol", false);
+    let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
     let stream = Stream::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
     let policy = on_error(&arguments, "on-error");
     let job = daemon.jobs.add(common.spec("stream", stream.nodes(), (policy, policy)), &daemon.events)?;

@@ -16,7 +16,8 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum BlockdevCreateDriver: file qcow2
+enum BlockdevCreateDriver: file qcow2 raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
+  copy-before-write
 enum PreallocMode: off metadata falloc full
 object BlockdevCreateOptionsFile: filename: str, size: int, preallocation?: PreallocMode, nocow?: bool
   , extent-size-hint?: int
@@ -46,6 +47,10 @@ const OPTIONS: &[(&str, &str)] = &[
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
+    if !matches!(options.text("driver"), "file" | "qcow2") {
+        // A raw image is the file that driver 'file' creates; an export is its server's.
+        return Err(QmpError::generic(format!("Driver '{}' does not support blockdev-create", options.text("driver"))));
+    }
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
         kind: "create",

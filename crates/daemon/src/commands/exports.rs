@@ -42,7 +42,7 @@ object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting
 command query-block-exports -> [BlockExportInfo]
 event BLOCK_IO_ERROR: qom-path: str, device: str, node-name?: str, operation: IoOperationType, action: BlockErrorAction
   , nospace?: bool, reason: str
-event BLOCK_IMAGE_CORRUPTED: device: str, node-name?: str, msg: str, fatal: bool
+event BLOCK_IMAGE_CORRUPTED: device: str, node-name?: str, msg: str, offset?: int, size?: int, fatal: bool
 event BLOCK_EXPORT_DELETED: id: str
 ",
     commands: &[

@@ -18,6 +18,7 @@ enum JobStatus: created running paused ready standby waiting pending aborting co
 object JobInfo: id: str, type: JobType, status: JobStatus, current-progress: int, total-progress: int, error?: str
 object BlockJobInfo: type: JobType, device: str, len: int, offset: int, busy: bool, paused: bool, speed: int
   , io-status: BlockDeviceIoStatus, ready: bool, status: JobStatus, auto-finalize: bool, auto-dismiss: bool
+  , error?: str, actively-synced?: bool
 command query-jobs -> [JobInfo]
 command query-block-jobs -> [BlockJobInfo]
 command job-pause: id: str

@@ -16,6 +16,7 @@ mod throttle;
 pub(crate) use arguments::{Arguments, failed};
 pub(crate) use exports::start_nbd;
 pub(crate) use nodes::add_node;
+pub(crate) use snapshot::free_name;
 pub(crate) use throttle::throttle_export;
 
 use crate::state::Daemon;

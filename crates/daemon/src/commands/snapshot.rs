@@ -315,7 +315,7 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
 }
 
 /// A node-name that nobody has.
-pub(super) fn free_name(daemon: &Daemon, stem: &str) -> String {
+pub(crate) fn free_name(daemon: &Daemon, stem: &str) -> String {
     let mut names = (0..).map(|n| format!("{stem}{n}"));
     names.find(|name| daemon.graph.find(name).is_none()).unwrap_or_else(|| stem.to_owned())
 }

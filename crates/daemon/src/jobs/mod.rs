@@ -8,6 +8,7 @@ pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream};
 use crate::events::EventBus;
 use cowshed_block::{ErrorKind, Result};
 use cowshed_image::Node;
+use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::LocalFuture;
 use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
@@ -85,10 +86,17 @@ pub(crate) struct Job {
     wish: Cell<Wish>,
     finalize: Cell<bool>,
     error: RefCell<Option<String>>,
+    /// What the target of a mirror lacks whose writes go to both ends.
+    lacking: RefCell<Option<Arc<DirtyMap>>>,
     events: EventBus,
 }
 
 impl Job {
+    /// From now on tells whether the target has everything.
+    pub fn follow_target(&self, lacking: Option<Arc<DirtyMap>>) {
+        *self.lacking.borrow_mut() = lacking;
+    }
+
     pub fn status(&self) -> Status {
         self.status.get()
     }
@@ -131,10 +139,18 @@ impl Job {
     pub fn block_info(&self) -> Value {
         let (progress, status) = (self.handle.progress(), self.status());
         let paused = matches!(status, Status::Paused | Status::Standby);
-        json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
+        let mut info = json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
                "busy": status == Status::Running, "paused": paused, "speed": self.speed.get(), "io-status": self.io_status.get(),
                "ready": matches!(status, Status::Ready | Status::Standby), "status": status.as_str(),
-               "auto-finalize": self.auto_finalize, "auto-dismiss": self.auto_dismiss})
+               "auto-finalize": self.auto_finalize, "auto-dismiss": self.auto_dismiss});
+        if let Some(error) = self.error.borrow().as_ref() {
+            info["error"] = json!(error);
+        }
+        if self.kind == "mirror" {
+            let in_step = self.lacking.borrow().as_ref().is_some_and(|lacking| lacking.dirty_bytes() == 0);
+            info["actively-synced"] = json!(in_step);
+        }
+        info
     }
 
     pub fn pause(&self) -> QmpResult<()> {
@@ -311,6 +327,7 @@ impl Jobs {
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
             error: RefCell::default(),
+            lacking: RefCell::default(),
             events: events.clone(),
         });
         self.list.borrow_mut().push(Rc::clone(&job));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `--drive`: the grammar of QEMU's `-drive`, as far as it is about the image and not about a guest's device.
 
+use super::temporary;
 use crate::commands;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
@@ -24,6 +25,8 @@ pub struct Drive {
     options: BlockdevOptions,
     cache: Cache,
     snapshot: Option<SnapshotName>,
+    /// Writes go to an overlay that is gone with the process.
+    apart: bool,
     controls: Controls,
 }
 
@@ -55,7 +58,7 @@ impl Drive {
     fn new(id: &str, options: BlockdevOptions, writable: bool) -> Drive {
         let options = options.with("node-name", id).with("read-only", !writable);
         let controls = Controls::default();
-        Drive { id: id.to_owned(), writable, options, cache: Cache::default(), snapshot: None, controls }
+        Drive { id: id.to_owned(), writable, options, cache: Cache::default(), snapshot: None, apart: false, controls }
     }
 
     /// `file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,…` and options of the format. `id` is the name where none is
@@ -153,18 +156,33 @@ impl Drive {
         Ok(())
     }
 
+    /// Leaves the image as it is: what clients write goes to a temporary overlay, in the folder that `TMPDIR` names, else in
+    /// `/var/tmp`.
+    pub fn keep_writes_apart(&mut self) {
+        self.apart = true;
+    }
+
     /// What is said of the export, for [`super::Step::controls`].
     pub(super) fn controls(&self) -> Controls {
         self.controls.clone()
     }
 
     pub(crate) async fn add(self, daemon: &Rc<Daemon>) -> Result<()> {
-        let request = OpenRequest::options(self.options).cache_mode(self.cache).snapshot(self.snapshot);
+        let mut options = self.options;
+        if self.apart {
+            options.insert("node-name", commands::free_name(daemon, "below"));
+            options.insert("read-only", true);
+        }
+        let above = self.apart.then(|| options.clone());
+        let request = OpenRequest::options(options).cache_mode(self.cache).snapshot(self.snapshot);
         let node = daemon.graph.add_with(request).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");
         }
-        Ok(())
+        match above {
+            Some(below) => temporary::add_overlay(daemon, &self.id, &node, &below).await,
+            None => Ok(()),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod chardev;
 mod drive;
+mod temporary;
 
 pub use chardev::Chardevs;
 pub use drive::Drive;
@@ -12,6 +13,7 @@ use crate::monitor::MonitorAddress;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
+use cowshed_nbd::ClientTls;
 use cowshed_qmp::Strictness;
 use cowshed_storage::SocketAddress;
 use drive::Controls;
@@ -78,7 +80,7 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
 }
 
 /// Types of objects that QEMU has, and why there are none here.
-const REFUSED_OBJECTS: &[(&str, &str)] = &[
+pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
     (
         "tls-creds-anon",
@@ -91,6 +93,32 @@ const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("secret_keyring", "secrets come from a text or a file; use secret"),
     ("main-loop", "there is no such loop to set up"),
 ];
+
+/// The credentials of a client that the object `id` stands for, of those that these options define.
+pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
+    let schema = crate::schema::build()?;
+    for text in objects {
+        Step::object(text)?;
+        let option = format!("--object {text}");
+        let (arguments, strictness) =
+            parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
+        let arguments = schema.check("ObjectOptions", arguments, strictness);
+        let arguments = arguments.map_err(|error| Error::invalid_argument(error.description).file(option.clone()))?;
+        let text = |key: &str| arguments.get(key).and_then(Value::as_str);
+        if text("id") != Some(id) {
+            continue;
+        }
+        if text("qom-type") != Some("tls-creds-x509") {
+            return Err(Error::invalid_argument(format!("Object with id '{id}' is not TLS credentials")).file(option));
+        }
+        if text("endpoint") == Some("server") {
+            return Err(Error::invalid_argument("Expecting TLS credentials with a client endpoint").file(option));
+        }
+        let verify_peer = arguments.get("verify-peer").and_then(Value::as_bool).unwrap_or(true);
+        return ClientTls::from_dir(text("dir").unwrap_or("/etc/pki/qemu").as_ref(), verify_peer);
+    }
+    Err(Error::invalid_argument(format!("No TLS credentials with id '{id}'")))
+}
 
 impl Step {
     fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {

@@ -52,6 +52,114 @@ fn a_mirror_under_a_writing_client_takes_over_complete() {
 }
 
 #[test]
+fn writes_reach_the_target_of_a_write_blocking_mirror_before_they_are_over() {
+    let (daemon, mut client) = with_target();
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    qemu.io(["-f", "raw", "-c", "write -P 99 0 16M", &uri]).expect_ok();
+    let mirror = json!({"job-id": "m", "device": "e", "target": "t", "sync": "full", "copy-mode": "write-blocking",
+                        "filter-node-name": "both", "granularity": 4096});
+    client.command("blockdev-mirror", mirror.clone());
+    // While it copies, too; odd places, zeroes and discards among them.
+    let writes = |first: usize| -> Vec<String> {
+        (0..200)
+            .flat_map(|n| {
+                let command = match n % 8 {
+                    6 => format!("write -z {} 3k", n * 70_000 + 512),
+                    7 => format!("discard {} 64k", n * 65_536),
+                    _ => format!("write -P {} {} 1536", (first + n) % 255 + 1, n * 70_000),
+                };
+                ["-c".to_owned(), command]
+            })
+            .collect()
+    };
+    let run = |first: usize| {
+        let mut arguments = vec!["-f".to_owned(), "raw".to_owned()];
+        arguments.extend(writes(first));
+        arguments.push(uri.clone());
+        qemu.io(arguments).expect_ok();
+    };
+    run(1);
+    client.event("BLOCK_JOB_READY");
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let filter = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "both").expect("a filter");
+    assert_eq!((&filter["drv"], filter["children"].as_array().map(Vec::len)), (&json!("mirror"), Some(2)));
+    run(100);
+    // What was written, the target has, with nothing left to be copied but what a discard left open.
+    let in_step = |client: &mut Client| client.command("query-block-jobs", json!({}))[0]["actively-synced"].clone();
+    while in_step(&mut client) != json!(true) {}
+    qemu.io(["-f", "raw", "-c", "write -P 200 123 10000", "-c", "write -z 1M 64k", &uri]).expect_ok();
+    assert_eq!(in_step(&mut client), json!(true), "a write that is over is on the target");
+    client.command("job-complete", json!({"id": "m"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "t");
+    assert!(client.refusal("blockdev-del", json!({"node-name": "both"})).contains("Failed to find node"));
+    client.command("block-export-del", json!({"id": "e"}));
+    let (source, target) = (daemon.path("a.qcow2"), daemon.path("t.qcow2"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&target);
+    assert!(qemu.is_equal((&source, "qcow2"), (&target, "qcow2")));
+}
+
+#[test]
+fn a_write_blocking_mirror_that_is_cancelled_leaves_the_source_to_its_users() {
+    let (daemon, mut client) = with_target();
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    let mirror = json!({"job-id": "m", "device": "q", "target": "t", "sync": "none", "copy-mode": "write-blocking"});
+    client.command("blockdev-mirror", mirror);
+    client.event("BLOCK_JOB_READY");
+    qemu.io(["-f", "raw", "-c", "write -P 5 1M 1M", &uri]).expect_ok();
+    // The disk's size stays while both ends are written.
+    assert!(
+        client.refusal("block_resize", json!({"node-name": "q", "size": 32 << 20})).contains("in use by block job")
+    );
+    client.command("job-cancel", json!({"id": "m"}));
+    client.event("BLOCK_JOB_CANCELLED");
+    assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "q");
+    qemu.io(["-f", "raw", "-c", "write -P 6 2M 1M", &uri]).expect_ok();
+    client.command("blockdev-del", json!({"node-name": "t"}));
+    let (source, target) = (daemon.path("a.qcow2"), daemon.path("t.qcow2"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.io_commands(&source, "qcow2", &["read -P 5 1M 1M".to_owned(), "read -P 6 2M 1M".to_owned()]).expect_ok();
+    qemu.io_commands(&target, "qcow2", &["read -P 5 1M 1M".to_owned(), "read -P 0 2M 1M".to_owned()]).expect_ok();
+}
+
+#[test]
+fn a_mirror_replaces_a_filter_and_takes_a_target_for_zero() {
+    let (daemon, mut client) = with_target();
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    qemu.io(["-f", "raw", "-c", "write -P 3 1M 1M", &uri]).expect_ok();
+    client.command(
+        "block_set_io_throttle",
+        json!({"id": "q", "iops": 0, "iops_rd": 0, "iops_wr": 0, "bps": 1u64 << 40,
+                                                   "bps_rd": 0, "bps_wr": 0}),
+    );
+    let exported = client.command("query-block-exports", json!({}))[0]["node-name"].clone();
+    assert_ne!(exported, "q", "a throttle filter stands there");
+    let mut mirror = json!({"job-id": "m", "device": "e", "target": "t", "sync": "full", "target-is-zero": true});
+    mirror["replaces"] = json!("none");
+    assert!(client.refusal("blockdev-mirror", mirror.clone()).contains("node-name='none'"));
+    mirror["replaces"] = json!("t");
+    assert!(
+        client.refusal("blockdev-mirror", mirror.clone()).starts_with("Cannot replace 't' by a node mirrored from 'q'")
+    );
+    mirror["replaces"] = exported;
+    client.command("blockdev-mirror", mirror);
+    // What is zero isn't copied.
+    assert_eq!(client.event("BLOCK_JOB_READY")["len"], 1 << 20);
+    client.command("job-complete", json!({"id": "m"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "t", "the filter is gone with it");
+    client.command("quit", json!({}));
+    let (source, target) = (daemon.path("a.qcow2"), daemon.path("t.qcow2"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert!(qemu.is_equal((&source, "qcow2"), (&target, "qcow2")));
+}
+
+#[test]
 fn a_mirror_that_is_ready_can_end_as_a_copy() {
     let (daemon, mut client) = with_target();
     let qemu = Qemu::system();
@@ -154,8 +262,14 @@ fn images_are_created_in_the_files_of_nodes() {
         let error = concluded(&mut client, "w").expect("is refused");
         assert!(error.contains(words), "{error}");
     }
-    let nbd = json!({"job-id": "n", "options": {"driver": "nbd", "size": 512}});
-    assert!(client.refusal("blockdev-create", nbd).contains("does not accept value 'nbd'"));
+    for driver in ["raw", "nbd", "host_device"] {
+        let create = json!({"job-id": "n", "options": {"driver": driver}});
+        let refusal = format!("Driver '{driver}' does not support blockdev-create");
+        assert_eq!(client.refusal("blockdev-create", create), refusal);
+    }
+    let unknown = json!({"job-id": "n", "options": {"driver": "nosuch"}});
+    assert!(client.refusal("blockdev-create", unknown).contains("does not accept value 'nosuch'"));
+    assert_eq!(client.command("query-jobs", json!({})), json!([]));
     client.command("blockdev-del", json!({"node-name": "new"}));
     client.command("blockdev-del", json!({"node-name": "file"}));
     let wrong =
@@ -230,9 +344,40 @@ fn a_corrupt_image_is_an_event_once() {
     let event = client.event("BLOCK_IMAGE_CORRUPTED");
     assert_eq!((&event["device"], &event["node-name"], &event["fatal"]), (&json!("e"), &json!("c"), &json!(true)));
     assert!(event["msg"].as_str().expect("a text").contains("c.qcow2"), "{event}");
+    // Where the write would have landed.
+    assert_eq!((&event["offset"], &event["size"]), (&json!(l1), &json!(65536)));
     client.command("query-jobs", json!({}));
     assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
     // Closing it says so too: what was written last may not be there.
     let error = daemon.stop().expect_err("the image is corrupt");
     assert!(error.to_string().contains("marked as corrupt"), "{error}");
+}
+
+#[test]
+fn damage_that_a_read_meets_is_an_event_once_and_not_fatal() {
+    let (daemon, mut client) = serving();
+    let path = daemon.path("c.qcow2");
+    let qemu = Qemu::system();
+    qemu.create(&path, "qcow2", "", 4 << 20);
+    qemu.io_commands(&path, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
+    // The second cluster of the disk is said to be where the file has long ended.
+    let mut bytes = std::fs::read(&path).expect("the image");
+    let field = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    let l2 = (field(&bytes, field(&bytes, 40) as usize) & 0x00ff_ffff_ffff_fe00) as usize;
+    bytes[l2 + 8..l2 + 16].copy_from_slice(&((1u64 << 40) | 1 << 63).to_be_bytes());
+    std::fs::write(&path, bytes).expect("the image");
+    let overlay = daemon.path("o.qcow2");
+    qemu.img(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", "c.qcow2", &overlay.to_string_lossy(), "4M"]);
+    let mut options = node(&overlay, "top");
+    options["backing"] = node(&path, "c");
+    client.command("blockdev-add", options);
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "top", "writable": true}));
+    let uri = uri(&daemon, "top");
+    qemu.io(["-f", "raw", "-c", "read 64k 4k", "-c", "read 64k 4k", &uri]);
+    let event = client.event("BLOCK_IMAGE_CORRUPTED");
+    assert_eq!((&event["device"], &event["node-name"], &event["fatal"]), (&json!("e"), &json!("c"), &json!(false)));
+    assert!(event["msg"].as_str().expect("a text").contains("c.qcow2"), "{event}");
+    client.command("query-jobs", json!({}));
+    assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
+    daemon.stop().expect("stopped in order");
 }

@@ -63,3 +63,35 @@ fn refusals_are_worded_as_qemu_does_and_change_nothing() {
     assert_eq!(client.command("query-named-block-nodes", json!({})), before);
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn a_filter_stands_between_an_image_and_its_file() {
+    let daemon = with_image();
+    let mut client = daemon.client();
+    let path = daemon.path("a.qcow2");
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 100_000}}));
+    client.command("blockdev-add", json!({"driver": "file", "node-name": "f", "filename": path}));
+    client.command("blockdev-add", json!({"driver": "throttle", "node-name": "t", "throttle-group": "g", "file": "f"}));
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "q", "file": "t"}));
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let uri = format!("nbd+unix:///q?socket={}", socket.display());
+    let qemu = Qemu::system();
+    qemu.io(["-f", "raw", "-c", "write -P 7 1M 3M", "-c", "flush", "-c", "read -P 7 1M 3M", &uri]).expect_ok();
+    let nodes = client.command("query-named-block-nodes", json!({}));
+    let of = |name: &str| nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name).cloned();
+    assert_eq!(of("q").expect("the image")["children"][0], json!({"child": "file", "node-name": "t"}));
+    assert_eq!(of("t").expect("the filter")["group"], "g");
+    // What the image did to its file went through the filter.
+    let stats = client.command("query-blockstats", json!({"query-nodes": true}));
+    let stats = stats.as_array().expect("a list").iter().find(|node| node["node-name"] == "t").expect("the filter");
+    assert!(stats["stats"]["wr_bytes"].as_u64().expect("a number") >= 3 << 20, "{stats}");
+    // It stays where it is when the image gets an overlay.
+    client.command("blockdev-snapshot-sync", json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2")}));
+    qemu.io(["-f", "raw", "-c", "write -P 8 2M 64k", "-c", "read -P 7 1M 1M", &uri]).expect_ok();
+    assert!(client.refusal("blockdev-del", json!({"node-name": "t"})).contains("in use"));
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&path);
+}

@@ -93,3 +93,45 @@ fn a_stream_waits_at_an_error_and_goes_on() {
     assert_eq!(backing_of(&folder.path().join("e2")), Value::Null);
     assert!(qemu.content(&folder.path().join("e2"), "qcow2").iter().all(|&byte| byte == 9));
 }
+
+#[test]
+fn a_protocol_is_named_as_raw_in_a_header_on_demand() {
+    let (daemon, mut client, _) = chain("cluster_size=64k");
+    let qemu = Qemu::system();
+    let (base, middle, top) = (daemon.path("p1"), daemon.path("p2"), daemon.path("p3"));
+    for (command, mask, format) in [
+        ("block-stream", None, "file"),
+        ("block-stream", Some(true), "raw"),
+        ("block-commit", Some(false), "file"),
+        ("block-commit", Some(true), "raw"),
+    ] {
+        qemu.create(&base, "raw", "", 1 << 20);
+        qemu.create(&middle, "qcow2", &format!("backing_file={},backing_fmt=raw", base.display()), 1 << 20);
+        qemu.io_commands(&middle, "qcow2", &["write -P 7 64k 64k".to_owned()]).expect_ok();
+        qemu.create(&top, "qcow2", &format!("backing_file={},backing_fmt=qcow2", middle.display()), 1 << 20);
+        client
+            .command("blockdev-add", json!({"driver": "file", "node-name": "p1", "filename": base, "read-only": true}));
+        let file = json!({"driver": "file", "filename": middle});
+        let options = json!({"driver": "qcow2", "node-name": "p2", "file": file, "backing": "p1", "read-only": true});
+        client.command("blockdev-add", options);
+        let file = json!({"driver": "file", "filename": top});
+        client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "p3", "file": file, "backing": "p2"}));
+        let mut arguments = json!({"job-id": "j", "device": "p3", "base-node": "p1"});
+        if let Some(mask) = mask {
+            arguments["backing-mask-protocol"] = json!(mask);
+        }
+        if command == "block-commit" {
+            arguments["top-node"] = json!("p2");
+        }
+        client.command(command, arguments);
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert!(completed.get("error").is_none(), "{command}: {completed}");
+        for node in ["p3", "p2", "p1"] {
+            client.command("blockdev-del", json!({"node-name": node}));
+        }
+        let info = qemu.info(&top, "qcow2");
+        assert_eq!(info["backing-filename-format"], format, "{command} with {mask:?}");
+        assert_eq!(info["backing-filename"], json!(base));
+    }
+    daemon.stop().expect("stopped in order");
+}

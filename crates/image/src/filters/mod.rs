@@ -6,11 +6,13 @@ mod copy_on_read;
 mod fault;
 mod ranges;
 pub mod throttle;
+mod write_blocking;
 
 pub use copy_before_write::CopyBeforeWrite;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
 pub use throttle::Throttle;
+pub use write_blocking::{Claimed, WriteBlocking};
 
 use crate::node::{Link, Node, Preallocation, ZeroFlags};
 use cowshed_block::{Error, Result};
@@ -32,6 +34,7 @@ pub const FILTERS: &[FilterInfo] = &[
     FilterInfo { name: "throttle", about: "limits operations and bytes per second" },
     FilterInfo { name: "copy-on-read", about: "copies what is read from a backing file into the image" },
     FilterInfo { name: "copy-before-write", about: "saves to a target what is about to be overwritten" },
+    FilterInfo { name: "mirror", about: "writes to the target of a mirror too; only the job adds it" },
 ];
 
 /// A copy that a filter could not make.
@@ -112,6 +115,7 @@ pub(crate) enum Filter {
     Throttle(Throttle),
     CopyOnRead(CopyOnRead),
     CopyBeforeWrite(Box<CopyBeforeWrite>),
+    WriteBlocking(Box<WriteBlocking>),
 }
 
 /// The same expression for each filter.
@@ -122,6 +126,7 @@ macro_rules! each {
             Filter::Throttle($one) => $work,
             Filter::CopyOnRead($one) => $work,
             Filter::CopyBeforeWrite($one) => $work,
+            Filter::WriteBlocking($one) => $work,
         }
     };
 }
@@ -133,6 +138,7 @@ impl Filter {
             Filter::Throttle(_) => "throttle",
             Filter::CopyOnRead(_) => "copy-on-read",
             Filter::CopyBeforeWrite(_) => "copy-before-write",
+            Filter::WriteBlocking(_) => "mirror",
         }
     }
 
@@ -148,8 +154,8 @@ impl Filter {
                 used: wanted.used | PermissionSet::WRITE_UNCHANGED,
                 shared: wanted.shared & !PermissionSet::WRITE,
             },
-            // What is written past the filter would not be saved.
-            Filter::CopyBeforeWrite(_) if !wanted.used.is_empty() => Permissions {
+            // What is written past the filter would not be saved, or not be mirrored.
+            Filter::CopyBeforeWrite(_) | Filter::WriteBlocking(_) if !wanted.used.is_empty() => Permissions {
                 used: wanted.used | PermissionSet::CONSISTENT_READ,
                 shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
             },
@@ -164,6 +170,7 @@ impl Filter {
             // Boxed, so that the future of the others stays small.
             Filter::CopyOnRead(copy) => Box::pin(copy.read(offset, buf)).await,
             Filter::CopyBeforeWrite(copy) => Box::pin(copy.read(offset, buf)).await,
+            Filter::WriteBlocking(mirror) => mirror.read(offset, buf).await,
         }
     }
 
@@ -173,6 +180,7 @@ impl Filter {
             Filter::Throttle(throttle) => throttle.write(offset, buf).await,
             Filter::CopyOnRead(copy) => Box::pin(copy.write(offset, buf)).await,
             Filter::CopyBeforeWrite(copy) => Box::pin(copy.write(offset, buf)).await,
+            Filter::WriteBlocking(mirror) => Box::pin(mirror.write(offset, buf)).await,
         }
     }
 

@@ -72,6 +72,14 @@ impl RawDriver {
         Some(self.window.size.load(Ordering::Relaxed)).filter(|size| *size != TO_THE_END)
     }
 
+    pub(crate) fn has_fixed_size(&self) -> bool {
+        self.fixed_size().is_some()
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        &self.child
+    }
+
     pub(crate) fn size(&self) -> u64 {
         self.fixed_size().unwrap_or_else(|| self.child.size().saturating_sub(self.offset()))
     }

@@ -132,6 +132,11 @@ impl Attachment {
         }
     }
 
+    /// True for an export, false for a job.
+    pub fn is_export(&self) -> bool {
+        self.export
+    }
+
     /// True when it may write.
     pub fn is_writable(&self) -> bool {
         self.permissions.used.contains(PermissionSet::WRITE)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Who wants to know that an image was found to be corrupt (the event BLOCK_IMAGE_CORRUPTED).
 
-use super::Graph;
+use super::{Attachment, Graph, nodes_below};
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// An image that was found to be corrupt.
@@ -13,6 +13,8 @@ pub struct Corruption {
     pub message: String,
     /// Host offset in bytes of what would have been hit, where one is known.
     pub offset: Option<u64>,
+    /// How much would have been hit, in bytes, where that is known.
+    pub size_bytes: Option<u64>,
     /// Nothing more is written to the image, and it is marked as corrupt where its version has a bit for that.
     pub fatal: bool,
 }
@@ -25,9 +27,18 @@ pub type CorruptionObserver = Arc<dyn Fn(&Corruption) + Send + Sync>;
 pub(super) struct Observers(RwLock<Vec<CorruptionObserver>>);
 
 impl Graph {
-    /// Has `observer` told of every image of this graph that is found to be corrupt, once for each image.
+    /// Has `observer` told of every image of this graph that is found to be corrupt, by whosever request: once for each
+    /// image, and once more when it is marked as corrupt.
     pub fn observe_corruptions(&self, observer: CorruptionObserver) {
         self.observers.0.write().unwrap_or_else(PoisonError::into_inner).push(observer);
+    }
+
+    /// The exports whose requests reach this node, by their ids.
+    pub fn exports_over(&self, node_name: &str) -> Vec<String> {
+        let reaches = |attachment: &Arc<Attachment>| {
+            attachment.is_export() && nodes_below(&attachment.node()).iter().any(|node| node.name() == node_name)
+        };
+        self.attachments().iter().filter(|attachment| reaches(attachment)).map(|one| one.name().to_owned()).collect()
     }
 
     pub(crate) fn report_corruption(&self, corruption: &Corruption) {

@@ -11,6 +11,7 @@ mod credentials;
 mod drain;
 mod failed;
 mod gate;
+mod mirror;
 mod moves;
 mod owned;
 mod queue;

@@ -37,6 +37,11 @@ impl Graph {
         Ok(node)
     }
 
+    /// Keeps a node that has the monitor's edge already.
+    pub(super) fn adopt(&self, node: &Arc<Node>) {
+        self.owned().nodes.insert(node.name().to_owned(), Arc::clone(node));
+    }
+
     /// Closes a node that was added by name. Refused while somebody uses it.
     pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
         let _one_change = self.changing().await;

@@ -6,7 +6,7 @@ use super::attachment::Attachment;
 use super::gate::Lane;
 use crate::filters::throttle::{Credit, Direction};
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
-use crate::stats::{IoKind, Outcome};
+use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, PermissionSet, rt};
 use std::cell::RefCell;
@@ -26,16 +26,31 @@ struct Standing {
 
 /// The way past a throttle filter.
 struct Bypass {
+    filter: Arc<Node>,
     /// What stands behind it.
     behind: Arc<Node>,
     /// What requests may take from the filter's group without asking it; reads, and writes.
     credits: [Credit; 2],
+    /// Those that did, for the filter's statistics.
+    passed: Arc<PassedCounters>,
+}
+
+impl Drop for Bypass {
+    fn drop(&mut self) {
+        self.filter.fold_passed(&self.passed);
+    }
 }
 
 impl Standing {
     fn new(node: Arc<Node>) -> Standing {
         let behind = if node.is_plain_throttle() { node.child(ChildRole::File) } else { None };
-        Standing { node, bypass: behind.map(|behind| Bypass { behind, credits: Default::default() }) }
+        let bypass = behind.map(|behind| Bypass {
+            filter: Arc::clone(&node),
+            behind,
+            credits: Default::default(),
+            passed: node.add_passed(),
+        });
+        Standing { node, bypass }
     }
 
     /// Where a request goes: to the node, or past a throttle filter that lets it go at once.
@@ -45,7 +60,7 @@ impl Standing {
             Some(bypass)
                 if (direction == Direction::Read || !self.node.is_tracked()) && self.pays(bypass, direction, len) =>
             {
-                Way { to: &bypass.behind, past: Some((&self.node, &bypass.credits[direction as usize])) }
+                Way { to: &bypass.behind, past: Some(bypass) }
             }
             _ => Way { to: &self.node, past: None },
         }
@@ -62,19 +77,28 @@ impl Standing {
 /// Where a request goes.
 struct Way<'a> {
     to: &'a Node,
-    /// The filter that it went past, and what paid for that.
-    past: Option<(&'a Node, &'a Credit)>,
+    /// The filter that it goes past.
+    past: Option<&'a Bypass>,
 }
 
 impl Way<'_> {
     #[inline]
-    fn count(&self, kind: IoKind, len: u64, result: &Result<()>) {
-        if let Some((filter, credit)) = self.past {
-            filter.count(kind, len, result);
-            if result.is_err() && outcome_of(result) == Outcome::Invalid {
-                // What can't be is no load.
-                credit.give_back(len);
-            }
+    fn count(&self, kind: IoKind, direction: Direction, len: u64, result: &Result<()>) {
+        let Some(bypass) = self.past else { return };
+        match result {
+            Ok(()) => bypass.passed.count(kind, len),
+            Err(_) => bypass.count_refused(kind, direction, len, result),
+        }
+    }
+}
+
+impl Bypass {
+    #[cold]
+    fn count_refused(&self, kind: IoKind, direction: Direction, len: u64, result: &Result<()>) {
+        self.filter.count(kind, len, result);
+        if outcome_of(result) == Outcome::Invalid {
+            // What can't be is no load.
+            self.credits[direction as usize].give_back(len);
         }
     }
 }
@@ -209,7 +233,7 @@ macro_rules! through_gate_with {
                 let way = standing.way($direction, len);
                 let $node = way.to;
                 let (result, buf) = $work.await;
-                way.count($kind, len, &result);
+                way.count($kind, $direction, len, &result);
                 (result, buf)
             }
             Err(error) => (Err(error), $buf),

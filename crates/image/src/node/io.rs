@@ -4,10 +4,12 @@
 use super::driver::{Driver, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::formats::{self, raw};
-use crate::graph::outcome_of;
-use crate::stats::{IoKind, Outcome};
+use crate::graph::{Corruption, outcome_of};
+use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 impl Node {
     /// True for a throttle filter that does nothing else to a request: while no change of the graph runs, a request may
@@ -26,13 +28,47 @@ impl Node {
         self.tracking.is_active()
     }
 
+    /// Counters for a queue whose requests go past this node.
+    pub(crate) fn add_passed(&self) -> Arc<PassedCounters> {
+        self.counters.add_passed()
+    }
+
+    /// Takes over the counters of such a queue that is gone.
+    pub(crate) fn fold_passed(&self, gone: &Arc<PassedCounters>) {
+        self.counters.fold(gone);
+    }
+
     /// Counts a request of this node.
     #[inline]
     pub(crate) fn count(&self, kind: IoKind, len: u64, result: &Result<()>) {
         match result {
             Ok(()) => self.counters.count_done(kind, len),
-            Err(_) => self.counters.count_refused(kind, outcome_of(result)),
+            Err(error) => self.count_failed(kind, outcome_of(result), error),
         }
+    }
+
+    #[cold]
+    fn count_failed(&self, kind: IoKind, outcome: Outcome, error: &Error) {
+        self.counters.count_refused(kind, outcome);
+        if error.kind() == ErrorKind::InvalidImage {
+            self.tell_corrupt(error);
+        }
+    }
+
+    /// Tells of damage that a request met, once, if it is this image's own. What makes a write impossible has been told.
+    fn tell_corrupt(&self, error: &Error) {
+        let own = error.file_name().is_none_or(|file| file == self.filename);
+        let is_told = match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.is_corrupt(),
+            Driver::Mapped(_) => false,
+            Driver::Raw(_) | Driver::File(_) | Driver::Filter(_) => true,
+        };
+        if !own || is_told || self.told_corrupt.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (node_name, message) = (self.name.clone(), error.to_string());
+        let corruption = Corruption { node_name, message, offset: None, size_bytes: None, fatal: false };
+        self.graph.report_corruption(&corruption);
     }
 
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.

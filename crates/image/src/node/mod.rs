@@ -7,6 +7,7 @@ mod io;
 mod live;
 mod settings;
 mod status;
+mod storage;
 mod tracking;
 mod users;
 
@@ -124,6 +125,8 @@ pub struct Node {
     warnings: Vec<String>,
     deadline: Option<Deadline>,
     closed: AtomicBool,
+    /// The image was found to be corrupt by a request, and that was told.
+    told_corrupt: AtomicBool,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
@@ -167,8 +170,14 @@ impl Node {
         let height = height_over(&parts.children);
         if let Driver::Qcow2(driver) = &parts.driver {
             let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
-            driver.observe_corruption(Box::new(move |message, offset| {
-                let corruption = Corruption { node_name: node_name.clone(), message, offset, fatal: true };
+            driver.observe_corruption(Box::new(move |error, offset, size_bytes| {
+                let corruption = Corruption {
+                    node_name: node_name.clone(),
+                    message: error.to_string(),
+                    offset: Some(offset),
+                    size_bytes: Some(size_bytes),
+                    fatal: true,
+                };
                 if let Some(graph) = graph.upgrade() {
                     graph.report_corruption(&corruption);
                 }
@@ -190,6 +199,7 @@ impl Node {
             warnings: parts.warnings,
             deadline: parts.deadline,
             closed: AtomicBool::new(false),
+            told_corrupt: AtomicBool::new(false),
         }))
     }
 
@@ -312,6 +322,14 @@ impl Node {
     pub fn copy_before_write(&self) -> Option<&crate::filters::CopyBeforeWrite> {
         match &self.driver {
             Driver::Filter(Filter::CopyBeforeWrite(copy)) => Some(copy),
+            _ => None,
+        }
+    }
+
+    /// The filter of a mirror that holds writes back, when this node is one.
+    pub fn write_blocking(&self) -> Option<&crate::filters::WriteBlocking> {
+        match &self.driver {
+            Driver::Filter(Filter::WriteBlocking(mirror)) => Some(mirror),
             _ => None,
         }
     }

@@ -423,10 +423,7 @@ impl Opener {
         let place = draft.place.storage("image", !draft.settings.read_only);
         let child = self.child(draft, ChildRole::Image, spec, place).await?;
         let filename = child.filename();
-        let file = child.file().ok_or_else(|| {
-            let message = format!("blkdebug needs a plain file below it, not driver '{}'", child.driver_name());
-            Error::unsupported(message).file(filename.clone())
-        })?;
+        let file = child.storage();
         let file = file.with_faults(Arc::new(options.faults), options.align, options.max_transfer)?;
         let null_reads_zeroes = child.null_reads_zeroes();
         Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes }), filename))
@@ -477,16 +474,13 @@ impl Opener {
             let edge = Edge::of(&draft.name, !draft.settings.read_only, false);
             let permissions = edge.permissions;
             child.attach(edge)?;
-            if let (Some(file), Some(Value::Object(_))) = (child.file(), draft.options.get("file")) {
+            if let (Some(file), Some(Value::Object(_))) = (child.bottom_file(), draft.options.get("file")) {
                 file.lock(permissions)?;
             }
         }
         let filename = child.filename();
         let in_file = |error: Error| error.file(filename.clone());
-        let file = child.file().cloned().ok_or_else(|| {
-            Error::unsupported(format!("qcow2 needs a plain file below it, not driver '{}'", child.driver_name()))
-        });
-        let file = file.map_err(in_file)?;
+        let file = child.storage();
         let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
         let header = formats::read_header(&file).await.map_err(in_file)?;
         self.policy.check_header(&header).map_err(in_file)?;

@@ -121,13 +121,7 @@ impl Opener {
         let place = draft.place.storage("data-file", !draft.settings.read_only);
         let node = self.child(draft, ChildRole::DataFile, spec, place).await;
         let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
-        match node.file() {
-            Some(file) => Ok(Some(file.clone())),
-            None => {
-                let message = format!("a data file must be a plain file, not driver '{}'", node.driver_name());
-                Err(Error::unsupported(message).file(image))
-            }
-        }
+        Ok(Some(node.storage()))
     }
 
     /// The options of a protocol node, on an image's word.

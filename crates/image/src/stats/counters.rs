@@ -4,6 +4,7 @@
 use super::{IoKind, KINDS};
 use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,11 +185,37 @@ impl NodeStats {
     }
 }
 
+/// Reads and writes of one queue that went past a node which counts them all the same. One thread adds, any reads.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct PassedCounters([[AtomicU64; 2]; 2]);
+
+impl PassedCounters {
+    /// Counts a read or a write that was carried out. Only the queue's thread calls this.
+    #[inline]
+    pub(crate) fn count(&self, kind: IoKind, len: u64) {
+        let [operations, bytes] = &self.0[usize::from(kind != IoKind::Read)];
+        bump(operations, 1);
+        bump(bytes, len);
+    }
+
+    /// What was counted for a kind: operations and bytes.
+    fn sums(&self, kind: IoKind) -> [u64; 2] {
+        match kind {
+            IoKind::Read => self.0[0].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
+            IoKind::Write => self.0[1].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
+            _ => [0; 2],
+        }
+    }
+}
+
 /// The counters of one node: operations, bytes, failed, invalid.
 #[derive(Debug, Default)]
 pub(crate) struct NodeCounters {
     table: ShardedCounters<KINDS, 4>,
     highest_written_byte: AtomicU64,
+    /// Of queues whose requests go past the node.
+    passed: Mutex<Vec<Arc<PassedCounters>>>,
 }
 
 impl NodeCounters {
@@ -219,18 +246,42 @@ impl NodeCounters {
         }
     }
 
-    pub(crate) fn snapshot(&self) -> NodeStats {
-        let kind = |[operations, bytes, failed, invalid]: [u64; 4]| KindStats {
-            operations,
-            bytes,
-            failed,
-            invalid,
-            ..KindStats::default()
-        };
-        NodeStats {
-            kinds: self.table.sums().map(kind),
-            highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed),
+    /// Counters for a queue whose requests go past the node, until [`NodeCounters::fold`].
+    pub(crate) fn add_passed(&self) -> Arc<PassedCounters> {
+        let counters = Arc::new(PassedCounters::default());
+        self.passed().push(Arc::clone(&counters));
+        counters
+    }
+
+    /// Takes over what a queue counted that is gone.
+    pub(crate) fn fold(&self, gone: &Arc<PassedCounters>) {
+        let mut passed = self.passed();
+        passed.retain(|known| !Arc::ptr_eq(known, gone));
+        for kind in [IoKind::Read, IoKind::Write] {
+            let [operations, bytes] = gone.sums(kind);
+            let [all_operations, all_bytes, ..] = self.table.row(kind as usize);
+            all_operations.fetch_add(operations, Ordering::Relaxed);
+            all_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
+    }
+
+    fn passed(&self) -> MutexGuard<'_, Vec<Arc<PassedCounters>>> {
+        self.passed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn snapshot(&self) -> NodeStats {
+        // A queue's counters are either still there or folded.
+        let passed = self.passed();
+        let sums = self.table.sums();
+        let kinds = IoKind::ALL.map(|kind| {
+            let [mut operations, mut bytes, failed, invalid] = sums[kind as usize];
+            for [more_operations, more_bytes] in passed.iter().map(|counters| counters.sums(kind)) {
+                operations += more_operations;
+                bytes += more_bytes;
+            }
+            KindStats { operations, bytes, failed, invalid, ..KindStats::default() }
+        });
+        NodeStats { kinds, highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed) }
     }
 }
 
@@ -252,6 +303,23 @@ mod tests {
         assert_eq!(kinds[IoKind::Write as usize], write);
         assert_eq!(kinds[IoKind::Read as usize].merged, 2);
         assert_eq!((lane.highest_written_byte(), lane.last_end_ns()), (4608, 400));
+    }
+
+    #[test]
+    fn what_went_past_a_node_is_counted_once_whether_its_queue_is_there_or_gone() {
+        let node = NodeCounters::default();
+        node.count_done(IoKind::Read, 1);
+        let (queue, other) = (node.add_passed(), node.add_passed());
+        queue.count(IoKind::Read, 10);
+        queue.count(IoKind::Write, 20);
+        other.count(IoKind::Read, 100);
+        for gone in [Some(&queue), Some(&other), None] {
+            let stats = node.snapshot();
+            assert_eq!((stats.kind(IoKind::Read).operations, stats.kind(IoKind::Read).bytes), (3, 111));
+            assert_eq!((stats.kind(IoKind::Write).operations, stats.kind(IoKind::Write).bytes), (1, 20));
+            assert_eq!(stats.kind(IoKind::Discard), &KindStats::default());
+            gone.into_iter().for_each(|gone| node.fold(gone));
+        }
     }
 
     #[test]

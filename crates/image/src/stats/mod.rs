@@ -7,7 +7,7 @@ mod histogram;
 mod interval;
 
 pub use counters::{Accounting, KindStats, NodeStats, Outcome};
-pub(crate) use counters::{LaneCounters, NodeCounters};
+pub(crate) use counters::{LaneCounters, NodeCounters, PassedCounters};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Undo logs of repairs: made for a repair, and used to take it back.
 
-use super::plain_file;
+use super::stored_in;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::check as image_check;
@@ -21,7 +21,7 @@ pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoR
     let log = File::open(&path_of_text(log), &OpenOptions { write: true, ..OpenOptions::default() })?;
     let node = image.open(image.request()?.writable(true).for_check()).await?;
     job.pause_point().await?;
-    let result = match plain_file(&node) {
+    let result = match stored_in(&node) {
         Ok(file) => image_check::undo(&file, &log).await,
         Err(error) => Err(error),
     };

@@ -11,6 +11,7 @@ use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::Result;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
+use cowshed_image::options::{DriverKind, DriverSchema};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
 use std::sync::Arc;
@@ -30,6 +31,8 @@ pub struct MergeRequest {
     pub base: Arc<Node>,
     /// How the overlay's header is to name the base.
     pub backing_file: String,
+    /// It names the format `raw` where the base is a protocol's node.
+    pub mask_protocol: bool,
 }
 
 /// The work under way. Its futures must run to their end.
@@ -121,7 +124,10 @@ impl Merge {
         let drained = graph.drain(&[&request.overlay, &request.base]).await;
         let closed = opened.close().await;
         let result = match closed {
-            Ok(()) => relink(&graph, &request.overlay, Some(&request.base), Some(&request.backing_file)).await,
+            Ok(()) => {
+                let name = BackingName { file: &request.backing_file, mask_protocol: request.mask_protocol };
+                relink(&graph, &request.overlay, Some(&request.base), Some(name)).await
+            }
             error => error,
         };
         let detached = reader.detach().await;
@@ -136,6 +142,18 @@ impl Merge {
     }
 }
 
+/// How a header is to name a backing file.
+#[derive(Clone, Copy)]
+pub(crate) struct BackingName<'a> {
+    pub file: &'a str,
+    /// The format is `raw` where the node is a protocol's.
+    pub mask_protocol: bool,
+}
+
+fn is_protocol(driver: &str) -> bool {
+    DriverSchema::find(driver).is_some_and(|schema| schema.kind == DriverKind::Protocol)
+}
+
 enum Stopped {
     Failed(Failure),
     /// Cancelled.
@@ -143,17 +161,23 @@ enum Stopped {
 }
 
 /// Puts an image on another backing node: first in its header, durably, then in the graph. It must read the same on both.
-/// `name` is how the header names it; `None` leaves the header.
+/// `name` is how the header names it.
 pub(crate) async fn relink(
     graph: &Arc<Graph>,
     overlay: &Arc<Node>,
     base: Option<&Arc<Node>>,
-    name: Option<&str>,
+    name: Option<BackingName<'_>>,
 ) -> Result<()> {
     let was_read_only = overlay.is_read_only();
     graph.set_read_only(overlay, false).await?;
     let named = match overlay.qcow2() {
-        Some(driver) => driver.change_backing_file(name, base.map(|base| base.driver_name())).await,
+        Some(driver) => {
+            let format = base.map(|base| match base.driver_name() {
+                driver if name.is_some_and(|name| name.mask_protocol) && is_protocol(driver) => "raw",
+                driver => driver,
+            });
+            driver.change_backing_file(name.map(|name| name.file), format).await
+        }
         None => Ok(()),
     };
     let linked = match named {

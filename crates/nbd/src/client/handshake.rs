@@ -6,9 +6,7 @@ use crate::{Receiver, Stream};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd_proto::context::BASE_ALLOCATION;
 use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
-use cowshed_nbd_proto::option::{
-    self, BlockSizes, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep,
-};
+use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep};
 use cowshed_nbd_proto::{HeaderStyle, Malformed, PORTABLE_PAYLOAD_BYTES, ReplyStyle, greeting};
 use cowshed_storage::{Dispatch, IoBuf, SocketAddress};
 
@@ -27,34 +25,48 @@ pub(crate) struct Agreed {
     pub allocation_context: Option<u32>,
 }
 
-struct Handshake<'a> {
+pub(super) struct Handshake<'a> {
     stream: &'a Stream,
     receiver: &'a mut Receiver,
     no_zeroes: bool,
-    agreed: Agreed,
+    pub agreed: Agreed,
+    pub said: Said,
+}
+
+/// What the server said that only a list wants.
+#[derive(Debug, Default)]
+pub(super) struct Said {
+    /// Exports with their descriptions.
+    pub exports: Vec<(String, String)>,
+    /// Metadata contexts.
+    pub contexts: Vec<String>,
+    /// The block sizes are the server's own.
+    pub block_sizes: bool,
 }
 
 /// The end of a server's answer to an option.
-enum End {
+pub(super) enum End {
     Ack,
     Refused(u32, String),
 }
 
-fn broken(why: Malformed) -> Error {
+pub(super) fn broken(why: Malformed) -> Error {
     Error::new(ErrorKind::Io, format!("the server breaks the protocol: {why}"))
 }
 
-/// From the greeting to the transmission phase.
-pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, options: &ClientOptions) -> Result<Agreed> {
-    let facts = ExportFacts {
-        size: 0,
-        flags: TransmissionFlags::default(),
-        block_sizes: BlockSizes::UNSAID,
-        has_status: false,
-        description: String::new(),
+/// The greeting, and encryption where that is wanted; true where options can be haggled about.
+pub(super) async fn begin<'a>(
+    stream: &'a Stream,
+    receiver: &'a mut Receiver,
+    options: &ClientOptions,
+) -> Result<(Handshake<'a>, bool)> {
+    let agreed = Agreed {
+        facts: ExportFacts::unsaid(),
+        headers: HeaderStyle::Compact,
+        replies: ReplyStyle::Simple,
+        allocation_context: None,
     };
-    let agreed = Agreed { facts, headers: HeaderStyle::Compact, replies: ReplyStyle::Simple, allocation_context: None };
-    let mut handshake = Handshake { stream, receiver, no_zeroes: false, agreed };
+    let mut handshake = Handshake { stream, receiver, no_zeroes: false, agreed, said: Said::default() };
     let fixed = handshake.greet().await?;
     if let Some(credentials) = &options.tls {
         if !fixed {
@@ -71,6 +83,12 @@ pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, opti
         };
         stream.start_client_tls(credentials, name).await?;
     }
+    Ok((handshake, fixed))
+}
+
+/// From the greeting to the transmission phase.
+pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, options: &ClientOptions) -> Result<Agreed> {
+    let (mut handshake, fixed) = begin(stream, receiver, options).await?;
     if fixed {
         handshake.haggle(&options.export).await?;
     } else {
@@ -100,17 +118,23 @@ impl Handshake<'_> {
         Ok(fixed)
     }
 
-    async fn send(&self, bytes: &[u8]) -> Result<()> {
+    pub(super) async fn send(&self, bytes: &[u8]) -> Result<()> {
         self.stream.send(vec![IoBuf::copy_from(bytes)], Dispatch::Together).await.0
     }
 
-    async fn haggle(&mut self, export: &str) -> Result<()> {
+    /// The best replies that both sides can do.
+    pub(super) async fn choose_replies(&mut self) -> Result<()> {
         if self.is_acked(code::EXTENDED_HEADERS).await? {
             self.agreed.headers = HeaderStyle::Extended;
             self.agreed.replies = ReplyStyle::Extended;
         } else if self.is_acked(code::STRUCTURED_REPLY).await? {
             self.agreed.replies = ReplyStyle::Structured;
         }
+        Ok(())
+    }
+
+    async fn haggle(&mut self, export: &str) -> Result<()> {
+        self.choose_replies().await?;
         if self.agreed.replies != ReplyStyle::Simple {
             self.set_context(export).await?;
         }
@@ -152,7 +176,7 @@ impl Handshake<'_> {
     }
 
     /// Sends an option and takes the answers up to the last one.
-    async fn ask(&mut self, option: u32, data: &[u8]) -> Result<End> {
+    pub(super) async fn ask(&mut self, option: u32, data: &[u8]) -> Result<End> {
         self.send(&option::encode(option, data)).await?;
         for _ in 0..MAX_REPLIES {
             let header = OptionReplyHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
@@ -171,15 +195,21 @@ impl Handshake<'_> {
                 OptionReply::Ack => return Ok(End::Ack),
                 OptionReply::Refused(kind, message) => return Ok(End::Refused(kind, message.to_owned())),
                 OptionReply::Export(size, flags) => (facts.size, facts.flags) = (size, flags),
-                OptionReply::BlockSize(sizes) => facts.block_sizes = sizes,
-                OptionReply::Description(description) => facts.description = description.to_owned(),
-                OptionReply::MetaContext(number, name) if name == BASE_ALLOCATION => {
-                    self.agreed.allocation_context = Some(number);
+                OptionReply::BlockSize(sizes) => {
+                    facts.block_sizes = sizes;
+                    self.said.block_sizes = true;
                 }
-                OptionReply::MetaContext(..)
-                | OptionReply::Server { .. }
-                | OptionReply::Name(_)
-                | OptionReply::Unknown => {}
+                OptionReply::Description(description) => facts.description = description.to_owned(),
+                OptionReply::MetaContext(number, name) => {
+                    if name == BASE_ALLOCATION {
+                        self.agreed.allocation_context = Some(number);
+                    }
+                    self.said.contexts.push(name.to_owned());
+                }
+                OptionReply::Server { name, description } => {
+                    self.said.exports.push((name.to_owned(), description.to_owned()));
+                }
+                OptionReply::Name(_) | OptionReply::Unknown => {}
             }
         }
         Err(broken(Malformed("the server answers an option without end")))
@@ -199,7 +229,7 @@ impl Handshake<'_> {
     }
 }
 
-fn refused(kind: u32, message: &str, export: &str) -> Error {
+pub(super) fn refused(kind: u32, message: &str, export: &str) -> Error {
     let because = if message.is_empty() { String::new() } else { format!(": {message}") };
     match kind {
         rep::ERR_UNKNOWN => Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}")),

@@ -6,13 +6,17 @@
 //!
 //! - here: what callers see, and connecting again when the server went away
 //! - `handshake`: choosing the export
+//! - `list`: what a server has
 //! - `connection`: requests and replies of one connection
 //! - `pending`: requests that have no reply yet
 
 mod connection;
 mod handshake;
+mod list;
 mod pending;
 mod remote;
+
+pub use list::{ListedExport, list_exports};
 
 use crate::tls::ClientTls;
 use connection::{Answer, Connection, Failure};
@@ -95,6 +99,19 @@ pub struct ExportFacts {
     pub has_status: bool,
     /// For people; may be empty.
     pub description: String,
+}
+
+impl ExportFacts {
+    /// Before the server has said anything.
+    fn unsaid() -> ExportFacts {
+        ExportFacts {
+            size: 0,
+            flags: TransmissionFlags::default(),
+            block_sizes: BlockSizes::UNSAID,
+            has_status: false,
+            description: String::new(),
+        }
+    }
 }
 
 /// A connection to an export, made again when it is lost.

@@ -2,17 +2,16 @@
 //! Listening sockets.
 
 use super::readiness::{self, Interest};
+use super::stale::clear_stale;
 use super::{Socket, SocketAddress, describe};
 use crate::{rt, sys};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, Result};
 use rustix::net::SocketFlags;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// First descriptor that a service manager passes (systemd's `sd_listen_fds`).
 const LISTEN_FDS_START: i32 = 3;
@@ -64,7 +63,7 @@ impl Listener {
         let address = SocketAddress::unix(path)?;
         let bound = match UnixListener::bind_addr(&address) {
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && !path.starts_with('\0') => {
-                remove_stale(path)?;
+                clear_stale(path.as_ref())?;
                 UnixListener::bind_addr(&address)
             }
             bound => bound,
@@ -156,26 +155,6 @@ impl Drop for Listener {
             tracing::debug!(%error, path = %path.display(), "could not remove the file of a listening socket");
         }
     }
-}
-
-/// Removes the file of a Unix socket that nobody listens on.
-fn remove_stale(path: &str) -> Result<()> {
-    let in_use = || Error::new(ErrorKind::Busy, "another process listens on this socket").file(path);
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
-    if !is_socket {
-        return Err(Error::new(ErrorKind::Busy, "a file that is no socket is in the way").file(path));
-    }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {}
-        _ => return Err(in_use()),
-    }
-    // Twice, so that a server between its bind and its listen isn't taken for a dead one.
-    std::thread::sleep(Duration::from_millis(20));
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {}
-        _ => return Err(in_use()),
-    }
-    std::fs::remove_file(path).map_err(|error| Error::io(&error, "could not remove a stale socket").file(path))
 }
 
 /// The descriptors that `sd_listen_fds` describes.

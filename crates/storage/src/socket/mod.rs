@@ -5,6 +5,7 @@
 //! - `address`: where to connect or listen
 //! - `listener`: listening, also on descriptors that a service manager passed
 //! - `readiness`: waiting for a socket where there is no ring
+//! - `stale`: names that processes left behind
 //!
 //! As with files, an operation owns its memory until it completes, also when its future is dropped; it is cancelled then.
 //! A future that is dropped may have taken bytes off the stream with it: what follows is only for closing.
@@ -12,9 +13,11 @@
 mod address;
 mod listener;
 mod readiness;
+mod stale;
 
 pub use address::SocketAddress;
 pub use listener::Listener;
+pub use stale::clear_stale;
 
 use crate::IoBuf;
 use crate::payload::{Bufs, Payload};

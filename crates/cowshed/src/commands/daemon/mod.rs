@@ -2,6 +2,7 @@
 //! The storage daemon under its names: `serve`, `qemu-nbd`, `qemu-storage-daemon`.
 
 mod background;
+mod list;
 mod logging;
 pub mod nbd;
 pub mod serve;

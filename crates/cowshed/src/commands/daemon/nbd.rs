@@ -5,7 +5,8 @@ use super::super::Verb;
 use super::{LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_daemon::{Drive, Setup, Step};
+use cowshed_daemon::client::ClientOptions;
+use cowshed_daemon::{Drive, Setup, Step, client_credentials};
 use cowshed_storage::SocketAddress;
 use serde_json::json;
 
@@ -15,7 +16,8 @@ pub const VERB: Verb = Verb {
     operands: "FILE",
     details: "Without -t it ends when its last client goes. Attaching to /dev/nbd* is left to nbd-client.",
     examples: "  qemu-nbd -t -k /run/disk.sock -f qcow2 disk.qcow2
-  qemu-nbd -r -p 10809 -x disk disk.qcow2",
+  qemu-nbd -r -p 10809 -x disk disk.qcow2
+  qemu-nbd -L -k /run/disk.sock",
     in_qemu_img: false,
     arguments: NbdArgs::augment_args,
     run,
@@ -65,7 +67,7 @@ struct NbdArgs {
     /// Offer the context of a dirty bitmap (not yet supported)
     #[arg(short = 'B', long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// List the exports of another server (not yet supported)
+    /// List the exports of another server
     #[arg(short = 'L', long)]
     list: bool,
     /// Define an object, for example credentials
@@ -77,7 +79,7 @@ struct NbdArgs {
     /// Authorization by an object (not supported)
     #[arg(long, value_name = "ID")]
     tls_authz: Option<String>,
-    /// Host name in a server's certificate, for --list
+    /// Name in the server's certificate, for --list [default: the host, else localhost]
     #[arg(long, value_name = "NAME")]
     tls_hostname: Option<String>,
     /// Accepted without effect
@@ -104,7 +106,7 @@ struct NbdArgs {
     /// Serve for reading only
     #[arg(short, long)]
     read_only: bool,
-    /// Keep writes in a temporary overlay (not yet supported)
+    /// Leave the image as it is: writes go to a temporary overlay in TMPDIR [default: /var/tmp]
     #[arg(short, long)]
     snapshot: bool,
     /// Serve an internal snapshot, for reading: an ID or name, snapshot.id=ID or snapshot.name=NAME
@@ -144,9 +146,9 @@ impl NbdArgs {
         if let Some((option, _, instead)) = never.iter().find(|(_, given, _)| *given) {
             return Err(Failure::new(format!("the option '{option}' is not supported: {instead}")));
         }
-        let not_yet = [("--bitmap", !self.bitmap.is_empty()), ("--list", self.list), ("--snapshot", self.snapshot)];
-        match not_yet.iter().find(|(_, given)| *given) {
-            Some((option, _)) => Err(Failure::not_yet(option)),
+        match (!self.bitmap.is_empty()).then_some("--bitmap") {
+            Some(option) => Err(Failure::not_yet(option)),
+            None if self.list => self.check_list(),
             None if self.tls_hostname.is_some() => {
                 Err(Failure::new("--tls-hostname is for --list: this server has no server to check"))
             }
@@ -161,6 +163,39 @@ impl NbdArgs {
             }
             None => Ok(()),
         }
+    }
+
+    /// With QEMU's words.
+    fn check_list(&self) -> Result<(), Failure> {
+        let per_device = !self.export_name.is_empty()
+            || !self.description.is_empty()
+            || self.offset.is_some()
+            || self.format.is_some()
+            || self.load_snapshot.is_some()
+            || self.allocation_depth
+            || self.nocache
+            || [&self.aio, &self.discard, &self.cache, &self.detect_zeroes].iter().any(|given| given.is_some());
+        match () {
+            () if !self.file.is_empty() => Err(Failure::new("List mode is incompatible with a file name")),
+            () if per_device => Err(Failure::new("List mode is incompatible with per-device settings")),
+            () if self.fork => Err(Failure::new("List mode is incompatible with forking")),
+            () => Ok(()),
+        }
+    }
+
+    /// The server whose exports are to be listed.
+    fn server(&self) -> Result<ClientOptions, Failure> {
+        let address = match &self.socket {
+            Some(path) => SocketAddress::Unix(path.clone()),
+            None => SocketAddress::Tcp {
+                host: self.bind.clone().unwrap_or_else(|| "localhost".to_owned()),
+                port: self.port.unwrap_or(DEFAULT_PORT),
+            },
+        };
+        let mut options = ClientOptions::new(address, "");
+        options.tls = self.tls_creds.as_ref().map(|id| client_credentials(&self.objects, id)).transpose()?;
+        options.tls_hostname.clone_from(&self.tls_hostname);
+        Ok(options)
     }
 
     /// `None`: the sockets that a service manager passed.
@@ -195,6 +230,9 @@ impl NbdArgs {
         if let Some(snapshot) = &self.load_snapshot {
             drive.load_snapshot(snapshot)?;
         }
+        if self.snapshot {
+            drive.keep_writes_apart();
+        }
         let cache = if self.nocache { Some("none") } else { self.cache.as_deref() };
         // Discards are passed on where nothing else is said, as qemu-nbd does.
         let discard = Some(self.discard.as_deref().unwrap_or("unmap"));
@@ -213,9 +251,12 @@ impl NbdArgs {
     }
 }
 
-fn run(matches: &ArgMatches, _console: &mut Console) -> Result<u8, Failure> {
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = NbdArgs::from_arg_matches(matches)?;
     args.check()?;
+    if args.list {
+        return super::list::run(&args.server()?, console);
+    }
     let [file] = args.file.as_slice() else { return Err(Failure::usage("Expecting one image file name")) };
     let mut steps = Vec::new();
     for object in &args.objects {

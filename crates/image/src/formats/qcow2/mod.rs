@@ -39,8 +39,8 @@ use cowshed_storage::{File, IoBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Gets the message and the host offset in bytes.
-type OnCorruption = Box<dyn Fn(String, Option<u64>) + Send + Sync>;
+/// Gets what is wrong, the host offset and the length of what would have been hit, in bytes.
+type OnCorruption = Box<dyn Fn(&Error, u64, u64) + Send + Sync>;
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
@@ -73,7 +73,7 @@ pub struct Qcow2Driver {
     abandoned: AtomicBool,
     /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
     corrupt: AtomicBool,
-    /// Told then: what is wrong, and the host offset.
+    /// Told then.
     on_corruption: OnceLock<OnCorruption>,
     closed: AtomicBool,
 }
@@ -204,12 +204,11 @@ impl Qcow2Driver {
 
     /// Marks the image as corrupt on disk (version 2 has no bit for it) and refuses all further writes.
     async fn mark_corrupt(&self, error: Error, host: HostOffset) -> Result<()> {
-        let message = error.message().to_owned();
         let error = self.error(error);
         if !self.corrupt.swap(true, Ordering::SeqCst) {
             tracing::error!("marking the image as corrupt: {error}");
             if let Some(tell) = self.on_corruption.get() {
-                tell(message, Some(host.0));
+                tell(&error, host.0, self.cluster_size());
             }
             if self.header().version >= 3 {
                 self.edit_header(|header| header.incompatible_features |= INCOMPAT_CORRUPT).await?;

@@ -8,7 +8,7 @@ use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::OverlapSet;
-use cowshed_storage::rt;
+use cowshed_storage::{Permissions, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -61,6 +61,10 @@ impl Qcow2Driver {
         if header.is_dirty() {
             let message = "the image was not closed cleanly: close it and open it for writing, which repairs it";
             return Err(self.error(Error::new(ErrorKind::InvalidImage, message)));
+        }
+        // A plain file is its node's, and writable by now; what stands for another node is ours.
+        for file in std::iter::once(&self.file).chain(&self.data_file).filter(|file| !file.is_writable()) {
+            file.make_writable(Permissions::WRITE).map_err(|error| self.error(error))?;
         }
         self.writable.store(true, Ordering::Release);
         let started = self.prepare_writing(options).await;

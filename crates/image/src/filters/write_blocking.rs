@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The filter of a mirror that holds writes until they are on the target too (`copy-mode=write-blocking`).
+
+use super::Below;
+use super::ranges::{Claim, Ranges};
+use crate::dirty::DirtyMap;
+use crate::node::{Link, Node, Preallocation, ZeroFlags};
+use cowshed_block::{Error, Result};
+use cowshed_storage::IoBuf;
+use std::sync::{Arc, OnceLock};
+
+/// The filter. The mirror's map says which parts of the target aren't what the source has; a write that reached both
+/// leaves its part as clean as it was. What fails on the target, and what is only a hint (a discard), stays dirty, and the
+/// mirror copies it.
+pub struct WriteBlocking {
+    below: Below,
+    target: Arc<Link>,
+    /// Until the mirror has one, writes only pass.
+    dirty: OnceLock<Arc<DirtyMap>>,
+    ranges: Arc<Ranges>,
+}
+
+/// A range that nobody else writes or copies, until it is dropped.
+pub struct Claimed(#[allow(dead_code)] Claim);
+
+/// The parts that a write touches, claimed, and which of them it leaves clean when it has reached the target.
+struct Touched<'a> {
+    dirty: &'a DirtyMap,
+    clean: std::ops::Range<u64>,
+    _claim: Claim,
+}
+
+impl Touched<'_> {
+    fn settle(self, on_target: &Result<()>) {
+        match on_target {
+            Ok(()) => self.dirty.clear(self.clean.start, self.clean.end - self.clean.start),
+            // The source has marked it.
+            Err(error) => tracing::warn!(%error, "a write did not reach the target of a mirror"),
+        }
+    }
+}
+
+impl WriteBlocking {
+    pub(crate) fn new(below: Below, target: Arc<Link>) -> WriteBlocking {
+        WriteBlocking { below, target, dirty: OnceLock::new(), ranges: Arc::default() }
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        &self.below
+    }
+
+    /// From now on writes go to the target too. `dirty` is marked by all writes to the source. No request runs.
+    pub fn activate(&self, dirty: Arc<DirtyMap>) {
+        let _ = self.dirty.set(dirty);
+    }
+
+    /// Keeps writes out of a range (bytes, in whole parts of the map) while it is copied.
+    pub async fn claim(&self, start: u64, len: u64) -> Claimed {
+        Claimed(self.ranges.claim(start, len).await)
+    }
+
+    async fn touch<'a>(&'a self, dirty: &'a DirtyMap, offset: u64, len: u64) -> Touched<'a> {
+        let part = dirty.granularity_bytes();
+        let end = offset.saturating_add(len);
+        let start = offset / part * part;
+        // The last part may be cut off by the end of the disk.
+        let whole_end = end.checked_next_multiple_of(part).unwrap_or(u64::MAX);
+        let claim = self.ranges.claim(start, whole_end - start).await;
+        let mut clean = start..whole_end;
+        if offset != start && dirty.is_dirty(start, 1) {
+            clean.start += part;
+        }
+        if end != whole_end && end != self.below.size() && dirty.is_dirty(whole_end - 1, 1) {
+            clean.end -= part;
+        }
+        clean.end = clean.end.max(clean.start);
+        Touched { dirty, clean, _claim: claim }
+    }
+
+    fn target(&self) -> Result<Arc<Node>> {
+        self.target.get().ok_or_else(|| Error::internal("a filter without a target"))
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.below.read(offset, buf).await
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let Some(dirty) = self.dirty.get() else { return self.below.write(offset, buf).await };
+        let touched = self.touch(dirty, offset, buf.len() as u64).await;
+        let (result, buf) = self.below.write(offset, buf).await;
+        if result.is_err() {
+            return (result, buf);
+        }
+        let (on_target, buf) = match self.target() {
+            Ok(target) => target.write_boxed(offset, buf).await,
+            Err(error) => (Err(error), buf),
+        };
+        touched.settle(&on_target);
+        (Ok(()), buf)
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        let Some(dirty) = self.dirty.get() else { return self.below.write_compressed(clusters).await };
+        let mut spans = clusters.iter().map(|(offset, buf)| (*offset, offset + buf.len() as u64));
+        let first = spans.next().unwrap_or_default();
+        let (start, end) = spans.fold(first, |(start, end), (from, to)| (start.min(from), end.max(to)));
+        let _touched = self.touch(dirty, start, end - start).await;
+        self.below.write_compressed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        let Some(dirty) = self.dirty.get() else { return self.below.write_zeroes(offset, len, flags).await };
+        let touched = self.touch(dirty, offset, len).await;
+        self.below.write_zeroes(offset, len, flags).await?;
+        let on_target = match self.target() {
+            Ok(target) => target.write_zeroes_boxed(offset, len, ZeroFlags { no_fallback: false, ..flags }).await,
+            Err(error) => Err(error),
+        };
+        touched.settle(&on_target);
+        Ok(())
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        let Some(dirty) = self.dirty.get() else { return self.below.discard(offset, len).await };
+        let _touched = self.touch(dirty, offset, len).await;
+        self.below.discard(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        // The target is flushed by who completes it.
+        self.below.flush().await
+    }
+
+    pub(crate) async fn resize(&self, _size: u64, _preallocation: Preallocation) -> Result<()> {
+        Err(Error::unsupported("a disk can't be resized while it is mirrored"))
+    }
+}

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The filter of a mirror whose writes go to both ends. No user adds it by options, so it is made here.
+
+use super::Graph;
+use crate::filters::{Below, Filter, WriteBlocking};
+use crate::node::{ChildRole, Children, Driver, Link, MONITOR, Node, NodeParts, NodeSettings};
+use crate::open::Edge;
+use crate::options::BlockdevOptions;
+use cowshed_block::Result;
+use cowshed_storage::{PermissionSet, Permissions};
+use std::sync::Arc;
+
+impl Graph {
+    /// Puts a filter of this name between a node and its users. Once it is activated, what they write goes to `target` too,
+    /// which nobody else may write. [`Graph::remove_filter`] takes it out.
+    pub async fn insert_write_blocking(
+        self: &Arc<Self>,
+        source: &Arc<Node>,
+        target: &Arc<Node>,
+        name: &str,
+    ) -> Result<Arc<Node>> {
+        let filter = self.build_write_blocking(source, target, name)?;
+        filter.attach(Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE })?;
+        self.adopt(&filter);
+        if let Err(error) = self.replace(source, &filter).await {
+            if let Err(error) = self.delete(name).await {
+                tracing::warn!("{error}");
+            }
+            return Err(error);
+        }
+        Ok(filter)
+    }
+
+    fn build_write_blocking(self: &Arc<Self>, source: &Arc<Node>, target: &Arc<Node>, name: &str) -> Result<Arc<Node>> {
+        let reservation = self.reserve(Some(name))?;
+        let children = Children::of(name);
+        // A filter asks for what its users ask of it, and so far it has none.
+        source.attach(Edge { user: name.to_owned(), permissions: Permissions::NONE })?;
+        let (file, copy) = (Link::to(Some(Arc::clone(source))), Link::to(Some(Arc::clone(target))));
+        children.push(ChildRole::File, Arc::clone(&file));
+        let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
+        target.attach(Edge { user: name.to_owned(), permissions: Permissions { used, ..Permissions::READ } })?;
+        children.push(ChildRole::Target, Arc::clone(&copy));
+        let node = Node::new(NodeParts {
+            name: name.to_owned(),
+            filename: source.filename(),
+            driver: Driver::Filter(Filter::WriteBlocking(Box::new(WriteBlocking::new(Below::new(file), copy)))),
+            children,
+            settings: NodeSettings { read_only: source.is_read_only(), discard: true, ..NodeSettings::default() },
+            options: BlockdevOptions::new().with("node-name", name),
+            graph: Arc::clone(self),
+            warnings: Vec::new(),
+            deadline: None,
+        })?;
+        reservation.fill(&node);
+        Ok(node)
+    }
+}

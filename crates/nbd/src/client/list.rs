@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What exports a server has.
+
+use super::handshake::{End, Handshake, begin, refused};
+use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
+use crate::{Receiver, Stream};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, code, rep};
+use cowshed_nbd_proto::{HeaderStyle, ReplyStyle};
+use cowshed_storage::{Socket, rt};
+use futures_util::future::{Either, select};
+use std::pin::pin;
+
+/// An export that a server has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedExport {
+    /// Its name.
+    pub name: String,
+    /// What the server says of it; `None` where the server tells no more than names.
+    pub facts: Option<ExportFacts>,
+    /// The block sizes in `facts` are the server's own, not those of the protocol.
+    pub has_block_sizes: bool,
+    /// Requests may have lengths of 64 bits (extended headers).
+    pub is_extended: bool,
+    /// Metadata contexts that can be chosen.
+    pub contexts: Vec<String>,
+}
+
+/// Asks a server for its exports; the export that `options` name means nothing.
+pub async fn list_exports(options: &ClientOptions) -> Result<Vec<ListedExport>> {
+    let asking = pin!(async {
+        let stream = Stream::new(Socket::connect(&options.address, CONNECT_TIMEOUT).await?);
+        let mut receiver = Receiver::default();
+        let (mut handshake, fixed) = begin(&stream, &mut receiver, options).await?;
+        if !fixed {
+            return Err(Error::unsupported("the server can't list its exports: it takes no options"));
+        }
+        let listed = handshake.list().await;
+        // The server may be gone, which is no concern of ours any more.
+        let _ = handshake.send(&option::encode(code::ABORT, &[])).await;
+        drop(handshake);
+        stream.close().await;
+        listed
+    });
+    let listed = match select(asking, pin!(rt::sleep(CONNECT_TIMEOUT))).await {
+        Either::Left((listed, _)) => listed,
+        Either::Right(_) => Err(Error::new(ErrorKind::Io, "the server took too long to answer")),
+    };
+    listed.map_err(|error| error.file(options.uri().to_string()))
+}
+
+impl Handshake<'_> {
+    async fn list(&mut self) -> Result<Vec<ListedExport>> {
+        self.choose_replies().await?;
+        if let End::Refused(kind, message) = self.ask(code::LIST, &[]).await? {
+            return Err(match kind {
+                rep::ERR_TLS_REQD => refused(kind, &message, ""),
+                _ => Error::new(ErrorKind::PermissionDenied, format!("the server doesn't list its exports: {message}")),
+            });
+        }
+        let exports = std::mem::take(&mut self.said.exports);
+        let mut listed = Vec::with_capacity(exports.len());
+        for (name, description) in exports {
+            listed.push(self.describe(name, description).await?);
+        }
+        Ok(listed)
+    }
+
+    async fn describe(&mut self, name: String, description: String) -> Result<ListedExport> {
+        self.agreed.facts = ExportFacts { description, ..ExportFacts::unsaid() };
+        self.said.block_sizes = false;
+        let request = InfoRequest { name: &name, block_size: true, canonical_name: false, description: true };
+        let facts = match self.ask(code::INFO, &request.encode()).await? {
+            End::Ack => Some(self.agreed.facts.clone()),
+            End::Refused(..) => None,
+        };
+        self.said.contexts.clear();
+        if facts.is_some() && self.agreed.replies != ReplyStyle::Simple {
+            let request = MetaContextRequest { name: &name, queries: Vec::new(), too_many: false };
+            // A refusal means that there are none.
+            self.ask(code::LIST_META_CONTEXT, &request.encode()).await?;
+        }
+        Ok(ListedExport {
+            name,
+            facts,
+            has_block_sizes: self.said.block_sizes,
+            is_extended: self.agreed.headers == HeaderStyle::Extended,
+            contexts: std::mem::take(&mut self.said.contexts),
+        })
+    }
+}
