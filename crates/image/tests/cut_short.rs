@@ -2,8 +2,10 @@
 //! Images that end too early: what has gone is an error that names the place, never zeroes.
 
 use cowshed_block::ErrorKind;
+use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -14,12 +16,18 @@ fn run(program: &str, folder: &Path, args: &[&str]) {
     assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// An image of 64 MiB, its first 8 MiB written with 3, of which only the first `keep` bytes are left.
-fn cut(options: &str, keep: u64) -> (tempfile::TempDir, PathBuf) {
+/// An image of 64 MiB, written to.
+fn image(options: &str, command: &str) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-o", options, "a.qcow2", "64M"]);
-    run("qemu-io", folder.path(), &["-c", "write -P 3 0 8M", "a.qcow2"]);
+    run("qemu-io", folder.path(), &["-c", command, "a.qcow2"]);
     let path = folder.path().join("a.qcow2");
+    (folder, path)
+}
+
+/// An image of 64 MiB, its first 8 MiB written with 3, of which only the first `keep` bytes are left.
+fn cut(options: &str, keep: u64) -> (tempfile::TempDir, PathBuf) {
+    let (folder, path) = image(options, "write -P 3 0 8M");
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     assert!(file.metadata().unwrap().len() > keep);
     file.set_len(keep).unwrap();
@@ -66,15 +74,131 @@ fn data_past_the_end_of_the_file_is_an_error() {
     rt::block_on(node.close()).unwrap();
 }
 
+/// Why the image can't be opened for writing; it must be as before afterwards.
+fn refusal(path: &Path) -> String {
+    let before = std::fs::read(path).unwrap();
+    let outcome = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
+    let Err(error) = outcome else { panic!("opened for writing: the next allocation makes zeroes of what is lost") };
+    assert!(before == std::fs::read(path).unwrap(), "the image has changed");
+    assert_eq!(error.kind(), ErrorKind::InvalidImage, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("can't be opened for writing") && text.contains("past the end of the file"), "{text}");
+    text
+}
+
 #[test]
-fn a_write_in_place_does_not_bring_lost_neighbours_back_as_zeroes() {
-    let (_folder, path) = cut("cluster_size=64k", KEPT);
-    let before = std::fs::read(&path).unwrap();
+fn an_image_that_lost_data_is_not_written_to() {
+    for options in ["cluster_size=64k", "cluster_size=64k,extended_l2=on", "cluster_size=64k,lazy_refcounts=on"] {
+        let (_folder, path) = cut(options, KEPT);
+        let text = refusal(&path);
+        for word in ["a.qcow2", "the data of guest offset 0x50000", "590824 bytes", "0xa0000", "check -r all --lossy"] {
+            assert!(text.contains(word), "{options}: no {word:?} in {text}");
+        }
+        // Given up as the message says, it is writable again.
+        let file = cowshed_storage::File::open(&path, &writable_file()).unwrap();
+        let all = CheckOptions { repair: Repair::All, lossy: true, ..CheckOptions::default() };
+        let report = rt::block_on(check(&file, &all, &|_, _| true)).unwrap();
+        assert!(report.is_clean(), "{options}: {report:?}");
+        drop(file);
+        let node = open_now(&path, true);
+        assert!(read(&node, 0, 4 * 65536).unwrap().iter().all(|byte| *byte == 3));
+        let (result, _) = rt::block_on(node.write(7 << 20, IoBuf::copy_from(&[5; 4096])));
+        result.unwrap();
+        rt::block_on(node.close()).unwrap();
+        run("qemu-img", path.parent().unwrap(), &["check", "-q", "a.qcow2"]);
+    }
+}
+
+fn writable_file() -> cowshed_storage::OpenOptions {
+    cowshed_storage::OpenOptions { write: true, ..Default::default() }
+}
+
+#[test]
+fn leaked_clusters_past_the_end_do_not_stop_a_writer() {
+    // What a crash leaves between counting a cluster and writing to it.
+    let (_folder, path) = image("cluster_size=64k", "write -P 3 0 256k");
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    let end = file.metadata().unwrap().len().div_ceil(65536);
+    // The first refcount block is the third cluster; a count has two bytes.
+    (end..end + 3).for_each(|cluster| file.write_all_at(&[0, 1], 0x20000 + 2 * cluster).unwrap());
+    drop(file);
     let node = open_now(&path, true);
-    let (result, _) = rt::block_on(node.write(7 << 20, IoBuf::zeroed(4096)));
-    assert!(result.expect_err("a cluster that isn't there").to_string().contains("past the end of the file"));
+    let (result, _) = rt::block_on(node.write(32 << 20, IoBuf::copy_from(&[4; 65536])));
+    result.unwrap();
     rt::block_on(node.close()).unwrap();
-    assert!(before == std::fs::read(&path).unwrap(), "the image has changed");
+    let node = open_now(&path, false);
+    assert!(read(&node, 0, 256 << 10).unwrap().iter().all(|byte| *byte == 3));
+    assert!(read(&node, 32 << 20, 65536).unwrap().iter().all(|byte| *byte == 4));
+    rt::block_on(node.close()).unwrap();
+}
+
+#[test]
+fn a_snapshot_that_lost_data_keeps_the_image_from_being_written_to() {
+    // The snapshot's tables take the place of what was discarded, in front of the data that it shares with the disk.
+    let (folder, path) = image("cluster_size=64k", "write -P 1 16M 1M");
+    let discard = ["-d", "unmap", "-c", "write -P 3 0 8M", "-c", "discard 16M 1M", "a.qcow2"];
+    run("qemu-io", folder.path(), &discard);
+    run("qemu-img", folder.path(), &["snapshot", "-c", "before", "a.qcow2"]);
+    // Then the disk gives it up.
+    run("qemu-io", folder.path(), &["-d", "unmap", "-c", "discard 0 8M", "a.qcow2"]);
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(file.metadata().unwrap().len() - (4 << 20)).unwrap();
+    let node = open_now(&path, false);
+    assert!(read(&node, 0, 8 << 20).unwrap().iter().all(|byte| *byte == 0));
+    rt::block_on(node.close()).unwrap();
+    assert!(refusal(&path).contains("a.qcow2"));
+}
+
+#[test]
+fn data_files_that_end_too_early_are_errors_for_readers_and_refused_to_writers() {
+    for raw in ["off", "on"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let options = format!("data_file={}/a.data,data_file_raw={raw}", folder.path().display());
+        run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-o", &options, "a.qcow2", "64M"]);
+        run("qemu-io", folder.path(), &["-c", "write -P 3 0 8M", "a.qcow2"]);
+        let path = folder.path().join("a.qcow2");
+        // As it is, it is fine: a writer makes the file longer where nothing was.
+        let node = open_now(&path, true);
+        rt::block_on(node.write(9 << 20, IoBuf::zeroed(4096))).0.unwrap();
+        rt::block_on(node.close()).unwrap();
+        let data = folder.path().join("a.data");
+        std::fs::OpenOptions::new().write(true).open(&data).unwrap().set_len((4 << 20) + 1000).unwrap();
+        let node = open_now(&path, false);
+        assert!(read(&node, 0, (4 << 20) + 1000).unwrap().iter().all(|byte| *byte == 3), "raw={raw}");
+        let text = read(&node, 6 << 20, 4096).expect_err("data that isn't there").to_string();
+        for word in ["a.data", "past the end of the file", "4195304", "0x600000"] {
+            assert!(text.contains(word), "raw={raw}: no {word:?} in {text}");
+        }
+        rt::block_on(node.close()).unwrap();
+        assert!(refusal(&path).contains("0x410000"), "raw={raw}");
+        assert_eq!(std::fs::metadata(&data).unwrap().len(), (4 << 20) + 1000);
+    }
+}
+
+#[test]
+fn compressed_clusters_past_the_end_of_the_file_are_errors() {
+    for method in ["zlib", "zstd"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        // Text that shrinks, but not to nothing.
+        let text: Vec<u8> =
+            (0..400_000_u32).flat_map(|n| format!("{:x} ", n.wrapping_mul(2_654_435_761)).into_bytes()).collect();
+        std::fs::write(folder.path().join("a.raw"), &text[..3 << 20]).unwrap();
+        let options = format!("compression_type={method}");
+        let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options, "a.raw", "a.qcow2"];
+        run("qemu-img", folder.path(), &convert);
+        let path = folder.path().join("a.qcow2");
+        let len = std::fs::metadata(&path).unwrap().len();
+        let node = open_now(&path, false);
+        assert!(*read(&node, 0, 3 << 20).unwrap() == text[..3 << 20], "{method}");
+        rt::block_on(node.close()).unwrap();
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len - (512 << 10)).unwrap();
+        let node = open_now(&path, false);
+        assert!(*read(&node, 0, 65536).unwrap() == text[..65536], "{method}");
+        let error = read(&node, (3 << 20) - 65536, 65536).expect_err("data that isn't there").to_string();
+        assert!(error.contains("a.qcow2") && error.contains("past the end of the file"), "{method}: {error}");
+        rt::block_on(node.close()).unwrap();
+        assert!(refusal(&path).contains("a.qcow2"), "{method}");
+    }
 }
 
 #[test]

@@ -356,7 +356,7 @@ impl Engine {
         let mut lost = Vec::new();
         let clusters = allocation.clusters.clone();
         for cluster in clusters.clone() {
-            let Ok((slice, number, word)) = self.entry_slice(&mut state, cluster) else {
+            let Ok((mut slice, number, word)) = self.entry_slice(&mut state, cluster) else {
                 return Err(Error::internal("a busy L2 slice left the cache"));
             };
             let old = self.entry_of(&slice, word);
@@ -378,7 +378,7 @@ impl Engine {
             if allocation.is_new {
                 self.references_of(L2Entry(old.0), &mut lost);
             }
-            self.edit_entry(&mut state, number, &slice, word, (L2Entry::data(host, true).0, bitmap.0));
+            self.edit_entry(&mut state, number, &mut slice, word, (L2Entry::data(host, true).0, bitmap.0));
         }
         self.retire(&mut state, lost);
         self.unlock(&mut state, &clusters);

@@ -99,7 +99,7 @@ impl Budget {
                 (Some((engine, state)), Some(member)) if std::ptr::eq(*engine, &*member) => {
                     let steps = STEPS_PER_TURN.min(own_steps);
                     own_steps -= steps;
-                    let freed = engine.walk_clock(state, steps);
+                    let freed = engine.walk_clock(state, steps, true);
                     engine.account(state);
                     Walk { freed, is_over: freed < STEPS_PER_TURN / 4 }
                 }
@@ -164,7 +164,7 @@ impl Engine {
     /// Walks the hand, unless somebody is at the image: what wasn't used since it last came by goes.
     fn sweep_if_idle(&self, steps: usize) -> Walk {
         let Some(mut state) = self.try_own() else { return Walk::default() };
-        let freed = self.walk_clock(&mut state, steps) + state.refcounts.drop_idle();
+        let freed = self.walk_clock(&mut state, steps, true) + state.refcounts.drop_idle();
         self.account(&mut state);
         // The longer it finds something, the longer it stays: most goes where most lies idle.
         Walk { freed, is_over: freed < steps / 4 }
@@ -175,7 +175,7 @@ impl Engine {
     pub fn clean(&self) -> usize {
         let mut state = self.own();
         let steps = state.tables.clock_len();
-        let freed = self.walk_clock(&mut state, steps) + state.refcounts.drop_idle();
+        let freed = self.walk_clock(&mut state, steps, false) + state.refcounts.drop_idle();
         self.account(&mut state);
         freed
     }

@@ -223,7 +223,7 @@ impl Engine {
         let mut lost = Vec::new();
         for place in &allocation.places {
             let cluster = self.guest_cluster(place.guest);
-            let Ok((slice, number, word)) = self.entry_slice(state, cluster) else {
+            let Ok((mut slice, number, word)) = self.entry_slice(state, cluster) else {
                 return Err(Error::internal("a busy L2 slice left the cache"));
             };
             let descriptor = CompressedDescriptor::new(place.host, place.len);
@@ -232,7 +232,7 @@ impl Engine {
             };
             let old = self.entry_of(&slice, word);
             self.references_of(L2Entry(old.0), &mut lost);
-            self.edit_entry(state, number, &slice, word, (entry.0, 0));
+            self.edit_entry(state, number, &mut slice, word, (entry.0, 0));
             self.unlock(state, &(cluster..cluster + 1));
         }
         self.retire(state, lost);

@@ -240,7 +240,8 @@ impl Engine {
         match load.table {
             TableId::L2Slice(number) => {
                 state.l2_misses += 1;
-                self.insert_slice(&mut state, number, crate::slice::Slice::from_bytes(bytes));
+                let shape = self.slice_shape();
+                self.insert_slice(&mut state, number, crate::slice::Slice::from_bytes(bytes, shape));
             }
             TableId::RefcountTable => {
                 state.refcounts.set_table(self.geometry, bytes)?;

@@ -9,6 +9,7 @@
 mod allocate;
 mod budget;
 pub mod check;
+mod compact;
 mod compressed;
 mod config;
 mod directory;

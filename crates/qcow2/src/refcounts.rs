@@ -174,6 +174,25 @@ impl Engine {
         self.refcount_table(&mut self.own()).map(|_| ())
     }
 
+    /// True when a host cluster from `first` on may be counted as used. Reads one refcount block at most.
+    pub fn uses_clusters_from(&self, first: u64) -> Planned<bool> {
+        let state = &mut self.own();
+        let table_len = self.refcount_table(state)?;
+        let index = self.geometry.refcount_table_index(first);
+        if index >= table_len {
+            return Ok(false);
+        }
+        let table = state.refcounts.table.as_deref().unwrap_or_default();
+        if table[index as usize + 1..].iter().any(|block| *block != 0) || state.refcounts.overlapping.contains(&index) {
+            return Ok(true);
+        }
+        if !self.refcount_block(state, index)? {
+            return Ok(false);
+        }
+        let end = (index + 1) << self.geometry.refcount_block_bits();
+        Ok((first..end).any(|cluster| self.cached_refcount(state, cluster) != 0))
+    }
+
     /// Makes the refcount table available and returns its length in entries.
     pub(crate) fn refcount_table(&self, state: &mut State) -> Planned<u64> {
         if let Some(table) = &state.refcounts.table {

@@ -109,7 +109,7 @@ impl Engine {
             return Ok(false);
         }
         self.own_table(state, l1_index)?;
-        let (slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
+        let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
         let step = self.geometry.l2_entry_size() as usize / 8;
         let mut lost = Vec::new();
         let words = self.config.l2_slice_bytes as usize / 8;
@@ -118,7 +118,7 @@ impl Engine {
             if old != (0, 0) {
                 self.refuse_overlap(state, L2Entry(old.0))?;
                 self.references_of(L2Entry(old.0), &mut lost);
-                self.edit_entry(state, number, &slice, word, (0, 0));
+                self.edit_entry(state, number, &mut slice, word, (0, 0));
             }
         }
         let covered = ((words - word) / step) as u64;

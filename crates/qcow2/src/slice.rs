@@ -2,8 +2,10 @@
 //! Slices of L2 tables in memory, readable without a lock while the owner edits them.
 //!
 //! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics): the owner makes the
-//! version odd, edits, and makes it even again; a reader that saw the version change reads again.
+//! version odd, edits, and makes it even again; a reader that saw the version change reads again. Where it is regular
+//! enough it is kept in a compact form instead, which nobody edits: the owner puts an array in its place first.
 
+use crate::compact::{Compact, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 /// A part of an L2 table.
@@ -12,39 +14,103 @@ pub(crate) struct Slice {
     version: AtomicU64,
     /// Set by readers, cleared by the clock hand of eviction.
     pub(crate) referenced: AtomicBool,
-    words: Box<[AtomicU64]>,
+    /// An array that has no compact form as it is now.
+    is_irregular: AtomicBool,
+    shape: Shape,
+    /// Number of words.
+    len: usize,
+    form: Form,
 }
 
+#[derive(Debug)]
+enum Form {
+    Words(Box<[AtomicU64]>),
+    Compact(Compact),
+}
+
+/// What a compact slice counts for in a cache beside what its entries take, in bytes.
+const COMPACT_BYTES: usize = 64;
+
 impl Slice {
-    /// From the big-endian bytes of a table.
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
-        let words = bytes
-            .chunks_exact(8)
-            .map(|word| AtomicU64::new(u64::from_be_bytes(word.try_into().unwrap_or_default())))
-            .collect();
-        Slice { version: AtomicU64::new(0), referenced: AtomicBool::new(true), words }
+    fn new(shape: Shape, len: usize, form: Form) -> Slice {
+        let (version, referenced) = (AtomicU64::new(0), AtomicBool::new(true));
+        Slice { version, referenced, is_irregular: AtomicBool::new(false), shape, len, form }
+    }
+
+    fn array(shape: Shape, words: impl Iterator<Item = u64>) -> Slice {
+        let words: Box<[AtomicU64]> = words.map(AtomicU64::new).collect();
+        Slice::new(shape, words.len(), Form::Words(words))
+    }
+
+    /// From the big-endian bytes of a table, compact where that saves memory.
+    pub(crate) fn from_bytes(bytes: &[u8], shape: Shape) -> Self {
+        let words: Vec<u64> =
+            bytes.chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap_or_default())).collect();
+        match Compact::of(&words, shape) {
+            Some(compact) => Slice::new(shape, words.len(), Form::Compact(compact)),
+            None => {
+                let slice = Slice::array(shape, words.into_iter());
+                slice.is_irregular.store(true, Ordering::Relaxed);
+                slice
+            }
+        }
     }
 
     /// All entries zero.
-    pub(crate) fn zeroed(words: usize) -> Self {
-        let words = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Slice { version: AtomicU64::new(0), referenced: AtomicBool::new(true), words }
+    pub(crate) fn zeroed(words: usize, shape: Shape) -> Self {
+        Slice::array(shape, std::iter::repeat_n(0, words))
+    }
+
+    /// The same slice as an array, if it is compact: what the owner needs before it edits.
+    pub(crate) fn expanded(&self) -> Option<Slice> {
+        match &self.form {
+            Form::Words(_) => None,
+            Form::Compact(_) => Some(Slice::array(self.shape, self.words())),
+        }
+    }
+
+    /// The same slice in less memory, if it is an array and there is such a form. Only the owner calls this.
+    pub(crate) fn squeezed(&self) -> Option<Slice> {
+        if matches!(self.form, Form::Compact(_)) || self.is_irregular.load(Ordering::Relaxed) {
+            return None;
+        }
+        let words: Vec<u64> = self.words().collect();
+        let Some(compact) = Compact::of(&words, self.shape) else {
+            self.is_irregular.store(true, Ordering::Relaxed);
+            return None;
+        };
+        let slice = Slice::new(self.shape, self.len, Form::Compact(compact));
+        slice.referenced.store(false, Ordering::Relaxed);
+        Some(slice)
+    }
+
+    fn words(&self) -> impl Iterator<Item = u64> {
+        (0..self.len).map(|index| self.word(index))
     }
 
     /// Big-endian bytes, as on disk. Only the owner calls this, so no edit is under way.
     pub(crate) fn to_bytes(&self, out: &mut Vec<u8>) {
-        out.extend(self.words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_be_bytes()));
+        out.extend(self.words().flat_map(u64::to_be_bytes));
     }
 
-    /// Memory that the slice takes, in bytes.
-    pub(crate) fn memory_bytes(words: usize) -> usize {
-        words * 8 + size_of::<Slice>() + 64
+    /// What it counts for in a cache of a limited size, in bytes: an array as much as on disk.
+    pub(crate) fn counted_bytes(&self) -> usize {
+        match &self.form {
+            Form::Words(words) => words.len() * 8,
+            Form::Compact(compact) => compact.heap_bytes() + COMPACT_BYTES,
+        }
     }
+
+    /// Memory that a slice takes beside [`Slice::counted_bytes`], about, in bytes.
+    pub(crate) const OVERHEAD_BYTES: usize = size_of::<Slice>() + 64;
 
     /// One word. Outside [`Slice::read`] only for the owner.
     #[inline]
     pub(crate) fn word(&self, index: usize) -> u64 {
-        self.words[index].load(Ordering::Relaxed)
+        match &self.form {
+            Form::Words(words) => words[index].load(Ordering::Relaxed),
+            Form::Compact(compact) => compact.word(index, self.shape),
+        }
     }
 
     /// Runs `look` until no edit came between; `look` must be free of side effects that a second run would not undo.
@@ -63,15 +129,17 @@ impl Slice {
         }
     }
 
-    /// Edits words as one change for readers. Only the owner, who holds its lock, calls this.
+    /// Edits words of an array as one change for readers. Only the owner, who holds its lock, calls this.
     pub(crate) fn edit(&self, edits: impl IntoIterator<Item = (usize, u64)>) {
+        let Form::Words(words) = &self.form else { unreachable!("a compact slice is made an array before an edit") };
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::Release);
         for (index, word) in edits {
-            self.words[index].store(word, Ordering::Relaxed);
+            words[index].store(word, Ordering::Relaxed);
         }
         self.version.store(version.wrapping_add(2), Ordering::Release);
+        self.is_irregular.store(false, Ordering::Relaxed);
     }
 }
 
@@ -79,9 +147,11 @@ impl Slice {
 mod tests {
     use super::*;
 
+    const SHAPE: Shape = Shape { entry_words: 1, cluster_bits: 16 };
+
     #[test]
     fn readers_never_see_half_an_edit() {
-        let slice = Slice::zeroed(2);
+        let slice = Slice::zeroed(2, SHAPE);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for value in 1..=100_000u64 {
@@ -100,9 +170,32 @@ mod tests {
 
     #[test]
     fn bytes_round_trip() {
-        let bytes: Vec<u8> = (0..64).collect();
-        let mut out = Vec::new();
-        Slice::from_bytes(&bytes).to_bytes(&mut out);
-        assert_eq!(out, bytes);
+        let irregular: Vec<u8> = (0..64).collect();
+        let regular: Vec<u8> = (0..64).flat_map(|n: u64| (1 << 63 | (n + 7) << 16).to_be_bytes()).collect();
+        for (bytes, is_regular) in [(irregular, false), (regular, true)] {
+            let slice = Slice::from_bytes(&bytes, SHAPE);
+            let mut out = Vec::new();
+            slice.to_bytes(&mut out);
+            assert_eq!(out, bytes);
+            assert_eq!(slice.expanded().is_some(), is_regular);
+            let array = slice.expanded().unwrap_or(slice);
+            array.edit([(1, 5)]);
+            out.clear();
+            array.to_bytes(&mut out);
+            assert_eq!(out[..8], bytes[..8]);
+            assert_eq!(out[8..16], 5u64.to_be_bytes());
+            assert_eq!(out[16..], bytes[16..]);
+        }
+    }
+
+    #[test]
+    fn an_array_that_became_regular_is_squeezed() {
+        let slice = Slice::zeroed(64, SHAPE);
+        slice.edit((0..64).map(|index| (index, if index % 2 == 0 { 1 << 62 | index as u64 * 77 } else { 0 })));
+        assert!(slice.squeezed().is_none());
+        slice.edit((0..64).map(|index| (index, 1 << 63 | (index as u64 + 3) << 16)));
+        let squeezed = slice.squeezed().expect("one run");
+        assert!(squeezed.counted_bytes() < 200 && slice.counted_bytes() == 512);
+        assert!((0..64).all(|index| squeezed.word(index) == slice.word(index)));
     }
 }

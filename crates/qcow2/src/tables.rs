@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The owner's side of the L1 table and the L2 slices: what is dirty, what is busy, what may leave the cache.
 
+use crate::compact::Shape;
 use crate::config::Config;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
@@ -47,6 +48,8 @@ pub(crate) struct SliceMeta {
     pub(crate) dirt: Dirt,
     /// Requests that will edit the slice when their I/O is done.
     busy: u32,
+    /// What it counts for in the cache, in bytes; 0 when only its state is known.
+    counted: u32,
 }
 
 /// An L1 entry that is not, or not surely, on disk as it is in memory.
@@ -74,20 +77,27 @@ pub(crate) struct Tables {
     pub(crate) l1_len: usize,
     /// Tables being copied to a new place: their slices stay.
     pub(crate) moving: BTreeSet<usize>,
-    cap: usize,
-    /// Memory of a cached slice in bytes.
-    slice_memory: u64,
+    /// Bytes that slices may count for: the size of a cache says what it can hold, not what that takes.
+    cap_bytes: u64,
+    counted_bytes: u64,
+    slice_bytes: u64,
     slices_per_table: u64,
 }
 
-/// Slices that fit into so many bytes: the size of a cache says what it can hold, not what that takes.
-fn slices_in(config: &Config, bytes: u64) -> usize {
-    usize::try_from(bytes / config.l2_slice_bytes).unwrap_or(usize::MAX).max(2)
+fn cap_of(config: &Config, bytes: u64) -> u64 {
+    bytes.max(2 * config.l2_slice_bytes)
+}
+
+/// What became of a slice that the clock's hand came to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Visit {
+    Stays,
+    Squeezed,
+    Left,
 }
 
 impl Tables {
     pub(crate) fn new(config: &Config, l1_len: usize) -> Self {
-        let slice_memory = Slice::memory_bytes(config.l2_slice_bytes as usize / 8) as u64;
         Tables {
             slices: HashMap::new(),
             clock: VecDeque::new(),
@@ -97,18 +107,19 @@ impl Tables {
             l1_offset: config.l1_offset,
             l1_len,
             moving: BTreeSet::new(),
-            cap: slices_in(config, config.l2_cache_bytes),
-            slice_memory,
+            cap_bytes: cap_of(config, config.l2_cache_bytes),
+            counted_bytes: 0,
+            slice_bytes: config.l2_slice_bytes,
             slices_per_table: config.geometry().cluster_size() / config.l2_slice_bytes,
         }
     }
 
     pub(crate) fn set_cap(&mut self, config: &Config, bytes: u64) {
-        self.cap = slices_in(config, bytes);
+        self.cap_bytes = cap_of(config, bytes);
     }
 
     pub(crate) fn memory_bytes(&self) -> u64 {
-        self.slices.len() as u64 * self.slice_memory
+        self.counted_bytes + self.slices.len() as u64 * Slice::OVERHEAD_BYTES as u64
     }
 
     pub(crate) fn clock_len(&self) -> usize {
@@ -117,6 +128,26 @@ impl Tables {
 
     pub(crate) fn cached(&self) -> usize {
         self.slices.len()
+    }
+
+    /// True when a slice more fits in, however irregular it is.
+    fn has_room(&self) -> bool {
+        self.counted_bytes + self.slice_bytes <= self.cap_bytes
+    }
+
+    /// Counts a slice for so many bytes from now on.
+    fn count(&mut self, number: u64, bytes: usize) {
+        let meta = self.slices.entry(number).or_default();
+        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+        self.counted_bytes = self.counted_bytes - u64::from(meta.counted) + u64::from(bytes);
+        meta.counted = bytes;
+    }
+
+    /// Forgets a slice. False when it wasn't known.
+    fn forget(&mut self, number: u64) -> bool {
+        let Some(meta) = self.slices.remove(&number) else { return false };
+        self.counted_bytes -= u64::from(meta.counted);
+        true
     }
 
     pub(crate) fn dirty_slices(&self) -> usize {
@@ -153,6 +184,11 @@ impl Engine {
         self.geometry.cluster_size() / self.config.l2_slice_bytes
     }
 
+    pub(crate) fn slice_shape(&self) -> Shape {
+        let entry_words = self.geometry.l2_entry_size() as usize / 8;
+        Shape { entry_words, cluster_bits: self.geometry.cluster_bits() }
+    }
+
     /// Index of the slice in its table and of the entry's first word in the slice, for an index into an L2 table.
     pub(crate) fn slice_position(&self, l2_index: u64) -> (usize, usize) {
         let byte = l2_index * self.geometry.l2_entry_size();
@@ -176,9 +212,10 @@ impl Engine {
         let (l1_index, index) = self.slice_of_number(number);
         let slice = Arc::new(slice);
         self.directory.set_slice(l1_index, index, Some(slice.clone()));
-        if state.tables.slices.insert(number, SliceMeta::default()).is_none() {
+        if !state.tables.slices.contains_key(&number) {
             state.tables.clock.push_back(number);
         }
+        state.tables.count(number, slice.counted_bytes());
         self.account(state);
         slice
     }
@@ -186,52 +223,62 @@ impl Engine {
     fn evict(&self, state: &mut State) {
         let tables = &mut state.tables;
         // A bounded walk of the clock's hand: what can't leave now may leave at the next insertion.
-        for _ in 0..64 {
-            if tables.slices.len() < tables.cap {
+        for _ in 0..128 {
+            if tables.has_room() {
                 return;
             }
             let Some(number) = tables.clock.pop_front() else { return };
+            if tables.slices.contains_key(&number) && self.visit(tables, number, true) != Visit::Left {
+                tables.clock.push_back(number);
+            }
+        }
+    }
+
+    /// Walks the clock's hand past so many slices: those that were not used since it last came by leave, or first become
+    /// smaller if they can and `squeeze` is set. Returns how many did either.
+    pub(crate) fn walk_clock(&self, state: &mut State, steps: usize, squeeze: bool) -> usize {
+        let tables = &mut state.tables;
+        let mut freed = 0;
+        for _ in 0..steps.min(tables.clock.len()) {
+            let Some(number) = tables.clock.pop_front() else { break };
             if !tables.slices.contains_key(&number) {
                 continue;
             }
-            if !self.try_leave(tables, number) {
+            let visit = self.visit(tables, number, squeeze);
+            if visit != Visit::Left {
                 tables.clock.push_back(number);
             }
+            freed += usize::from(visit != Visit::Stays);
         }
+        freed
     }
 
-    /// Walks the clock's hand past so many slices: those that were not used since it last came by leave. Returns how
-    /// many did.
-    pub(crate) fn walk_clock(&self, state: &mut State, steps: usize) -> usize {
-        let tables = &mut state.tables;
-        let before = tables.slices.len();
-        for _ in 0..steps.min(tables.clock.len()) {
-            let Some(number) = tables.clock.pop_front() else { break };
-            if tables.slices.contains_key(&number) && !self.try_leave(tables, number) {
-                tables.clock.push_back(number);
-            }
-        }
-        before - tables.slices.len()
-    }
-
-    /// Takes a slice out of the cache unless it was used lately or must stay.
-    fn try_leave(&self, tables: &mut Tables, number: u64) -> bool {
+    /// Takes a slice out of the cache, or makes it smaller, unless it was used lately or must stay as it is.
+    fn visit(&self, tables: &mut Tables, number: u64, squeeze: bool) -> Visit {
         let (l1_index, index) = self.slice_of_number(number);
         let slice = self.directory.slice(l1_index, index);
-        let referenced = slice.is_some_and(|slice| slice.referenced.swap(false, Ordering::Relaxed));
-        if referenced || !tables.may_leave(number) {
-            return false;
+        let referenced = slice.as_ref().is_some_and(|slice| slice.referenced.swap(false, Ordering::Relaxed));
+        if !tables.may_leave(number) {
+            return Visit::Stays;
         }
-        tables.slices.remove(&number);
+        if squeeze && let Some(smaller) = slice.and_then(|slice| slice.squeezed()) {
+            tables.count(number, smaller.counted_bytes());
+            self.directory.set_slice(l1_index, index, Some(Arc::new(smaller)));
+            return Visit::Squeezed;
+        }
+        if referenced {
+            return Visit::Stays;
+        }
+        tables.forget(number);
         self.directory.set_slice(l1_index, index, None);
-        true
+        Visit::Left
     }
 
     /// Lets go what is more than the limits allow.
     pub(crate) fn shrink_caches(&self, state: &mut State) {
         // Each walk of the hand is bounded and gives referenced slices a second chance: two rounds see everything.
         for _ in 0..state.tables.clock.len() / 16 + 2 {
-            if state.tables.slices.len() < state.tables.cap {
+            if state.tables.has_room() {
                 break;
             }
             self.evict(state);
@@ -244,7 +291,7 @@ impl Engine {
     pub(crate) fn drop_table(&self, state: &mut State, l1_index: usize) {
         for slice in 0..self.slices_per_table() as usize {
             let number = self.slice_number(l1_index, slice);
-            if state.tables.slices.remove(&number).is_some() {
+            if state.tables.forget(number) {
                 state.tables.dirty.remove(&number);
                 self.directory.set_slice(l1_index, slice, None);
             }
@@ -260,7 +307,7 @@ impl Engine {
         }
         let number = self.slice_number(l1_index, slice);
         if state.tables.fresh.contains_key(&l1_index) {
-            let zero = Slice::zeroed(self.config.l2_slice_bytes as usize / 8);
+            let zero = Slice::zeroed(self.config.l2_slice_bytes as usize / 8, self.slice_shape());
             return Ok(self.insert_slice(state, number, zero));
         }
         let host = self.l2_table(state, l1_index)?.unwrap_or_default() + slice as u64 * self.config.l2_slice_bytes;
@@ -326,8 +373,21 @@ impl Engine {
         (slice.word(word), if self.geometry.extended_l2() { slice.word(word + 1) } else { 0 })
     }
 
-    /// Changes one entry and marks its slice dirty.
-    pub(crate) fn edit_entry(&self, state: &mut State, number: u64, slice: &Slice, word: usize, entry: (u64, u64)) {
+    /// Changes one entry and marks its slice dirty. A compact slice gives way to an array of the same words.
+    pub(crate) fn edit_entry(
+        &self,
+        state: &mut State,
+        number: u64,
+        slice: &mut Arc<Slice>,
+        word: usize,
+        entry: (u64, u64),
+    ) {
+        if let Some(array) = slice.expanded() {
+            let (l1_index, index) = self.slice_of_number(number);
+            *slice = Arc::new(array);
+            state.tables.count(number, slice.counted_bytes());
+            self.directory.set_slice(l1_index, index, Some(slice.clone()));
+        }
         if self.geometry.extended_l2() {
             slice.edit([(word, entry.0), (word + 1, entry.1)]);
         } else {

@@ -82,7 +82,7 @@ impl Engine {
         mode: ZeroMode,
         lost: &mut Vec<u64>,
     ) -> Planned<()> {
-        let (slice, number, word) = self.entry_slice(state, cluster)?;
+        let (mut slice, number, word) = self.entry_slice(state, cluster)?;
         let old = self.entry_of(&slice, word);
         let guest = cluster << self.geometry.cluster_bits();
         let new = match self.geometry.extended_l2() {
@@ -96,7 +96,7 @@ impl Engine {
         if L2Entry(new.0).offset() != L2Entry(old.0).offset() || L2Entry(old.0).is_compressed() {
             self.references_of(L2Entry(old.0), lost);
         }
-        self.edit_entry(state, number, &slice, word, new);
+        self.edit_entry(state, number, &mut slice, word, new);
         Ok(())
     }
 

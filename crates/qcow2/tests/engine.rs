@@ -544,7 +544,8 @@ fn images_share_a_budget_and_what_is_idle_goes_first() {
     let full = disks[0].engine.statistics();
     assert_eq!((full.l2_slices, full.l2_misses), (64, 64));
     assert_eq!(budget.used_bytes(), 3 * (full.l2_bytes + full.refcount_bytes));
-    assert!(full.l2_bytes > 64 * 512 && budget.members() == 3);
+    // Runs take less than the tables do on disk.
+    assert!(full.l2_bytes > 0 && full.l2_bytes < 64 * 512 && budget.members() == 3);
     // Two of three images fit. The first is used again and again, the others lie idle.
     let limit = 2 * (full.l2_bytes + full.refcount_bytes);
     budget.set_limit_bytes(limit);
@@ -594,7 +595,8 @@ fn cleaning_drops_what_was_not_used_since_the_last_time() {
     // Smaller limits count at once.
     read_all(&mut disk);
     disk.engine.set_cache_limits(4 * 512, 1);
-    assert!(disk.engine.statistics().l2_slices <= 4);
+    let few = disk.engine.statistics();
+    assert!(few.l2_slices < 32 && few.l2_bytes < 4 * 512 + few.l2_slices * 256, "{few:?}");
     assert_eq!(disk.engine.statistics().l2_limit_bytes, 4 * 512);
     disk.flush();
     disk.check();

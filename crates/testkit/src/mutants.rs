@@ -530,4 +530,21 @@ pub const MUTANTS: &[Mutant] = &[
             }"#,
         )],
     },
+    Mutant {
+        name: "a_failed_cycle_does_not_wait",
+        about: "a cycle that fails does not wait for its other writes",
+        test: ("failure_shapes", "a_cycle_that_fails_waits_for_its_other_writes"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            r#"            if result.is_ok() {
+                result = outcome;
+            }"#,
+            r#"            if result.is_ok() {
+                result = outcome;
+            }
+            if SLIP && result.is_err() {
+                return result;
+            }"#,
+        )],
+    },
 ];

@@ -496,3 +496,71 @@ fn a_new_refcount_table_is_durable_before_the_header_names_it() {
     let after = audit(&run.end(&prepared)).expect("a good image").moving_table_clusters;
     assert!(after > before, "the table has not grown");
 }
+
+/// True when a write to `range` was submitted while another one was still on its way.
+fn writes_meet(trace: &Trace, range: &Range<u64>) -> bool {
+    let mut running = Vec::new();
+    for event in &trace.log {
+        match event {
+            Event::Submitted { op, change, .. } if is_write(change) && touches(change, range) => {
+                if !running.is_empty() {
+                    return true;
+                }
+                running.push(*op);
+            }
+            Event::Completed { op, .. } => running.retain(|other| other != op),
+            _ => {}
+        }
+    }
+    false
+}
+
+#[test]
+fn a_cycle_that_fails_waits_for_its_other_writes() {
+    // A block counts 64 clusters, 32 KiB. Discards change the counts of one block only; the write that takes the place
+    // of what they freed and more changes another one as well.
+    let spec = Qcow2Spec { cluster_size: 512, refcount_bits: 64, ..Qcow2Spec::default() };
+    let prepared = Prepared::new(&Chain { layers: vec![shaped(spec, 512 << 10, 0..128 << 10)] });
+    let requests = "0 discard 0x0 0x800; 0 flush; 0 flush; 0 flush; 0 write 0x20000 0x4000 1; 0 flush; \
+                    0 write 0x30000 0x400 2; 0 discard 0x20000 0x400; 0 flush; 0 flush; 0 flush; 0 read 0x20000 0x14000";
+    let blocks = refcount_blocks(start(&prepared));
+    let writes_to = |trace: &Trace, block: u64, until: usize| {
+        let touched = |event: &&Event| matches!(event, Event::Submitted { change, .. } if is_write(change) && touches(change, &(block..block + 512)));
+        trace.log[..until].iter().filter(touched).count() as u64
+    };
+    let calm = survives(&prepared, &trial(1, requests)).world.trace();
+    // The cycle in which both the block that the discards changed and another one are written.
+    let first = blocks[host_offset(l2_entry(start(&prepared), 0)) as usize / (32 << 10)];
+    let is_other = |event: &Event| {
+        matches!(event, Event::Submitted { change, .. } if is_write(change)
+        && blocks.iter().any(|block| *block != first && touches(change, &(*block..*block + 512))))
+    };
+    let cycle = calm.log.iter().position(is_other).expect("a second block is written to");
+    let other =
+        blocks.iter().find(|block| **block != first && writes_to(&calm, **block, cycle + 1) > 0).expect("just found");
+    for (failing, slow_one) in [(*other, first), (first, *other)] {
+        let fault = |block: u64, effect| Fault {
+            skip: writes_to(&calm, block, cycle),
+            ..Fault::new(effect).kind(OpKind::Write).range(block..block + 512)
+        };
+        let faults =
+            vec![fault(failing, Effect::Fail(Errno::EIO)), fault(slow_one, Effect::Delay(Duration::from_secs(1)))];
+        let run = survives(&prepared, &Trial { faults, ..trial(1, requests) });
+        assert_eq!(run.world.fault_hits(), 2, "a block was not written in the cycle that fails");
+        assert!(!run.outcome.errors.is_empty(), "the error was not told");
+        assert!(
+            !writes_meet(&run.world.trace(), &(slow_one..slow_one + 512)),
+            "an old write is overtaken by a new one"
+        );
+    }
+}
+
+/// Where the refcount blocks of the image are.
+fn refcount_blocks(file: &PageMap) -> Vec<u64> {
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        file.read(at, &mut bytes);
+        u64::from_be_bytes(bytes)
+    };
+    (0..64).map(|index| word(word(48) + index * 8)).take_while(|block| *block != 0).collect()
+}

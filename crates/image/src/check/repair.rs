@@ -8,7 +8,7 @@ use super::session::Session;
 use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
 use cowshed_block::{Error, Result};
-use cowshed_layout::qcow2::{features, offset};
+use cowshed_layout::qcow2::{features, offset, refcount};
 use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
 use std::collections::HashSet;
 
@@ -36,6 +36,9 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
         session
     };
     let clean = after.counters.corruptions == 0;
+    if clean && changed && session.options.lossy {
+        session.free_past_end().await?;
+    }
     changed |= session.clear_bits(clean, all).await?;
     let repaired = repaired_findings(&before, &after);
     let mut report = report_of(after);
@@ -259,6 +262,29 @@ impl Session<'_> {
             self.barrier().await?;
         }
         Ok(changed)
+    }
+
+    /// Frees clusters past the end of the file, which a look at the file's clusters passes by: what was there is given up.
+    /// No reference to them is left.
+    async fn free_past_end(&self) -> Result<()> {
+        self.settle().await?;
+        let end = self.geometry.clusters(self.file.len());
+        let (entries, order) = (self.geometry.refcount_block_entries(), self.geometry.refcount_order());
+        let blocks = self.geometry.refcount_table_index(end)..self.refcount_table.len() as u64;
+        let mut changed = false;
+        for index in blocks {
+            let Some(place) = self.refcount_block(index) else { continue };
+            let mut block = self.read(place, self.geometry.cluster_size() as usize).await?;
+            let lost = end.saturating_sub(index * entries)..entries;
+            let used: Vec<u64> = lost.filter(|entry| refcount::get(&block, order, *entry as usize) != 0).collect();
+            if used.is_empty() || self.is_claimed_twice(place) {
+                continue;
+            }
+            used.iter().for_each(|entry| refcount::set(&mut block, order, *entry as usize, 0));
+            self.write_buf(place, block).await?;
+            changed = true;
+        }
+        if changed { self.barrier().await } else { Ok(()) }
     }
 
     /// Clears the dirty bit once no refcount is wrong, and after a full repair the corrupt bit.

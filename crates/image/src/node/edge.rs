@@ -3,7 +3,7 @@
 
 use super::Node;
 use arc_swap::{ArcSwapOption, Guard};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a child is to its parent.
@@ -54,6 +54,18 @@ pub struct Child {
     pub node: Arc<Node>,
 }
 
+static GRAPH_CHANGES: AtomicU64 = AtomicU64::new(1);
+
+/// Changes so far of edges, and of nodes that became writable, in all graphs: what was derived from a chain of nodes is
+/// good for as long as the number stays.
+pub(crate) fn graph_changes() -> u64 {
+    GRAPH_CHANGES.load(Ordering::Acquire)
+}
+
+pub(crate) fn note_graph_change() {
+    GRAPH_CHANGES.fetch_add(1, Ordering::AcqRel);
+}
+
 /// The lower end of an edge. Reading it takes no lock; it is moved only while the parent is drained.
 #[derive(Default)]
 pub(crate) struct Link(ArcSwapOption<Node>);
@@ -75,6 +87,7 @@ impl Link {
 
     pub(crate) fn set(&self, node: Option<Arc<Node>>) {
         self.0.store(node);
+        note_graph_change();
     }
 }
 

@@ -14,7 +14,7 @@ mod users;
 pub use driver::LocalFuture;
 pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
 pub use edge::{Child, ChildRole};
-pub(crate) use edge::{ChildLink, Children, Link};
+pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
 use settings::LiveSettings;

@@ -36,6 +36,7 @@ impl LiveSettings {
 
     pub(crate) fn set_read_only(&self, read_only: bool) {
         self.read_only.store(read_only, Ordering::Release);
+        super::edge::note_graph_change();
     }
 
     #[inline]

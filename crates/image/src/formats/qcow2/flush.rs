@@ -130,6 +130,8 @@ impl Qcow2Driver {
             if reclaim.is_empty() {
                 return Ok(());
             }
+            // Who read them has given its pin back, so nobody puts one in again.
+            self.inflated.forget(&reclaim.holes);
             if self.punch.load(Ordering::Relaxed) {
                 for (host, len) in &reclaim.holes {
                     // Only space is lost where a hole can't be punched.

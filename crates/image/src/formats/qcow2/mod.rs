@@ -6,6 +6,7 @@
 //! half-way may still reach the disk later (the library's queues see to that by running requests as tasks).
 
 mod allocate;
+mod chain_map;
 mod cipher;
 mod cleaner;
 mod compressed;
@@ -13,6 +14,8 @@ mod encryption;
 mod flush;
 mod header;
 mod holes;
+pub mod inflated;
+mod lost;
 mod open;
 mod preallocate;
 mod read;
@@ -31,6 +34,7 @@ use super::OpenContext;
 use crate::codec::Codec;
 use crate::events::Events;
 use crate::node::Link;
+use arc_swap::ArcSwapOption;
 use cowshed_block::{Errno, Error, ErrorKind, HostOffset, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
@@ -49,12 +53,14 @@ pub struct Qcow2Driver {
     file_name: String,
     data_file: Option<File>,
     backing: Arc<Link>,
+    chain_map: ArcSwapOption<chain_map::ChainMap>,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
     codec: Mutex<Codec>,
     /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
+    inflated: inflated::Inflated,
     /// The header as it is on disk.
     header: Mutex<Header>,
     writable: AtomicBool,

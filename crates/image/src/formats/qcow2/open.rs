@@ -3,11 +3,13 @@
 
 use super::cleaner::clean_each;
 use super::encryption;
+use super::inflated::Inflated;
 use super::{Cipher, Events, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
+use arc_swap::ArcSwapOption;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
@@ -51,6 +53,7 @@ impl Qcow2Driver {
         let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
         if may_write {
             driver.plan(|engine| engine.require_refcount_table()).await?;
+            driver.refuse_lost_clusters().await?;
             driver.clear_unknown_autoclear().await?;
         }
         Ok(driver)
@@ -87,10 +90,12 @@ impl Qcow2Driver {
             codec: Mutex::new(Codec::new(header.compression())),
             decompressed_bytes: AtomicU64::new(0),
             max_decompressed_bytes: context.max_decompressed_bytes,
+            inflated: Inflated::new(),
             file: context.file,
             file_name: context.file_name,
             data_file: context.data_file,
             backing: Link::to(context.backing),
+            chain_map: ArcSwapOption::empty(),
             no_backing: context.no_backing && header.backing_file.is_some(),
             cipher,
             header: Mutex::new(header),

@@ -6,6 +6,7 @@ use super::span::{Direct, MapSpan};
 use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::{IoBuf, rt};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Decompression of clusters above this size is given to the pool.
@@ -69,7 +70,7 @@ impl Qcow2Driver {
                 (Ok(()), buf)
             }
             Mapping::Unallocated => match &*self.backing.load() {
-                Some(backing) => backing.read_padded(extent.guest.0, buf).await,
+                Some(backing) => self.read_backing(backing, extent.guest.0, buf).await,
                 None if self.no_backing => {
                     let message = "this range is in the backing file, which was left out";
                     (Err(self.error(Error::invalid_argument(message)).offset(extent.guest.0)), buf)
@@ -132,12 +133,20 @@ impl Qcow2Driver {
         Err(Error::new(ErrorKind::Limit, message))
     }
 
-    /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it.
+    /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it, and one of which
+    /// a part is wanted is kept for the next part.
     async fn read_compressed(&self, host: u64, len: u64, skip: u64, mut out: IoBuf) -> (Result<()>, IoBuf) {
         // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
         if host >= self.file.len() && host >= self.file.measure_len() {
             let message = "data lies past the end of the file";
             return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
+        }
+        let cluster_size = self.cluster_size() as usize;
+        let skip = skip as usize;
+        if let Some(cluster) = self.inflated.get(host, len) {
+            let wanted = skip..skip + out.len();
+            out.copy_from_slice(&cluster[wanted]);
+            return (Ok(()), out);
         }
         if let Err(error) = self.count_decompressed() {
             return (Err(error), out);
@@ -146,23 +155,26 @@ impl Qcow2Driver {
         if result.is_err() {
             return (result, out);
         }
-        let cluster_size = self.cluster_size() as usize;
         let codec = self.codec();
         // The compressed bytes come back too: this thread uses their memory again.
         let inflate = move || {
-            let result = if out.len() == cluster_size {
-                codec.decompress(&bytes, &mut out)
-            } else {
-                let mut cluster = vec![0; cluster_size];
-                let result = codec.decompress(&bytes, &mut cluster);
-                let skip = skip as usize;
-                let wanted = skip..skip + out.len();
-                out.copy_from_slice(&cluster[wanted]);
-                result
-            };
-            (result, out, bytes)
+            if out.len() == cluster_size {
+                let result = codec.decompress(&bytes, &mut out);
+                return (result, out, bytes, None);
+            }
+            let mut cluster = vec![0; cluster_size];
+            let result = codec.decompress(&bytes, &mut cluster);
+            let wanted = skip..skip + out.len();
+            out.copy_from_slice(&cluster[wanted]);
+            let cluster = result.is_ok().then(|| Arc::new(cluster));
+            (result, out, bytes, cluster)
         };
-        let (result, out, _) = if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
+        let (result, out, _, cluster) =
+            if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
+        // The request holds its pin until it is over.
+        if let Some(cluster) = cluster {
+            self.inflated.put(host, len, cluster);
+        }
         (result, out)
     }
 }

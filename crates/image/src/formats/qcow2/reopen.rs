@@ -78,6 +78,7 @@ impl Qcow2Driver {
         self.engine.set_overlap(overlap_set(options));
         self.set_lazy(options);
         self.plan(|engine| engine.require_refcount_table()).await?;
+        self.refuse_lost_clusters().await?;
         self.clear_unknown_autoclear().await
     }
 

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compressed clusters as they came out of the decoder, kept for the next small read of the same cluster.
+//!
+//! One store for all images of the process, of a limited size; what was not used since the clock's hand last came by goes
+//! first. A cluster is put in by a reader that still holds its pin, and taken out before its host cluster may get another
+//! owner (`flush.rs`, `reclaim`), so what is found here is always what the mapping means.
+
+use cowshed_block::HostOffset;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// What the store holds unless somebody says otherwise, in bytes.
+const DEFAULT_BYTES: usize = 64 << 20;
+const SHARDS: usize = 16;
+
+/// Where compressed data is: the offset in the image file and the length that its descriptor says, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Place {
+    image: u64,
+    host: u64,
+    len: u64,
+}
+
+#[derive(Debug)]
+struct Kept {
+    cluster: Arc<Vec<u8>>,
+    referenced: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    kept: HashMap<Place, Kept>,
+    clock: VecDeque<Place>,
+}
+
+/// The store of all images.
+#[derive(Debug, Default)]
+struct Store {
+    shards: [Mutex<Shard>; SHARDS],
+    used_bytes: AtomicUsize,
+    limit_bytes: OnceLock<AtomicUsize>,
+    images: AtomicU64,
+}
+
+fn store() -> &'static Store {
+    static STORE: OnceLock<Store> = OnceLock::new();
+    STORE.get_or_init(Store::default)
+}
+
+impl Store {
+    fn limit(&self) -> &AtomicUsize {
+        self.limit_bytes.get_or_init(|| AtomicUsize::new(DEFAULT_BYTES))
+    }
+
+    fn shard(&self, place: &Place) -> MutexGuard<'_, Shard> {
+        // Neighbours go to different shards; the low bits of an offset say little.
+        let mixed = (place.host ^ place.image << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.shards[(mixed >> 60) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets clusters of this shard go until all together take less than the limit, or the hand came around twice.
+    fn relieve(&self, shard: &mut Shard) {
+        let mut steps = 2 * shard.clock.len();
+        while steps > 0 && self.used_bytes.load(Ordering::Relaxed) > self.limit().load(Ordering::Relaxed) {
+            steps -= 1;
+            let Some(place) = shard.clock.pop_front() else { return };
+            match shard.kept.get_mut(&place) {
+                Some(kept) if kept.referenced => {
+                    kept.referenced = false;
+                    shard.clock.push_back(place);
+                }
+                Some(_) => self.remove(shard, &place),
+                None => {}
+            }
+        }
+    }
+
+    fn remove(&self, shard: &mut Shard, place: &Place) {
+        if let Some(kept) = shard.kept.remove(place) {
+            self.used_bytes.fetch_sub(kept.cluster.len(), Ordering::Relaxed);
+        }
+    }
+}
+
+/// Bytes of inflated clusters that all images of the process keep together: now, and at most. 64 MiB unless
+/// [`set_limit_bytes`] says otherwise.
+pub fn usage_bytes() -> (usize, usize) {
+    (store().used_bytes.load(Ordering::Relaxed), store().limit().load(Ordering::Relaxed))
+}
+
+/// Lets the store grow to so many bytes; 0 keeps nothing. What is too much goes at once.
+pub fn set_limit_bytes(limit_bytes: usize) {
+    store().limit().store(limit_bytes, Ordering::Relaxed);
+    for shard in &store().shards {
+        store().relieve(&mut shard.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// What one image has in the store.
+#[derive(Debug)]
+pub(super) struct Inflated {
+    image: u64,
+    /// Clusters in the store, about: never 0 when there are some.
+    kept: AtomicUsize,
+}
+
+impl Inflated {
+    pub(super) fn new() -> Inflated {
+        Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
+    }
+
+    /// The cluster that is compressed at `host`, if it is here.
+    pub(super) fn get(&self, host: u64, len: u64) -> Option<Arc<Vec<u8>>> {
+        if self.kept.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let place = Place { image: self.image, host, len };
+        let mut shard = store().shard(&place);
+        let kept = shard.kept.get_mut(&place)?;
+        kept.referenced = true;
+        Some(Arc::clone(&kept.cluster))
+    }
+
+    /// Keeps a cluster. The caller holds the pin under which it saw the mapping.
+    pub(super) fn put(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
+        let store = store();
+        if cluster.len() > store.limit().load(Ordering::Relaxed) {
+            return;
+        }
+        self.kept.fetch_add(1, Ordering::Relaxed);
+        let place = Place { image: self.image, host, len };
+        let mut shard = store.shard(&place);
+        store.used_bytes.fetch_add(cluster.len(), Ordering::Relaxed);
+        if let Some(old) = shard.kept.insert(place, Kept { cluster, referenced: false }) {
+            store.used_bytes.fetch_sub(old.cluster.len(), Ordering::Relaxed);
+        } else {
+            shard.clock.push_back(place);
+        }
+        store.relieve(&mut shard);
+    }
+
+    /// Forgets what is compressed in these ranges of the image file, which are about to get new owners.
+    pub(super) fn forget(&self, ranges: &[(HostOffset, u64)]) {
+        if ranges.is_empty() || self.kept.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        // The ranges are in order and don't touch.
+        let is_hit = |place: &Place| {
+            let next = ranges.partition_point(|(start, len)| start.0 + len <= place.host);
+            ranges.get(next).is_some_and(|(start, _)| start.0 < place.host + place.len)
+        };
+        self.retain(|place| !is_hit(place));
+    }
+
+    /// Keeps of this image's clusters only those for which `is_good` holds.
+    fn retain(&self, is_good: impl Fn(&Place) -> bool) {
+        let mut left = 0;
+        for shard in &store().shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let of_image: Vec<Place> = shard.kept.keys().filter(|place| place.image == self.image).copied().collect();
+            for place in of_image {
+                match is_good(&place) {
+                    true => left += 1,
+                    false => store().remove(&mut shard, &place),
+                }
+            }
+            let Shard { kept, clock } = &mut *shard;
+            clock.retain(|place| kept.contains_key(place));
+        }
+        if left == 0 {
+            // Who puts one in meanwhile adds to the count before.
+            let seen = self.kept.load(Ordering::Relaxed);
+            let _ = self.kept.compare_exchange(seen, 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Inflated {
+    fn drop(&mut self) {
+        if self.kept.load(Ordering::Relaxed) > 0 {
+            self.retain(|_| false);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CLUSTER: usize = 1 << 16;
+
+    fn cluster(byte: u8) -> Arc<Vec<u8>> {
+        Arc::new(vec![byte; CLUSTER])
+    }
+
+    #[test]
+    fn what_is_about_to_get_a_new_owner_is_forgotten() {
+        let (one, two) = (Inflated::new(), Inflated::new());
+        for number in 0..8u64 {
+            one.put(number * 65536 + 512, 1024, cluster(number as u8));
+            two.put(number * 65536 + 512, 1024, cluster(100 + number as u8));
+        }
+        // The last one begins in the third host cluster and ends in the fourth.
+        one.put(3 * 65536 - 512, 1024, cluster(77));
+        one.forget(&[(HostOffset(65536), 65536), (HostOffset(3 * 65536), 2 * 65536)]);
+        let left: Vec<u64> = (0..8).filter(|number| one.get(number * 65536 + 512, 1024).is_some()).collect();
+        assert_eq!(left, [0, 2, 5, 6, 7]);
+        assert!(one.get(3 * 65536 - 512, 1024).is_none());
+        assert_eq!(one.get(512, 1024).unwrap()[0], 0);
+        assert!(one.get(512, 512).is_none(), "another length is another cluster");
+        assert_eq!(two.get(65536 + 512, 1024).unwrap()[9], 101);
+        let image = two.image;
+        drop(two);
+        let of_two =
+            |shard: &Mutex<Shard>| shard.lock().unwrap().kept.keys().filter(|place| place.image == image).count();
+        assert_eq!(store().shards.iter().map(of_two).sum::<usize>(), 0);
+    }
+
+    #[test]
+    fn the_store_stays_below_its_limit() {
+        let image = Inflated::new();
+        for number in 0..3000u64 {
+            image.put(number << 16, 512, cluster(number as u8));
+            let (used, limit) = usage_bytes();
+            // Each of the threads of the tests may be one cluster over.
+            assert!(used <= limit + 8 * CLUSTER, "{used}");
+        }
+        let hits =
+            (0..3000u64).filter(|number| image.get(number << 16, 512).is_some_and(|kept| kept[5] == *number as u8));
+        assert!(hits.count() > 300, "most of what fits is there");
+    }
+}
