@@ -4,6 +4,7 @@
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
+use cowshed_qcow2::Statistics;
 use cowshed_storage::{IoBuf, rt};
 use std::process::Command;
 use std::sync::Arc;
@@ -110,11 +111,13 @@ fn sizes_and_cleaning_change_while_the_image_is_in_use() {
     touch(&node, &graph);
     let full = stats();
     assert_eq!(full.l2_misses, 64, "all of it fits");
-    assert!(full.l2_hits >= 128 && full.l2_bytes >= 64 * 512);
+    // Each slice is one run of clusters, which takes less than on disk.
+    assert!(full.l2_hits >= 128 && full.l2_bytes >= 64 * 64 && full.l2_bytes < 64 * 512);
+    let is_small = |stats: Statistics| stats.l2_slices < 64 && stats.l2_bytes < 4096 + stats.l2_slices * 256;
     reopen("l2-cache-size=4096,cache-clean-interval=0");
-    assert!(stats().l2_slices <= 8 && stats().l2_limit_bytes == 4096);
+    assert!(is_small(stats()) && stats().l2_limit_bytes == 4096);
     touch(&node, &graph);
-    assert!(stats().l2_misses > 64 && stats().l2_slices <= 8);
+    assert!(stats().l2_misses > 64 && is_small(stats()));
     // Everything leaves once it was idle for a second or two.
     reopen("cache-clean-interval=1");
     touch(&node, &graph);

@@ -3,6 +3,7 @@
 
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use std::path::Path;
@@ -223,4 +224,115 @@ fn a_chain_of_the_greatest_length_works() {
     rt::block_on(node.close()).unwrap();
     let error = rt::block_on(open(OpenRequest::file(name(LAYERS)))).unwrap_err();
     assert!(error.to_string().contains("longer than 200"), "{error}");
+}
+
+/// Long chains: layers of several cluster sizes and lengths, each with pieces of its own, and a model of what is seen.
+struct LongChain {
+    folder: tempfile::TempDir,
+    model: Vec<u8>,
+}
+
+const LAYERS: usize = 12;
+
+impl LongChain {
+    fn new(seed: u64) -> LongChain {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mut state = seed | 1;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
+        };
+        std::fs::write(folder.path().join("0.raw"), vec![100; 3 << 20]).unwrap();
+        let (mut model, mut below) = (vec![100; 3 << 20], "0.raw".to_owned());
+        for layer in 1..LAYERS {
+            let size = (2 + random(5)) << 20;
+            let options =
+                ["cluster_size=64k", "cluster_size=4k", "cluster_size=256k", "cluster_size=128k,extended_l2=on"];
+            let options = options[random(4) as usize];
+            let name = format!("{layer}.qcow2");
+            let format = if layer == 1 { "raw" } else { "qcow2" };
+            let create = ["create", "-q", "-f", "qcow2", "-F", format, "-b", &below, "-o", options, &name];
+            run("qemu-img", folder.path(), &[&create[..], &[&size.to_string()]].concat());
+            model.resize(size as usize, 0);
+            let mut commands = Vec::new();
+            for _ in 0..6 {
+                let (at, len) = (random(size / 512) * 512, (random(600) + 1) * 512);
+                let len = len.min(size - at);
+                let zero = random(4) == 0;
+                let how = if zero { "-z".to_owned() } else { format!("-P {layer}") };
+                commands.push("-c".to_owned());
+                commands.push(format!("write {how} {at} {len}"));
+                model[at as usize..(at + len) as usize].fill(if zero { 0 } else { layer as u8 });
+            }
+            commands.push(name.clone());
+            run("qemu-io", folder.path(), &commands.iter().map(String::as_str).collect::<Vec<_>>());
+            below = name;
+        }
+        LongChain { folder, model }
+    }
+
+    fn top(&self) -> String {
+        self.folder.path().join(format!("{}.qcow2", LAYERS - 1)).to_str().unwrap().to_owned()
+    }
+
+    /// Reads pieces of all sizes, twice: first they are looked up, then known.
+    fn verify(&self, node: &Node) {
+        let size = node.size();
+        assert_eq!(size, self.model.len() as u64);
+        for len in [512, 4096, 65536, 3 * 65536 + 512, 1 << 20, 512] {
+            let mut at = 0;
+            while at < size {
+                let len = len.min(size - at);
+                let (result, buf) = rt::block_on(node.read(at, IoBuf::zeroed(len as usize)));
+                result.unwrap();
+                assert!(*buf == self.model[at as usize..(at + len) as usize], "{at}+{len} differs");
+                at += len;
+            }
+        }
+    }
+}
+
+#[test]
+fn long_chains_read_as_the_layers_say() {
+    for seed in 1..=6 {
+        let chain = LongChain::new(seed);
+        let node = open_now(OpenRequest::file(chain.top()));
+        chain.verify(&node);
+        rt::block_on(node.close()).unwrap();
+    }
+}
+
+#[test]
+fn a_long_chain_that_becomes_shorter_in_use_reads_the_same() {
+    let chain = LongChain::new(99);
+    let graph = Graph::new();
+    let options = format!("driver=qcow2,node-name=top,file.filename={}", chain.top());
+    let node = rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
+    chain.verify(&node);
+    // The same disk as one image takes the place of everything below the top.
+    let below = chain.folder.path().join(format!("{}.qcow2", LAYERS - 2));
+    let flat = chain.folder.path().join("flat.qcow2");
+    let args = ["convert", "-O", "qcow2", "-S", "0", below.to_str().unwrap(), flat.to_str().unwrap()];
+    run("qemu-img", chain.folder.path(), &args);
+    // Something else in it shows that the old layers are no longer asked.
+    let mut model = chain.model.clone();
+    let add = format!("driver=qcow2,node-name=flat,file.filename={}", flat.display());
+    rt::block_on(graph.add(BlockdevOptions::from_keyval(&add).unwrap())).unwrap();
+    let whole = read_all(&graph.node("flat").unwrap());
+    rt::block_on(graph.delete("flat")).unwrap();
+    let holes: Vec<u64> = holes_of(&chain, &node);
+    let at = *holes.iter().find(|at| whole[**at as usize] != 0).expect("a cluster that a layer below has");
+    run("qemu-io", chain.folder.path(), &["-c", &format!("write -P 222 {at} 512"), flat.to_str().unwrap()]);
+    model[at as usize..at as usize + 512].fill(222);
+    rt::block_on(graph.add(BlockdevOptions::from_keyval(&add).unwrap())).unwrap();
+    let reopen = format!("driver=qcow2,node-name=top,backing=flat,file.filename={}", chain.top());
+    rt::block_on(graph.reopen(vec![BlockdevOptions::from_keyval(&reopen).unwrap()])).unwrap();
+    LongChain { model, ..chain }.verify(&node);
+    rt::block_on(graph.close_all()).unwrap();
+}
+
+/// Clusters that the top itself doesn't have.
+fn holes_of(chain: &LongChain, node: &Node) -> Vec<u64> {
+    let runs = rt::block_on(node.block_status(0, chain.model.len() as u64, 10_000)).unwrap();
+    runs.iter().filter(|run| !run.present).map(|run| run.start).collect()
 }

@@ -265,7 +265,7 @@ mod tests {
     fn any_words_come_back() {
         for seed in 0..2000 {
             let mut next = random(seed);
-            let shape = if next() % 2 == 0 { STANDARD } else { EXTENDED };
+            let shape = if next().is_multiple_of(2) { STANDARD } else { EXTENDED };
             let spread = 1 << (next() % 30);
             let (mut words, mut last) = (Vec::new(), 1u64);
             while words.len() < 64 {

@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn an_array_that_became_regular_is_squeezed() {
         let slice = Slice::zeroed(64, SHAPE);
-        slice.edit((0..64).map(|index| (index, if index % 2 == 0 { 1 << 62 | index as u64 * 77 } else { 0 })));
+        slice.edit((0..64).map(|index| (index, if index % 2 == 0 { (1 << 62) | (index as u64 * 77) } else { 0 })));
         assert!(slice.squeezed().is_none());
         slice.edit((0..64).map(|index| (index, 1 << 63 | (index as u64 + 3) << 16)));
         let squeezed = slice.squeezed().expect("one run");

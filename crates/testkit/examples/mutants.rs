@@ -53,8 +53,10 @@ fn copy(root: &Path, tree: &Path) {
     let texts = texts(root);
     let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().expect("git runs");
     assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
+    let mut names = BTreeSet::new();
     for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
         let name = String::from_utf8_lossy(name).into_owned();
+        names.insert(tree.join(&name));
         let bytes = match texts.get(name.as_str()) {
             Some(text) => text.clone().into_bytes(),
             None => match std::fs::read(root.join(&name)) {
@@ -69,6 +71,19 @@ fn copy(root: &Path, tree: &Path) {
         }
         std::fs::create_dir_all(to.parent().expect("a file is in a folder")).expect("a folder of the copy");
         std::fs::write(&to, bytes).unwrap_or_else(|error| panic!("{}: {error}", to.display()));
+    }
+    remove_others(&tree.join("crates"), &names);
+}
+
+/// Removes what an earlier copy has left and git no longer knows.
+fn remove_others(folder: &Path, names: &BTreeSet<PathBuf>) {
+    for entry in std::fs::read_dir(folder).expect("a folder of the copy") {
+        let path = entry.expect("a folder of the copy").path();
+        if path.is_dir() {
+            remove_others(&path, names);
+        } else if !names.contains(&path) {
+            std::fs::remove_file(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        }
     }
 }
 

@@ -547,4 +547,34 @@ pub const MUTANTS: &[Mutant] = &[
             }"#,
         )],
     },
+    Mutant {
+        name: "inflated_clusters_not_forgotten",
+        about: "what was inflated is kept when its host cluster gets a new owner",
+        test: ("failure_shapes", "a_decompressed_cluster_is_not_served_after_its_host_cluster_has_a_new_owner"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "            self.inflated.forget(&reclaim.holes);",
+            r#"            if !SLIP {
+                self.inflated.forget(&reclaim.holes);
+            }"#,
+        )],
+    },
+    Mutant {
+        name: "readers_keep_a_compact_slice",
+        about: "an edit of a compact slice goes to an array that no reader sees",
+        test: ("failure_shapes", "a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight"),
+        edits: &[(
+            "crates/qcow2/src/tables.rs",
+            r#"            state.tables.count(number, slice.counted_bytes());
+            self.directory.set_slice(l1_index, index, Some(slice.clone()));
+        }
+        if"#,
+            r#"            state.tables.count(number, slice.counted_bytes());
+            if !SLIP {
+                self.directory.set_slice(l1_index, index, Some(slice.clone()));
+            }
+        }
+        if"#,
+        )],
+    },
 ];
