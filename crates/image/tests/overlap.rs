@@ -190,20 +190,60 @@ fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_block::Re
     (result, told)
 }
 
-/// Their directory has a check too (`bitmap-directory`), but nothing can be written beside it.
-#[test]
-fn images_with_bitmaps_are_not_written() {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = image(folder.path(), |_, _| {});
-    qemu("qemu-img", &["bitmap", "--add", path.to_str().unwrap(), "b0"]);
-    let before = std::fs::read(&path).unwrap();
-    for check in ["none", "all"] {
-        let options = format!("driver=qcow2,file.filename={},overlap-check={check}", path.display());
-        let request = OpenRequest::image_opts(&options).unwrap().writable(true);
-        let error = rt::block_on(open(request)).expect_err("a refusal").to_string();
-        assert!(error.contains("bitmaps can only be opened for reading"), "{error}");
+/// Where the bitmap directory is.
+fn directory(bytes: &[u8]) -> u64 {
+    let mut at = 112;
+    while bytes[at..at + 4] != 0x2385_2875u32.to_be_bytes() {
+        let len = u32::from_be_bytes(bytes[at + 4..at + 8].try_into().unwrap());
+        at += 8 + len.next_multiple_of(8) as usize;
     }
-    assert!(std::fs::read(&path).unwrap() == before);
+    word(bytes, at + 24)
+}
+
+fn image_with_bitmap(folder: &Path, arguments: &[&str], patch: impl FnOnce(&mut [u8], usize)) -> PathBuf {
+    let path = image(folder, |_, _| {});
+    let name = path.to_str().unwrap();
+    qemu("qemu-img", &[&["bitmap", "--add"], arguments, &[name, "b0"]].concat());
+    qemu("qemu-io", &["-c", "write -P 1 0 4k", name]);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let l2 = (word(&bytes, word(&bytes, 40) as usize) & OFFSET) as usize;
+    patch(&mut bytes, l2);
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+#[test]
+fn the_bitmap_directory_is_not_written_as_data() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for (option, is_checked) in [("", true), (",overlap-check.bitmap-directory=off", false)] {
+        let path = image_with_bitmap(folder.path(), &["--disable"], |bytes, l2| {
+            let place = directory(bytes);
+            redirect(bytes, l2, place);
+        });
+        let (result, told) = attempt_observed(&path, option, "write");
+        assert_eq!(result.is_err(), is_checked, "{option}");
+        assert_eq!(told.len(), usize::from(is_checked));
+        if let Some(corruption) = told.first() {
+            assert!(corruption.message.contains("bitmap directory"), "{}", corruption.message);
+        }
+    }
+}
+
+/// Data of a bitmap that claim to be where the refcount table is.
+#[test]
+fn bits_are_not_recorded_over_metadata() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = image_with_bitmap(folder.path(), &["-g", "512"], |bytes, _| {
+        let table = word(bytes, directory(bytes) as usize) as usize;
+        let refcount_table = word(bytes, 48);
+        bytes[table..table + 8].copy_from_slice(&refcount_table.to_be_bytes());
+    });
+    let before = std::fs::read(&path).unwrap();
+    let (result, told) = attempt_observed(&path, "", "write");
+    let error = result.unwrap_err();
+    assert_eq!((error.errno(), told.len()), (Errno::EIO, 1), "{error}");
+    let (after, table) = (std::fs::read(&path).unwrap(), word(&before, 48) as usize);
+    assert!(after[table..table + 65536] == before[table..table + 65536], "the refcount table was written");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! same. See the README of this crate.
 
 pub mod backup;
+pub mod bitmap;
 pub mod check;
 pub mod commit;
 pub mod compare;

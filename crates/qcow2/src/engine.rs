@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
 use crate::interleaving;
-use crate::overlap::MetadataMap;
+use crate::overlap::{MetadataMap, Structure};
 use crate::pins::{Pin, Pins};
 use crate::reclaim::Freed;
 use crate::refcounts::Refcounts;
@@ -125,6 +125,8 @@ pub(crate) struct State {
     pub(crate) accounted_bytes: u64,
     /// L1 indices of L2 tables that share their cluster with other metadata.
     pub(crate) overlapping_tables: Vec<usize>,
+    /// Metadata that mapping and counting don't need: what, where, bytes.
+    pub(crate) other_metadata: Vec<(Structure, u64, u64)>,
 }
 
 /// The mapping of one image in memory. All methods may be called from any thread.
@@ -164,6 +166,7 @@ impl Engine {
             refcount_misses: 0,
             accounted_bytes: 0,
             overlapping_tables: Vec::new(),
+            other_metadata: config.other_metadata.clone(),
         };
         let engine = Engine {
             geometry,

@@ -216,7 +216,7 @@ impl Engine {
             true => l1.iter().map(|entry| L1Entry(*entry).offset().0).collect(),
             false => HashSet::new(),
         };
-        for (structure, offset, bytes) in &self.config.other_metadata {
+        for (structure, offset, bytes) in &state.other_metadata {
             if *structure != Structure::InactiveL2 || !active.contains(offset) {
                 self.mark(*structure, clusters(*offset, *bytes));
             }
@@ -258,9 +258,7 @@ impl Engine {
         if within(state.refcounts.table_offset, state.refcounts.table_clusters << bits) {
             return Some(Structure::RefcountTable);
         }
-        if let Some((structure, ..)) =
-            self.config.other_metadata.iter().find(|(_, offset, bytes)| within(*offset, *bytes))
-        {
+        if let Some((structure, ..)) = state.other_metadata.iter().find(|(_, offset, bytes)| within(*offset, *bytes)) {
             return Some(*structure);
         }
         let blocks = state.refcounts.table.as_deref().unwrap_or_default();

@@ -142,7 +142,7 @@ impl Engine {
     }
 
     /// Allocates `want` neighbouring clusters behind everything else, with the refcount blocks that they need.
-    fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
+    pub(crate) fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
         let bits = self.geometry.cluster_bits();
         let block_bits = self.geometry.refcount_block_bits();
         let table_len = self.refcount_table(state)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A second opinion on a qcow2 image: is every cluster that is used counted often enough, and are the COPIED flags
 //! right? Written against the specification alone and sharing no code with the engine or its `check`, small and fast
-//! enough for every state of the crash enumerator. Bitmaps are not looked into.
+//! enough for every state of the crash enumerator. What dirty bitmaps hold is not looked into.
 
 use cowshed_storage::sim::PageMap;
 use std::collections::BTreeMap;
@@ -20,6 +20,8 @@ pub struct Audit {
     pub most_uses: u64,
     /// Clusters of the tables that move when they grow: L1 table and refcount table.
     pub moving_table_clusters: u64,
+    /// Dirty bitmaps that count, and how many of them are in use.
+    pub bitmaps: (u64, u64),
 }
 
 /// Where a snapshot's L1 table is.
@@ -98,6 +100,7 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
         image.use_metadata(snapshot.l1, snapshot.l1_len * 8, "L1 table of a snapshot")?;
         image.walk_l1(snapshot.l1, snapshot.l1_len)?;
     }
+    image.walk_bitmaps()?;
     image.walk_refcounts()?;
     if !image.audit.dirty {
         image.compare()?;
@@ -180,6 +183,52 @@ impl Image<'_> {
             (l2 + at as u64, (word(at), if step == 16 { word(at + 8) } else { 0 }))
         });
         entries.filter(|(_, entry)| *entry != (0, 0)).collect()
+    }
+
+    /// The bitmap directory, the tables and the data, where the autoclear bit says that they count.
+    fn walk_bitmaps(&mut self) -> Result<(), String> {
+        if self.version < 3 || read(self.file, 88, 8) & 1 == 0 {
+            return Ok(());
+        }
+        let mut at = read(self.file, 100, 4);
+        let (count, directory) = loop {
+            match (read(self.file, at, 4), read(self.file, at + 4, 4)) {
+                (0, _) => return Err("the bit for bitmaps is set, their extension isn't there".to_owned()),
+                (0x2385_2875, 24) => break (read(self.file, at + 8, 4), read(self.file, at + 24, 8)),
+                (_, len) => at += 8 + len.next_multiple_of(8),
+            }
+        };
+        let len = read(self.file, at + 16, 8);
+        self.use_metadata(directory, len, "bitmap directory")?;
+        let disk = read(self.file, 24, 8);
+        let mut entry = directory;
+        for _ in 0..count {
+            let (table, entries) = (read(self.file, entry, 8), read(self.file, entry + 8, 4));
+            let in_use = read(self.file, entry + 12, 4) & 1;
+            let granularity = 1u64 << read(self.file, entry + 17, 1);
+            let needed = disk.div_ceil(granularity).div_ceil(8).div_ceil(self.cluster_bytes());
+            if entries != needed {
+                return Err(format!("a bitmap table has {entries} entries, not {needed}"));
+            }
+            self.use_metadata(table, entries * 8, "bitmap table")?;
+            for index in 0..entries {
+                let raw = read(self.file, table + index * 8, 8);
+                if raw & !OFFSET & !1 != 0 || (raw & OFFSET != 0 && raw & 1 != 0) {
+                    return Err(format!("bitmap table entry {raw:#x} has reserved bits"));
+                }
+                if raw & OFFSET != 0 {
+                    self.use_range(raw & OFFSET, self.cluster_bytes(), "bitmap data")?;
+                }
+            }
+            self.audit.bitmaps.0 += 1;
+            self.audit.bitmaps.1 += in_use;
+            let variable = read(self.file, entry + 18, 2) + read(self.file, entry + 20, 4);
+            entry += (24 + variable).next_multiple_of(8);
+        }
+        match entry == directory + len {
+            true => Ok(()),
+            false => Err("the bitmap directory has another length than its entries".to_owned()),
+        }
     }
 
     fn use_range(&mut self, offset: u64, len: u64, what: &str) -> Result<(), String> {

@@ -172,7 +172,8 @@ pub struct LiveScene {
 impl LiveScene {
     /// The case of a seed.
     pub fn new(seed: u64) -> Self {
-        let scene = CrashScene::new(seed);
+        let mut scene = CrashScene::new(seed);
+        scene.bitmaps.clear();
         let mut random = Random::new(seed ^ 0x11fe);
         let overlay_options = random.pick(&[
             "cluster_size=512",
@@ -182,7 +183,7 @@ impl LiveScene {
             "cluster_size=64k",
             "cluster_size=4k,compat=0.10",
         ]);
-        let prepared = Prepared::with_snapshots(&scene.chain, scene.snapshots);
+        let prepared = Prepared::with(&scene.chain, scene.snapshots, &[]);
         LiveScene { scene, prepared, overlay_options: overlay_options.to_owned() }
     }
 

@@ -24,6 +24,8 @@ pub struct CrashScene {
     pub options: &'static str,
     /// The image has internal snapshots.
     pub snapshots: bool,
+    /// Granularities of its enabled dirty bitmaps, in bytes.
+    pub bitmaps: Vec<u64>,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
 }
@@ -91,11 +93,23 @@ impl CrashScene {
             3 if !is_v2 => "discard-no-unref=on",
             _ => "",
         };
-        let mut scene =
-            CrashScene { seed, chain: Chain { layers }, config, queues, options, snapshots: false, whole_sectors };
+        let mut scene = CrashScene {
+            seed,
+            chain: Chain { layers },
+            config,
+            queues,
+            options,
+            snapshots: false,
+            bitmaps: Vec::new(),
+            whole_sectors,
+        };
         // Each cluster is counted three times then, a compressed one's neighbours too.
         let allows_snapshots = scene.spec().data_file.is_none() && scene.sizes().1 >= 16;
         scene.snapshots = allows_snapshots && random.chance(30);
+        if !scene.spec().is_v2 && random.chance(35) {
+            let count = 1 + random.below(2);
+            scene.bitmaps = (0..count).map(|_| random.pick(&[512, 512, 4096, 65536, 1 << 20])).collect();
+        }
         scene
     }
 
@@ -137,6 +151,7 @@ impl CrashScene {
             (spec.lazy_refcounts, "lazy"),
             (self.chain.layers.len() > 1, "backing"),
             (self.snapshots, "snapshots"),
+            (!self.bitmaps.is_empty(), "bitmaps"),
             (self.compresses(), "compressed"),
             (spec.data_file == Some(DataFile::Mapped), "data file"),
             (spec.data_file == Some(DataFile::Raw), "raw data file"),
@@ -164,6 +179,7 @@ impl CrashScene {
             (spec.preallocation != "off", "preallocated"),
             (self.chain.layers.len() > 1, "backing"),
             (self.snapshots, "snapshots"),
+            (!self.bitmaps.is_empty(), "bitmaps"),
             (self.grows(), "tables grow"),
             (self.config.capacity_bytes.is_some(), "disk gets full"),
             (!self.config.features.punch_hole, "no fallocate"),
@@ -205,7 +221,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
-        let prepared = Prepared::with_snapshots(&self.chain, self.snapshots);
+        let prepared = Prepared::with(&self.chain, self.snapshots, &self.bitmaps);
         let steps = self.steps(&prepared, effort.requests);
         prepared.crash_or_shrink(&self.trial_on(&prepared, steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
@@ -218,7 +234,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong.
     pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
-        let prepared = Prepared::with_snapshots(&self.chain, self.snapshots);
+        let prepared = Prepared::with(&self.chain, self.snapshots, &self.bitmaps);
         prepared.crash(&self.trial_on(&prepared, steps, effort, faults))
     }
 

@@ -6,7 +6,7 @@ use crate::audit::{Audit, audit, metadata_ranges, snapshot_digest};
 use crate::crash::{CrashCase, CrashFailure, CrashPlan, CrashReport, explore};
 use crate::images::{Chain, Qcow2Spec, QemuIo};
 use crate::model::Model;
-use crate::operations::{OpGen, Step, print_steps, shrink};
+use crate::operations::{Op, OpGen, Step, print_steps, shrink};
 use crate::qemu::{Qemu, temp_dir};
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -144,17 +144,20 @@ pub struct Prepared {
     spec: Qcow2Spec,
     leaks_at_start: u64,
     snapshots_at_start: u64,
+    /// Names of the enabled dirty bitmaps of the top image.
+    bitmaps: Vec<String>,
     qemu: Qemu,
 }
 
 impl Prepared {
     /// Builds `chain`, whose top is qcow2.
     pub fn new(chain: &Chain) -> Self {
-        Self::with_snapshots(chain, false)
+        Self::with(chain, false, &[])
     }
 
-    /// As [`Prepared::new`], with two internal snapshots in the top image and something written between them.
-    pub fn with_snapshots(chain: &Chain, has_snapshots: bool) -> Self {
+    /// As [`Prepared::new`], with two internal snapshots in the top image and something written between them, if wanted, and
+    /// with enabled dirty bitmaps of these granularities in bytes.
+    pub fn with(chain: &Chain, has_snapshots: bool, granularities: &[u64]) -> Self {
         let (qemu, folder) = (Qemu::system(), temp_dir());
         let built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
         if has_snapshots {
@@ -162,6 +165,13 @@ impl Prepared {
             take("one");
             qemu.io_commands(&built.path, "qcow2", &["write -q -P 99 0 512".to_owned()]);
             take("two");
+        }
+        let mut bitmaps = Vec::new();
+        for (number, granularity) in granularities.iter().enumerate() {
+            let name = format!("bitmap{number}");
+            let (granularity, path) = (granularity.to_string(), built.path.to_string_lossy().into_owned());
+            qemu.img(["bitmap", "--add", "-g", &granularity, &path, &name]).expect_ok();
+            bitmaps.push(name);
         }
         let content = qemu.content(&built.path, "qcow2");
         let mut files = Snapshot::new();
@@ -178,7 +188,7 @@ impl Prepared {
         let leaks_at_start = files.get(&top).and_then(|file| audit(file).ok()).map_or(0, |audit| audit.leaks);
         let snapshots_at_start = files.get(&top).map_or(Ok(0), snapshot_digest);
         let snapshots_at_start = snapshots_at_start.unwrap_or_else(|wrong| panic!("the image just made: {wrong}"));
-        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, qemu }
+        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, bitmaps, qemu }
     }
 
     /// Changes the top image's file before anything is done to it; what the guest sees must stay the same.
@@ -288,7 +298,9 @@ impl Prepared {
     fn check_leak_bound(&self, model: &Model, case: &CrashCase<'_>, found: &Audit) -> std::result::Result<(), String> {
         let units = model.unsettled_units(case.position, self.spec.cluster_size);
         let tables = found.moving_table_clusters;
-        let bound = self.leaks_at_start + 3 * units + 3 * tables;
+        // A directory, a table and data that are being replaced, for each bitmap.
+        let bitmaps = 4 * self.bitmaps.len() as u64;
+        let bound = self.leaks_at_start + 3 * units + 3 * tables + bitmaps;
         match found.leaks > bound {
             true => Err(format!("{} clusters are leaked, more than the {bound} that the design allows", found.leaks)),
             false => Ok(()),
@@ -349,6 +361,7 @@ impl Prepared {
             check_disk_after_cut(&disk, model, case.position)
                 .await
                 .map_err(|error| format!("opened again: {error}"))?;
+            self.check_bitmaps(&disk, model, case.position, trial).await?;
             if writes_on {
                 let cluster = self.spec.cluster_size.min(disk.size());
                 let at = case.number as u64 % (disk.size() / cluster) * cluster;
@@ -362,13 +375,54 @@ impl Prepared {
         if after.dirty {
             return Err("the dirty bit is still set after a clean close".to_owned());
         }
+        if after.bitmaps.1 > 0 && self.spec.cluster_size > 512 {
+            return Err("a bitmap is still in use after a clean close".to_owned());
+        }
         // A recovery that changes much is cut more often.
         let often = if before.dirty { 6 } else { 32 };
-        if !writes_on && case.number.is_multiple_of(often) { self.verify_twice(model, case, &world) } else { Ok(()) }
+        if !writes_on && case.number.is_multiple_of(often) {
+            self.verify_twice(model, case, &world, trial)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// What a flushed write has changed is dirty in every enabled bitmap.
+    async fn check_bitmaps(
+        &self,
+        disk: &ImageDisk,
+        model: &Model,
+        position: usize,
+        trial: &Trial,
+    ) -> std::result::Result<(), String> {
+        const SECTOR: usize = 512;
+        let resizes = trial.steps.iter().any(|step| matches!(step.op, Op::Resize { .. }));
+        let Some(image) = disk.0.qcow2().filter(|_| !resizes) else { return Ok(()) };
+        for name in &self.bitmaps {
+            let bits = match image.bitmap_bits(name).await {
+                Ok(bits) => bits,
+                // A cluster so small may have no room for the journal.
+                Err(error) if self.spec.cluster_size == 512 && error.message().contains("inconsistent") => continue,
+                Err(error) => return Err(format!("bitmap '{name}': {error}")),
+            };
+            for (number, sector) in self.content.chunks(SECTOR).enumerate() {
+                let at = (number * SECTOR) as u64;
+                if !bits.covers(at, 1) && model.check_after_cut(position, at, sector).is_err() {
+                    return Err(format!("bitmap '{name}' has lost the flushed write at {at:#x}"));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Cuts the power a second time, while the image is opened and recovered.
-    fn verify_twice(&self, model: &Model, case: &CrashCase<'_>, world: &World) -> std::result::Result<(), String> {
+    fn verify_twice(
+        &self,
+        model: &Model,
+        case: &CrashCase<'_>,
+        world: &World,
+        trial: &Trial,
+    ) -> std::result::Result<(), String> {
         let trace = world.trace();
         let plan = CrashPlan { per_barrier: 8, per_change: 1, max_distinct: 24, ..CrashPlan::new(case.number as u64) };
         let second = explore(&trace, &plan, |again| {
@@ -378,7 +432,8 @@ impl Prepared {
             world.run(async {
                 let disk = ImageDisk::open(&self.top, true, world.config().direct).await;
                 let disk = disk.map_err(|error| format!("opened again: {error}"))?;
-                check_disk_after_cut(&disk, model, case.position).await
+                check_disk_after_cut(&disk, model, case.position).await?;
+                self.check_bitmaps(&disk, model, case.position, trial).await
             })
         });
         second.map(drop).map_err(|failure| format!("a second cut while it was opened again: {failure}"))

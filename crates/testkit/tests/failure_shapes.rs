@@ -441,7 +441,7 @@ fn a_cluster_that_is_shared_is_copied_before_a_write() {
 fn what_a_snapshot_shares_is_never_written_in_place() {
     // The judge holds a digest of all that the snapshots hold against each state.
     let layer = image(4096, 256 << 10, 0..64 << 10);
-    let prepared = Prepared::with_snapshots(&Chain { layers: vec![layer] }, true);
+    let prepared = Prepared::with(&Chain { layers: vec![layer] }, true, &[]);
     let requests = "0 write 0x0 0x1000 1; 1 write 0x3200 0x200 2; 2 write 0x3400 0x2000 3; 0 discard 0x8000 0x2000; 1 flush; \
                     1 write 0x3000 0x1000 4; 2 unmap 0x0 0x4000; 0 flush; 0 write 0x8000 0x4000 5; 0 read 0x0 0x10000; 1 flush";
     for seed in 0..4 {

@@ -59,10 +59,10 @@ struct ConvertArgs {
     /// Copy an internal snapshot: an ID or name, snapshot.id=ID or snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Copy persistent bitmaps too (not yet supported)
+    /// Copy persistent bitmaps too
     #[arg(long)]
     bitmaps: bool,
-    /// Skip inconsistent bitmaps (not yet supported)
+    /// Leave out inconsistent bitmaps instead of giving up; needs --bitmaps
     #[arg(long)]
     skip_broken_bitmaps: bool,
     /// Convert unreadable parts to zeroes instead of giving up
@@ -136,7 +136,6 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if create_options::asks_for_help(&args.options) {
         return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
     }
-    refuse_not_yet(&args)?;
     let Some((target, sources)) = args.files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
         return Err(Failure::new("Must specify image file name"));
     };
@@ -156,6 +155,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             outcome.salvaged.len(),
             outcome.salvaged.first().copied().unwrap_or(0)
         ));
+    }
+    for name in &outcome.skipped_bitmaps {
+        console.complain(format_args!("warning: Skipping inconsistent bitmap '{name}'"));
     }
     if console.persona == Persona::Cowshed && !args.quiet {
         summary(&outcome, target, started, console);
@@ -178,15 +180,6 @@ fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) ->
     args.naming.untrusted.guard(&uses, console)
 }
 
-fn refuse_not_yet(args: &ConvertArgs) -> Result<(), Failure> {
-    for (given, option) in [(args.bitmaps, "--bitmaps"), (args.skip_broken_bitmaps, "--skip-broken-bitmaps")] {
-        if given {
-            return Err(Failure::not_yet(option));
-        }
-    }
-    Ok(())
-}
-
 /// What contradicts itself, in qemu-img's words.
 fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
     let format = args.target_format.as_deref().unwrap_or("raw");
@@ -202,6 +195,8 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
         (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
         (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
+        (args.skip_broken_bitmaps && !args.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
+        (source_count > 1 && args.bitmaps, "Copying bitmaps only possible with single source"),
         (source_count > 1 && args.snapshot.is_some(), "No support for concatenating multiple snapshot"),
         (
             source_count > 1 && args.backing.is_some(),
@@ -277,6 +272,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         rate,
         salvage: args.salvage,
         copy_range: args.copy_range_offloading,
+        bitmaps: args.bitmaps,
+        skip_broken_bitmaps: args.skip_broken_bitmaps,
         ..ConvertOptions::new(sources?, target)
     })
 }

@@ -2,6 +2,7 @@
 //! The commands table. A verb is one file here and one line in [`COMMANDS`].
 
 pub mod arguments;
+pub mod bitmap;
 pub mod check;
 pub mod commit;
 pub mod compare;
@@ -64,6 +65,7 @@ pub const COMMANDS: &[Verb] = &[
     measure::VERB,
     resize::VERB,
     snapshot::VERB,
+    bitmap::VERB,
     commit::VERB,
     rebase::VERB,
     dd::VERB,
@@ -76,7 +78,7 @@ pub const COMMANDS: &[Verb] = &[
 ];
 
 /// Verbs of qemu-img that we don't have yet.
-pub const NOT_YET: &[&str] = &["amend", "bench", "bitmap"];
+pub const NOT_YET: &[&str] = &["amend", "bench"];
 
 pub use daemon::TOOLS;
 

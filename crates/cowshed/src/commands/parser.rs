@@ -48,10 +48,15 @@ pub fn command(verb: &Verb, persona: Persona) -> Command {
         .args_override_self(true)
         .infer_long_args(true);
     // As with getopt the argument after an option is its value, whatever it looks like.
-    command.mut_args(|arg| match arg.is_positional() || !arg.get_action().takes_values() {
+    command.mut_args(|arg| match arg.is_positional() || !takes_value(&arg) {
         true => arg,
         false => arg.allow_hyphen_values(true),
     })
+}
+
+fn takes_value(arg: &clap::Arg) -> bool {
+    // Flags that keep their places on the command line are options with no value.
+    arg.get_action().takes_values() && arg.get_num_args().is_none_or(|count| count.takes_values())
 }
 
 /// The parser of a program without verbs.

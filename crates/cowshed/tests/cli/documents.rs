@@ -9,7 +9,8 @@ fn cowshed(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-const VERBS: [&str; 10] = ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "dd", "io"];
+const VERBS: [&str; 11] =
+    ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "bitmap", "dd", "io"];
 
 /// The options that a help text lists, short and long.
 fn options(help: &str) -> Vec<String> {

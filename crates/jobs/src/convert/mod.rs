@@ -58,6 +58,10 @@ pub struct ConvertOptions {
     pub salvage: bool,
     /// `-C`: copy inside the kernel where it can.
     pub copy_range: bool,
+    /// `--bitmaps`: copy the persistent bitmaps too. There is one source then.
+    pub bitmaps: bool,
+    /// `--skip-broken-bitmaps`: leave out inconsistent ones instead of failing.
+    pub skip_broken_bitmaps: bool,
 }
 
 impl ConvertOptions {
@@ -80,6 +84,8 @@ impl ConvertOptions {
             rate: None,
             salvage: false,
             copy_range: false,
+            bitmaps: false,
+            skip_broken_bitmaps: false,
         }
     }
 }
@@ -95,6 +101,8 @@ pub struct ConvertOutcome {
     pub zero_bytes: u64,
     /// Offsets of unreadable parts that became zeroes (`--salvage`).
     pub salvaged: Vec<u64>,
+    /// Inconsistent bitmaps that were left out (`--skip-broken-bitmaps`).
+    pub skipped_bitmaps: Vec<String>,
 }
 
 /// Runs the conversion. After an error the target is incomplete: the message says so.
@@ -104,11 +112,23 @@ pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOut
         job.set_speed(options.rate);
     }
     let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?;
-    let result = convert_sources(options, &sources, job).await;
+    let result = match check_bitmaps(options, &sources).await {
+        Ok(()) => convert_sources(options, &sources, job).await,
+        Err(error) => Err(error),
+    };
     let closed = sources.close().await;
     let outcome = result?;
     closed?;
     Ok(outcome)
+}
+
+/// Refuses bitmaps that can't be copied, before the target is made.
+async fn check_bitmaps(options: &ConvertOptions, sources: &Sources) -> Result<()> {
+    match sources.only() {
+        _ if !options.bitmaps => Ok(()),
+        Some(source) => crate::bitmap::check_copy(source, options.skip_broken_bitmaps).await,
+        None => Err(Error::invalid_argument("Copying bitmaps only possible with single source")),
+    }
 }
 
 /// What can be refused without opening anything.
@@ -158,7 +178,8 @@ pub(crate) async fn convert_sources(
     job: &JobHandle,
 ) -> Result<ConvertOutcome> {
     let target = Target::open(options, sources).await?;
-    let settings = match settings(options, &target) {
+    let bitmaps = if options.bitmaps { crate::bitmap::check_target(&target.node) } else { Ok(()) };
+    let settings = match bitmaps.and_then(|()| settings(options, &target)) {
         Ok(settings) => settings,
         Err(error) => {
             let _ = target.node.close().await;
@@ -166,6 +187,13 @@ pub(crate) async fn convert_sources(
         }
     };
     let copied = Copy::new(sources, &target.node, settings, job).run().await;
+    let copied = match (copied, sources.only()) {
+        (Ok(outcome), Some(source)) if options.bitmaps => {
+            let skipped = crate::bitmap::copy(source, &target.node, options.skip_broken_bitmaps).await;
+            skipped.map(|skipped_bitmaps| ConvertOutcome { skipped_bitmaps, ..outcome })
+        }
+        (copied, _) => copied,
+    };
     let flushed = match &copied {
         Ok(_) => target.node.flush().await,
         Err(_) => Ok(()),

@@ -72,6 +72,14 @@ impl Sources {
         Ok(sources)
     }
 
+    /// The image, where there is only one.
+    pub fn only(&self) -> Option<&Node> {
+        match self.parts.as_slice() {
+            [part] => Some(&part.node),
+            _ => None,
+        }
+    }
+
     fn push(&mut self, node: Arc<Node>) -> Result<()> {
         let start = self.size();
         let end = start

@@ -14,6 +14,8 @@ pub mod extension_type {
     pub const BITMAPS: u32 = 0x2385_2875;
     pub const ENCRYPTION_HEADER: u32 = 0x0537_be77;
     pub const DATA_FILE: u32 = 0x4441_5441;
+    /// Ours ("CWBJ"): see `docs/formats/bitmap-journal.md`.
+    pub const BITMAP_JOURNAL: u32 = 0x4357_424a;
 }
 use extension_type as types;
 
@@ -30,6 +32,8 @@ pub enum Extension {
     EncryptionHeader(EncryptionHeader),
     /// Name of the external data file, as bytes.
     DataFile(Vec<u8>),
+    /// Which bitmaps in use are up to date all the same.
+    BitmapJournal(BitmapJournal),
     /// Any other type: kept byte for byte.
     Unknown {
         /// Its number.
@@ -48,6 +52,7 @@ impl Extension {
             Extension::Bitmaps(_) => types::BITMAPS,
             Extension::EncryptionHeader(_) => types::ENCRYPTION_HEADER,
             Extension::DataFile(_) => types::DATA_FILE,
+            Extension::BitmapJournal(_) => types::BITMAP_JOURNAL,
             Extension::Unknown { kind, .. } => *kind,
         }
     }
@@ -60,6 +65,11 @@ impl Extension {
             types::FEATURE_NAMES => Extension::FeatureNames(FeatureNames { data: data.to_vec() }),
             types::BITMAPS => Extension::Bitmaps(BitmapsExtension::parse(data)?),
             types::ENCRYPTION_HEADER => Extension::EncryptionHeader(EncryptionHeader::parse(data)?),
+            // What isn't as we write it is another's: it is kept, and nothing is believed.
+            types::BITMAP_JOURNAL => match BitmapJournal::parse(data) {
+                Some(journal) => Extension::BitmapJournal(journal),
+                None => Extension::Unknown { kind, data: data.to_vec() },
+            },
             _ => Extension::Unknown { kind, data: data.to_vec() },
         })
     }
@@ -73,6 +83,7 @@ impl Extension {
             Extension::FeatureNames(names) => names.data.clone(),
             Extension::Bitmaps(bitmaps) => bitmaps.encode(),
             Extension::EncryptionHeader(header) => header.encode(),
+            Extension::BitmapJournal(journal) => journal.encode(),
         }
     }
 
@@ -84,7 +95,8 @@ impl Extension {
             Extension::EncryptionHeader(_) => 2,
             Extension::FeatureNames(_) => 3,
             Extension::Bitmaps(_) => 4,
-            Extension::Unknown { .. } => 5,
+            Extension::BitmapJournal(_) => 5,
+            Extension::Unknown { .. } => 6,
         }
     }
 }
@@ -131,6 +143,42 @@ impl BitmapsExtension {
         data.extend_from_slice(&self.reserved.to_be_bytes());
         data.extend_from_slice(&self.directory_size.to_be_bytes());
         data.extend_from_slice(&self.directory_offset.to_be_bytes());
+        data
+    }
+}
+
+/// Which bitmaps are up to date although they are marked as in use. Only to be believed while
+/// `features::AUTOCLEAR_BITMAP_JOURNAL` is set and the directory is still where it says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BitmapJournal {
+    /// Where the bitmap directory was when the journal was written.
+    pub directory_offset: u64,
+    /// Indices of the directory's entries.
+    pub entries: Vec<u32>,
+}
+
+impl BitmapJournal {
+    /// Version of the extension.
+    const VERSION: u32 = 1;
+    /// Bytes in front of the indices.
+    const FIXED_BYTES: usize = 16;
+
+    fn parse(data: &[u8]) -> Option<Self> {
+        let (version, count) = (be32_at(data, 0)?, be32_at(data, 4)?);
+        let entries = data.get(Self::FIXED_BYTES..)?;
+        if version != Self::VERSION || entries.len() as u64 != u64::from(count) * 4 {
+            return None;
+        }
+        let entries = entries.as_chunks::<4>().0.iter().map(|index| u32::from_be_bytes(*index)).collect();
+        Some(BitmapJournal { directory_offset: be64_at(data, 8)?, entries })
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut data = Vec::with_capacity(Self::FIXED_BYTES + self.entries.len() * 4);
+        data.extend_from_slice(&Self::VERSION.to_be_bytes());
+        data.extend_from_slice(&(self.entries.len() as u32).to_be_bytes());
+        data.extend_from_slice(&self.directory_offset.to_be_bytes());
+        data.extend(self.entries.iter().flat_map(|index| index.to_be_bytes()));
         data
     }
 }
@@ -207,5 +255,24 @@ impl FeatureNames {
         self.entries()
             .find(|entry| entry.kind == kind as u8 && entry.bit == bit && !entry.name.is_empty())
             .map(|entry| entry.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bitmap_journal_that_is_not_ours_is_kept_as_it_is() {
+        let journal = BitmapJournal { directory_offset: 0x50000, entries: vec![0, 7] };
+        let data = journal.encode();
+        let parsed = Extension::parse(types::BITMAP_JOURNAL, &data).unwrap();
+        assert_eq!(parsed, Extension::BitmapJournal(journal));
+        assert_eq!(parsed.data(), data);
+        let newer = [&2u32.to_be_bytes(), &data[4..]].concat();
+        for strange in [&data[..15], &data[..22], &newer, &[]] {
+            let parsed = Extension::parse(types::BITMAP_JOURNAL, strange).unwrap();
+            assert_eq!(parsed, Extension::Unknown { kind: types::BITMAP_JOURNAL, data: strange.to_vec() });
+        }
     }
 }

@@ -2,10 +2,13 @@
 //! The header, its extensions and the backing file's name: everything in the first cluster ("Header").
 
 use super::features::{
-    AUTOCLEAR_RAW_DATA, COMPAT_LAZY_REFCOUNTS, FeatureKind, INCOMPAT_CORRUPT, INCOMPAT_DATA_FILE, INCOMPAT_DIRTY,
-    INCOMPAT_EXTL2,
+    AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, COMPAT_LAZY_REFCOUNTS, FeatureKind,
+    INCOMPAT_CORRUPT, INCOMPAT_DATA_FILE, INCOMPAT_DIRTY, INCOMPAT_EXTL2,
 };
-use super::{BitmapsExtension, EncryptionHeader, Extension, FeatureNames, Geometry, extension_type, limits, validate};
+use super::{
+    BitmapJournal, BitmapsExtension, EncryptionHeader, Extension, FeatureNames, Geometry, extension_type, limits,
+    validate,
+};
 use crate::bytes::{array_at, be32_at, be64_at};
 use cowshed_block::{Compression, Error, Result, text_of_name};
 use std::borrow::Cow;
@@ -412,6 +415,16 @@ impl Header {
     pub fn bitmaps(&self) -> Option<&BitmapsExtension> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::Bitmaps(bitmaps) => Some(bitmaps),
+            _ => None,
+        })
+    }
+
+    /// The journal of the bitmaps, where it counts: its bit and that of the bitmaps are set, and the directory hasn't moved.
+    pub fn bitmap_journal(&self) -> Option<&BitmapJournal> {
+        let both = AUTOCLEAR_BITMAPS | AUTOCLEAR_BITMAP_JOURNAL;
+        let directory = self.bitmaps().filter(|_| self.autoclear_features & both == both)?.directory_offset;
+        self.extensions.iter().find_map(|extension| match extension {
+            Extension::BitmapJournal(journal) if journal.directory_offset == directory => Some(journal),
             _ => None,
         })
     }

@@ -15,7 +15,9 @@ mod validate;
 
 pub use bitmap::{BitmapEntry, BitmapTableEntry};
 pub use entry::{Cluster, CompressedDescriptor, L1Entry, L2Entry, L2Format, RefcountTableEntry, SECTOR_SIZE};
-pub use extension::{BitmapsExtension, EncryptionHeader, Extension, FeatureName, FeatureNames, extension_type};
+pub use extension::{
+    BitmapJournal, BitmapsExtension, EncryptionHeader, Extension, FeatureName, FeatureNames, extension_type,
+};
 pub use geometry::Geometry;
 pub use header::{Header, MAGIC, V2_HEADER_LENGTH, V3_HEADER_LENGTH, V3_HEADER_LENGTH_MIN, offset, peek_cluster_bits};
 pub use snapshot::Snapshot;

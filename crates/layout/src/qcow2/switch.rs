@@ -27,10 +27,38 @@ pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages
             return Ok(stages);
         }
     }
+    if let Some(stages) = without_names_between(cluster, old, new)? {
+        return Ok(stages);
+    }
     let mut bytes = whole;
     let used = extensions_end(old)?.max(old_name(old).end).min(cluster.len());
     bytes.resize(bytes.len().max(used), 0);
     Ok(vec![vec![(0, bytes)]])
+}
+
+/// What reaches beyond the first sector is nearly always the feature name table, which nobody needs: the header is switched
+/// to one without it, and then to one that has it behind everything else.
+fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
+    let mut last = new.clone();
+    last.extensions.sort_by_key(|extension| match extension.kind() {
+        extension_type::FEATURE_NAMES => 3,
+        extension_type::DATA_FILE => 2,
+        extension_type::BACKING_FORMAT => 1,
+        _ => 0,
+    });
+    let mut bare = last.clone();
+    bare.remove_extension(extension_type::FEATURE_NAMES);
+    let Some(mut stages) = atomic(cluster, old, &bare)? else { return Ok(None) };
+    let mut between = cluster.to_vec();
+    for (at, bytes) in stages.iter().flatten() {
+        between[*at as usize..][..bytes.len()].copy_from_slice(bytes);
+    }
+    let bare = Header::parse(&between)?;
+    // Without room for it the table stays away.
+    if let Some(second) = atomic(&between, &bare, &last)? {
+        stages.extend(second);
+    }
+    Ok(Some(stages))
 }
 
 /// The stages with a single switch in the first sector, where the space allows it.
@@ -133,6 +161,23 @@ mod tests {
         Header { backing_file_offset: 0, ..Header::parse(cluster).expect("a header") }
     }
 
+    fn with_bitmaps(mut header: Header, bitmaps: Option<(u32, bool)>) -> Header {
+        use crate::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
+        use crate::qcow2::{BitmapJournal, BitmapsExtension};
+        let Some((number, journal)) = bitmaps else { return header };
+        let directory_offset = u64::from(10 + number) << header.cluster_bits;
+        let directory_size = u64::from(number + 1) * 32;
+        let bitmaps = BitmapsExtension { nb_bitmaps: number + 1, reserved: 0, directory_size, directory_offset };
+        header.set_extension(Extension::Bitmaps(bitmaps));
+        header.autoclear_features |= AUTOCLEAR_BITMAPS;
+        if journal {
+            let entries = (0..number % 5).collect();
+            header.set_extension(Extension::BitmapJournal(BitmapJournal { directory_offset, entries }));
+            header.autoclear_features |= AUTOCLEAR_BITMAP_JOURNAL;
+        }
+        header
+    }
+
     fn header(cluster_bits: u32, names: bool, backing: &Option<(usize, bool)>) -> Header {
         let mut header = Header::new(3, cluster_bits);
         header.l1_table_offset = 3 << cluster_bits;
@@ -156,8 +201,11 @@ mod tests {
             let found = parsed(cluster);
             let is = |wanted: &Header| {
                 let mut sorted = (found.clone(), Header { backing_file_offset: 0, ..wanted.clone() });
-                sorted.0.extensions.sort_by_key(Extension::kind);
-                sorted.1.extensions.sort_by_key(Extension::kind);
+                for header in [&mut sorted.0, &mut sorted.1] {
+                    header.extensions.sort_by_key(Extension::kind);
+                    // A courtesy, which may be away for a moment.
+                    header.remove_extension(extension_type::FEATURE_NAMES);
+                }
                 sorted.0 == sorted.1
             };
             is(old) || is(new)
@@ -186,12 +234,13 @@ mod tests {
             cluster_bits in 12u32..17,
             names in any::<bool>(),
             chain in proptest::collection::vec(proptest::option::of((1usize..1023, any::<bool>())), 2..6),
+            bitmaps in proptest::collection::vec(proptest::option::of((0u32..9, any::<bool>())), 6),
         ) {
-            let mut cluster = header(cluster_bits, names, &chain[0]).encode().unwrap();
+            let mut cluster = with_bitmaps(header(cluster_bits, names, &chain[0]), bitmaps[0]).encode().unwrap();
             cluster.resize(1 << cluster_bits, 0);
-            for next in &chain[1..] {
+            for (next, bitmaps) in chain[1..].iter().zip(&bitmaps[1..]) {
                 let old = Header::parse(&cluster).unwrap();
-                let new = header(cluster_bits, names, next);
+                let new = with_bitmaps(header(cluster_bits, names, next), *bitmaps);
                 let stages = switch(&cluster, &old, &new).unwrap();
                 check_stages(cluster.clone(), &stages, &old, &new);
                 for (at, bytes) in stages.into_iter().flatten() {

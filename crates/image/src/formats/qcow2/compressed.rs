@@ -42,6 +42,11 @@ impl Qcow2Driver {
                 return Err(Error::invalid_argument("compressed writes take whole clusters").value(guest));
             }
         }
+        if self.is_recording() {
+            for (guest, bytes) in &clusters {
+                self.record(*guest, bytes.len() as u64).await?;
+            }
+        }
         let codec = self.codec();
         let work = clusters.into_iter().map(|(guest, bytes)| {
             rt::offload(move || {

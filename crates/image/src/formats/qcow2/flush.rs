@@ -188,6 +188,7 @@ impl Qcow2Driver {
     /// Makes the image on disk complete, as a close leaves it. No request may run.
     pub(super) async fn settle_all(&self) -> Result<()> {
         self.engine.stop_packing();
+        self.settle_bitmaps().await?;
         // Each round may free clusters whose lowered counts the next one writes; no requests run any more.
         for _ in 0..8 {
             self.write_back(true).await?;

@@ -6,6 +6,7 @@
 //! half-way may still reach the disk later (the library's queues see to that by running requests as tasks).
 
 mod allocate;
+mod bitmaps;
 mod chain_map;
 mod cipher;
 mod cleaner;
@@ -28,6 +29,7 @@ mod zero;
 
 pub(crate) use span::join;
 
+pub use bitmaps::{BitmapChange, BitmapStatus};
 pub use cipher::Cipher;
 
 use super::OpenContext;
@@ -82,6 +84,7 @@ pub struct Qcow2Driver {
     /// Told then.
     on_corruption: OnceLock<OnCorruption>,
     closed: AtomicBool,
+    bitmaps: bitmaps::Bitmaps,
 }
 
 impl Qcow2Driver {

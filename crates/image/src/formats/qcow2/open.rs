@@ -11,7 +11,7 @@ use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
 use arc_swap::ArcSwapOption;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN};
+use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
 use cowshed_qcow2::{Budget, Config, Engine, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
@@ -54,6 +54,7 @@ impl Qcow2Driver {
         if may_write {
             driver.plan(|engine| engine.require_refcount_table()).await?;
             driver.refuse_lost_clusters().await?;
+            driver.prepare_bitmaps().await?;
             driver.clear_unknown_autoclear().await?;
         }
         Ok(driver)
@@ -111,6 +112,7 @@ impl Qcow2Driver {
             corrupt: AtomicBool::new(false),
             on_corruption: OnceLock::new(),
             closed: AtomicBool::new(false),
+            bitmaps: Default::default(),
         })
     }
 }
@@ -124,10 +126,6 @@ pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
             .value(format!("{:#x}", header.incompatible_features)));
     }
     header.require_refcount_table()?;
-    let refuse = |what: &str| Err(Error::unsupported(format!("images with {what} can only be opened for reading yet")));
-    if header.bitmaps().is_some() || header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
-        return refuse("bitmaps");
-    }
     if header.crypt_method != 0 && !has_cipher {
         let message = "the image is encrypted: writing needs 'encrypt.key-secret'";
         return Err(Error::invalid_argument(message));

@@ -79,6 +79,8 @@ impl Qcow2Driver {
         self.set_lazy(options);
         self.plan(|engine| engine.require_refcount_table()).await?;
         self.refuse_lost_clusters().await?;
+        self.forget_bitmaps();
+        self.prepare_bitmaps().await?;
         self.clear_unknown_autoclear().await
     }
 

@@ -77,6 +77,9 @@ impl Qcow2Driver {
     }
 
     async fn set_header_size(&self, size: u64) -> Result<()> {
+        if self.resize_bitmaps(size).await? {
+            return Ok(());
+        }
         let _guard = self.cycle_lock.lock().await;
         self.edit_header(|header| header.size = size).await?;
         self.barrier().await?;

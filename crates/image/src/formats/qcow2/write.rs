@@ -14,6 +14,11 @@ impl Qcow2Driver {
         if !self.writable.load(Ordering::Relaxed) {
             return (self.check_writable(), buf);
         }
+        if self.is_recording()
+            && let Err(error) = self.record(offset, buf.len() as u64).await
+        {
+            return (Err(error), buf);
+        }
         if self.cipher.is_none() {
             match self.direct(Engine::map_overwrite, offset, buf.len() as u64) {
                 Direct::Plain(pin, file, host) => {

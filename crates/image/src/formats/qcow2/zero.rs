@@ -18,6 +18,9 @@ impl Qcow2Driver {
         if len == 0 {
             return Ok(());
         }
+        if self.is_recording() {
+            self.record(offset, len).await?;
+        }
         if self.is_data_file_raw() {
             return self.zero_raw_data(offset, len, flags).await;
         }
@@ -151,6 +154,9 @@ impl Qcow2Driver {
     /// Gives a range back: whole (sub)clusters only, a hint. The node has checked the range.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
+        if self.is_recording() {
+            self.record(offset, len).await?;
+        }
         let unit = self.engine.zero_unit();
         let end = offset + len;
         let start = offset.next_multiple_of(unit);

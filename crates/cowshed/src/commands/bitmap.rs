@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `bitmap`: adds, removes, clears, enables, disables and merges persistent dirty bitmaps.
+
+use super::arguments::NamingArgs;
+use super::untrusted::Use;
+use super::{Verb, sizes, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure};
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions, BitmapStep};
+
+pub const VERB: Verb = Verb {
+    name: "bitmap",
+    about: "Add, remove, clear, enable, disable and merge dirty bitmaps",
+    operands: "FILE BITMAP",
+    details: "A dirty bitmap of a qcow2 image says which parts of the disk were written since it was cleared: what an \
+              incremental backup has to copy. While it is enabled, whoever writes to the image records it there. Several \
+              actions are done in the order in which they stand; what was done before one that fails stays done. A \
+              power cut leaves the bitmaps as they were before an action or as they are afterwards.",
+    examples: "  cowshed bitmap --add disk.qcow2 since-monday
+  cowshed bitmap --add --disable -g 1M disk.qcow2 kept
+  cowshed bitmap --merge since-monday disk.qcow2 kept
+  cowshed bitmap --merge since-monday -b disk.qcow2 -F qcow2 copy.qcow2 since-monday
+  cowshed bitmap --clear disk.qcow2 since-monday
+  cowshed bitmap --remove disk.qcow2 since-monday",
+    in_qemu_img: true,
+    arguments: BitmapArgs::augment_args,
+    run,
+};
+
+/// A flag that may be given several times and keeps its places on the command line.
+#[derive(Args, Clone, Debug)]
+struct BitmapArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Add BITMAP, enabled
+    #[arg(long, num_args = 0, default_missing_value = "add", action = ArgAction::Append)]
+    add: Vec<String>,
+    /// Granularity of a bitmap that is added: 512 to 2G, a power of two [default: the cluster size from 4k to 64k]
+    #[arg(short, long, value_name = "GRANULARITY")]
+    granularity: Option<String>,
+    /// Take BITMAP away
+    #[arg(long, num_args = 0, default_missing_value = "remove", action = ArgAction::Append)]
+    remove: Vec<String>,
+    /// Nothing is dirty in BITMAP any more
+    #[arg(long, num_args = 0, default_missing_value = "clear", action = ArgAction::Append)]
+    clear: Vec<String>,
+    /// BITMAP records what is written from now on
+    #[arg(long, num_args = 0, default_missing_value = "enable", action = ArgAction::Append)]
+    enable: Vec<String>,
+    /// BITMAP stays as it is from now on
+    #[arg(long, num_args = 0, default_missing_value = "disable", action = ArgAction::Append)]
+    disable: Vec<String>,
+    /// What is dirty in SOURCE becomes dirty in BITMAP too
+    #[arg(long, value_name = "SOURCE", action = ArgAction::Append)]
+    merge: Vec<String>,
+    /// The image that holds SOURCE (default: FILE itself)
+    #[arg(short = 'b', long, value_name = "SRC_FILE", value_hint = clap::ValueHint::FilePath)]
+    source_file: Option<String>,
+    /// Format of SRC_FILE
+    #[arg(short = 'F', long, value_name = "SRC_FMT")]
+    source_format: Option<String>,
+    /// The image and the name of its bitmap
+    #[arg(value_name = "FILE BITMAP", value_hint = clap::ValueHint::FilePath)]
+    operands: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = BitmapArgs::from_arg_matches(matches)?;
+    let [file, name] = args.operands.as_slice() else {
+        return Err(Failure::usage("Expecting filename and bitmap name"));
+    };
+    let actions = actions(matches);
+    check(&args, &actions)?;
+    let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 1, sizes::MOST));
+    let image = args.naming.spec(file, args.format.as_ref())?;
+    let source = match &args.source_file {
+        Some(source) => {
+            let spec = args.naming.spec(source, None)?;
+            Some(ImageSpec { image_opts: false, format: args.source_format.clone(), ..spec })
+        }
+        None => None,
+    };
+    let options =
+        BitmapOptions { image, name: name.clone(), actions, granularity_bytes: granularity.transpose()?, source };
+    let mut uses = vec![Use::Write(&options.image)];
+    uses.extend(options.source.as_ref().map(Use::Read));
+    args.naming.untrusted.guard(&uses, console)?;
+    let mut step = None;
+    let done = work::run_quietly(async |job| {
+        bitmap::run(&options, &job).await.map_err(|(failed, error)| {
+            step = Some(failed);
+            error
+        })
+    });
+    done.map_err(|error| failed(console.persona, &options, step, &error))?;
+    Ok(0)
+}
+
+/// The actions in the order of the command line.
+fn actions(matches: &ArgMatches) -> Vec<BitmapAction> {
+    let plain = [
+        ("add", BitmapAction::Add),
+        ("remove", BitmapAction::Remove),
+        ("clear", BitmapAction::Clear),
+        ("enable", BitmapAction::Enable),
+        ("disable", BitmapAction::Disable),
+    ];
+    let mut placed: Vec<(usize, BitmapAction)> = Vec::new();
+    for (id, action) in plain {
+        let places = matches.indices_of(id).into_iter().flatten();
+        placed.extend(places.map(|place| (place, action.clone())));
+    }
+    let sources = matches.get_many::<String>("merge").into_iter().flatten();
+    let places = matches.indices_of("merge").into_iter().flatten();
+    placed.extend(places.zip(sources).map(|(place, source)| (place, BitmapAction::Merge(source.clone()))));
+    placed.sort_by_key(|(place, _)| *place);
+    placed.into_iter().map(|(_, action)| action).collect()
+}
+
+/// What contradicts itself, in qemu-img's words.
+fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
+    let merges = !args.merge.is_empty();
+    for (wrong, message) in [
+        (actions.is_empty(), "Need at least one of --add, --remove, --clear, --enable, --disable, or --merge"),
+        (args.granularity.is_some() && args.add.is_empty(), "granularity only supported with --add"),
+        (args.source_file.is_some() && !merges, "Merge bitmap source file only supported with --merge"),
+        (args.source_format.is_some() && args.source_file.is_none(), "-F only supported with -b"),
+    ] {
+        if wrong {
+            return Err(Failure::usage(message));
+        }
+    }
+    Ok(())
+}
+
+/// qemu-img says which operation on which bitmap failed.
+fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, error: &Error) -> Failure {
+    let file = &options.image.name;
+    match (step, &options.source) {
+        (Some(BitmapStep::Action(index)), _) if persona == Persona::QemuImg => {
+            let verb = match options.actions.get(index) {
+                Some(BitmapAction::Add) | None => "add",
+                Some(BitmapAction::Remove) => "remove",
+                Some(BitmapAction::Clear) => "clear",
+                Some(BitmapAction::Enable) => "enable",
+                Some(BitmapAction::Disable) => "disable",
+                Some(BitmapAction::Merge(_)) => "merge",
+            };
+            let reason = Failure::about(persona, file, error).message;
+            let reason = reason.strip_prefix(&format!("{file}: ")).unwrap_or(&reason).to_owned();
+            let reason = match reason.split_once(" is inconsistent and cannot be used") {
+                Some((bitmap, _)) => format!(
+                    "{bitmap} is inconsistent and cannot be used\nTry block-dirty-bitmap-remove to delete this bitmap from disk"
+                ),
+                None => reason,
+            };
+            Failure::new(format!("Operation {verb} on bitmap {} failed: {reason}", options.name))
+        }
+        (Some(BitmapStep::Source), Some(source)) => Failure::open(persona, &source.name, error),
+        _ => Failure::open(persona, file, error),
+    }
+}

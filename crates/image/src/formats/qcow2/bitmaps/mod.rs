@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Persistent dirty bitmaps: reading, changing, and recording what is written (`docs/formats/bitmap-journal.md`).
+//!
+//! While something is recorded, the bitmaps concerned are in use on disk, and the journal in the header says that they are
+//! up to date all the same: a bit reaches its place in the file before the write that it stands for is begun, so the flush
+//! that covers the write covers the bit.
+
+mod change;
+mod load;
+mod publish;
+mod record;
+
+pub use change::BitmapChange;
+
+use cowshed_layout::qcow2::BitmapEntry;
+use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, FLAG_EXTRA_DATA_COMPATIBLE, FLAG_IN_USE};
+use cowshed_qcow2::DirtyBits;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The bitmaps of an open image.
+#[derive(Default)]
+pub(super) struct Bitmaps {
+    /// A bitmap wants to know what is written: a write looks no further without.
+    recording: AtomicBool,
+    known: Mutex<Known>,
+    /// Held by who writes bitmaps to the file.
+    change: futures_util::lock::Mutex<()>,
+}
+
+/// What is known of the bitmaps, and holds on disk.
+#[derive(Default)]
+struct Known {
+    /// The directory was read.
+    is_read: bool,
+    maps: Vec<StoredBitmap>,
+    /// Where the directory is and its bytes.
+    directory: Option<(u64, u64)>,
+    /// The recording ones are in use on disk, by the journal up to date.
+    in_use: bool,
+    /// Ranges of writes that wait for their bits.
+    waiting: Vec<Range<u64>>,
+}
+
+/// A bitmap as it is in the file.
+#[derive(Clone)]
+struct StoredBitmap {
+    /// Its entry of the directory; in use only when nobody may believe it.
+    entry: BitmapEntry,
+    /// The entries of its table that aren't 0, once read.
+    table: Option<BTreeMap<u64, u64>>,
+    /// What it holds, once read.
+    bits: Option<Arc<DirtyBits>>,
+    /// `bits` are to be written to a table of its own.
+    is_new: bool,
+}
+
+impl StoredBitmap {
+    fn name(&self) -> String {
+        String::from_utf8_lossy(&self.entry.name).into_owned()
+    }
+
+    fn is_inconsistent(&self) -> bool {
+        self.entry.flags & FLAG_IN_USE != 0
+    }
+
+    /// "If it is not set, the bitmap must not be used, but both it and its extra data be left as is."
+    fn is_usable(&self) -> bool {
+        self.entry.extra_data.is_empty() || self.entry.flags & FLAG_EXTRA_DATA_COMPATIBLE != 0
+    }
+
+    fn is_enabled(&self) -> bool {
+        self.entry.flags & FLAG_AUTO != 0
+    }
+
+    fn is_recording(&self) -> bool {
+        self.is_enabled() && !self.is_inconsistent() && self.is_usable()
+    }
+}
+
+impl Bitmaps {
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Known {
+    fn find(&self, name: &str) -> Option<usize> {
+        self.maps.iter().position(|map| map.entry.name == name.as_bytes())
+    }
+}
+
+/// A persistent bitmap, as others see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BitmapStatus {
+    /// Its name.
+    pub name: String,
+    /// Bytes of the disk that a bit stands for.
+    pub granularity_bytes: u64,
+    /// It records what is written.
+    pub enabled: bool,
+    /// It was not saved correctly: it can only be removed.
+    pub inconsistent: bool,
+}

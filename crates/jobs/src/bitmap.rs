@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Persistent dirty bitmaps of an image that nobody uses: added, removed, cleared, enabled, disabled, merged.
+
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus, Qcow2Driver};
+use std::sync::Arc;
+
+/// What to do with a bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BitmapAction {
+    /// Add it, enabled.
+    Add,
+    /// Take it away.
+    Remove,
+    /// Nothing is dirty any more.
+    Clear,
+    /// Record what is written from now on.
+    Enable,
+    /// Stay as it is.
+    Disable,
+    /// Add what is dirty in the bitmap of this name.
+    Merge(String),
+}
+
+/// What to do with one bitmap of one image.
+#[derive(Clone, Debug)]
+pub struct BitmapOptions {
+    /// The image.
+    pub image: ImageSpec,
+    /// The bitmap.
+    pub name: String,
+    /// In this order; what was done before an error stays done.
+    pub actions: Vec<BitmapAction>,
+    /// Granularity of a bitmap that is added, in bytes.
+    pub granularity_bytes: Option<u64>,
+    /// The image with the bitmaps to merge from; the image itself when `None`.
+    pub source: Option<ImageSpec>,
+}
+
+/// Which image or action failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapStep {
+    /// The image could not be opened, or closed.
+    Image,
+    /// The image to merge from could not be opened.
+    Source,
+    /// The action with this index failed.
+    Action(usize),
+}
+
+/// Carries the actions out; an error comes with the step that failed. The image is locked for writing meanwhile.
+pub async fn run(options: &BitmapOptions, job: &JobHandle) -> Result<(), (BitmapStep, Error)> {
+    let of_image = |error| (BitmapStep::Image, error);
+    job.pause_point().await.map_err(of_image)?;
+    let request = options.image.request().map_err(of_image)?.force_share(false).writable(true);
+    let node = options.image.open(request.no_backing()).await.map_err(of_image)?;
+    let result = run_on(&node, options).await;
+    let closed = node.close().await.map_err(of_image);
+    result.and(closed)
+}
+
+async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep, Error)> {
+    let source = match &options.source {
+        Some(spec) => {
+            let of_source = |error| (BitmapStep::Source, error);
+            let request = spec.request().map_err(of_source)?;
+            Some(spec.open(request.no_backing()).await.map_err(of_source)?)
+        }
+        None => None,
+    };
+    let mut result = Ok(());
+    for (index, action) in options.actions.iter().enumerate() {
+        result =
+            act(node, source.as_deref(), options, action).await.map_err(|error| (BitmapStep::Action(index), error));
+        if result.is_err() {
+            break;
+        }
+    }
+    if let Some(source) = source {
+        let closed = source.close().await.map_err(|error| (BitmapStep::Source, error));
+        result = result.and(closed);
+    }
+    result
+}
+
+async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action: &BitmapAction) -> Result<()> {
+    let driver = driver_of(node)?;
+    let name = options.name.clone();
+    let change = match action {
+        BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
+        BitmapAction::Remove => BitmapChange::Remove(name),
+        BitmapAction::Clear => BitmapChange::Clear(name),
+        BitmapAction::Enable => BitmapChange::Enable(name),
+        BitmapAction::Disable => BitmapChange::Disable(name),
+        BitmapAction::Merge(from) => {
+            // What is wrong with the target is said first.
+            driver.bitmap_bits(&name).await?;
+            let source = driver_of(source.unwrap_or(node))?;
+            BitmapChange::Merge { target: name, source: source.bitmap_bits(from).await? }
+        }
+    };
+    driver.change_bitmaps(&[change]).await
+}
+
+fn driver_of(node: &Node) -> Result<&Qcow2Driver> {
+    node.qcow2().ok_or_else(|| {
+        let message = format!("images of the format '{}' have no persistent bitmaps", node.driver_name());
+        Error::unsupported(message).file(node.filename())
+    })
+}
+
+/// Fails when `target` can't hold persistent bitmaps.
+pub fn check_target(target: &Node) -> Result<()> {
+    match target.qcow2().is_some_and(|driver| driver.header().version >= 3) {
+        true => Ok(()),
+        false => Err(Error::unsupported(format!("Format driver '{}' does not support bitmaps", target.driver_name()))),
+    }
+}
+
+/// Copies the persistent bitmaps of `source` to `target`, with their names, granularities and whether they are enabled.
+/// Inconsistent ones are an error, or with `skip_broken` left out: their names are returned. The image's data is written.
+pub async fn copy(source: &Node, target: &Node, skip_broken: bool) -> Result<Vec<String>> {
+    let (from, to) = (driver_of(source)?, driver_of(target)?);
+    let (mut changes, mut skipped) = (Vec::new(), Vec::new());
+    for BitmapStatus { name, granularity_bytes, enabled, inconsistent } in from.bitmaps().await? {
+        if inconsistent && skip_broken {
+            skipped.push(name);
+            continue;
+        }
+        let mut bits = from.bitmap_bits(&name).await?;
+        if bits.disk_bytes() != target.size() {
+            // A target that was there before may be larger.
+            Arc::make_mut(&mut bits).resize(target.size());
+        }
+        let granularity_bytes = Some(granularity_bytes);
+        changes.push(BitmapChange::Add { name: name.clone(), granularity_bytes, enabled });
+        changes.push(BitmapChange::Merge { target: name, source: bits });
+    }
+    if !changes.is_empty() {
+        to.change_bitmaps(&changes).await?;
+    }
+    Ok(skipped)
+}
+
+/// Fails when a bitmap of `source` can't be copied ([`copy`]), before anything is created.
+pub async fn check_copy(source: &Node, skip_broken: bool) -> Result<()> {
+    let Some(driver) = source.qcow2().filter(|driver| driver.header().version >= 3) else {
+        return Err(Error::unsupported("Source lacks bitmap support"));
+    };
+    let broken = driver.bitmaps().await?.into_iter().find(|bitmap| bitmap.inconsistent);
+    match broken.filter(|_| !skip_broken) {
+        Some(bitmap) => {
+            let message = format!(
+                "Cannot copy inconsistent bitmap '{}'\nTry --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
+                bitmap.name
+            );
+            Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message))
+        }
+        None => Ok(()),
+    }
+}
