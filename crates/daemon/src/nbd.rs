@@ -7,6 +7,7 @@ use crate::events::EventBus;
 use crate::inbox::Sender;
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::Attachment;
+use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
 use cowshed_nbd_server::{Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
@@ -44,16 +45,20 @@ pub(crate) struct Exported {
     pub attachment: Arc<Attachment>,
     pub writable: bool,
     pub shutting_down: bool,
+    /// Held, not looked at.
+    _bitmaps: Arc<Vec<BitmapUse>>,
 }
 
 /// What an export is to be.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct ExportSpec {
     pub id: String,
     pub name: String,
     pub description: String,
     pub writable: bool,
     pub allocation_depth: bool,
+    /// Dirty bitmaps that it offers; in use as long as it is there.
+    pub bitmaps: Vec<BitmapUse>,
 }
 
 /// The server, once it runs, and the exports.
@@ -120,13 +125,21 @@ impl Nbd {
             writable: spec.writable,
             multi_conn: self.multi_conn,
             allocation_depth: spec.allocation_depth,
+            bitmaps: spec.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
             is_default: self.exports.borrow().is_empty(),
             ..Export::new(spec.name.clone(), Arc::clone(&attachment))
         };
         self.server.add_export(export)?;
-        let ExportSpec { id, name, writable, .. } = spec;
+        let ExportSpec { id, name, writable, bitmaps, .. } = spec;
         tracing::info!(export = id, name, node = attachment.node().name(), writable, "export added");
-        self.exports.borrow_mut().push(Exported { id, name, attachment, writable, shutting_down: false });
+        self.exports.borrow_mut().push(Exported {
+            id,
+            name,
+            attachment,
+            writable,
+            shutting_down: false,
+            _bitmaps: Arc::new(bitmaps),
+        });
         Ok(())
     }
 

@@ -7,10 +7,12 @@ use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::mirror::Sync;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::Node;
+use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
+use cowshed_image::node::BitmapUse;
 use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{DirtyBits, Node};
 use cowshed_storage::{PermissionSet, Permissions, rt};
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +36,41 @@ pub struct BackupRequest {
     pub breaks_writes: bool,
     /// The node-name of the filter.
     pub filter_name: String,
+    /// A dirty bitmap of the source.
+    pub bitmap: Option<BackupBitmap>,
+}
+
+/// When a backup changes its bitmap to what was written since its start (`bitmap-mode`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapMode {
+    /// When it succeeds.
+    OnSuccess,
+    /// Also when it fails: what was not copied stays dirty.
+    Always,
+    /// Not at all.
+    Never,
+}
+
+/// How a backup uses a bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackupBitmap {
+    /// Its name.
+    pub name: String,
+    /// When it changes.
+    pub mode: BitmapMode,
+    /// Only what is dirty is copied (`sync` of `bitmap` or `incremental`).
+    pub selects: bool,
+}
+
+/// A bitmap in use.
+struct Recorded {
+    held: BitmapUse,
+    mode: BitmapMode,
+    selects: bool,
+    /// What was dirty at the start.
+    before: Arc<DirtyBits>,
+    /// What is written since.
+    since: Arc<DirtyMap>,
 }
 
 /// The work under way. Its futures must run to their end.
@@ -42,6 +79,7 @@ pub struct Backup {
     request: BackupRequest,
     filter: Arc<Node>,
     user: Arc<Attachment>,
+    bitmap: Option<Recorded>,
 }
 
 impl Backup {
@@ -61,16 +99,23 @@ impl Backup {
             let message = format!("Compression is not supported for this drive {}", target.name());
             return Err(Error::unsupported(message));
         }
+        // What is written from the moment of the start on is told apart from what was written before.
+        let drained = graph.drain(&[source]).await;
+        let bitmap = match &request.bitmap {
+            Some(bitmap) => Some(Recorded::start(source, bitmap).await?),
+            None => None,
+        };
         let options = BlockdevOptions::new()
             .with("driver", "copy-before-write")
             .with("node-name", request.filter_name.as_str())
             .with("target", target.name())
             .with("on-cbw-error", if request.breaks_writes { "break-guest-write" } else { "break-snapshot" });
         let filter = graph.insert_filter(source, options).await?;
+        drop(drained);
         let permissions = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         match graph.attach(&filter, AttachRequest::job(format!("{id}-backup"), permissions)).await {
             Ok(user) => {
-                let backup = Backup { graph: Arc::clone(graph), request, filter, user };
+                let backup = Backup { graph: Arc::clone(graph), request, filter, user, bitmap };
                 backup.saver()?.set_compress(backup.request.compress);
                 Ok(backup)
             }
@@ -101,6 +146,9 @@ impl Backup {
         }
         if self.request.sync == Sync::Top {
             self.skip_below(saver, job).await?;
+        }
+        if let Some(bitmap) = self.bitmap.as_ref().filter(|bitmap| bitmap.selects) {
+            skip_clean(saver, &bitmap.before).await;
         }
         let total = saver.pending_bytes();
         job.set_progress(0, total);
@@ -141,12 +189,78 @@ impl Backup {
     /// Makes the target durable and ends.
     pub async fn finish(self) -> Result<()> {
         let flushed = self.request.target.flush().await;
-        flushed.and(self.end().await)
+        let succeeded = flushed.is_ok();
+        flushed.and(self.end_as(succeeded).await)
     }
 
     /// Ends; without [`Backup::finish`] the target is incomplete.
     pub async fn end(self) -> Result<()> {
+        self.end_as(false).await
+    }
+
+    async fn end_as(self, succeeded: bool) -> Result<()> {
+        let settled = match &self.bitmap {
+            Some(bitmap) => self.settle_bitmap(bitmap, succeeded).await,
+            None => Ok(()),
+        };
         let detached = self.user.detach().await;
-        detached.and(self.graph.remove_filter(&self.filter).await)
+        settled.and(detached).and(self.graph.remove_filter(&self.filter).await)
+    }
+
+    /// Takes out of the bitmap what the target has now.
+    async fn settle_bitmap(&self, bitmap: &Recorded, succeeded: bool) -> Result<()> {
+        if bitmap.mode == BitmapMode::Never || (bitmap.mode == BitmapMode::OnSuccess && !succeeded) {
+            return Ok(());
+        }
+        let _drained = self.graph.drain(&[&self.request.source]).await;
+        let mut left = DirtyBits::clone(&bitmap.before);
+        left.clear();
+        if !succeeded {
+            for range in self.saver()?.pending_ranges() {
+                mark_dirty_of(&mut left, &bitmap.before, range);
+            }
+        }
+        let mut at = 0;
+        while let Some(range) = bitmap.since.next(at, u64::MAX) {
+            left.mark(range.start, range.end - range.start);
+            at = range.end;
+        }
+        bitmap.held.node().set_bitmap_bits(bitmap.held.name(), &Arc::new(left)).await
+    }
+}
+
+impl Recorded {
+    /// No request runs.
+    async fn start(source: &Arc<Node>, bitmap: &BackupBitmap) -> Result<Recorded> {
+        let held = source.use_bitmap(&bitmap.name).await?;
+        let before = source.bitmap_bits(&bitmap.name).await?;
+        let since = source.track_dirty(before.granularity_bytes())?;
+        Ok(Recorded { held, mode: bitmap.mode, selects: bitmap.selects, before, since })
+    }
+}
+
+/// Leaves out the parts in which nothing is dirty.
+async fn skip_clean(saver: &CopyBeforeWrite, bits: &DirtyBits) {
+    let (part, size) = (saver.part_bytes(), bits.disk_bytes());
+    let mut clean_from = 0;
+    for dirty in bits.dirty_ranges().chain(std::iter::once(size..size)) {
+        let start = clean_from;
+        clean_from = dirty.end.next_multiple_of(part);
+        let end = if dirty.start == size { size } else { dirty.start / part * part };
+        if start < end {
+            saver.skip(start, end - start).await;
+        }
+    }
+}
+
+/// Makes dirty in `left` what of a range is dirty in `before`.
+fn mark_dirty_of(left: &mut DirtyBits, before: &DirtyBits, range: std::ops::Range<u64>) {
+    let mut at = range.start;
+    while at < range.end.min(before.disk_bytes()) {
+        let (end, dirty) = before.run_at(at, range.end);
+        if dirty {
+            left.mark(at, end - at);
+        }
+        at = end;
     }
 }

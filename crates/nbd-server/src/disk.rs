@@ -4,7 +4,7 @@
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_image::stats::IoKind;
-use cowshed_image::{Node, StatusExtent, ZeroFlags};
+use cowshed_image::{DirtyBits, Node, StatusExtent, ZeroFlags};
 use cowshed_nbd_proto::Command;
 use cowshed_storage::IoBuf;
 use std::future::Future;
@@ -88,6 +88,22 @@ pub trait DiskQueue: 'static {
     }
 }
 
+/// The runs of a bitmap from `offset` on. What lies past the end of the bitmap's disk is clean.
+fn dirty_runs(bits: &DirtyBits, offset: u64, len: u64, max_runs: usize) -> Vec<DirtyRun> {
+    let end = offset.saturating_add(len);
+    let mut at = offset;
+    let mut runs = Vec::new();
+    while at < end && runs.len() < max_runs.max(1) {
+        let (next, dirty) = match at < bits.disk_bytes() {
+            true => bits.run_at(at, end),
+            false => (end, false),
+        };
+        runs.push(DirtyRun { len: next - at, dirty });
+        at = next;
+    }
+    runs
+}
+
 fn disk_runs(runs: &[StatusExtent]) -> Vec<DiskRun> {
     let depth = |run: &StatusExtent| if run.present { run.depth.saturating_add(1) } else { 0 };
     runs.iter().map(|run| DiskRun { len: run.len, data: run.data, zero: run.zero, depth: depth(run) }).collect()
@@ -138,6 +154,11 @@ impl DiskQueue for Arc<Node> {
     async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DiskRun>> {
         Ok(disk_runs(&self.block_status_chain(offset, len, max_runs).await?))
     }
+
+    async fn dirty_status(&self, bitmap: &str, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DirtyRun>> {
+        let bits = self.find_bitmap(bitmap).await?.bitmap_bits(bitmap).await?;
+        Ok(dirty_runs(&bits, offset, len, max_runs))
+    }
 }
 
 /// Whatever node stands at the attachment's place: the graph may change under the clients.
@@ -183,6 +204,10 @@ impl DiskQueue for Queue {
 
     async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DiskRun>> {
         Ok(disk_runs(&self.block_status_chain(offset, len, max_runs).await?))
+    }
+
+    async fn dirty_status(&self, bitmap: &str, offset: u64, len: u64, max_runs: usize) -> Result<Vec<DirtyRun>> {
+        Ok(dirty_runs(&*self.bitmap_bits(bitmap).await?, offset, len, max_runs))
     }
 
     fn count_invalid(&self, command: Command) {

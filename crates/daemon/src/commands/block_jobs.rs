@@ -7,7 +7,7 @@ use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
-use cowshed_jobs::backup::{Backup, BackupRequest};
+use cowshed_jobs::backup::{Backup, BackupBitmap, BackupRequest, BitmapMode};
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
@@ -32,7 +32,9 @@ command block-stream: job-id?: str, device: str, base?: str, base-node?: str, ba
   , backing-mask-protocol?: bool, bottom?: str, speed?: int, on-error?: BlockdevOnError, filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
 enum BackupSyncMode: top full incremental none bitmap
 enum OnCbwError: break-guest-write break-snapshot
+enum BitmapSyncMode: on-success never always
 object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
+  , bitmap?: str, bitmap-mode?: BitmapSyncMode
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
   , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
 command blockdev-backup(BlockdevBackup)
@@ -256,10 +258,10 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
         "full" => Sync::Full,
         "top" => Sync::Top,
         "none" => Sync::None,
-        other => {
-            return Err(QmpError::generic(format!("sync mode '{other}' needs dirty bitmaps, which aren't there yet")));
-        }
+        // What is dirty of the whole disk.
+        _ => Sync::Full,
     };
+    let bitmap = backup_bitmap(arguments)?;
     let request = BackupRequest {
         source,
         target,
@@ -267,9 +269,44 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
         compress: arguments.flag("compress", false),
         breaks_writes: arguments.maybe_text("on-cbw-error") != Some("break-snapshot"),
         filter_name: filter_name(daemon, arguments),
+        bitmap,
     };
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
     Ok(BackupPlan { common: Common::of(daemon, arguments)?, request, policies })
+}
+
+/// The bitmap of a backup, by the rules of QEMU for what goes together.
+fn backup_bitmap(arguments: &Arguments) -> QmpResult<Option<BackupBitmap>> {
+    let refuse = |message: String| Err(QmpError::generic(message));
+    let (sync, mode) = (arguments.text("sync"), arguments.maybe_text("bitmap-mode"));
+    let selects = matches!(sync, "incremental" | "bitmap");
+    let Some(name) = arguments.maybe_text("bitmap") else {
+        return match mode {
+            _ if selects => refuse(format!("must provide a valid bitmap name for '{sync}' sync mode")),
+            Some(_) => refuse("Cannot specify bitmap sync mode without a bitmap".to_owned()),
+            None => Ok(None),
+        };
+    };
+    let mode = match (sync, mode) {
+        ("none", _) => return refuse("sync mode 'none' does not produce meaningful bitmap outputs".to_owned()),
+        ("incremental", None | Some("on-success")) => "on-success",
+        ("incremental", Some(_)) => {
+            return refuse("Bitmap sync mode must be 'on-success' when using sync mode 'incremental'".to_owned());
+        }
+        (_, None) => return refuse("Bitmap sync mode must be given when providing a bitmap".to_owned()),
+        (_, Some("never")) if !selects => {
+            return refuse(format!(
+                "Bitmap sync mode 'never' has no meaningful effect when combined with sync mode '{sync}'"
+            ));
+        }
+        (_, Some(mode)) => mode,
+    };
+    let mode = match mode {
+        "always" => BitmapMode::Always,
+        "never" => BitmapMode::Never,
+        _ => BitmapMode::OnSuccess,
+    };
+    Ok(Some(BackupBitmap { name: name.to_owned(), mode, selects }))
 }
 
 impl BackupPlan {

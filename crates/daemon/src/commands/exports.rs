@@ -5,12 +5,15 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::{ExportSpec, Nbd, NbdSetup};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
+use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
+use cowshed_image::node::BitmapUse;
 use cowshed_nbd_server::Removal;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::SocketAddress;
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -28,12 +31,12 @@ object SocketAddressLegacy: type: SocketAddressType | type = inet: InetSocketAdd
 object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: int, tls-creds?: str, max-connections?: int
 command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: int, tls-creds?: str
   , max-connections?: int
-command nbd-server-add: device: str, name?: str, description?: str, writable?: bool
+command nbd-server-add: device: str, name?: str, description?: str, writable?: bool, bitmap?: str
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd
-object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool
+object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: str, node-name: str
   , writable?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
@@ -142,8 +145,10 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
         // As QEMU does here, and only here.
         writable: arguments.flag("writable", false),
         allocation_depth: false,
+        bitmaps: Vec::new(),
     };
-    export(&daemon, &device, spec).await
+    let bitmaps = arguments.maybe_text("bitmap").map(|name| (None, name.to_owned()));
+    export(&daemon, &device, spec, bitmaps.into_iter().collect()).await
 }
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -157,11 +162,44 @@ async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
         description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
         writable: arguments.flag("writable", false),
         allocation_depth: arguments.flag("allocation-depth", false),
+        bitmaps: Vec::new(),
     };
-    export(&daemon, &node, spec).await
+    let bitmaps = super::bitmaps::of_export(&daemon, &arguments)?;
+    export(&daemon, &node, spec, bitmaps).await
 }
 
-async fn export(daemon: &Rc<Daemon>, node: &str, spec: ExportSpec) -> QmpResult<Value> {
+/// A bitmap that an export is to offer; `None`: of the first node of its chain that has it.
+type WantedBitmap = (Option<Arc<Node>>, String);
+
+/// Takes the bitmaps of an export into use.
+async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>) -> QmpResult<Vec<BitmapUse>> {
+    let mut used: Vec<BitmapUse> = Vec::new();
+    for (node, name) in wanted {
+        let worded = |error: cowshed_block::Error| QmpError::generic(error.message().to_owned());
+        let found = top.find_bitmap(&name).await.map_err(worded)?;
+        if node.is_some_and(|node| !Arc::ptr_eq(&node, &found)) {
+            let message = format!("Bitmap '{name}' of that node is not in the chain of the export");
+            return Err(QmpError::generic(message));
+        }
+        let node = found;
+        let bitmap = node.check_bitmap(&name).await.map_err(worded)?;
+        if !writable && bitmap.recording {
+            return Err(QmpError::generic(format!("Enabled bitmap '{name}' incompatible with readonly export")));
+        }
+        if used.iter().any(|other| other.name() == name) {
+            return Err(QmpError::generic(format!("Bitmap '{name}' is named twice")));
+        }
+        used.push(node.use_bitmap(&name).await.map_err(worded)?);
+    }
+    Ok(used)
+}
+
+async fn export(
+    daemon: &Rc<Daemon>,
+    node: &str,
+    mut spec: ExportSpec,
+    bitmaps: Vec<WantedBitmap>,
+) -> QmpResult<Value> {
     if !is_id(&spec.id) {
         return Err(QmpError::generic(format!("Invalid block export id '{}'", spec.id)));
     }
@@ -178,6 +216,7 @@ async fn export(daemon: &Rc<Daemon>, node: &str, spec: ExportSpec) -> QmpResult<
     if spec.writable && node.is_read_only() {
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
+    spec.bitmaps = use_bitmaps(&node, spec.writable, bitmaps).await?;
     let request = AttachRequest::export(spec.id.clone(), spec.writable);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     if let Err(error) = nbd.add(spec, std::sync::Arc::clone(&attachment)) {

@@ -2,6 +2,7 @@
 //! The commands, in groups: each group has its definitions and its table.
 
 mod arguments;
+mod bitmaps;
 mod block_jobs;
 mod create;
 mod exports;
@@ -53,6 +54,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &jobs::GROUP,
     &block_jobs::GROUP,
     &create::GROUP,
+    &bitmaps::GROUP,
 ];
 
 /// A line of a group's table.

@@ -26,7 +26,7 @@ object BlockDeviceInfo: file: str, node-name: str, ro: bool, drv: str, backing_f
   , bps_max?: int, bps_rd_max?: int, bps_wr_max?: int, iops_max?: int, iops_rd_max?: int, iops_wr_max?: int
   , bps_max_length?: int, bps_rd_max_length?: int, bps_wr_max_length?: int
   , iops_max_length?: int, iops_rd_max_length?: int, iops_wr_max_length?: int, iops_size?: int, group?: str
-  , image: any, cache: BlockdevCacheInfo, write_threshold: int
+  , image: any, cache: BlockdevCacheInfo, write_threshold: int, dirty-bitmaps?: [BlockDirtyInfo]
 command query-named-block-nodes: flat?: bool -> [BlockDeviceInfo]
 ",
     commands: &[
@@ -136,6 +136,10 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "cache": {"writeback": !node.is_writethrough(), "direct": false, "no-flush": false},
     });
+    let bitmaps = super::bitmaps::list(node).await;
+    if !bitmaps.is_empty() {
+        info["dirty-bitmaps"] = Value::Array(bitmaps);
+    }
     if let Some(throttle) = node.throttle() {
         let (group, limits) = (throttle.group(), throttle.group().limits());
         info["group"] = json!(group.name());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Live snapshots, one or several at the same moment.
 
+use super::bitmaps::{self, BitmapAction, BitmapChanged};
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
 use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
@@ -24,10 +25,15 @@ object BlockdevSnapshotSyncWrapper: data: BlockdevSnapshotSync
 object Abort:
 object AbortWrapper: data: Abort
 object BlockdevBackupWrapper: data: BlockdevBackup
-enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync blockdev-backup
+enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync blockdev-backup block-dirty-bitmap-add
+  block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable
+  block-dirty-bitmap-merge
 object TransactionAction: type: TransactionActionKind | type = abort: AbortWrapper
   , blockdev-snapshot: BlockdevSnapshotWrapper, blockdev-snapshot-sync: BlockdevSnapshotSyncWrapper
-  , blockdev-backup: BlockdevBackupWrapper
+  , blockdev-backup: BlockdevBackupWrapper, block-dirty-bitmap-add: BlockDirtyBitmapAddWrapper
+  , block-dirty-bitmap-remove: BlockDirtyBitmapWrapper, block-dirty-bitmap-clear: BlockDirtyBitmapWrapper
+  , block-dirty-bitmap-enable: BlockDirtyBitmapWrapper, block-dirty-bitmap-disable: BlockDirtyBitmapWrapper
+  , block-dirty-bitmap-merge: BlockDirtyBitmapMergeWrapper
 enum ActionCompletionMode: individual grouped
 object TransactionProperties: completion-mode?: ActionCompletionMode
 command blockdev-snapshot(BlockdevSnapshot)
@@ -44,7 +50,7 @@ command transaction: actions: [TransactionAction], properties?: TransactionPrope
 };
 
 /// A snapshot that is ready to be taken: its overlay is open.
-struct Prepared {
+pub(super) struct Prepared {
     node: Arc<Node>,
     overlay: Arc<Node>,
     /// The overlay was opened, and perhaps created, for this: it goes if the snapshot isn't taken.
@@ -78,15 +84,17 @@ async fn blockdev_snapshot_sync(daemon: Rc<Daemon>, arguments: Arguments) -> Qmp
 }
 
 /// An action of a transaction that is ready to be carried out.
-enum Action {
+pub(super) enum Action {
     Snapshot(Prepared),
     Backup(Box<BackupPlan>),
+    Bitmap(BitmapAction),
 }
 
 /// An action that has been carried out.
 enum Done {
     Snapshot(Prepared),
     Backup(Box<BackupStarted>),
+    Bitmap(BitmapChanged),
 }
 
 async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -103,6 +111,7 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
                 Err(QmpError::generic("completion-mode 'grouped' is not supported with 'blockdev-backup'"))
             }
             "blockdev-backup" => plan_backup(&daemon, &data).map(|plan| Action::Backup(Box::new(plan))),
+            kind if bitmaps::ACTIONS.contains(&kind) => bitmaps::prepare(&daemon, kind, &data).map(Action::Bitmap),
             _ => Err(QmpError::generic("Transaction aborted using Abort action")),
         };
         match one {
@@ -125,6 +134,7 @@ impl Action {
         match self {
             Action::Snapshot(one) => Arc::clone(&one.node),
             Action::Backup(plan) => Arc::clone(plan.source()),
+            Action::Bitmap(action) => Arc::clone(action.node()),
         }
     }
 
@@ -145,6 +155,7 @@ impl Action {
                 }
             },
             Action::Backup(plan) => plan.start(daemon).await.map(|started| Done::Backup(Box::new(started))),
+            Action::Bitmap(action) => action.run().await.map(Done::Bitmap),
         }
     }
 }
@@ -159,12 +170,13 @@ impl Done {
                 one.discard(daemon).await;
             }
             Done::Backup(started) => started.take_back(daemon).await,
+            Done::Bitmap(changed) => changed.take_back().await,
         }
     }
 }
 
 /// Carries all actions out at one moment, or none.
-async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpResult<Value> {
+pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpResult<Value> {
     let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
     // No request runs between the first and the last one.
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
@@ -196,6 +208,7 @@ async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpResult<Value
                 tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
             }
             Done::Backup(started) => started.run(daemon),
+            Done::Bitmap(_) => {}
         }
     }
     nothing()

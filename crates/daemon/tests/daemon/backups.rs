@@ -175,8 +175,8 @@ fn backups_that_cannot_be_are_refused_by_name() {
     let (daemon, mut client, _) = chain("cluster_size=64k");
     add_target(&daemon, &mut client, "copy", "");
     for (sync, target, words) in [
-        ("incremental", "copy", "sync mode 'incremental' needs dirty bitmaps"),
-        ("bitmap", "copy", "sync mode 'bitmap' needs dirty bitmaps"),
+        ("incremental", "copy", "must provide a valid bitmap name for 'incremental' sync mode"),
+        ("bitmap", "copy", "must provide a valid bitmap name for 'bitmap' sync mode"),
         ("full", "t", "Source and target cannot be the same"),
         ("full", "m", "in use"),
         ("full", "none", "Cannot find device='none' nor node-name='none'"),

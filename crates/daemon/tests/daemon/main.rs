@@ -2,6 +2,7 @@
 //! The daemon as its clients see it.
 
 mod backups;
+mod bitmaps;
 mod commits;
 mod documents;
 mod exports;

@@ -76,6 +76,17 @@ impl CopyBeforeWrite {
         (range.start < end).then(|| (range.start, end - range.start))
     }
 
+    /// What the target still lacks, in bytes, in whole parts.
+    pub fn pending_ranges(&self) -> Vec<std::ops::Range<u64>> {
+        let mut ranges = Vec::new();
+        let mut at = 0;
+        while let Some(range) = self.pending.next(at, u64::MAX) {
+            at = range.end;
+            ranges.push(range);
+        }
+        ranges
+    }
+
     /// Why the target will never hold the disk as it was, when that is so.
     pub fn broken(&self) -> Option<Error> {
         self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()

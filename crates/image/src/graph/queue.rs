@@ -8,6 +8,7 @@ use crate::filters::throttle::{Credit, Direction};
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
 use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, PermissionSet, rt};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -314,6 +315,14 @@ impl Queue {
         let _passage = queue.attachment.gate().enter(&queue.lane).await;
         queue.check_attached()?;
         queue.node().block_status_chain(offset, len, max_runs).await
+    }
+
+    /// What a dirty bitmap holds at this moment: of the first node of the chain that has one of this name.
+    pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
+        let queue = &*self.0;
+        let _passage = queue.attachment.gate().enter(&queue.lane).await;
+        queue.check_attached()?;
+        queue.node().find_bitmap(name).await?.bitmap_bits(name).await
     }
 
     /// Changes the virtual size, in bytes. Needs the permission to resize.

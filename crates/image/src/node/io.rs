@@ -275,13 +275,17 @@ impl Node {
         if i64::try_from(size).is_err() {
             return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
         }
-        match &self.driver {
+        let resized = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
             Driver::Filter(filter) => filter.resize(size, preallocation).await,
+        };
+        if resized.is_ok() {
+            self.tracking.resized(size);
         }
+        resized
     }
 
     /// As [`Node::resize`], in a box.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes of the block graph: what jobs, exports and the library read and write.
 
+mod bitmaps;
 mod driver;
 mod edge;
 mod io;
@@ -11,6 +12,7 @@ mod storage;
 mod tracking;
 mod users;
 
+pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub use driver::LocalFuture;
 pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
 pub use edge::{Child, ChildRole};

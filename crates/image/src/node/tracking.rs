@@ -4,14 +4,33 @@
 use super::Node;
 use crate::dirty::DirtyMap;
 use cowshed_block::Result;
+use cowshed_qcow2::DirtyBits;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The dirty maps of one node; without any a write looks at one flag.
 #[derive(Debug, Default)]
 pub(super) struct Tracking {
     active: AtomicBool,
     maps: Mutex<Vec<Weak<DirtyMap>>>,
+    named: Mutex<Named>,
+}
+
+/// Dirty bitmaps that have a name.
+#[derive(Debug, Default)]
+pub(super) struct Named {
+    /// Those in memory alone.
+    pub transient: Vec<Transient>,
+    /// Names of bitmaps that an export or a job uses, once for each use.
+    pub busy: Vec<String>,
+}
+
+/// A bitmap that goes with the node.
+#[derive(Clone, Debug)]
+pub(super) struct Transient {
+    pub name: String,
+    pub enabled: bool,
+    pub bits: Arc<DirtyBits>,
 }
 
 impl Tracking {
@@ -39,8 +58,32 @@ impl Tracking {
             }
             None => false,
         });
-        if maps.is_empty() {
+        let mut named = self.named();
+        let mut recording = false;
+        for bitmap in named.transient.iter_mut().filter(|bitmap| bitmap.enabled) {
+            recording = true;
+            if !bitmap.bits.covers(offset, len) {
+                Arc::make_mut(&mut bitmap.bits).mark(offset, len);
+            }
+        }
+        if maps.is_empty() && !recording {
             self.active.store(false, Ordering::Release);
+        }
+    }
+
+    pub(super) fn named(&self) -> MutexGuard<'_, Named> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Somebody may want to know from now on.
+    pub(super) fn activate(&self) {
+        self.active.store(true, Ordering::Release);
+    }
+
+    /// The disk has another size: what is new is clean.
+    pub(super) fn resized(&self, disk_bytes: u64) {
+        for bitmap in &mut self.named().transient {
+            Arc::make_mut(&mut bitmap.bits).resize(disk_bytes);
         }
     }
 }
@@ -51,7 +94,7 @@ impl Node {
     pub fn track_dirty(&self, granularity_bytes: u64) -> Result<Arc<DirtyMap>> {
         let map = Arc::new(DirtyMap::new(granularity_bytes)?);
         self.tracking.maps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&map));
-        self.tracking.active.store(true, Ordering::Release);
+        self.tracking.activate();
         Ok(map)
     }
 }

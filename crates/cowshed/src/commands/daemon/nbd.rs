@@ -64,7 +64,7 @@ struct NbdArgs {
     /// Offer the context qemu:allocation-depth
     #[arg(short = 'A', long)]
     allocation_depth: bool,
-    /// Offer the context of a dirty bitmap (not yet supported)
+    /// Offer the context qemu:dirty-bitmap:NAME; the bitmap may be a backing file's
     #[arg(short = 'B', long, value_name = "NAME")]
     bitmap: Vec<String>,
     /// List the exports of another server
@@ -146,21 +146,18 @@ impl NbdArgs {
         if let Some((option, _, instead)) = never.iter().find(|(_, given, _)| *given) {
             return Err(Failure::new(format!("the option '{option}' is not supported: {instead}")));
         }
-        match (!self.bitmap.is_empty()).then_some("--bitmap") {
-            Some(option) => Err(Failure::not_yet(option)),
-            None if self.list => self.check_list(),
-            None if self.tls_hostname.is_some() => {
-                Err(Failure::new("--tls-hostname is for --list: this server has no server to check"))
-            }
-            None if self.image_opts && self.format.is_some() => {
-                Err(Failure::new("--image-opts and -f are mutually exclusive"))
-            }
-            None if self.nocache && self.cache.is_some() => {
-                Err(Failure::new("-n and --cache can only be specified once"))
-            }
-            None if self.socket.is_some() && (self.port.is_some() || self.bind.is_some()) => {
-                Err(Failure::new("a Unix socket has no port and no address: give -k or -p and -b"))
-            }
+        if self.list {
+            return self.check_list();
+        }
+        let has_port = self.port.is_some() || self.bind.is_some();
+        let wrong = [
+            (self.tls_hostname.is_some(), "--tls-hostname is for --list: this server has no server to check"),
+            (self.image_opts && self.format.is_some(), "--image-opts and -f are mutually exclusive"),
+            (self.nocache && self.cache.is_some(), "-n and --cache can only be specified once"),
+            (self.socket.is_some() && has_port, "a Unix socket has no port and no address: give -k or -p and -b"),
+        ];
+        match wrong.iter().find(|(is_so, _)| *is_so) {
+            Some((_, message)) => Err(Failure::new(*message)),
             None => Ok(()),
         }
     }
@@ -265,7 +262,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     steps.push(Step::drive(file, args.drive(file)?));
     steps.push(Step::serve(args.address(), args.tls_creds.clone(), args.shared, args.handshake_limit));
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
-                        "description": args.description, "allocation-depth": args.allocation_depth});
+                        "description": args.description, "allocation-depth": args.allocation_depth,
+                        "bitmaps": args.bitmap});
     steps.push(Step::call(file, "block-export-add", "BlockExportOptions", export));
     let running = Running {
         setup: Setup { steps, queues: default_queues(), stop_when_idle: !args.persistent },

@@ -30,6 +30,7 @@ mod zero;
 pub(crate) use span::join;
 
 pub use bitmaps::{BitmapChange, BitmapStatus};
+pub(crate) use bitmaps::{check_new_bitmap, default_granularity_bytes};
 pub use cipher::Cipher;
 
 use super::OpenContext;

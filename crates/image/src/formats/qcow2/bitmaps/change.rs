@@ -58,10 +58,31 @@ impl BitmapChange {
     }
 }
 
+/// The granularity in bytes that QEMU gives a bitmap by itself; `cluster_bytes` is 0 for formats without clusters.
+pub(crate) fn default_granularity_bytes(cluster_bytes: u64) -> u64 {
+    if cluster_bytes == 0 { *DEFAULT_BYTES.end() } else { cluster_bytes.clamp(*DEFAULT_BYTES.start(), *DEFAULT_BYTES.end()) }
+}
+
+/// Refuses a name or granularity that no bitmap may have; log2 of the granularity.
+pub(crate) fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32> {
+    if name.is_empty() {
+        return Err(Error::invalid_argument("Bitmap name cannot be empty"));
+    }
+    if name.len() > NAME_BYTES {
+        let message = format!("Bitmap name too long (at most {NAME_BYTES} bytes)");
+        return Err(Error::invalid_argument(message).value(name.len()));
+    }
+    if !granularity_bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bytes.trailing_zeros()) {
+        let message = "Granularity must be power of 2 and at least 512 (and at most 2G)";
+        return Err(Error::invalid_argument(message).value(granularity_bytes));
+    }
+    Ok(granularity_bytes.trailing_zeros())
+}
+
 impl Qcow2Driver {
     /// The granularity of a bitmap that is added without one, in bytes: as QEMU has it.
     pub fn default_bitmap_granularity_bytes(&self) -> u64 {
-        self.cluster_size().clamp(*DEFAULT_BYTES.start(), *DEFAULT_BYTES.end())
+        default_granularity_bytes(self.cluster_size())
     }
 
     /// Makes all the changes, in order and durably, or none. While something is recorded no request may run.
@@ -127,15 +148,7 @@ impl Qcow2Driver {
     }
 
     fn new_bitmap(&self, name: &str, granularity_bytes: u64, enabled: bool) -> Result<StoredBitmap> {
-        let refuse = |message: String| Err(self.error(Error::invalid_argument(message)));
-        if name.is_empty() || name.len() > NAME_BYTES {
-            return refuse(format!("the name of a bitmap must have 1 to {NAME_BYTES} bytes, not {}", name.len()));
-        }
-        if !granularity_bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bytes.trailing_zeros()) {
-            let message = "Granularity must be power of 2 and at least 512 (and at most 2G)";
-            return Err(self.error(Error::invalid_argument(message).value(granularity_bytes)));
-        }
-        let granularity_bits = granularity_bytes.trailing_zeros();
+        let granularity_bits = check_new_bitmap(name, granularity_bytes).map_err(|error| self.error(error))?;
         let bits = self.no_bits(granularity_bits);
         if bits.piece_count() * 8 > limits::BITMAP_TABLE_BYTES || bits.bits().div_ceil(8) > DATA_BYTES {
             let message = "Too much space will be occupied by the bitmap. Use larger granularity";

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Dirty bitmaps of nodes.
+
+use super::snapshot::{Action, carry_out, image_of};
+use super::{Arguments, Group, command};
+use crate::state::Daemon;
+use cowshed_block::Error;
+use cowshed_image::formats::qcow2::BitmapChange;
+use cowshed_image::node::{NodeBitmap, SavedBitmap};
+use cowshed_image::{DirtyBits, Node};
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Value, json};
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+object BlockDirtyBitmap: node: str, name: str
+object BlockDirtyBitmapAdd: node: str, name: str, granularity?: int, persistent?: bool, disabled?: bool
+alternate BlockDirtyBitmapOrStr: str, BlockDirtyBitmap
+object BlockDirtyBitmapMerge: node: str, target: str, bitmaps: [BlockDirtyBitmapOrStr]
+object BlockDirtyBitmapWrapper: data: BlockDirtyBitmap
+object BlockDirtyBitmapAddWrapper: data: BlockDirtyBitmapAdd
+object BlockDirtyBitmapMergeWrapper: data: BlockDirtyBitmapMerge
+object BlockDirtyInfo: name?: str, count: int, granularity: int, recording: bool, busy: bool, persistent: bool
+  , inconsistent?: bool
+command block-dirty-bitmap-add(BlockDirtyBitmapAdd)
+command block-dirty-bitmap-remove(BlockDirtyBitmap)
+command block-dirty-bitmap-clear(BlockDirtyBitmap)
+command block-dirty-bitmap-enable(BlockDirtyBitmap)
+command block-dirty-bitmap-disable(BlockDirtyBitmap)
+command block-dirty-bitmap-merge(BlockDirtyBitmapMerge)
+",
+    commands: &[
+        command!("block-dirty-bitmap-add", add),
+        command!("block-dirty-bitmap-remove", remove),
+        command!("block-dirty-bitmap-clear", clear),
+        command!("block-dirty-bitmap-enable", enable),
+        command!("block-dirty-bitmap-disable", disable),
+        command!("block-dirty-bitmap-merge", merge),
+    ],
+};
+
+/// The actions of a transaction that are ours.
+pub(super) const ACTIONS: [&str; 6] = [
+    "block-dirty-bitmap-add",
+    "block-dirty-bitmap-remove",
+    "block-dirty-bitmap-clear",
+    "block-dirty-bitmap-enable",
+    "block-dirty-bitmap-disable",
+    "block-dirty-bitmap-merge",
+];
+
+/// What is to be done to a bitmap.
+enum What {
+    Change { change: BitmapChange, persistent: bool },
+    /// Bitmaps, each of a node.
+    Merge(Vec<(Arc<Node>, String)>),
+}
+
+/// A change of one bitmap that is ready to be carried out.
+pub(super) struct BitmapAction {
+    node: Arc<Node>,
+    name: String,
+    what: What,
+}
+
+/// One that has been.
+pub(super) struct BitmapChanged {
+    node: Arc<Node>,
+    saved: SavedBitmap,
+}
+
+async fn add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-add", &arguments).await
+}
+
+async fn remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-remove", &arguments).await
+}
+
+async fn clear(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-clear", &arguments).await
+}
+
+async fn enable(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-enable", &arguments).await
+}
+
+async fn disable(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-disable", &arguments).await
+}
+
+async fn merge(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    run(&daemon, "block-dirty-bitmap-merge", &arguments).await
+}
+
+async fn run(daemon: &Rc<Daemon>, kind: &str, arguments: &Arguments) -> QmpResult<Value> {
+    let action = prepare(daemon, kind, arguments)?;
+    carry_out(daemon, vec![Action::Bitmap(action)]).await
+}
+
+/// QEMU's words, which don't name the file.
+fn worded(error: Error) -> QmpError {
+    QmpError::generic(error.message().to_owned())
+}
+
+fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    image_of(daemon, name).map_err(|_| QmpError::generic(format!("Node '{name}' not found")))
+}
+
+/// An action from the arguments of the command of the same name.
+pub(super) fn prepare(daemon: &Daemon, kind: &str, arguments: &Arguments) -> QmpResult<BitmapAction> {
+    let node = node_of(daemon, arguments.text("node"))?;
+    let name = arguments.maybe_text("name").unwrap_or(arguments.text("target")).to_owned();
+    let of = |change: fn(String) -> BitmapChange| What::Change { change: change(name.clone()), persistent: false };
+    let what = match kind {
+        "block-dirty-bitmap-add" => What::Change {
+            change: BitmapChange::Add {
+                name: name.clone(),
+                granularity_bytes: arguments.number("granularity")?,
+                enabled: !arguments.flag("disabled", false),
+            },
+            persistent: arguments.flag("persistent", false),
+        },
+        "block-dirty-bitmap-remove" => of(BitmapChange::Remove),
+        "block-dirty-bitmap-clear" => of(BitmapChange::Clear),
+        "block-dirty-bitmap-enable" => of(BitmapChange::Enable),
+        "block-dirty-bitmap-disable" => of(BitmapChange::Disable),
+        _ => What::Merge(sources(daemon, &node, arguments)?),
+    };
+    Ok(BitmapAction { node, name, what })
+}
+
+fn sources(daemon: &Daemon, node: &Arc<Node>, arguments: &Arguments) -> QmpResult<Vec<(Arc<Node>, String)>> {
+    let given = arguments.get("bitmaps").and_then(Value::as_array).into_iter().flatten();
+    given.map(|one| named(daemon, node, one)).collect()
+}
+
+/// A bitmap of `node` by its name, or of another node.
+fn named(daemon: &Daemon, node: &Arc<Node>, given: &Value) -> QmpResult<(Arc<Node>, String)> {
+    let text = |key: &str| given.get(key).and_then(Value::as_str).unwrap_or_default();
+    match given.as_str() {
+        Some(name) => Ok((Arc::clone(node), name.to_owned())),
+        None => Ok((node_of(daemon, text("node"))?, text("name").to_owned())),
+    }
+}
+
+/// The bitmaps that an export is to offer, by name, and with their nodes where those were named.
+pub(super) fn of_export(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Vec<(Option<Arc<Node>>, String)>> {
+    let given = arguments.get("bitmaps").and_then(Value::as_array).into_iter().flatten();
+    let one = |given: &Value| match given.as_str() {
+        Some(name) => Ok((None, name.to_owned())),
+        None => {
+            let text = |key: &str| given.get(key).and_then(Value::as_str).unwrap_or_default();
+            Ok((Some(node_of(daemon, text("node"))?), text("name").to_owned()))
+        }
+    };
+    given.map(one).collect()
+}
+
+impl BitmapAction {
+    pub fn node(&self) -> &Arc<Node> {
+        &self.node
+    }
+
+    /// Carries it out, or leaves everything as it was. No request runs.
+    pub async fn run(self) -> QmpResult<BitmapChanged> {
+        let saved = self.node.save_bitmap(&self.name).await.map_err(worded)?;
+        match self.what {
+            What::Change { change, persistent } => {
+                self.node.change_bitmap(&change, persistent).await.map_err(worded)?;
+            }
+            What::Merge(sources) => {
+                self.node.check_bitmap(&self.name).await.map_err(worded)?;
+                let mut all: Option<Arc<DirtyBits>> = None;
+                for (node, name) in sources {
+                    let bits = node.bitmap_bits(&name).await.map_err(worded)?;
+                    match &mut all {
+                        Some(all) if all.granularity_bytes() <= bits.granularity_bytes() => {
+                            Arc::make_mut(all).merge(&bits).map_err(worded)?;
+                        }
+                        Some(all) => {
+                            let coarser = std::mem::replace(all, bits);
+                            Arc::make_mut(all).merge(&coarser).map_err(worded)?;
+                        }
+                        None => all = Some(bits),
+                    }
+                }
+                if let Some(source) = all {
+                    let change = BitmapChange::Merge { target: self.name, source };
+                    self.node.change_bitmap(&change, false).await.map_err(worded)?;
+                }
+            }
+        }
+        Ok(BitmapChanged { node: self.node, saved })
+    }
+}
+
+impl BitmapChanged {
+    /// As if it had not been done. No request runs.
+    pub async fn take_back(self) {
+        if let Err(error) = self.node.restore_bitmap(&self.saved).await {
+            tracing::error!(%error, node = self.node.name(), "could not take a change of a bitmap back");
+        }
+    }
+}
+
+/// The `dirty-bitmaps` of a node; nothing for one that can't be read.
+pub(super) async fn list(node: &Node) -> Vec<Value> {
+    let bitmaps = node.bitmaps().await.unwrap_or_else(|error| {
+        tracing::warn!(%error, node = node.name(), "could not read the bitmaps");
+        Vec::new()
+    });
+    bitmaps.into_iter().map(info).collect()
+}
+
+fn info(bitmap: NodeBitmap) -> Value {
+    let mut info = json!({
+        "name": bitmap.name, "count": bitmap.dirty_bytes, "granularity": bitmap.granularity_bytes,
+        "recording": bitmap.recording, "busy": bitmap.busy, "persistent": bitmap.persistent,
+    });
+    if bitmap.inconsistent {
+        info["inconsistent"] = json!(true);
+    }
+    info
+}

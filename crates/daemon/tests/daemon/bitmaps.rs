@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Dirty bitmaps by command, as NBD contexts, and in incremental backups; real clients read them.
+
+use super::exports::{node, uri};
+use super::running::{Client, Running};
+use cowshed_testkit::qemu::Qemu;
+use serde_json::{Value, json};
+use std::path::Path;
+
+const SIZE: u64 = 8 << 20;
+
+/// A daemon that serves an image, as node `t` and export `e`.
+fn served() -> (Running, Client) {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let path = daemon.path("t");
+    Qemu::system().create(&path, "qcow2", "", SIZE);
+    client.command("blockdev-add", node(&path, "t"));
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    (daemon, client)
+}
+
+fn export(client: &mut Client, writable: bool, bitmaps: Value) {
+    let mut options = json!({"type": "nbd", "id": "e", "node-name": "t", "name": "t", "writable": writable});
+    options["bitmaps"] = bitmaps;
+    client.command("block-export-add", options);
+}
+
+fn write(daemon: &Running, commands: &[&str]) {
+    let qemu = Qemu::system();
+    let uri = uri(daemon, "t");
+    let mut arguments = vec!["-f", "raw"];
+    commands.iter().for_each(|command| arguments.extend(["-c", command]));
+    arguments.push(&uri);
+    let done = qemu.io(arguments).expect_ok();
+    assert!(!done.stdout.contains("failed"), "{}", done.stdout);
+}
+
+/// The dirty ranges of a context, as qemu-img finds them.
+fn dirty(daemon: &Running, export: &str, bitmap: &str) -> Vec<(u64, u64)> {
+    let options = format!(
+        "driver=nbd,server.type=unix,server.path={},export={export},x-dirty-bitmap=qemu:dirty-bitmap:{bitmap}",
+        daemon.path("n.sock").display()
+    );
+    let map = Qemu::system().img(["map", "--output=json", "--image-opts", &options]).expect_ok().json();
+    let runs = map.as_array().expect("runs").iter().filter(|run| run["data"] == false);
+    runs.map(|run| (run["start"].as_u64().expect("start"), run["length"].as_u64().expect("length"))).collect()
+}
+
+fn bitmap(client: &mut Client, name: &str) -> Value {
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let node = nodes.as_array().expect("nodes").iter().find(|node| node["node-name"] == "t").expect("the node").clone();
+    let found = node["dirty-bitmaps"].as_array().cloned().unwrap_or_default();
+    found.into_iter().find(|bitmap| bitmap["name"] == name).unwrap_or(Value::Null)
+}
+
+fn on(name: &str) -> Value {
+    json!({"node": "t", "name": name})
+}
+
+#[test]
+fn bitmaps_record_and_are_served() {
+    let (daemon, mut client) = served();
+    let add = |name: &str, more: Value| {
+        let mut arguments = on(name);
+        arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        arguments
+    };
+    client.command("block-dirty-bitmap-add", add("kept", json!({"persistent": true, "granularity": 4096})));
+    client.command("block-dirty-bitmap-add", add("gone", json!({"granularity": 65536})));
+    client.command("block-dirty-bitmap-add", add("still", json!({"disabled": true})));
+    export(&mut client, true, json!(["kept", {"node": "t", "name": "gone"}]));
+    write(&daemon, &["write 5k 1k", "write -z 1M 128k", "write 8191k 1k"]);
+    assert_eq!(dirty(&daemon, "t", "kept"), [(4096, 4096), (1 << 20, 128 << 10), (SIZE - 4096, 4096)]);
+    assert_eq!(dirty(&daemon, "t", "gone"), [(0, 65536), (1 << 20, 128 << 10), (SIZE - 65536, 65536)]);
+    let info = std::process::Command::new("nbdinfo")
+        .args(["--map=qemu:dirty-bitmap:kept", "--json", &uri(&daemon, "t")])
+        .output()
+        .expect("nbdinfo runs");
+    let map: Value = serde_json::from_slice(&info.stdout).expect("JSON");
+    let found: Vec<(u64, u64)> = map
+        .as_array()
+        .expect("runs")
+        .iter()
+        .filter(|run| run["type"] == 1)
+        .map(|run| (run["offset"].as_u64().unwrap(), run["length"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(found, dirty(&daemon, "t", "kept"));
+    let expected = json!({"name": "kept", "count": 4096 * 2 + (128 << 10), "granularity": 4096, "recording": true,
+                          "busy": true, "persistent": true});
+    assert_eq!(bitmap(&mut client, "kept"), expected);
+    assert_eq!(bitmap(&mut client, "still")["recording"], false);
+    let devices = client.command("query-block", json!({}));
+    assert_eq!(devices[0]["inserted"]["dirty-bitmaps"].as_array().map(Vec::len), Some(3), "{devices}");
+    for name in ["block-dirty-bitmap-clear", "block-dirty-bitmap-remove", "block-dirty-bitmap-disable"] {
+        assert!(client.refusal(name, on("kept")).contains("currently in use"), "{name}");
+    }
+    client.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    client.command("block-dirty-bitmap-clear", on("gone"));
+    assert_eq!(bitmap(&mut client, "gone")["count"], 0);
+    let merge = json!({"node": "t", "target": "still", "bitmaps": ["kept", {"node": "t", "name": "gone"}]});
+    client.command("block-dirty-bitmap-merge", merge);
+    assert_eq!(bitmap(&mut client, "still")["count"], 65536 * 4);
+    client.command("block-dirty-bitmap-disable", on("kept"));
+    export(&mut client, false, json!(["kept"]));
+    assert_eq!(dirty(&daemon, "t", "kept").len(), 3);
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    let path = folder.path().join("t");
+    Qemu::system().expect_clean(&path);
+    let info = Qemu::system().info(&path, "qcow2");
+    let kept = &info["format-specific"]["data"]["bitmaps"];
+    assert_eq!(*kept, json!([{"name": "kept", "granularity": 4096, "flags": []}]));
+}
+
+#[test]
+fn a_transaction_changes_all_bitmaps_or_none() {
+    let (daemon, mut client) = served();
+    for name in ["a", "b"] {
+        client.command("block-dirty-bitmap-add", json!({"node": "t", "name": name, "persistent": name == "a"}));
+    }
+    export(&mut client, true, json!([]));
+    write(&daemon, &["write 0 64k", "write 2M 64k"]);
+    let clear = |name: &str| json!({"type": "block-dirty-bitmap-clear", "data": on(name)});
+    let actions = json!([
+        clear("a"), {"type": "block-dirty-bitmap-remove", "data": on("b")},
+        {"type": "block-dirty-bitmap-add", "data": on("new")}, {"type": "block-dirty-bitmap-enable", "data": on("none")},
+    ]);
+    assert_eq!(client.refusal("transaction", json!({"actions": actions})), "Dirty bitmap 'none' not found");
+    for name in ["a", "b"] {
+        assert_eq!(bitmap(&mut client, name)["count"], 131_072, "{name}");
+    }
+    assert_eq!(bitmap(&mut client, "new"), Value::Null);
+    let actions = json!([clear("a"), clear("b"), {"type": "block-dirty-bitmap-add", "data": on("new")}]);
+    client.command("transaction", json!({"actions": actions}));
+    write(&daemon, &["write 4M 64k"]);
+    for name in ["a", "b", "new"] {
+        assert_eq!(bitmap(&mut client, name)["count"], 65536, "{name}");
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn bitmaps_that_cannot_be_are_refused_by_name() {
+    let (daemon, mut client) = served();
+    client.command("block-dirty-bitmap-add", on("a"));
+    for (name, arguments, words) in [
+        ("block-dirty-bitmap-add", on("a"), "Bitmap already exists: a"),
+        ("block-dirty-bitmap-add", json!({"node": "t", "name": ""}), "cannot be empty"),
+        ("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "granularity": 1000}), "power of 2"),
+        ("block-dirty-bitmap-add", json!({"node": "x", "name": "b"}), "Node 'x' not found"),
+        ("block-dirty-bitmap-clear", on("b"), "Dirty bitmap 'b' not found"),
+        ("block-dirty-bitmap-merge", json!({"node": "t", "target": "a", "bitmaps": ["b"]}), "Dirty bitmap 'b' not found"),
+        ("block-dirty-bitmap-merge", json!({"node": "t", "target": "b", "bitmaps": ["a"]}), "Dirty bitmap 'b' not found"),
+    ] {
+        let refusal = client.refusal(name, arguments.clone());
+        assert!(refusal.contains(words), "{name} {arguments}: {refusal}");
+    }
+    let export = |bitmaps: Value, writable: bool| {
+        json!({"type": "nbd", "id": "e", "node-name": "t", "writable": writable, "bitmaps": bitmaps})
+    };
+    for (bitmaps, writable, words) in [
+        (json!(["none"]), true, "Bitmap 'none' is not found"),
+        (json!(["a"]), false, "Enabled bitmap 'a' incompatible with readonly export"),
+        (json!(["a", "a"]), true, "a"),
+    ] {
+        let refusal = client.refusal("block-export-add", export(bitmaps, writable));
+        assert!(refusal.contains(words), "{refusal}");
+    }
+    // What was refused holds nothing.
+    client.command("block-dirty-bitmap-remove", on("a"));
+    daemon.stop().expect("stopped in order");
+}
+
+/// Full, then two incremental ones on top of it, with writes between and meanwhile: the last one reads as the disk did.
+#[test]
+fn incremental_backups_are_chains_that_read_as_the_disk() {
+    for persistent in [true, false] {
+        let (daemon, mut client) = served();
+        let qemu = Qemu::system();
+        export(&mut client, true, json!([]));
+        write(&daemon, &["write -P 1 0 3M", "write -P 2 5M 1M"]);
+        client.command("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "persistent": persistent}));
+        let backup = |client: &mut Client, name: &str, sync: &str, more: Value| {
+            let mut arguments = json!({"job-id": name, "device": "t", "target": name, "sync": sync});
+            arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            client.command("blockdev-backup", arguments);
+            let completed = client.event("BLOCK_JOB_COMPLETED");
+            assert!(completed.get("error").is_none(), "{completed}");
+        };
+        let add_target = |client: &mut Client, name: &str, below: Option<&Path>| {
+            let path = daemon.path(name);
+            let options = below.map_or(String::new(), |below| format!("backing_file={},backing_fmt=qcow2", below.display()));
+            qemu.create(&path, "qcow2", &options, SIZE);
+            let mut options = node(&path, name);
+            options["backing"] = Value::Null;
+            client.command("blockdev-add", options);
+        };
+        add_target(&mut client, "full", None);
+        backup(&mut client, "full", "full", json!({"bitmap": "b", "bitmap-mode": "on-success"}));
+        assert_eq!(bitmap(&mut client, "b")["count"], 0);
+        write(&daemon, &["write -P 3 1M 64k", "write -P 4 7M 4k"]);
+        add_target(&mut client, "one", Some(&daemon.path("full")));
+        backup(&mut client, "one", "incremental", json!({"bitmap": "b"}));
+        write(&daemon, &["write -z 2M 1M", "write -P 5 1M 4k"]);
+        assert_eq!(bitmap(&mut client, "b")["count"], (1 << 20) + 65536);
+        add_target(&mut client, "two", Some(&daemon.path("one")));
+        backup(&mut client, "two", "bitmap", json!({"bitmap": "b", "bitmap-mode": "never"}));
+        assert_eq!(bitmap(&mut client, "b")["count"], (1 << 20) + 65536);
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        let path = |name: &str| folder.path().join(name);
+        let disk = qemu.content(&path("t"), "qcow2");
+        assert!(qemu.content(&path("two"), "qcow2") == disk, "the chain reads otherwise");
+        // Only what was dirty was copied.
+        let copied = qemu.map(&path("one"), "qcow2").into_iter().filter(|run| run.depth == 0);
+        let copied: u64 = copied.map(|run| run.length).sum();
+        assert_eq!(copied, 2 * 65536);
+        qemu.expect_clean(&path("t"));
+    }
+}
+
+#[test]
+fn a_backup_that_fails_keeps_what_was_dirty() {
+    let (daemon, mut client) = served();
+    export(&mut client, true, json!([]));
+    client.command("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "persistent": true}));
+    write(&daemon, &["write -P 1 0 4M"]);
+    for (mode, left) in [("on-success", 4 << 20), ("always", 4 << 20)] {
+        let path = daemon.path(mode);
+        Qemu::system().create(&path, "qcow2", "", SIZE);
+        client.command("blockdev-add", node(&path, mode));
+        let arguments = json!({"job-id": mode, "device": "t", "target": mode, "sync": "bitmap", "bitmap": "b",
+                               "bitmap-mode": mode, "speed": 65536});
+        client.command("blockdev-backup", arguments);
+        assert!(client.refusal("block-dirty-bitmap-clear", on("b")).contains("currently in use"));
+        write(&daemon, &["write -P 2 6M 64k"]);
+        client.command("block-job-cancel", json!({"device": mode}));
+        client.event("BLOCK_JOB_CANCELLED");
+        let count = bitmap(&mut client, "b")["count"].as_u64().expect("a count");
+        // Of `always` what was copied before the end is clean.
+        assert!(count <= left + 65536 && count > left / 2, "{mode}: {count}");
+        if mode == "on-success" {
+            assert_eq!(count, left + 65536);
+        }
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+/// An image that no virtual machine uses: its bitmaps are read without changing it.
+#[test]
+fn bitmaps_of_a_read_only_image_are_served() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let (qemu, path) = (Qemu::system(), daemon.path("t"));
+    let name = path.to_str().expect("text path");
+    qemu.create(&path, "qcow2", "cluster_size=4k", SIZE);
+    qemu.img(["bitmap", "--add", "-g", "512", name, "b"]).expect_ok();
+    qemu.io_commands(&path, "qcow2", &["write 3M 1k".into(), "write 100k 512".into()]).expect_ok();
+    let before = std::fs::read(&path).expect("the image");
+    let mut options = node(&path, "t");
+    options["read-only"] = json!(true);
+    client.command("blockdev-add", options);
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    export(&mut client, false, json!(["b"]));
+    assert_eq!(dirty(&daemon, "t", "b"), [(100 << 10, 512), (3 << 20, 1024)]);
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert!(std::fs::read(folder.path().join("t")).expect("the image") == before, "the image was written to");
+}
