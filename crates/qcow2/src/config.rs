@@ -43,6 +43,8 @@ pub struct Config {
     pub other_metadata: Vec<(Structure, u64, u64)>,
     /// Size of the backing file in bytes, `None` without one.
     pub backing_size: Option<u64>,
+    /// The header names a backing file, whether it is there or was left out: zeroes must not be left to its absence.
+    pub names_backing: bool,
 }
 
 impl Config {

@@ -71,7 +71,10 @@ impl Engine {
     }
 
     fn backed(&self, guest: u64) -> bool {
-        self.backing_size().is_some_and(|size| guest < size)
+        match self.backing_size() {
+            Some(size) => guest < size,
+            None => self.config.names_backing,
+        }
     }
 
     fn zero_cluster(

@@ -81,6 +81,7 @@ impl Disk {
                 .with(Structure::RefcountBlock, true),
             other_metadata: Vec::new(),
             backing_size: shape.backing_size,
+            names_backing: shape.backing_size.is_some(),
         };
         let l1 = vec![0; l1_entries as usize];
         let backing = (0..shape.backing_size.unwrap_or(0)).map(backing_byte).collect();

@@ -53,7 +53,10 @@ pub(super) const ACTIONS: [&str; 6] = [
 
 /// What is to be done to a bitmap.
 enum What {
-    Change { change: BitmapChange, persistent: bool },
+    Change {
+        change: BitmapChange,
+        persistent: bool,
+    },
     /// Bitmaps, each of a node.
     Merge(Vec<(Arc<Node>, String)>),
 }

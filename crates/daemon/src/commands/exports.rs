@@ -194,12 +194,7 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
     Ok(used)
 }
 
-async fn export(
-    daemon: &Rc<Daemon>,
-    node: &str,
-    mut spec: ExportSpec,
-    bitmaps: Vec<WantedBitmap>,
-) -> QmpResult<Value> {
+async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: Vec<WantedBitmap>) -> QmpResult<Value> {
     if !is_id(&spec.id) {
         return Err(QmpError::generic(format!("Invalid block export id '{}'", spec.id)));
     }

@@ -151,15 +151,21 @@ fn bitmaps_that_cannot_be_are_refused_by_name() {
         ("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "granularity": 1000}), "power of 2"),
         ("block-dirty-bitmap-add", json!({"node": "x", "name": "b"}), "Node 'x' not found"),
         ("block-dirty-bitmap-clear", on("b"), "Dirty bitmap 'b' not found"),
-        ("block-dirty-bitmap-merge", json!({"node": "t", "target": "a", "bitmaps": ["b"]}), "Dirty bitmap 'b' not found"),
-        ("block-dirty-bitmap-merge", json!({"node": "t", "target": "b", "bitmaps": ["a"]}), "Dirty bitmap 'b' not found"),
+        (
+            "block-dirty-bitmap-merge",
+            json!({"node": "t", "target": "a", "bitmaps": ["b"]}),
+            "Dirty bitmap 'b' not found",
+        ),
+        (
+            "block-dirty-bitmap-merge",
+            json!({"node": "t", "target": "b", "bitmaps": ["a"]}),
+            "Dirty bitmap 'b' not found",
+        ),
     ] {
         let refusal = client.refusal(name, arguments.clone());
         assert!(refusal.contains(words), "{name} {arguments}: {refusal}");
     }
-    let export = |bitmaps: Value, writable: bool| {
-        json!({"type": "nbd", "id": "e", "node-name": "t", "writable": writable, "bitmaps": bitmaps})
-    };
+    let export = |bitmaps: Value, writable: bool| json!({"type": "nbd", "id": "e", "node-name": "t", "writable": writable, "bitmaps": bitmaps});
     for (bitmaps, writable, words) in [
         (json!(["none"]), true, "Bitmap 'none' is not found"),
         (json!(["a"]), false, "Enabled bitmap 'a' incompatible with readonly export"),
@@ -191,7 +197,8 @@ fn incremental_backups_are_chains_that_read_as_the_disk() {
         };
         let add_target = |client: &mut Client, name: &str, below: Option<&Path>| {
             let path = daemon.path(name);
-            let options = below.map_or(String::new(), |below| format!("backing_file={},backing_fmt=qcow2", below.display()));
+            let options =
+                below.map_or(String::new(), |below| format!("backing_file={},backing_fmt=qcow2", below.display()));
             qemu.create(&path, "qcow2", &options, SIZE);
             let mut options = node(&path, name);
             options["backing"] = Value::Null;

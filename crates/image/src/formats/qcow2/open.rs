@@ -199,6 +199,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         overlap: if context.writable { overlap_set(options) } else { OverlapSet::NONE },
         other_metadata: other_metadata(header),
         backing_size: context.backing.as_deref().map(Node::size),
+        names_backing: header.backing_file.is_some(),
     })
 }
 

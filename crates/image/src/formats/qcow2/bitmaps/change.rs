@@ -60,7 +60,11 @@ impl BitmapChange {
 
 /// The granularity in bytes that QEMU gives a bitmap by itself; `cluster_bytes` is 0 for formats without clusters.
 pub(crate) fn default_granularity_bytes(cluster_bytes: u64) -> u64 {
-    if cluster_bytes == 0 { *DEFAULT_BYTES.end() } else { cluster_bytes.clamp(*DEFAULT_BYTES.start(), *DEFAULT_BYTES.end()) }
+    if cluster_bytes == 0 {
+        *DEFAULT_BYTES.end()
+    } else {
+        cluster_bytes.clamp(*DEFAULT_BYTES.start(), *DEFAULT_BYTES.end())
+    }
 }
 
 /// Refuses a name or granularity that no bitmap may have; log2 of the granularity.
