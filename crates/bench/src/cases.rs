@@ -8,6 +8,7 @@ use crate::memory;
 use crate::nbd;
 use crate::queues;
 use crate::random_io;
+use crate::reads;
 use crate::table::{Outcome, Row};
 use cowshed_testkit::bigimage::{self, Placement};
 use std::path::{Path, PathBuf};
@@ -40,6 +41,9 @@ pub const CASES: &[Case] = &[
     Case { name: "daemon", about: "beside qemu-storage-daemon, through the page cache", run: nbd::daemon },
     Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
     Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
+    Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
+    Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
+    Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },
 ];
 
 fn info(settings: &Settings) -> Result<Vec<Row>, String> {

@@ -10,6 +10,7 @@ mod memory;
 mod nbd;
 mod queues;
 mod random_io;
+mod reads;
 mod table;
 
 use std::path::PathBuf;

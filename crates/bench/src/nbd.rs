@@ -86,13 +86,14 @@ impl Program {
 }
 
 /// A server, ended when dropped.
-struct Server {
+pub struct Server {
     child: Child,
     socket: PathBuf,
 }
 
 impl Server {
-    fn start(mut command: Command, socket: PathBuf) -> Result<Server, String> {
+    /// Starts it and waits for its socket.
+    pub fn start(mut command: Command, socket: PathBuf) -> Result<Server, String> {
         // One that a killed run has left would look like a server.
         let _ = std::fs::remove_file(&socket);
         let text = format!("{command:?}");
@@ -124,14 +125,23 @@ impl Server {
     }
 
     fn run(&self, settings: &Settings, load: &Load, seconds: u64) -> Result<Served, String> {
+        let how = [
+            format!("--rw={}", load.pattern),
+            format!("--bs={}", load.block),
+            format!("--iodepth={}", load.depth),
+            format!("--numjobs={}", load.connections),
+            format!("--size={}m", settings.size_mib / 8),
+        ];
+        self.load(settings, seconds, &how)
+    }
+
+    /// Has fio load its export "disk" for so many seconds.
+    pub fn load(&self, settings: &Settings, seconds: u64, how: &[String]) -> Result<Served, String> {
         let output = settings.folder.join("fio.json");
         let mut fio = Command::new("fio");
         fio.args(["--name=load", "--ioengine=nbd", "--thread", "--group_reporting", "--time_based"]);
         fio.args(["--norandommap", "--randrepeat=0", "--refill_buffers=0", "--output-format=json"]);
-        fio.arg(format!("--uri=nbd+unix:///disk?socket={}", self.socket.display()));
-        fio.arg(format!("--size={}m", settings.size_mib / 8));
-        fio.args([format!("--rw={}", load.pattern), format!("--bs={}", load.block)]);
-        fio.args([format!("--iodepth={}", load.depth), format!("--numjobs={}", load.connections)]);
+        fio.arg(format!("--uri=nbd+unix:///disk?socket={}", self.socket.display())).args(how);
         fio.args([format!("--runtime={seconds}"), format!("--output={}", output.display())]);
         let before = self.cpu_seconds()?;
         let run = fio.output().map_err(|e| format!("could not run fio: {e}"))?;

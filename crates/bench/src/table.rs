@@ -42,6 +42,15 @@ pub enum Outcome {
         /// Theirs.
         theirs: Vec<Served>,
     },
+    /// A load on two servers, and on ours with a raw file.
+    Beside {
+        /// Ours, one value a round.
+        ours: Vec<Served>,
+        /// Theirs.
+        theirs: Vec<Served>,
+        /// Ours on the raw file.
+        limit: Option<Vec<Served>>,
+    },
     /// Requests per second from one and from two queues.
     Scaling {
         /// From one, one value a round.
@@ -61,8 +70,10 @@ pub enum Outcome {
 /// The whole report.
 pub fn render(settings: &Settings, rows: &[Row]) -> String {
     let mut text = format!("cowshed against {}\n", version(settings));
+    let (beside, rest): (Vec<&Row>, Vec<&Row>) =
+        rows.iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
     let (served, run): (Vec<&Row>, Vec<&Row>) =
-        rows.iter().partition(|row| matches!(row.result, Outcome::Served { .. }));
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Served { .. }));
     let mut section = |head: &str, rows: &[&Row], ratio: &str| {
         if rows.is_empty() {
             return;
@@ -82,6 +93,11 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
     section(
         "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | target |",
         &served,
+        "a ratio is of the same round.",
+    );
+    section(
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
+        &beside,
         "a ratio is of the same round.",
     );
     text
@@ -115,6 +131,15 @@ fn line(result: &Outcome) -> String {
             let rate = quotients(ours, theirs, |run| run.per_second);
             let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
             format!("{} | {} | {rate} | {cpu}", loaded(ours), loaded(theirs))
+        }
+        Outcome::Beside { ours, theirs, limit } => {
+            let rate = quotients(ours, theirs, |run| run.per_second);
+            let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
+            let limit = match limit {
+                Some(limit) => format!("{} | {}", loaded(limit), quotients(ours, limit, |run| run.per_second)),
+                None => "– | –".to_owned(),
+            };
+            format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));

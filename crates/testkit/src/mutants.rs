@@ -521,7 +521,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "live_snapshot_overtakes_writers",
         about: "a live snapshot does not wait for requests that run",
-        test: ("crash_live", "no_power_cut_around_a_live_snapshot_harms_an_image"),
+        test: ("crash_live", "a_live_snapshot_waits_for_a_write_that_is_under_way"),
         edits: &[(
             "crates/image/src/graph/drain.rs",
             "            attachment.gate().empty().await;",

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Reads by fio over NBD from our daemon and from qemu-storage-daemon, both with the same options, and from a raw file of the
+//! same size behind our daemon: the limit of what the mapping can reach.
+
+use crate::Settings;
+use crate::fixture;
+use crate::nbd::{Served, Server};
+use crate::table::{Outcome, Row};
+use cowshed_image::open::{OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::random::Random;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TARGET_MAPPING: &str = "≥ 5× at 1 MiB, CPU ≤ 0.5, ≥ 0.95 of the raw file";
+
+/// What fio reads.
+#[derive(Clone, Copy)]
+struct Load {
+    pattern: &'static str,
+    block: &'static str,
+    depth: u32,
+    /// Bytes from the start on.
+    bytes: u64,
+}
+
+const fn random_4k(bytes: u64) -> Load {
+    Load { pattern: "randread", block: "4k", depth: 32, bytes }
+}
+
+/// What a row compares.
+struct Case<'a> {
+    name: String,
+    image: &'a Path,
+    /// Options of the qcow2 node, for both sides.
+    options: &'a str,
+    limit: Option<&'a Path>,
+    load: Load,
+    target: &'static str,
+}
+
+/// Random reads against the size of the L2 cache: the disk is mapped from end to end.
+pub fn mapping(settings: &Settings) -> Result<Vec<Row>, String> {
+    let full = mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)?;
+    let small = mapped(settings, "mapped-16g", "cluster_size=64k", 16 * GIB)?;
+    let huge = mapped(settings, "mapped-2t", "cluster_size=2M", 2048 * GIB)?;
+    let scattered = scattered(settings, 20 * GIB)?;
+    let raw = |bytes: u64| sparse(settings, bytes);
+    let (raw_20g, raw_16g, raw_2t) = (raw(20 * GIB)?, raw(16 * GIB)?, raw(2048 * GIB)?);
+    let mut rows = Vec::new();
+    for half_mib in 2..=5 {
+        let options = format!("l2-cache-size={},l2-cache-entry-size=4096", half_mib * MIB / 2);
+        let name = format!("20 GiB in order, L2 cache {:.1} MiB: randread 4k", half_mib as f64 / 2.0);
+        let case = Case {
+            name,
+            image: &full,
+            options: &options,
+            limit: Some(&raw_20g),
+            load: random_4k(20 * GIB),
+            target: TARGET_MAPPING,
+        };
+        rows.extend(run(settings, &case)?);
+    }
+    let others = [
+        ("20 GiB in random order, L2 cache 1 MiB", &scattered, &raw_20g, 20 * GIB, "1M", "≥ 2×"),
+        ("16 GiB, L2 cache 1 MiB", &small, &raw_16g, 16 * GIB, "1M", "≥ 0.95 of the raw file"),
+        ("2 TiB, clusters of 2 MiB, L2 cache 4 MiB", &huge, &raw_2t, 2048 * GIB, "4M", "≥ 0.95 of the raw file"),
+    ];
+    for (name, image, limit, bytes, cache, target) in others {
+        let options = format!("l2-cache-size={cache},l2-cache-entry-size=4096");
+        let (name, load) = (format!("{name}: randread 4k"), random_4k(bytes));
+        rows.extend(run(settings, &Case { name, image, options: &options, limit: Some(limit), load, target })?);
+    }
+    Ok(rows)
+}
+
+const CHAIN_BYTES: u64 = GIB;
+const CLUSTER: u64 = 65536;
+
+/// Random reads of a disk whose clusters are spread over the layers of a chain.
+pub fn chains(settings: &Settings) -> Result<Vec<Row>, String> {
+    let mut rows = Vec::new();
+    for depth in [1, 8, 32, 64] {
+        let image = chain(settings, depth)?;
+        let name = format!("chain of {depth}: randread 4k");
+        let target = "at 64: IOPS within 10 % of depth 1, ≥ 4×, CPU ≤ 0.1";
+        let case = Case { name, image: &image, options: "", limit: None, load: random_4k(CHAIN_BYTES), target };
+        rows.extend(run(settings, &case)?);
+    }
+    Ok(rows)
+}
+
+/// Small and large reads of compressed images.
+pub fn compressed(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::full(settings)?;
+    let bytes = std::fs::metadata(&source).map_err(|e| e.to_string())?.len();
+    let mut rows = Vec::new();
+    for (method, targets) in [
+        ("zlib", ["≥ 2×, CPU ≤ 0.5", "≥ 10×", "≥ 1.7×", "≥ 6×"]),
+        ("zstd", ["≥ 1.2×, CPU ≤ 0.8", "≥ 5×", "≥ 1.5×", "≥ 6×"]),
+    ] {
+        let options = ["-c", "-o", &format!("compression_type={method}")];
+        let image = fixture::converted(settings, &source, &format!("compressed-{method}"), &options)?;
+        let loads = [
+            ("random 4k over all", Load { pattern: "randread", block: "4k", depth: 8, bytes }),
+            ("random 4k within 32 MiB", Load { pattern: "randread", block: "4k", depth: 8, bytes: 32 * MIB }),
+            ("sequential 64k", Load { pattern: "read", block: "64k", depth: 1, bytes }),
+            ("sequential 4k", Load { pattern: "read", block: "4k", depth: 1, bytes }),
+        ];
+        for ((name, load), target) in loads.into_iter().zip(targets) {
+            let name = format!("compressed by {method}: {name}");
+            rows.extend(run(settings, &Case { name, image: &image, options: "", limit: None, load, target })?);
+        }
+    }
+    Ok(rows)
+}
+
+fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
+    if settings.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
+        return Ok(None);
+    }
+    let qemu = settings.qemu.with_file_name("qemu-storage-daemon");
+    let ours = serve(settings, our_command(settings), "ours", case.image, "qcow2", case.options)?;
+    let theirs = serve(settings, Command::new(qemu), "theirs", case.image, "qcow2", case.options)?;
+    let limit = match case.limit {
+        Some(raw) => Some(serve(settings, our_command(settings), "limit", raw, "raw", "")?),
+        None => None,
+    };
+    let mut servers = vec![&ours, &theirs];
+    servers.extend(&limit);
+    let mut runs = vec![Vec::new(); servers.len()];
+    for server in &servers {
+        fio(settings, server, case.load, 1)?;
+    }
+    for round in 0..settings.rounds {
+        for turn in 0..servers.len() {
+            let side = (round + turn) % servers.len();
+            runs[side].push(fio(settings, servers[side], case.load, settings.seconds)?);
+        }
+    }
+    let mut runs = runs.into_iter();
+    let (ours, theirs) = (runs.next().unwrap_or_default(), runs.next().unwrap_or_default());
+    let result = Outcome::Beside { ours, theirs, limit: runs.next() };
+    Ok(Some(Row { name: case.name.clone(), target: case.target, result }))
+}
+
+fn our_command(settings: &Settings) -> Command {
+    let mut command = Command::new(&settings.cowshed);
+    command.arg("qemu-storage-daemon");
+    command
+}
+
+/// A daemon that exports an image for reading. Both sides use io_uring.
+fn serve(
+    settings: &Settings,
+    mut command: Command,
+    name: &str,
+    image: &Path,
+    format: &str,
+    options: &str,
+) -> Result<Server, String> {
+    let socket = settings.folder.join(format!("{name}.sock"));
+    let comma = if options.is_empty() { "" } else { "," };
+    command.args([
+        "--blockdev",
+        &format!("file,node-name=f,filename={},read-only=on,aio=io_uring", image.display()),
+        "--blockdev",
+        &format!("{format},node-name=disk,file=f,read-only=on{comma}{options}"),
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={},max-connections=16", socket.display()),
+        "--export",
+        "nbd,id=e,node-name=disk",
+    ]);
+    let server = Server::start(command, socket.clone())?;
+    // The socket is there before the export is.
+    let uri = format!("nbd+unix:///disk?socket={}", socket.display());
+    let started = Instant::now();
+    while !Command::new(&settings.qemu).args(["info", &uri]).output().is_ok_and(|output| output.status.success()) {
+        if started.elapsed() > Duration::from_secs(60) {
+            return Err(format!("{uri} isn't there after a minute"));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(server)
+}
+
+fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
+    server.load(
+        settings,
+        seconds,
+        &[
+            format!("--rw={}", load.pattern),
+            format!("--bs={}", load.block),
+            format!("--iodepth={}", load.depth),
+            format!("--size={}", load.bytes),
+        ],
+    )
+}
+
+/// A sparse raw file.
+fn sparse(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
+    let path = settings.folder.join(format!("sparse-{}g.raw", bytes / GIB));
+    let file = std::fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
+    file.and_then(|file| file.set_len(bytes)).map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(path)
+}
+
+/// An image of which every cluster has its place in the file, in order, made by qemu-img.
+fn mapped(settings: &Settings, name: &str, options: &str, bytes: u64) -> Result<PathBuf, String> {
+    let path = settings.folder.join(format!("{name}.qcow2"));
+    create(settings, &path, &["-o", &format!("preallocation=metadata,{options}")], bytes)?;
+    Ok(path)
+}
+
+fn create(settings: &Settings, path: &Path, options: &[&str], bytes: u64) -> Result<(), String> {
+    if path.exists() {
+        return Ok(());
+    }
+    let partial = path.with_extension("partial");
+    let mut command = Command::new(&settings.qemu);
+    command.args(["create", "-q", "-f", "qcow2"]).args(options).arg(&partial).arg(bytes.to_string());
+    let output = command.output().map_err(|e| format!("could not run {command:?}: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim()));
+    }
+    std::fs::rename(&partial, path).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// Writes 4 KiB into each of `clusters`.
+fn touch(path: &Path, clusters: impl Iterator<Item = u64>, bytes: usize) -> Result<(), String> {
+    let work = async {
+        let node = open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)).await?;
+        let mut buffer = IoBuf::zeroed(bytes);
+        for cluster in clusters {
+            buffer.fill(cluster as u8 | 1);
+            let (result, back) = node.write(cluster * CLUSTER, buffer).await;
+            buffer = back;
+            result?;
+        }
+        node.close().await
+    };
+    rt::block_on(work).map_err(|error| error.to_string())
+}
+
+/// An image whose clusters were first written in random order.
+fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
+    let path = settings.folder.join("scattered-20g.qcow2");
+    if !path.exists() {
+        let unfinished = path.with_extension("unfinished");
+        let _ = std::fs::remove_file(&unfinished);
+        create(settings, &unfinished, &["-o", "cluster_size=64k"], bytes)?;
+        let mut clusters: Vec<u64> = (0..bytes / CLUSTER).collect();
+        let mut random = Random::new(1);
+        for last in (1..clusters.len()).rev() {
+            clusters.swap(last, random.below(last as u64 + 1) as usize);
+        }
+        touch(&unfinished, clusters.into_iter(), 4096)?;
+        std::fs::rename(&unfinished, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(path)
+}
+
+/// A chain of so many images, each with its share of the clusters. Gives the top.
+fn chain(settings: &Settings, depth: u64) -> Result<PathBuf, String> {
+    let folder = settings.folder.join(format!("chain-{depth}"));
+    let top = folder.join(format!("{}.qcow2", depth - 1));
+    if top.exists() {
+        return Ok(top);
+    }
+    let _ = std::fs::remove_dir_all(&folder);
+    let partial = settings.folder.join("chain.partial");
+    let _ = std::fs::remove_dir_all(&partial);
+    std::fs::create_dir_all(&partial).map_err(|e| format!("{}: {e}", partial.display()))?;
+    for layer in 0..depth {
+        let path = partial.join(format!("{layer}.qcow2"));
+        let below = format!("{}.qcow2", layer.saturating_sub(1));
+        let backing = ["-b", below.as_str(), "-F", "qcow2"];
+        create(settings, &path, if layer == 0 { &[] } else { &backing }, CHAIN_BYTES)?;
+        let mine = (0..CHAIN_BYTES / CLUSTER).filter(|cluster| Random::new(*cluster).below(depth) == layer);
+        touch(&path, mine, CLUSTER as usize)?;
+    }
+    std::fs::rename(&partial, &folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    Ok(top)
+}
