@@ -10,6 +10,7 @@ use crate::queues;
 use crate::random_io;
 use crate::reads;
 use crate::table::{Outcome, Row};
+use crate::writes;
 use cowshed_testkit::bigimage::{self, Placement};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -44,6 +45,7 @@ pub const CASES: &[Case] = &[
     Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
     Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
     Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },
+    Case { name: "allocate", about: "writes over NBD that need clusters, also over a backing file", run: writes::run },
 ];
 
 fn info(settings: &Settings) -> Result<Vec<Row>, String> {

@@ -12,6 +12,7 @@ mod queues;
 mod random_io;
 mod reads;
 mod table;
+mod writes;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

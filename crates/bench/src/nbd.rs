@@ -126,23 +126,30 @@ impl Server {
 
     fn run(&self, settings: &Settings, load: &Load, seconds: u64) -> Result<Served, String> {
         let how = [
+            "--time_based".to_owned(),
+            format!("--runtime={seconds}"),
             format!("--rw={}", load.pattern),
             format!("--bs={}", load.block),
             format!("--iodepth={}", load.depth),
             format!("--numjobs={}", load.connections),
             format!("--size={}m", settings.size_mib / 8),
         ];
-        self.load(settings, seconds, &how)
+        self.load(settings, &how)
     }
 
-    /// Has fio load its export "disk" for so many seconds.
-    pub fn load(&self, settings: &Settings, seconds: u64, how: &[String]) -> Result<Served, String> {
+    /// Its process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Has fio load its export "disk".
+    pub fn load(&self, settings: &Settings, how: &[String]) -> Result<Served, String> {
         let output = settings.folder.join("fio.json");
         let mut fio = Command::new("fio");
-        fio.args(["--name=load", "--ioengine=nbd", "--thread", "--group_reporting", "--time_based"]);
+        fio.args(["--name=load", "--ioengine=nbd", "--thread", "--group_reporting"]);
         fio.args(["--norandommap", "--randrepeat=0", "--refill_buffers=0", "--output-format=json"]);
         fio.arg(format!("--uri=nbd+unix:///disk?socket={}", self.socket.display())).args(how);
-        fio.args([format!("--runtime={seconds}"), format!("--output={}", output.display())]);
+        fio.arg(format!("--output={}", output.display()));
         let before = self.cpu_seconds()?;
         let run = fio.output().map_err(|e| format!("could not run fio: {e}"))?;
         let cpu_seconds = self.cpu_seconds()? - before;

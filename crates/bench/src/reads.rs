@@ -122,11 +122,10 @@ fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     if settings.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
         return Ok(None);
     }
-    let qemu = settings.qemu.with_file_name("qemu-storage-daemon");
-    let ours = serve(settings, our_command(settings), "ours", case.image, "qcow2", case.options)?;
-    let theirs = serve(settings, Command::new(qemu), "theirs", case.image, "qcow2", case.options)?;
+    let ours = serve(settings, Side::Ours, case.image, "qcow2", case.options, false)?;
+    let theirs = serve(settings, Side::Theirs, case.image, "qcow2", case.options, false)?;
     let limit = match case.limit {
-        Some(raw) => Some(serve(settings, our_command(settings), "limit", raw, "raw", "")?),
+        Some(raw) => Some(serve(settings, Side::Limit, raw, "raw", "", false)?),
         None => None,
     };
     let mut servers = vec![&ours, &theirs];
@@ -147,32 +146,43 @@ fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     Ok(Some(Row { name: case.name.clone(), target: case.target, result }))
 }
 
-fn our_command(settings: &Settings) -> Command {
-    let mut command = Command::new(&settings.cowshed);
-    command.arg("qemu-storage-daemon");
-    command
+/// Who serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Ours,
+    Theirs,
+    /// Ours with the raw file.
+    Limit,
 }
 
-/// A daemon that exports an image for reading. Both sides use io_uring.
-fn serve(
+/// A daemon with an image. Both sides use io_uring.
+pub fn serve(
     settings: &Settings,
-    mut command: Command,
-    name: &str,
+    side: Side,
     image: &Path,
     format: &str,
     options: &str,
+    writable: bool,
 ) -> Result<Server, String> {
-    let socket = settings.folder.join(format!("{name}.sock"));
+    let mut command = match side {
+        Side::Theirs => Command::new(settings.qemu.with_file_name("qemu-storage-daemon")),
+        Side::Ours | Side::Limit => Command::new(&settings.cowshed),
+    };
+    if side != Side::Theirs {
+        command.arg("qemu-storage-daemon");
+    }
+    let socket = settings.folder.join(format!("{side:?}.sock").to_lowercase());
     let comma = if options.is_empty() { "" } else { "," };
+    let (read_only, on) = if writable { ("off", "on") } else { ("on", "off") };
     command.args([
         "--blockdev",
-        &format!("file,node-name=f,filename={},read-only=on,aio=io_uring", image.display()),
+        &format!("file,node-name=f,filename={},read-only={read_only},aio=io_uring", image.display()),
         "--blockdev",
-        &format!("{format},node-name=disk,file=f,read-only=on{comma}{options}"),
+        &format!("{format},node-name=disk,file=f,read-only={read_only}{comma}{options}"),
         "--nbd-server",
         &format!("addr.type=unix,addr.path={},max-connections=16", socket.display()),
         "--export",
-        "nbd,id=e,node-name=disk",
+        &format!("nbd,id=e,node-name=disk,writable={on}"),
     ]);
     let server = Server::start(command, socket.clone())?;
     // The socket is there before the export is.
@@ -188,16 +198,15 @@ fn serve(
 }
 
 fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
-    server.load(
-        settings,
-        seconds,
-        &[
-            format!("--rw={}", load.pattern),
-            format!("--bs={}", load.block),
-            format!("--iodepth={}", load.depth),
-            format!("--size={}", load.bytes),
-        ],
-    )
+    let how = [
+        "--time_based".to_owned(),
+        format!("--runtime={seconds}"),
+        format!("--rw={}", load.pattern),
+        format!("--bs={}", load.block),
+        format!("--iodepth={}", load.depth),
+        format!("--size={}", load.bytes),
+    ];
+    server.load(settings, &how)
 }
 
 /// A sparse raw file.

@@ -17,6 +17,15 @@ pub struct Row {
     pub result: Outcome,
 }
 
+/// A load, and what the server wrote to files for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Written {
+    /// The load.
+    pub served: Served,
+    /// Bytes.
+    pub bytes: u64,
+}
+
 /// What a row shows.
 pub enum Outcome {
     /// Two commands side by side, with the sizes of what they wrote (0: nothing).
@@ -51,6 +60,13 @@ pub enum Outcome {
         /// Ours on the raw file.
         limit: Option<Vec<Served>>,
     },
+    /// Writes to fresh images.
+    Written {
+        /// Ours, one value a round.
+        ours: Vec<Written>,
+        /// Theirs.
+        theirs: Vec<Written>,
+    },
     /// Requests per second from one and from two queues.
     Scaling {
         /// From one, one value a round.
@@ -70,8 +86,10 @@ pub enum Outcome {
 /// The whole report.
 pub fn render(settings: &Settings, rows: &[Row]) -> String {
     let mut text = format!("cowshed against {}\n", version(settings));
+    let (written, rest): (Vec<&Row>, Vec<&Row>) =
+        rows.iter().partition(|row| matches!(row.result, Outcome::Written { .. }));
     let (beside, rest): (Vec<&Row>, Vec<&Row>) =
-        rows.iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
     let (served, run): (Vec<&Row>, Vec<&Row>) =
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Served { .. }));
     let mut section = |head: &str, rows: &[&Row], ratio: &str| {
@@ -98,6 +116,11 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
     section(
         "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &beside,
+        "a ratio is of the same round.",
+    );
+    section(
+        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | written: ours, theirs | bytes, ours / theirs | target |",
+        &written,
         "a ratio is of the same round.",
     );
     text
@@ -140,6 +163,16 @@ fn line(result: &Outcome) -> String {
                 None => "– | –".to_owned(),
             };
             format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
+        }
+        Outcome::Written { ours, theirs } => {
+            let served = |runs: &[Written]| runs.iter().map(|run| run.served).collect::<Vec<_>>();
+            let mib = |runs: &[Written]| median(runs.iter().map(|run| run.bytes as f64)) / f64::from(1 << 20);
+            let bytes = median(ours.iter().zip(theirs).map(|(ours, theirs)| ours.bytes as f64 / theirs.bytes as f64));
+            let sizes = format!("{:.0} MiB, {:.0} MiB | {bytes:.2}", mib(ours), mib(theirs));
+            let (ours, theirs) = (served(ours), served(theirs));
+            let rate = quotients(&ours, &theirs, |run| run.per_second);
+            let cpu = quotients(&ours, &theirs, |run| run.cpu_microseconds);
+            format!("{} | {} | {rate} | {cpu} | {sizes}", loaded(&ours), loaded(&theirs))
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));

@@ -336,3 +336,47 @@ fn holes_of(chain: &LongChain, node: &Node) -> Vec<u64> {
     let runs = rt::block_on(node.block_status(0, chain.model.len() as u64, 10_000)).unwrap();
     runs.iter().filter(|run| !run.present).map(|run| run.start).collect()
 }
+
+#[test]
+fn overlays_of_one_base_have_its_mapping_in_memory_once() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", "base.qcow2", "8M"]);
+    run("qemu-io", folder.path(), &["-c", "write -P 7 0 8M", "base.qcow2"]);
+    let tops: Vec<Arc<Node>> = (0..50)
+        .map(|number| {
+            let name = format!("{number}.qcow2");
+            run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "base.qcow2", &name]);
+            open_now(OpenRequest::file(folder.path().join(&name).to_str().unwrap()).writable(true))
+        })
+        .collect();
+    assert!(read_all(&tops[0]).iter().all(|byte| *byte == 7));
+    let stats = |top: &Node| top.backing().unwrap().qcow2().unwrap().statistics();
+    let once = stats(&tops[0]);
+    assert!(once.l2_misses > 0 && once.l2_bytes > 0);
+    for top in &tops {
+        assert!(read_all(top).iter().all(|byte| *byte == 7));
+        assert_eq!((stats(top).l2_misses, stats(top).l2_bytes), (once.l2_misses, once.l2_bytes), "read again");
+    }
+    // What an overlay gets of its own stays its own.
+    rt::block_on(tops[3].write(4096, IoBuf::copy_from(&[9; 4096]))).0.unwrap();
+    assert_eq!(read_all(&tops[3])[4096], 9);
+    assert_eq!(read_all(&tops[4])[4096], 7);
+    // A base that others read can't be written to; by the last one it can.
+    let graph = Graph::new();
+    let base = |name: &str, more: &str| {
+        let file = folder.path().join("base.qcow2");
+        let text = format!("driver=qcow2,node-name={name},file.filename={}{more}", file.display());
+        BlockdevOptions::from_keyval(&text).unwrap()
+    };
+    let alone = rt::block_on(graph.add(base("alone", ",read-only=on,auto-read-only=on"))).unwrap();
+    assert!(rt::block_on(graph.set_read_only(&alone, false)).is_err(), "fifty overlays read it");
+    tops.into_iter().for_each(|top| rt::block_on(top.close()).unwrap());
+    rt::block_on(graph.set_read_only(&alone, false)).unwrap();
+    rt::block_on(alone.write(0, IoBuf::copy_from(&[1; 512]))).0.unwrap();
+    // Whoever opens it from now on doesn't get the mapping that is written to.
+    let other = rt::block_on(graph.add(base("other", ",read-only=on,file.locking=off")));
+    if let Ok(other) = other {
+        assert!(read_all(&other).len() == 8 << 20);
+    }
+    rt::block_on(graph.close_all()).unwrap();
+}

@@ -179,6 +179,7 @@ impl Qcow2Driver {
 
     /// Flushes, clears the dirty bit, gives the tail of the file back.
     pub async fn close(&self) -> Result<()> {
+        self.membership.leave();
         if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {
             return Ok(());
         }

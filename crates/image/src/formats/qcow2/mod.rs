@@ -22,6 +22,7 @@ mod preallocate;
 mod read;
 mod reopen;
 mod resize;
+mod shared;
 mod span;
 mod status;
 mod write;
@@ -63,14 +64,15 @@ pub struct Qcow2Driver {
     /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
-    inflated: inflated::Inflated,
+    inflated: Arc<inflated::Inflated>,
+    membership: shared::Membership,
     /// The header as it is on disk.
     header: Mutex<Header>,
     writable: AtomicBool,
     /// Freed clusters get holes punched.
     punch: AtomicBool,
     /// Something about the mapping has changed: those who wait plan again.
-    events: Events,
+    events: Arc<Events>,
     /// Held by the one write-back cycle, refcount or L1 growth that may run.
     cycle_lock: futures_util::lock::Mutex<()>,
     /// Flushes asked for so far, and how many of them the last good cycle covered.

@@ -3,8 +3,8 @@
 
 use super::cleaner::clean_each;
 use super::encryption;
-use super::inflated::Inflated;
-use super::{Cipher, Events, OpenContext, Qcow2Driver};
+use super::shared::Core;
+use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::node::{Link, Node};
@@ -13,7 +13,7 @@ use arc_swap::ArcSwapOption;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
-use cowshed_qcow2::{Budget, Config, Engine, OverlapSet, Structure};
+use cowshed_qcow2::{Budget, Config, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -81,17 +81,20 @@ impl Qcow2Driver {
             config.other_metadata.extend(snapshot_metadata(&context, &header).await?);
         }
         let punch = context.options.pass_discard_request;
-        let engine = Arc::new(Engine::new(config, &l1));
-        engine.join_budget(Budget::process_wide());
-        if !rt::is_simulated() && context.options.cache_clean_interval_s > 0 {
-            clean_each(&engine, context.options.cache_clean_interval_s);
+        let core = Core::of(&context.file, config, &l1, !context.writable && !context.check);
+        if core.is_new {
+            core.engine.join_budget(Budget::process_wide());
+            if !rt::is_simulated() && context.options.cache_clean_interval_s > 0 {
+                clean_each(&core.engine, context.options.cache_clean_interval_s);
+            }
         }
         Ok(Qcow2Driver {
-            engine,
+            engine: core.engine,
             codec: Mutex::new(Codec::new(header.compression())),
             decompressed_bytes: AtomicU64::new(0),
             max_decompressed_bytes: context.max_decompressed_bytes,
-            inflated: Inflated::new(),
+            inflated: core.inflated,
+            membership: core.membership,
             file: context.file,
             file_name: context.file_name,
             data_file: context.data_file,
@@ -103,7 +106,7 @@ impl Qcow2Driver {
             // Opened to be checked: the check writes past the driver, whose view of the file is stale after a repair.
             writable: AtomicBool::new(context.writable && !context.check),
             punch: AtomicBool::new(punch),
-            events: Events::default(),
+            events: core.events,
             cycle_lock: futures_util::lock::Mutex::new(()),
             flushes_asked: AtomicU64::new(0),
             flushes_covered: AtomicU64::new(0),

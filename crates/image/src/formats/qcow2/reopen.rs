@@ -75,6 +75,7 @@ impl Qcow2Driver {
     }
 
     async fn prepare_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        self.membership.make_exclusive().map_err(|error| self.error(error))?;
         self.engine.set_overlap(overlap_set(options));
         self.set_lazy(options);
         self.plan(|engine| engine.require_refcount_table()).await?;
