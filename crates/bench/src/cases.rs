@@ -3,6 +3,7 @@
 
 use crate::Settings;
 use crate::fixture;
+use crate::large;
 use crate::measure::alternate;
 use crate::memory;
 use crate::nbd;
@@ -46,6 +47,11 @@ pub const CASES: &[Case] = &[
     Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
     Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },
     Case { name: "allocate", about: "writes over NBD that need clusters, also over a backing file", run: writes::run },
+    Case { name: "map", about: "map of fully allocated 1 TiB images", run: large::map },
+    Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },
+    Case { name: "compare", about: "compare a raw and a qcow2 image", run: large::compare },
+    Case { name: "commit", about: "commit an overlay with a quarter of the disk", run: large::commit },
+    Case { name: "rebase", about: "rebase the same overlay to no backing file", run: large::rebase },
 ];
 
 fn info(settings: &Settings) -> Result<Vec<Row>, String> {
@@ -154,13 +160,15 @@ fn convert(
     Ok(row(name, target, Outcome::Pair { pairs, our_bytes, their_bytes }))
 }
 
-fn command(program: &Path, arguments: &[&str], files: &[&Path]) -> Command {
+/// A program with options and files.
+pub fn command(program: &Path, arguments: &[&str], files: &[&Path]) -> Command {
     let mut command = Command::new(program);
     command.args(arguments).args(files);
     command
 }
 
-fn row(name: &str, target: &'static str, result: Outcome) -> Row {
+/// A line of the table.
+pub fn row(name: &str, target: &'static str, result: Outcome) -> Row {
     Row { name: name.to_owned(), target, result }
 }
 
@@ -172,7 +180,7 @@ fn allocated(path: &Path) -> Result<u64, String> {
 }
 
 /// The image whose metadata says that all of 1 TiB is allocated; its data are holes.
-fn terabyte(settings: &Settings, placement: Placement) -> Result<PathBuf, String> {
+pub fn terabyte(settings: &Settings, placement: Placement) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("terabyte-{placement:?}.qcow2").to_lowercase());
     if !path.exists() {
         let partial = path.with_extension("partial");

@@ -5,6 +5,7 @@
 
 mod cases;
 mod fixture;
+mod large;
 mod measure;
 mod memory;
 mod nbd;

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Commands on large images beside qemu-img's: map, measure and compare, commit and rebase.
+
+use crate::Settings;
+use crate::cases::{command, row, terabyte};
+use crate::fixture;
+use crate::measure::alternate;
+use crate::memory;
+use crate::table::{Outcome, Row};
+use cowshed_testkit::bigimage::Placement;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// `map` of 1 TiB of metadata, in order and scattered.
+pub fn map(settings: &Settings) -> Result<Vec<Row>, String> {
+    let images = [
+        ("map, 1 TiB allocated in order", terabyte(settings, Placement::Contiguous)?),
+        ("map, 1 TiB allocated, scattered", terabyte(settings, Placement::Scattered)?),
+    ];
+    images
+        .iter()
+        .map(|(name, image)| both(settings, name, "≥ 4×", &["map", "--output=json", "-f", "qcow2"], &[image]))
+        .collect()
+}
+
+/// `measure` of 1 TiB of metadata.
+pub fn measure(settings: &Settings) -> Result<Vec<Row>, String> {
+    let image = terabyte(settings, Placement::Contiguous)?;
+    let how = ["measure", "-f", "qcow2", "-O", "qcow2"];
+    Ok(vec![both(settings, "measure, 1 TiB allocated in order", "≥ 1.5×", &how, &[&image])?])
+}
+
+/// `compare` of a raw and a qcow2 image with the same content.
+pub fn compare(settings: &Settings) -> Result<Vec<Row>, String> {
+    let raw = fixture::half_full(settings)?;
+    let image = fixture::converted(settings, &raw, "half-full", &[])?;
+    let how = ["compare", "-f", "raw", "-F", "qcow2"];
+    Ok(vec![both(settings, "compare, raw and qcow2, half full", "≥ 1.5×", &how, &[&raw, &image])?])
+}
+
+fn both(settings: &Settings, name: &str, target: &'static str, how: &[&str], files: &[&Path]) -> Result<Row, String> {
+    let pairs = alternate(settings.rounds, &|| Ok(command(&settings.cowshed, how, files)), &|| {
+        Ok(command(&settings.qemu, how, files))
+    })?;
+    Ok(row(name, target, Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }))
+}
+
+/// `commit` of an overlay with a quarter of the disk into its backing file.
+pub fn commit(settings: &Settings) -> Result<Vec<Row>, String> {
+    let layers = Layers::of(settings)?;
+    let name = "commit, a quarter of the disk";
+    let recipe = |program: &Path| {
+        layers.refresh(settings)?;
+        Ok(command(program, &["commit", "-q", "-f", "qcow2"], &[&layers.overlay]))
+    };
+    let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
+    Ok(vec![row(name, "≥ 1.5× where CPU-bound", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })])
+}
+
+/// `rebase` of the same overlay to no backing file: what it has of it is copied.
+pub fn rebase(settings: &Settings) -> Result<Vec<Row>, String> {
+    let layers = Layers::of(settings)?;
+    let name = "rebase to no backing file";
+    let recipe = |program: &Path| {
+        layers.refresh(settings)?;
+        Ok(command(program, &["rebase", "-f", "qcow2", "-b", ""], &[&layers.overlay]))
+    };
+    let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
+    Ok(vec![row(name, "≥ 1.5× where CPU-bound", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })])
+}
+
+/// A half-full base and an overlay that has written a quarter of the disk, kept to be copied for each run.
+struct Layers {
+    base: PathBuf,
+    kept: PathBuf,
+    work: PathBuf,
+    overlay: PathBuf,
+}
+
+impl Layers {
+    fn of(settings: &Settings) -> Result<Layers, String> {
+        let base = fixture::converted(settings, &fixture::half_full(settings)?, "half-full", &[])?;
+        let kept = settings.folder.join(format!("overlay-{}.qcow2", settings.size_mib));
+        let work = settings.folder.join("work-base.qcow2");
+        let layers = Layers { base, kept, work, overlay: settings.folder.join("work-overlay.qcow2") };
+        if !layers.kept.exists() {
+            std::fs::copy(&layers.base, &layers.work).map_err(|e| e.to_string())?;
+            let partial = layers.kept.with_extension("partial");
+            let mut create = Command::new(&settings.qemu);
+            create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "work-base.qcow2"]).arg(&partial);
+            done(&mut create)?;
+            let mut write = Command::new(settings.qemu.with_file_name("qemu-io"));
+            write.arg("-f").arg("qcow2");
+            for piece in 0..settings.size_mib / 32 {
+                write.args(["-c", &format!("write -P {} {}M 8M", piece % 250 + 1, piece * 32)]);
+            }
+            done(write.arg(&partial))?;
+            std::fs::rename(&partial, &layers.kept).map_err(|e| e.to_string())?;
+        }
+        Ok(layers)
+    }
+
+    /// Fresh copies of both.
+    fn refresh(&self, settings: &Settings) -> Result<(), String> {
+        for (from, to) in [(&self.base, &self.work), (&self.kept, &self.overlay)] {
+            std::fs::copy(from, to).map_err(|e| format!("{}: {e}", to.display()))?;
+        }
+        memory::back(settings.size_mib)
+    }
+}
+
+impl Drop for Layers {
+    fn drop(&mut self) {
+        for path in [&self.work, &self.overlay] {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+fn done(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|e| format!("could not run {command:?}: {e}"))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
+    }
+}
