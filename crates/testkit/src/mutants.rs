@@ -20,6 +20,36 @@ pub struct Mutant {
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
     Mutant {
+        name: "bitmap_data_named_before_their_count",
+        about: "a bitmap table points to a cluster whose raised count is not durable",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/record.rs",
+            "            result = self.write_back(true).await;",
+            "            result = if SLIP { Ok(()) } else { self.write_back(true).await };",
+        )],
+    },
+    Mutant {
+        name: "bits_only_in_memory",
+        about: "the bits of a write reach the disk at no time",
+        test: ("crash_bitmaps", "a_killed_process_loses_no_bit"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/record.rs",
+            "        self.write_steps(&steps).await?;",
+            "        if !SLIP { self.write_steps(&steps).await?; }",
+        )],
+    },
+    Mutant {
+        name: "bitmaps_named_before_they_are_durable",
+        about: "the header points to new bitmaps that are not durable, nor counted",
+        test: ("crash_bitmaps", "changes_of_bitmaps_survive_power_cuts"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/publish.rs",
+            "                Ok(place) => self.write_back(true).await.map(|()| place),",
+            "                Ok(place) => if SLIP { Ok(place) } else { self.write_back(true).await.map(|()| place) },",
+        )],
+    },
+    Mutant {
         name: "pointers_with_what_they_point_to",
         about: "entries of L2 tables go out in the first stage, beside refcounts and data",
         test: ("crash_engine", "no_power_cut_harms_an_image"),

@@ -28,6 +28,8 @@ enum Action {
     Shrink,
     /// A write, then a change while bitmaps are in use.
     WriteAndClear,
+    /// The same with another size.
+    WriteAndGrow,
 }
 
 const ACTIONS: &[Action] = &[
@@ -39,6 +41,7 @@ const ACTIONS: &[Action] = &[
     Action::Grow,
     Action::Shrink,
     Action::WriteAndClear,
+    Action::WriteAndGrow,
 ];
 
 const OPTIONS: &[&str] = &[
@@ -73,8 +76,11 @@ async fn act(action: Action) -> Result<()> {
             let source = driver.bitmap_bits("fine").await?;
             BitmapChange::Merge { target: "still".to_owned(), source }
         }
-        Action::Grow | Action::Shrink => {
-            let size = if matches!(action, Action::Grow) { SIZE * 9 } else { SIZE / 4 };
+        Action::Grow | Action::Shrink | Action::WriteAndGrow => {
+            if matches!(action, Action::WriteAndGrow) {
+                node.write(0, IoBuf::zeroed(512)).await.0?;
+            }
+            let size = if matches!(action, Action::Shrink) { SIZE / 4 } else { SIZE * 9 };
             node.resize(size, Preallocation::Off).await?;
             return node.close().await;
         }

@@ -2,6 +2,8 @@
 //! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of what
 //! they had been told is held against what QEMU finds.
 
+use cowshed_image::{OpenRequest, open};
+use cowshed_storage::rt;
 use cowshed_storage::sim::PageMap;
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::journal::Follower;
@@ -115,6 +117,52 @@ fn a_killed_writer_loses_nothing_that_was_flushed() {
             judge(&image, &load.follower);
         }
         assert!(flushes > 10, "{flushes} flushes are no test");
+    });
+}
+
+/// What differs from an empty disk is dirty: by our own reading of what the killed writer left, and by QEMU's once we have
+/// opened and closed the image.
+#[test]
+fn a_killed_writer_loses_no_bit_of_its_bitmaps() {
+    let qemu = Qemu::system();
+    for_each_seed(CASES.len() as u64, |seed| {
+        let case = &CASES[seed as usize % CASES.len()];
+        let folder = temp_dir();
+        let image = folder.path().join("image.qcow2");
+        let name = image.to_str().expect("text path");
+        qemu.create(&image, "qcow2", case.create, case.disk_bytes);
+        qemu.img(["bitmap", "--add", "-g", "512", name, "fine"]).expect_ok();
+        qemu.img(["bitmap", "--add", "-g", "65536", name, "coarse"]).expect_ok();
+        for life in 0..4 {
+            let lines = 60 + (seed * 89 + life * 173) as usize % 700;
+            let load = load(&image, case, seed * 100 + life, u64::MAX, None, lines);
+            assert_eq!(load.code, None, "the writer ended by itself: {}", load.stderr);
+            judge_bitmaps(&image, &qemu.content(&image, "qcow2"));
+        }
+        rt::block_on(async {
+            let node = open(OpenRequest::file(name).format("qcow2").writable(true)).await.expect("opened");
+            node.close().await.expect("closed");
+        });
+        let info = qemu.info(&image, "qcow2");
+        for bitmap in info["format-specific"]["data"]["bitmaps"].as_array().expect("bitmaps") {
+            assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");
+        }
+        assert_eq!(qemu.check(&image, "qcow2").corruptions, 0);
+    });
+}
+
+fn judge_bitmaps(image: &Path, content: &[u8]) {
+    rt::block_on(async {
+        let request = OpenRequest::file(image.to_str().expect("text path")).format("qcow2");
+        let node = open(request).await.expect("opened");
+        for bitmap in ["fine", "coarse"] {
+            let bits = node.qcow2().expect("qcow2").bitmap_bits(bitmap).await.expect("the bitmap counts");
+            for (sector, bytes) in content.chunks(512).enumerate() {
+                let is_written = bytes.iter().any(|byte| *byte != 0);
+                assert!(!is_written || bits.covers(sector as u64 * 512, 1), "{bitmap}: sector {sector} is lost");
+            }
+        }
+        node.close().await.expect("closed");
     });
 }
 

@@ -118,6 +118,66 @@ fn qemu_nbd_ends_with_its_last_client() {
     oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 5 0 1M".into()]);
 }
 
+/// The dirty ranges of a context, by qemu-img and by nbdinfo.
+fn dirty(oracle: &Oracle, bitmap: &str) -> Vec<(u64, u64)> {
+    let (name, socket) = (format!("qemu:dirty-bitmap:{bitmap}"), oracle.work().join("n.sock"));
+    let options =
+        format!("driver=nbd,server.type=unix,server.path={},export=x,x-dirty-bitmap={name}", socket.display());
+    let map = oracle.qemu.img(["map", "--output=json", "--image-opts", &options]).expect_ok().json();
+    let runs = |map: &serde_json::Value, start: &str, is_dirty: fn(&serde_json::Value) -> bool| -> Vec<(u64, u64)> {
+        let runs = map.as_array().expect("runs").iter().filter(|run| is_dirty(run));
+        runs.map(|run| (run[start].as_u64().expect("start"), run["length"].as_u64().expect("length"))).collect()
+    };
+    let found = runs(&map, "start", |run| run["data"] == false);
+    let uri = format!("nbd+unix:///x?socket={}", socket.display());
+    let output = Command::new("nbdinfo").args([format!("--map={name}"), "--json".to_owned(), uri]).output();
+    let output = output.expect("nbdinfo runs: scripts/setup test installs it");
+    let map = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(runs(&map, "offset", |run| run["type"] == 1), found);
+    found
+}
+
+#[test]
+fn dirty_bitmaps_are_offered_by_every_command_line() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 base.qcow2 8M");
+    oracle.make("bitmap --add -g 64k base.qcow2 below");
+    oracle.io(&["write -q 1M 64k"], "base.qcow2");
+    oracle.make("create -q -f qcow2 -b base.qcow2 -F qcow2 disk.qcow2");
+    oracle.make("bitmap --add -g 512 disk.qcow2 b");
+    oracle.io(&["write -q 4k 1k", "write -q 5M 128k"], "disk.qcow2");
+    let expected = [(4096, 1024), (5 << 20, 128 << 10)];
+    let blockdev = "driver=qcow2,node-name=d,read-only=on,file.driver=file,file.filename=disk.qcow2";
+    let export = "nbd,id=e,node-name=d,name=x,bitmaps.0=b,bitmaps.1=below";
+    for arguments in [
+        &["qemu-nbd", "-r", "-t", "-k", "n.sock", "-x", "x", "-B", "b", "-B", "below", "-f", "qcow2", "disk.qcow2"][..],
+        &["serve", "-r", "-k", "n.sock", "-x", "x", "--bitmap", "b", "--bitmap=below", "disk.qcow2"],
+        &[
+            "qemu-storage-daemon",
+            "--nbd-server",
+            "addr.type=unix,addr.path=n.sock",
+            "--blockdev",
+            blockdev,
+            "--export",
+            export,
+        ],
+    ] {
+        let serving = Serving::start(oracle.work(), arguments);
+        await_socket(&oracle.work().join("n.sock"));
+        assert_eq!(dirty(&oracle, "b"), expected, "{arguments:?}");
+        assert_eq!(dirty(&oracle, "below"), [(1 << 20, 65536)], "{arguments:?}");
+        serving.signal("TERM");
+        assert!(serving.wait().success(), "{arguments:?}");
+    }
+    let refused = Command::new(COWSHED)
+        .args(["qemu-nbd", "-k", "n.sock", "-B", "nothing", "disk.qcow2"])
+        .current_dir(oracle.work())
+        .output()
+        .expect("our own binary runs");
+    let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && message.contains("Bitmap 'nothing' is not found"), "{message}");
+}
+
 #[test]
 fn qemu_nbd_serves_an_internal_snapshot_for_reading() {
     let oracle = Oracle::new();

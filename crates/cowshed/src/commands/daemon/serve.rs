@@ -60,6 +60,9 @@ struct ServeArgs {
     /// Name of the export, where there is one image
     #[arg(short = 'x', long, value_name = "NAME")]
     export_name: Option<String>,
+    /// Offer the context qemu:dirty-bitmap:NAME, where there is one image; may be given several times
+    #[arg(short = 'B', long, value_name = "NAME")]
+    bitmap: Vec<String>,
     /// Threads that serve clients [default: the number of processors, at most 4]
     #[arg(long, value_name = "N")]
     queues: Option<usize>,
@@ -190,8 +193,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             (None, true) => String::new(),
             (None, false) => id.clone(),
         };
+        if !only && !args.bitmap.is_empty() {
+            return Err(Failure::new("--bitmap needs exactly one image"));
+        }
         let options = json!({"type": "nbd", "id": id, "node-name": id, "name": name, "writable": writable,
-                             "allocation-depth": true});
+                             "allocation-depth": true, "bitmaps": args.bitmap});
         steps.push(Step::call("export", "block-export-add", "BlockExportOptions", options));
     }
     steps.extend(controls);

@@ -9,12 +9,14 @@ use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS;
 use cowshed_layout::qcow2::{BitmapEntry, BitmapsExtension, Header, limits};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Bytes of a table that are read at once.
 const TABLE_PIECE_BYTES: u64 = 1 << 20;
+/// Tables of all recording bitmaps together: they are read before the first write.
+const TABLES_BYTES: u64 = 256 << 20;
 /// Bits, and table entries, that one image may have in memory, in bytes.
 const MEMORY_BYTES: u64 = 1 << 30;
 /// Memory that an entry of a table takes, about.
@@ -52,11 +54,12 @@ impl Qcow2Driver {
         }
         let header = self.header();
         let entries = read_directory(&self.file, &header).await.map_err(|error| self.error(error))?;
-        let journal = header.bitmap_journal();
+        let journal: Option<HashSet<u32>> =
+            header.bitmap_journal().map(|found| found.entries.iter().copied().collect());
         let mut known = Known { is_read: true, in_use: journal.is_some(), ..Known::default() };
         for (index, mut entry) in entries.into_iter().enumerate() {
             entry.validate(header.size, header.cluster_bits).map_err(|error| self.error(error))?;
-            let journaled = journal.is_some_and(|journal| journal.entries.contains(&(index as u32)));
+            let journaled = journal.as_ref().is_some_and(|journal| journal.contains(&(index as u32)));
             let is_marked = entry.flags & FLAG_IN_USE != 0;
             if journaled && fits(&entry, header.size, header.cluster_bits) {
                 entry.flags &= !FLAG_IN_USE;
@@ -85,6 +88,13 @@ impl Qcow2Driver {
         self.know_bitmaps().await?;
         let known = self.bitmaps.known();
         let strange = known.maps.iter().find(|map| map.is_enabled() && !map.is_inconsistent() && !map.is_usable());
+        let recording = known.maps.iter().filter(|map| map.is_recording());
+        let tables: u64 = recording.map(|map| u64::from(map.entry.table_size) * 8).sum();
+        if tables > TABLES_BYTES {
+            let message =
+                format!("the tables of the enabled bitmaps are larger than {} MiB together", TABLES_BYTES >> 20);
+            return Err(self.error(Error::new(ErrorKind::Limit, message).field("bitmap_table_size").value(tables)));
+        }
         match strange {
             Some(map) => {
                 let message = format!("the enabled bitmap '{}' has extra data that is not understood", map.name());
