@@ -3,7 +3,7 @@
 //! reading the disk goes on. And disks that get full, or fail, while bitmaps are changed.
 
 use cowshed_block::{Errno, Result};
-use cowshed_image::check::{CheckOptions, check};
+use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
@@ -199,4 +199,33 @@ fn a_full_or_failing_disk_leaves_the_bitmaps_as_they_were() {
         }
     }
     assert!(failed > 12, "only {failed} runs failed");
+}
+
+/// A program without bitmaps clears both bits and leaves the extensions: nobody uses the bitmaps any more, a repair frees them.
+#[test]
+fn what_another_program_made_stale_is_freed_by_a_repair() {
+    let machine = world(&image());
+    machine.run(change_one()).expect("a change");
+    machine.run(write_one()).expect("a write");
+    let mut bytes = machine.contents(NAME).expect("the image").to_vec();
+    put(&mut bytes, 88, 8, 0);
+    let machine = world(&bytes);
+    machine.run(write_one()).expect("stale bitmaps are nobody's");
+    let run = |repair: Repair| {
+        let options = CheckOptions { repair, ..CheckOptions::default() };
+        machine.run(async {
+            let file = File::open(Path::new(NAME), &OpenOptions { write: true, ..OpenOptions::default() })?;
+            check(&file, &options, &|_, _| true).await
+        })
+    };
+    assert!(run(Repair::None).expect("a check").counters.leaks > 4);
+    let repaired = run(Repair::Leaks).expect("a repair");
+    assert!(repaired.is_clean(), "{:?} {:?}", repaired.counters, repaired.notes);
+    let folder = temp_dir();
+    let path = folder.path().join(NAME);
+    std::fs::write(&path, machine.contents(NAME).expect("the image").to_vec()).expect("written");
+    Qemu::system().expect_clean(&path);
+    let info = Qemu::system().info(&path, "qcow2");
+    assert_eq!(info["format-specific"]["data"]["bitmaps"], serde_json::Value::Null, "{info}");
+    assert_eq!(machine.run(first_bytes()).expect("the disk can be read"), 1);
 }

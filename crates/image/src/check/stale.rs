@@ -3,47 +3,43 @@
 
 use super::session::Session;
 use cowshed_block::Result;
-use cowshed_layout::qcow2::extension_type;
+use cowshed_layout::qcow2::{HeaderStages, extension_type, switch_header};
 use cowshed_qcow2::check::{Ledger, Outlook};
 
+/// Bytes of which a write is atomic.
+const SECTOR_BYTES: usize = 512;
+
 impl Session<'_> {
-    /// Ends the header's extensions before the one for bitmaps, with a barrier, so that nothing names the bitmaps'
-    /// clusters when they are freed. False when another extension follows: the header stays as it is, and so do they.
+    /// Takes the extension for bitmaps out of the header, durably, so that nothing names the bitmaps' clusters when they
+    /// are freed. False where that can't be done at once: the header stays as it is, and so do they.
     pub(super) async fn drop_stale_bitmaps(&mut self) -> Result<bool> {
-        let Some(at) = self.last_bitmaps_extension().await? else { return Ok(false) };
-        // Type and length are eight aligned bytes: they change in one sector, at once.
-        self.write(at, &[0; 8]).await?;
-        self.barrier().await?;
+        let Some(stages) = self.without_bitmaps().await? else { return Ok(false) };
+        for stage in stages {
+            for (at, bytes) in stage {
+                self.write(at, &bytes).await?;
+            }
+            self.barrier().await?;
+        }
         self.header.remove_extension(extension_type::BITMAPS);
+        self.header.remove_extension(extension_type::BITMAP_JOURNAL);
         self.stale_bitmaps = false;
         Ok(true)
     }
 
-    /// Where the extension for bitmaps is; `None` unless it is the header's last one.
-    async fn last_bitmaps_extension(&self) -> Result<Option<u64>> {
-        let len = (self.geometry.cluster_size() as usize).min(1 << 16);
-        let bytes = self.read(0, len).await?;
-        let number = |at: usize| {
-            let word = bytes.get(at..at + 4)?;
-            Some(u32::from_be_bytes(word.try_into().ok()?))
-        };
-        let mut at = self.header.header_length as usize;
-        while let (Some(kind), Some(size)) = (number(at), number(at + 4)) {
-            let next = at + 8 + (size as usize).next_multiple_of(8);
-            match kind {
-                extension_type::BITMAPS if number(next).is_none_or(|kind| kind == extension_type::END) => {
-                    return Ok(Some(at as u64));
-                }
-                extension_type::BITMAPS | extension_type::END => break,
-                _ => at = next,
-            }
-        }
-        Ok(None)
+    /// The writes that take the extension out, a power cut leaving the old header or the new; `None` where there are none.
+    async fn without_bitmaps(&self) -> Result<Option<HeaderStages>> {
+        let mut new = self.header.clone();
+        new.remove_extension(extension_type::BITMAPS);
+        new.remove_extension(extension_type::BITMAP_JOURNAL);
+        let cluster = self.read(0, self.geometry.cluster_size() as usize).await?;
+        let stages = switch_header(&cluster, &self.header, &new)?;
+        let is_torn = stages.iter().flatten().any(|(at, bytes)| *at == 0 && bytes.len() > SECTOR_BYTES);
+        Ok((!is_torn).then_some(stages))
     }
 
     /// What a repair can do about what was found.
     pub(super) async fn outlook(&self, ledger: &Ledger) -> Result<Outlook> {
-        let bitmaps_stay = self.stale_bitmaps && self.last_bitmaps_extension().await?.is_none();
+        let bitmaps_stay = self.stale_bitmaps && self.without_bitmaps().await?.is_none();
         let mut outlook =
             Outlook::new(&self.header, ledger, self.obstacles.clone(), bitmaps_stay, self.context.file_len);
         outlook.lossy = self.options.lossy;
