@@ -10,6 +10,7 @@ use crate::nbd;
 use crate::queues;
 use crate::random_io;
 use crate::reads;
+use crate::snapshots;
 use crate::table::{Outcome, Row};
 use crate::writes;
 use cowshed_testkit::bigimage::{self, Placement};
@@ -38,6 +39,7 @@ pub const CASES: &[Case] = &[
     Case { name: "random-read", about: "4 KiB reads at depth 32 through the library", run: random_io::read },
     Case { name: "random-write", about: "4 KiB overwrites at depth 32 through the library", run: random_io::overwrite },
     Case { name: "queues", about: "reads from one and from two queues through the library", run: queues::run },
+    Case { name: "snapshot", about: "internal snapshots of 200 GiB that are mapped", run: snapshots::run },
     Case { name: "nbd", about: "beside qemu-nbd, through the page cache", run: nbd::nbd },
     Case { name: "nbd-direct", about: "the same past the page cache", run: nbd::nbd_direct },
     Case { name: "daemon", about: "beside qemu-storage-daemon, through the page cache", run: nbd::daemon },

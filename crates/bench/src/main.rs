@@ -12,6 +12,7 @@ mod nbd;
 mod queues;
 mod random_io;
 mod reads;
+mod snapshots;
 mod table;
 mod writes;
 

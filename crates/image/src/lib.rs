@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The block graph: options, opening, reading and writing of disk images.
 
+pub mod amend;
 pub mod check;
 pub mod codec;
 pub mod create;

@@ -4,8 +4,10 @@
 //! Each job is an options struct and an `async fn run(&options, &JobHandle)`; the command line and QMP call the
 //! same. See the README of this crate.
 
+pub mod amend;
 pub mod backup;
 pub mod bitmap;
+pub mod bench;
 pub mod check;
 pub mod commit;
 pub mod compare;

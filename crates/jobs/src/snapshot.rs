@@ -46,7 +46,8 @@ pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) ->
     result.and(closed)
 }
 
-fn file_of(node: &Node) -> Result<File> {
+/// The file of a qcow2 image that is opened bare.
+pub(crate) fn file_of(node: &Node) -> Result<File> {
     if node.qcow2().is_none() {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
         return Err(Error::unsupported(message).file(node.filename()));

@@ -2,10 +2,12 @@
 //! How the user names an image.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::open::Policy;
+use cowshed_image::open::{Policy, options_of_name};
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, open};
+use serde_json::Value;
 use std::sync::Arc;
 
 /// An image as named on a command line or in a QMP command.
@@ -21,6 +23,8 @@ pub struct ImageSpec {
     pub force_share: bool,
     /// Cache mode: `none`, `writeback`, `writethrough`, `directsync`, `unsafe`.
     pub cache: Option<String>,
+    /// Who does the I/O of its file (`-i`, `-n`): `threads`, `native`, `io_uring`.
+    pub aio: Option<String>,
     /// Lock a raw image as qemu-img does, see [`OpenRequest::sharing_raw`].
     pub shares_raw: bool,
     /// What the image may make us open, and how large it may be.
@@ -48,13 +52,13 @@ impl ImageSpec {
 
     /// What to open, read-only and with its backing chain.
     pub fn request(&self) -> Result<OpenRequest> {
-        let request = if self.image_opts {
-            if self.format.is_some() {
-                return Err(Error::invalid_argument("a format can't be given besides image options"));
-            }
-            OpenRequest::image_opts(&self.name)?
-        } else {
-            OpenRequest::file(&self.name).format(self.format.as_deref())
+        if self.image_opts && self.format.is_some() {
+            return Err(Error::invalid_argument("a format can't be given besides image options"));
+        }
+        let request = match (&self.aio, self.image_opts) {
+            (Some(aio), _) => OpenRequest::options(self.tree_with_aio(aio)?),
+            (None, true) => OpenRequest::image_opts(&self.name)?,
+            (None, false) => OpenRequest::file(&self.name).format(self.format.as_deref()),
         };
         let request = request
             .force_share(self.force_share)
@@ -66,6 +70,27 @@ impl ImageSpec {
             Some(mode) => request.cache(mode),
             None => Ok(request),
         }
+    }
+
+    /// The option tree of the image with the choice of who does the I/O of its file.
+    fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
+        if aio == "native" && !matches!(self.cache.as_deref(), Some("none" | "directsync")) {
+            let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+            return Err(Error::invalid_argument(message));
+        }
+        let mut tree = match self.image_opts {
+            true => BlockdevOptions::from_keyval(&self.name)?,
+            false => options_of_name(&self.name, self.format.as_deref())?,
+        };
+        match tree.remove("file") {
+            Some(Value::Object(mut file)) => {
+                file.insert("aio".to_owned(), aio.into());
+                tree.insert("file", file);
+            }
+            Some(other) => tree.insert("file", other),
+            None => tree.insert("aio", aio),
+        }
+        Ok(tree)
     }
 
     /// Opens it for reading.

@@ -4,7 +4,7 @@
 
 use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, CheckReport, Repair, check};
-use cowshed_image::snapshots::{self, Lookup, SnapshotName, SnapshotOptions};
+use cowshed_image::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
@@ -84,7 +84,7 @@ async fn contents() -> Result<Contents> {
     node.close().await?;
     for snapshot in listed {
         let name = String::from_utf8_lossy(&snapshot.name).into_owned();
-        let bytes = read(Some(SnapshotName { name: name.clone(), lookup: Lookup::Name })).await?;
+        let bytes = read(Some(SnapshotName::of_name(name.clone()))).await?;
         all.push((Some(name), bytes));
     }
     Ok(all)

@@ -3,8 +3,11 @@
 
 use super::arguments::refuse_objects;
 use super::{Verb, create_options, sizes, work};
+use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
+use cowshed_image::create::schema::options_of;
 use cowshed_jobs::create::{self, CreateRequest};
 
 pub const VERB: Verb = Verb {
@@ -66,6 +69,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [file, size] => (file, Some(sizes::size("image size", size)?)),
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
+    if console.persona == Persona::QemuImg && options_of(&args.format).is_none() {
+        return Err(Failure::new(format!("{file}: Unknown file format '{}'", args.format)));
+    }
     let request = CreateRequest {
         filename: file.clone(),
         format: args.format,
@@ -77,7 +83,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         ..CreateRequest::default()
     };
     let persona = console.persona;
-    let failed = |error| Failure::about(persona, file, &error);
+    let failed = |error| failed(persona, file, &error);
     let plan = work::run_quietly(|_| create::prepare(&request)).map_err(failed)?;
     if !args.quiet {
         console.line(plan.summary());
@@ -85,4 +91,24 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     work::run_quietly(|_| plan.run()).map_err(failed)?;
     Ok(0)
+}
+
+/// qemu-img says first which backing file it could not open.
+fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
+    let backing = error.file_name().unwrap_or_default();
+    let text = error.to_string();
+    let reason = text.strip_prefix(&format!("{backing}: could not open the backing image: "));
+    match (persona, reason) {
+        (Persona::QemuImg, Some(reason)) => {
+            let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
+            Failure::new(format!("{file}: Could not open '{backing}': {reason}\nCould not open backing image."))
+        }
+        (Persona::QemuImg, None) => match error.message() {
+            "image creation needs a size parameter" => {
+                Failure::new(format!("{file}: Image creation needs a size parameter"))
+            }
+            _ => Failure::about(persona, file, error),
+        },
+        _ => Failure::about(persona, file, error),
+    }
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The commands table. A verb is one file here and one line in [`COMMANDS`].
 
+pub mod amend;
 pub mod arguments;
+pub mod bench;
 pub mod bitmap;
 pub mod check;
 pub mod commit;
@@ -65,10 +67,12 @@ pub const COMMANDS: &[Verb] = &[
     measure::VERB,
     resize::VERB,
     snapshot::VERB,
+    amend::VERB,
     bitmap::VERB,
     commit::VERB,
     rebase::VERB,
     dd::VERB,
+    bench::VERB,
     io::VERB,
     daemon::serve::VERB,
     daemon::top::VERB,
@@ -78,7 +82,7 @@ pub const COMMANDS: &[Verb] = &[
 ];
 
 /// Verbs of qemu-img that we don't have yet.
-pub const NOT_YET: &[&str] = &["amend", "bench"];
+pub const NOT_YET: &[&str] = &[];
 
 pub use daemon::TOOLS;
 

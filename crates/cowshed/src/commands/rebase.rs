@@ -116,10 +116,13 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     }
     let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str())) && base != &options.image.name;
     match is_base || error.message().contains("loop") {
-        true => Failure::new(format!(
-            "Could not open new backing file '{base}': {}",
-            Failure::open(persona, base, error).message
-        )),
+        true => {
+            let reason = Failure::open(persona, base, error).message;
+            // The file that could not be opened is named once.
+            let again = format!("Could not open '{base}': Could not open");
+            let reason = reason.strip_prefix(&again).map_or(reason.clone(), |rest| format!("Could not open{rest}"));
+            Failure::new(format!("Could not open new backing file '{base}': {reason}"))
+        }
         false => Failure::open(persona, &options.image.name, error),
     }
 }

@@ -66,7 +66,7 @@ const WRITE: &str = " -P BYTE  write this byte (default: 0xcd)
 const ZERO: &str = " -z       write zeroes without transferring them
  -u       with -z: the space may be given back";
 
-const VM_STATE: &str = " -b       the state of a virtual machine (not yet supported)";
+const VM_STATE: &str = " -b       the state of a virtual machine, behind the disk";
 
 const BACKGROUND: &str = " The command succeeds once the request is under way; errors and wrong data are only printed.
  -i       only say so: for other programs' statistics";

@@ -78,11 +78,54 @@ impl Expected {
     }
 }
 
-fn refuse_vm_state(arguments: &Arguments) -> Done {
-    match arguments.has('b') {
-        true => Err(Failed::output("the state of a virtual machine (-b) is not yet supported")),
-        false => Ok(()),
+/// The disk, or with `-b` the state of a virtual machine, as a place of requests.
+struct Place {
+    node: std::sync::Arc<Node>,
+    is_vm_state: bool,
+}
+
+impl Place {
+    fn of(shell: &Shell, arguments: &Arguments) -> std::result::Result<Place, Failed> {
+        let session = shell.session()?;
+        let is_vm_state = arguments.has('b');
+        Ok(Place { node: if is_vm_state { session.image() } else { session.node.clone() }, is_vm_state })
     }
+
+    async fn read(&self, range: Range) -> Result<IoBuf> {
+        let buf = IoBuf::zeroed(range.len as usize);
+        let (result, data) = match (self.is_vm_state, self.node.qcow2()) {
+            (false, _) => {
+                check_end(&self.node, range)?;
+                self.node.read(range.offset, buf).await
+            }
+            (true, Some(driver)) => driver.read_vm_state(range.offset, buf).await,
+            (true, None) => return Err(self.no_vm_state()),
+        };
+        result.map(|()| data)
+    }
+
+    async fn write_vm_state(&self, range: Range, data: IoBuf) -> Result<()> {
+        match self.node.qcow2() {
+            Some(driver) => driver.write_vm_state(range.offset, data).await.0?,
+            None => return Err(self.no_vm_state()),
+        }
+        self.node.flush().await
+    }
+
+    fn no_vm_state(&self) -> Error {
+        let message =
+            format!("images of the format '{}' can't hold the state of a virtual machine", self.node.driver_name());
+        Error::unsupported(message).with_errno(cowshed_block::Errno::ENOTSUP)
+    }
+}
+
+fn check_sectors(range: Range) -> Done {
+    for (what, value) in [("offset", range.offset), ("count", range.len)] {
+        if !value.is_multiple_of(SECTOR_BYTES) {
+            return Err(Failed::output(format!("{value} is not a sector-aligned value for '{what}'")));
+        }
+    }
+    Ok(())
 }
 
 pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
@@ -92,7 +135,9 @@ pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
     if pattern.is_none() && (skip.is_some() || len.is_some()) {
         return Err(Failed::usage());
     }
-    refuse_vm_state(&arguments)?;
+    if arguments.has('b') {
+        check_sectors(range)?;
+    }
     let skip = skip.unwrap_or(0);
     let len = len.unwrap_or(range.len.saturating_sub(skip));
     if skip.checked_add(len).is_none_or(|end| end > range.len) {
@@ -110,15 +155,9 @@ pub(super) async fn readv(shell: &mut Shell, arguments: Arguments) -> Done {
 }
 
 async fn read_range(shell: &mut Shell, arguments: &Arguments, range: Range, expected: Option<Expected>) -> Done {
-    let node = shell.session()?.node.clone();
+    let place = Place::of(shell, arguments)?;
     let started = Instant::now();
-    let result = match check_end(&node, range) {
-        Ok(()) => {
-            let (result, data) = node.read(range.offset, IoBuf::zeroed(range.len as usize)).await;
-            result.map(|()| data)
-        }
-        Err(error) => Err(error),
-    };
+    let result = place.read(range).await;
     let elapsed = started.elapsed();
     let data = result.map_err(|error| Failed::output(format!("read failed: {}", shell.reason(&error))))?;
     let verdict = expected.and_then(|expected| expected.verdict(&data, range.offset));
@@ -162,13 +201,8 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
     }
     let range = range(&arguments)?;
     if has('b') || has('c') {
-        for (what, value) in [("offset", range.offset), ("count", range.len)] {
-            if !value.is_multiple_of(SECTOR_BYTES) {
-                return Err(Failed::output(format!("{value} is not a sector-aligned value for '{what}'")));
-            }
-        }
+        check_sectors(range)?;
     }
-    refuse_vm_state(&arguments)?;
     if has('z') && has('r') {
         return Err(Failed::output("cannot combine zero write with registered I/O buffer"));
     }
@@ -176,9 +210,17 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
         Some(path) => Some(read_source(path)?),
         None => None,
     };
+    let place = Place::of(shell, &arguments)?;
     let (node, image) = (shell.session()?.node.clone(), shell.session()?.image());
     let started = Instant::now();
     let result = match check_end(&node, range) {
+        _ if has('b') => {
+            let data = match &source {
+                Some(source) => repeated(source, range.len as usize),
+                None => filled(pattern.unwrap_or(DEFAULT_PATTERN), range.len as usize),
+            };
+            place.write_vm_state(range, data).await
+        }
         Err(error) => Err(error),
         Ok(()) if has('z') => write_zeroes(&node, range, &arguments).await,
         Ok(()) => {

@@ -42,6 +42,9 @@ impl Failure {
     pub fn open(persona: Persona, name: &str, error: &Error) -> Self {
         match persona {
             Persona::Cowshed | Persona::Tool(_) => Self::about(persona, name, error),
+            Persona::QemuImg if error.message() == "can't find the snapshot" => {
+                Self::new("Failed to load snapshot: Can't find snapshot")
+            }
             Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error))),
         }
     }

@@ -9,8 +9,10 @@ fn cowshed(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-const VERBS: [&str; 11] =
-    ["create", "info", "map", "check", "compare", "convert", "measure", "resize", "bitmap", "dd", "io"];
+const VERBS: [&str; 16] = [
+    "create", "info", "map", "check", "compare", "convert", "measure", "resize", "snapshot", "commit", "rebase",
+    "amend", "bitmap", "dd", "bench", "io",
+];
 
 /// The options that a help text lists, short and long.
 fn options(help: &str) -> Vec<String> {

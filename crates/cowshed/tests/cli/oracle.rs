@@ -99,18 +99,65 @@ impl Oracle {
     /// As [`Oracle::compare`] for runs that write: each tool works on its own copy of the folder. `check` sees both.
     pub fn compare_writing(&self, line: &str, check: impl FnOnce(&Path, &Path)) {
         let arguments = words(line);
-        let (theirs, own) = (self.folder.path().join("theirs"), self.folder.path().join("own"));
-        for copy in [&theirs, &own] {
-            let _ = std::fs::remove_dir_all(copy);
-            let copied = Command::new("cp").arg("-a").arg("--sparse=always").arg(self.work()).arg(copy).status();
-            assert!(copied.is_ok_and(|status| status.success()), "cp -a");
-        }
+        let (theirs, own) = self.copies();
         let real = tidy(self.real(&theirs, &arguments));
         let ours = tidy(self.as_installed(self.ours(&own, &arguments)));
         self.note(line, &real, &ours);
         if real.code == Some(0) && ours.code == Some(0) {
             check(&theirs, &own);
         }
+    }
+
+    /// Several runs, one after the other, of each tool on its own copy of the folder: what they say is compared, and
+    /// afterwards what is in each of `images` (name and format).
+    pub fn compare_session(&self, lines: &[&str], images: &[(&str, &str)]) {
+        let (theirs, own) = self.copies();
+        for line in lines {
+            let arguments = words(line);
+            let real = masked(tidy(self.real(&theirs, &arguments)));
+            let ours = masked(tidy(self.as_installed(self.ours(&own, &arguments))));
+            self.note(&format!("{line}   (of {lines:?})"), &real, &ours);
+        }
+        for (image, format) in images {
+            let place = |folder: &Path| folder.join(image).display().to_string();
+            let said = self.qemu.img(["compare", "-f", format, "-F", format, &place(&theirs), &place(&own)]);
+            if said.code != 0 {
+                let _ = writeln!(self.differences.borrow_mut(), "== {lines:?}: {image} differs: {}", said.stdout);
+            }
+            let described = |folder: &Path| described(&self.qemu, &folder.join(image), format);
+            let (real, ours) = (described(&theirs), described(&own));
+            if real != ours {
+                let _ =
+                    writeln!(self.differences.borrow_mut(), "== {lines:?}: {image}\n-- real: {real}\n-- ours: {ours}");
+            }
+            if *format == "qcow2" {
+                let check = self.qemu.check(&own.join(image), format);
+                if check.code != 0 && check.code != self.qemu.check(&theirs.join(image), format).code {
+                    let _ = writeln!(self.differences.borrow_mut(), "== {lines:?}: {image}: {}", check.json);
+                }
+            }
+        }
+    }
+
+    /// An empty folder for each of the two.
+    pub fn folders(&self) -> (PathBuf, PathBuf) {
+        self.copies()
+    }
+
+    /// The folder with our program by the name qemu-img.
+    pub fn bin(&self) -> &Path {
+        self.ours.parent().unwrap_or(&self.ours)
+    }
+
+    /// A copy of the folder for each of the two.
+    fn copies(&self) -> (PathBuf, PathBuf) {
+        let (theirs, own) = (self.folder.path().join("theirs"), self.folder.path().join("own"));
+        for copy in [&theirs, &own] {
+            let _ = std::fs::remove_dir_all(copy);
+            let copied = Command::new("cp").arg("-a").arg("--sparse=always").arg(self.work()).arg(copy).status();
+            assert!(copied.is_ok_and(|status| status.success()), "cp -a");
+        }
+        (theirs, own)
     }
 
     /// Both refuse: same exit code, and the same words up to the reason, which is ours to word.
@@ -147,6 +194,11 @@ impl Oracle {
     pub fn verdict(&self) {
         let differences = self.differences.borrow();
         assert!(differences.is_empty(), "our qemu-img differs from {:?}\n{differences}", self.version);
+    }
+
+    /// What differed so far.
+    pub fn differences(&self) -> String {
+        self.differences.borrow().clone()
     }
 
     fn as_installed(&self, said: Said) -> Said {
@@ -208,6 +260,35 @@ fn tidy(said: Said) -> Said {
     let err =
         said.err.lines().filter(|line| !line.starts_with("Try '")).fold(String::new(), |text, line| text + line + "\n");
     Said { err, ..said }
+}
+
+/// Without times.
+fn masked(said: Said) -> Said {
+    let line = |line: &str| match line.split_once("Run completed in ") {
+        Some((start, _)) => format!("{start}Run completed in TIME\n"),
+        None => format!("{line}\n"),
+    };
+    Said { out: said.out.lines().map(line).collect(), ..said }
+}
+
+/// What the real tool says of an image, but for what depends on place and time.
+fn described(qemu: &Qemu, path: &Path, format: &str) -> String {
+    let said = qemu.img(["info", "--output=json", "-f", format, &path.display().to_string()]);
+    if said.code != 0 {
+        return format!("exit code {}", said.code);
+    }
+    let mut info = said.json();
+    if let Some(info) = info.as_object_mut() {
+        for key in ["filename", "actual-size", "full-backing-filename", "children"] {
+            info.remove(key);
+        }
+        if let Some(snapshots) = info.get_mut("snapshots").and_then(|list| list.as_array_mut()) {
+            for snapshot in snapshots.iter_mut().filter_map(|snapshot| snapshot.as_object_mut()) {
+                snapshot.retain(|key, _| !key.starts_with("date"));
+            }
+        }
+    }
+    info.to_string()
 }
 
 /// Our text as an older qemu-img prints it.

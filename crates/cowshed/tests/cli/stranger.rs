@@ -61,7 +61,7 @@ fn wrong_command_lines() {
         ("info --object secret,id=a,file=nofile x", &["nofile", "No such file"]),
         ("info --object secret,id=a,data=b --object secret,id=a,data=c x", &["'a'", "duplicate"]),
         ("info --object rng-random,id=a x", &["rng-random"]),
-        ("amend x", &["amend", "not yet supported"]),
+        ("amend x", &["Must specify options"]),
         ("rebase x", &["backing file (-b)"]),
         ("commit --untrusted x", &["named by -b"]),
         ("completions tcsh", &["tcsh"]),

@@ -76,6 +76,23 @@ pub const RAW: &[CreateOption] = &[
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
+/// Options of a qcow2 image that exists which can be changed.
+pub const QCOW2_AMEND: &[CreateOption] = &[
+    option("backing_file", Text, "image that unallocated clusters read from: only its name"),
+    option("backing_fmt", Text, "format of the backing file"),
+    option("compat", Text, "version of the format: 0.10 (v2) or 1.1 (v3)"),
+    option("data_file", Text, "file that holds the guest's clusters: only its name"),
+    option("data_file_raw", Switch, "off: the data file need not stay a raw image of the disk"),
+    option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost"),
+    option("encrypt.keyslot", Number, "the key slot to change"),
+    option("encrypt.new-secret", Text, "id of the secret for the slots that are set; empty to erase"),
+    option("encrypt.old-secret", Text, "id of the secret that the slots to change have now"),
+    option("encrypt.state", Text, "what the slots become: active or inactive"),
+    option("lazy_refcounts", Switch, "write reference counts at close only, under the dirty bit"),
+    option("refcount_bits", Number, "width of a reference count: 1, 2, 4, 8, 16, 32 or 64 bits"),
+    option("size", Size, "size of the virtual disk"),
+];
+
 /// The options of a format, `None` when images of this format can't be created.
 pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
     match format {

@@ -3,7 +3,7 @@
 
 use super::Overrides;
 use super::wreck::{Wreck, salvage};
-use crate::snapshots::{SnapshotName, find};
+use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
 
@@ -68,7 +68,7 @@ impl Wreck {
     /// There is no such snapshot in what can be read of the table.
     pub async fn enter_snapshot(&mut self, wanted: &SnapshotName, overrides: &Overrides) -> Result<()> {
         let SnapshotList { snapshots, fault } = self.snapshots().await;
-        let Some(index) = find(&snapshots, wanted.name.as_bytes(), wanted.lookup) else {
+        let Some(index) = wanted.find(&snapshots) else {
             let message = match fault {
                 Some(fault) => format!("no such snapshot; {fault}"),
                 None => "no such snapshot".to_owned(),

@@ -5,30 +5,63 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
 use std::collections::HashSet;
+use std::ops::Range;
 
-/// Hands out clusters whose count is zero, each once.
-pub(super) struct FreeClusters {
+/// The counts on disk, read block by block.
+pub(crate) struct StoredCounts {
     file: File,
     geometry: Geometry,
     table: Vec<u64>,
+    /// The block looked at last; `None` inside: there is no block, all is free.
+    block: Option<(u64, Option<IoBuf>)>,
+}
+
+impl StoredCounts {
+    pub fn new(file: File, geometry: Geometry, table: Vec<u64>) -> Self {
+        StoredCounts { file, geometry, table, block: None }
+    }
+
+    /// The refcount table's entries.
+    pub fn table(&self) -> &[u64] {
+        &self.table
+    }
+
+    /// A block of the table; `None` where there is none.
+    pub async fn block(&mut self, index: u64) -> Result<Option<&IoBuf>> {
+        if self.block.as_ref().is_none_or(|(loaded, _)| *loaded != index) {
+            self.block = Some((index, read_block(&self.file, self.geometry, &self.table, index).await?));
+        }
+        Ok(self.block.as_ref().and_then(|(_, block)| block.as_ref()))
+    }
+
+    /// The count of a host cluster.
+    pub async fn get(&mut self, cluster: u64) -> Result<u64> {
+        let geometry = self.geometry;
+        let entry = geometry.refcount_block_index(cluster) as usize;
+        let block = self.block(geometry.refcount_table_index(cluster)).await?;
+        Ok(block.map_or(0, |block| refcount::get(block, geometry.refcount_order(), entry)))
+    }
+}
+
+/// Hands out clusters whose count is zero, each once.
+pub(crate) struct FreeClusters {
+    stored: StoredCounts,
     /// The next cluster to look at.
     at: u64,
-    /// The block that counts `at`, once read; `None` inside: there is no block, all is free.
-    block: Option<(u64, Option<IoBuf>)>,
     /// Clusters that hold metadata, whatever their count says.
     metadata: HashSet<u64>,
 }
 
 impl FreeClusters {
     pub fn new(file: File, geometry: Geometry, table: Vec<u64>, metadata: HashSet<u64>) -> Self {
-        FreeClusters { file, geometry, table, at: 1, block: None, metadata }
+        FreeClusters { stored: StoredCounts::new(file, geometry, table), at: 1, metadata }
     }
 
     /// The first of `count` neighbouring free clusters.
     pub async fn take(&mut self, count: u64) -> Result<u64> {
         let mut found = 0;
         loop {
-            if self.at >= 1 << (56 - self.geometry.cluster_bits()) {
+            if self.at >= 1 << (56 - self.stored.geometry.cluster_bits()) {
                 return Err(Error::new(ErrorKind::Limit, "the image file can't grow past 2^56 bytes"));
             }
             let is_free = self.is_free(self.at).await?;
@@ -41,26 +74,59 @@ impl FreeClusters {
     }
 
     async fn is_free(&mut self, cluster: u64) -> Result<bool> {
-        let index = self.geometry.refcount_table_index(cluster);
-        if self.block.as_ref().is_none_or(|(loaded, _)| *loaded != index) {
-            self.block = Some((index, read_block(&self.file, self.geometry, &self.table, index).await?));
-        }
-        let order = self.geometry.refcount_order();
-        let entry = self.geometry.refcount_block_index(cluster) as usize;
-        let is_free = match &self.block {
-            Some((_, Some(block))) => refcount::get(block, order, entry) == 0,
-            _ => true,
-        };
+        let is_free = self.stored.get(cluster).await? == 0;
         if is_free && self.metadata.contains(&cluster) {
             let message = "a cluster of metadata has no refcount: check and repair the image first";
-            return Err(Error::invalid_image("refcount", 0, message).offset(cluster << self.geometry.cluster_bits()));
+            let at = cluster << self.stored.geometry.cluster_bits();
+            return Err(Error::invalid_image("refcount", 0, message).offset(at));
         }
         Ok(is_free)
     }
 }
 
+/// Gives the space of what is free back: the tail of the file and, with `discard`, the clusters in `freed`. `table` is the
+/// refcount table that counts now.
+pub(crate) async fn give_back(
+    file: &File,
+    geometry: Geometry,
+    table: &[u64],
+    freed: &[Range<u64>],
+    discard: bool,
+) -> Result<()> {
+    let bits = geometry.cluster_bits();
+    let mut end = geometry.clusters(file.len());
+    let per_block = geometry.refcount_block_entries();
+    'blocks: while end > 1 {
+        let index = geometry.refcount_table_index(end - 1);
+        let block = read_block(file, geometry, table, index).await?;
+        while end > (index * per_block).max(1) {
+            let entry = geometry.refcount_block_index(end - 1) as usize;
+            if block.as_ref().is_some_and(|block| refcount::get(block, geometry.refcount_order(), entry) != 0) {
+                break 'blocks;
+            }
+            end -= 1;
+        }
+    }
+    if end << bits < file.len() {
+        file.set_len(end << bits).await?;
+    }
+    if !discard {
+        return Ok(());
+    }
+    for range in freed.iter().filter(|range| range.start < end) {
+        let len = (range.end.min(end) - range.start) << bits;
+        // Only space is lost where a hole can't be punched.
+        if let Err(error) = file.punch_hole(range.start << bits, len).await
+            && error.kind() != ErrorKind::Unsupported
+        {
+            tracing::warn!("{error}");
+        }
+    }
+    Ok(())
+}
+
 /// A refcount block; `None` when the table has none there.
-pub(super) async fn read_block(file: &File, geometry: Geometry, table: &[u64], index: u64) -> Result<Option<IoBuf>> {
+pub(crate) async fn read_block(file: &File, geometry: Geometry, table: &[u64], index: u64) -> Result<Option<IoBuf>> {
     let raw = usize::try_from(index).ok().and_then(|index| table.get(index)).copied().unwrap_or(0);
     let Some(host) = RefcountTableEntry(raw).block(geometry)? else { return Ok(None) };
     if host.0 >= file.len() {

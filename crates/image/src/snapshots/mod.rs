@@ -6,18 +6,21 @@
 //! first sector (bytes 24–95) switches to it, so a power cut leaves the image as it was before or as it is afterwards,
 //! in version 2 too. Only then the old metadata, free by the new counts, is given back.
 
-mod free;
+pub(crate) mod free;
 mod plan;
 mod publish;
-mod tree;
+pub(crate) mod tree;
 
 use crate::check;
 use crate::formats::read_header;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
-use cowshed_layout::qcow2::{Header, Parsed, Snapshot, limits, snapshot};
+use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, snapshot};
 use cowshed_storage::{File, IoBuf};
+use free::FreeClusters;
 use plan::Change;
 use publish::Publication;
+pub(crate) use publish::write_all;
+use std::collections::HashSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub use tree::read_l1;
 
@@ -83,17 +86,47 @@ pub struct SnapshotName {
     pub name: String,
     /// Which of the two.
     pub lookup: Lookup,
+    /// It must have this ID besides.
+    id: Option<String>,
 }
 
 impl SnapshotName {
-    /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME` or either of the two alone.
+    /// The first snapshot of this name.
+    pub fn of_name(name: impl Into<String>) -> SnapshotName {
+        SnapshotName { name: name.into(), lookup: Lookup::Name, id: None }
+    }
+
+    /// The snapshot with this ID.
+    pub fn of_id(id: impl Into<String>) -> SnapshotName {
+        SnapshotName { name: id.into(), lookup: Lookup::Id, id: None }
+    }
+
+    /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME`, both with a comma between, or
+    /// either of the two alone.
     pub fn parse(text: &str) -> SnapshotName {
-        let (name, lookup) = match (text.strip_prefix("snapshot.id="), text.strip_prefix("snapshot.name=")) {
-            (Some(id), _) => (id, Lookup::Id),
-            (_, Some(name)) => (name, Lookup::Name),
-            _ => (text, Lookup::IdOrName),
-        };
-        SnapshotName { name: name.to_owned(), lookup }
+        let (mut id, mut name) = (None, None);
+        for item in text.split(',') {
+            match (item.strip_prefix("snapshot.id="), item.strip_prefix("snapshot.name=")) {
+                (Some(value), _) => id = Some(value.to_owned()),
+                (_, Some(value)) => name = Some(value.to_owned()),
+                _ => return SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None },
+            }
+        }
+        match (id, name) {
+            (Some(id), None) => SnapshotName::of_id(id),
+            (id, name) => SnapshotName { id, ..SnapshotName::of_name(name.unwrap_or_default()) },
+        }
+    }
+
+    /// Index of the snapshot that it stands for.
+    pub fn find(&self, snapshots: &[Snapshot]) -> Option<usize> {
+        match &self.id {
+            None => find(snapshots, self.name.as_bytes(), self.lookup),
+            Some(id) => {
+                let is_it = |snapshot: &Snapshot| snapshot.id == id.as_bytes() && snapshot.name == self.name.as_bytes();
+                snapshots.iter().position(is_it)
+            }
+        }
     }
 }
 
@@ -198,22 +231,31 @@ fn next_id(snapshots: &[Snapshot]) -> String {
 }
 
 /// An image at rest, as an operation finds it.
-struct Image {
-    file: File,
-    header: Header,
-    geometry: cowshed_layout::qcow2::Geometry,
+pub(crate) struct Image {
+    pub file: File,
+    pub header: Header,
+    pub geometry: Geometry,
     /// The active L1 table on disk.
-    l1: Vec<u64>,
+    pub l1: Vec<u64>,
     /// The snapshots that the image has afterwards.
-    snapshots: Vec<Snapshot>,
+    pub snapshots: Vec<Snapshot>,
     /// The snapshot that is deleted.
-    released: Option<Snapshot>,
+    pub released: Option<Snapshot>,
     /// Bytes of the snapshot table on disk.
-    old_table_bytes: u64,
+    pub old_table_bytes: u64,
 }
 
 impl Image {
     async fn load(file: &File) -> Result<Image> {
+        let image = Image::load_any(file).await?;
+        match image.header.has_data_file() {
+            true => Err(Error::unsupported("images with an external data file can't have internal snapshots")),
+            false => Ok(image),
+        }
+    }
+
+    /// Also of an image with a data file. A dirty image is recovered first.
+    pub async fn load_any(file: &File) -> Result<Image> {
         if !file.is_writable() {
             return Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only"));
         }
@@ -230,9 +272,6 @@ impl Image {
                 message,
             ));
         }
-        if header.has_data_file() {
-            return Err(Error::unsupported("images with an external data file can't have internal snapshots"));
-        }
         header.require_refcount_table()?;
         header.check_tables_within(file.len())?;
         let snapshots = list(file, &header).await?;
@@ -240,5 +279,33 @@ impl Image {
         let l1 = tree::read_numbers(file, header.l1_table_offset, u64::from(header.l1_size)).await?;
         let geometry = header.geometry()?;
         Ok(Image { file: file.clone(), geometry, l1, snapshots, released: None, old_table_bytes, header })
+    }
+
+    /// The refcount table on disk.
+    pub async fn refcount_table(&self) -> Result<Vec<u64>> {
+        let entries = (u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits) / 8;
+        tree::read_numbers(&self.file, self.header.refcount_table_offset, entries).await
+    }
+
+    /// Where new metadata can go; what holds metadata is not taken for free, whatever its count says.
+    pub fn free_clusters(&self, refcount_table: &[u64]) -> Result<FreeClusters> {
+        let (header, geometry, bits) = (&self.header, self.geometry, self.geometry.cluster_bits());
+        let mut metadata = HashSet::from([0]);
+        let mut add = |start: u64, len: u64| metadata.extend(start >> bits..(start + len).div_ceil(1 << bits));
+        add(header.l1_table_offset, u64::from(header.l1_size) * 8);
+        add(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
+        add(header.snapshots_offset, self.old_table_bytes);
+        for snapshot in self.snapshots.iter().chain(&self.released).filter(|snapshot| snapshot.l1_table_offset != 0) {
+            add(snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
+        }
+        for raw in refcount_table {
+            if let Some(host) = RefcountTableEntry(*raw).block(geometry)? {
+                add(host.0, 1);
+            }
+        }
+        for (_, host) in tree::tables(&self.l1, geometry, self.file.len())? {
+            add(host, 1);
+        }
+        Ok(FreeClusters::new(self.file.clone(), geometry, refcount_table.to_vec(), metadata))
     }
 }

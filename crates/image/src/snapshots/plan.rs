@@ -94,7 +94,7 @@ impl Windows {
 
 impl Image {
     /// The deltas of a window: one walk over the trees of the change.
-    pub async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: Watch<'_>) -> Result<Deltas> {
+    pub(super) async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: Watch<'_>) -> Result<Deltas> {
         let mut deltas = Deltas { cells: vec![0; (clusters.end - clusters.start) as usize], clusters };
         for (l1, by) in [(&change.raised, 1), (&change.lowered, -1)] {
             if let Some(l1) = l1 {
@@ -130,7 +130,12 @@ impl Image {
     }
 
     /// New counts of one block, checked: `None` where nothing changes.
-    pub fn new_counts(&self, index: u64, stored: Option<&[u8]>, by: impl Fn(u64) -> i64) -> Result<Option<Vec<u8>>> {
+    pub(super) fn new_counts(
+        &self,
+        index: u64,
+        stored: Option<&[u8]>,
+        by: impl Fn(u64) -> i64,
+    ) -> Result<Option<Vec<u8>>> {
         let geometry = self.geometry;
         let (order, entries) = (geometry.refcount_order(), geometry.refcount_block_entries());
         let first = index * entries;
@@ -165,7 +170,7 @@ impl Image {
 
     /// Notes which entries of the active tree are the only reference to what they point to, for one window; `is_single`
     /// has its clusters whose count is to be one.
-    pub async fn note_single(
+    pub(super) async fn note_single(
         &self,
         active: &[u64],
         window: &Range<u64>,

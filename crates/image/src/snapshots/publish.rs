@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Building the new metadata beside the old and switching to it.
 
-use super::free::{FreeClusters, read_block};
+use super::free::{FreeClusters, give_back, read_block};
 use super::plan::{Bits, Change, Deltas, Survey, Windows};
 use super::{Image, SnapshotOptions, Watch, tree};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, limits, offset, refcount};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
 use futures_util::stream::{self, StreamExt};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
 /// L2 tables in memory at once while they are copied.
@@ -50,11 +50,9 @@ impl<'a> Publication<'a> {
 
     /// Carries the change out.
     pub async fn run(mut self, change: Change) -> Result<()> {
-        let header = &self.image.header;
-        let entries = (u64::from(header.refcount_table_clusters) << header.cluster_bits) / 8;
-        self.refcount_table = tree::read_numbers(&self.image.file, header.refcount_table_offset, entries).await?;
+        self.refcount_table = self.image.refcount_table().await?;
         let (survey, deltas) = self.survey(&change).await?;
-        let mut free = self.free_clusters()?;
+        let mut free = self.image.free_clusters(&self.refcount_table)?;
         let copies = self.place_copies(&change, &survey, &mut free).await?;
         self.copy_tables(&copies, &survey).await?;
         self.place_l1_tables(&change, &copies, &survey, &mut free).await?;
@@ -62,7 +60,8 @@ impl<'a> Publication<'a> {
         self.blocks.extend(survey.blocks.iter().copied());
         self.place_refcounts(&change, deltas, &mut free).await?;
         self.switch().await?;
-        self.give_back().await
+        let Image { file, geometry, .. } = &self.image;
+        give_back(file, *geometry, &self.refcount_table, &self.freed, self.options.discard).await
     }
 
     /// Looks at all counts and entries that the change touches.
@@ -98,29 +97,6 @@ impl<'a> Publication<'a> {
         }
         // With one window its deltas serve the second pass too.
         Ok((survey, last.filter(|_| self.windows.ranges().count() == 1)))
-    }
-
-    /// What must not be taken for free, whatever its count says.
-    fn free_clusters(&self) -> Result<FreeClusters> {
-        let image = &self.image;
-        let (header, geometry, bits) = (&image.header, image.geometry, image.geometry.cluster_bits());
-        let mut metadata = HashSet::from([0]);
-        let mut add = |start: u64, len: u64| metadata.extend(start >> bits..(start + len).div_ceil(1 << bits));
-        add(header.l1_table_offset, u64::from(header.l1_size) * 8);
-        add(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
-        add(header.snapshots_offset, image.old_table_bytes);
-        for snapshot in image.snapshots.iter().chain(&image.released).filter(|snapshot| snapshot.l1_table_offset != 0) {
-            add(snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
-        }
-        for raw in &self.refcount_table {
-            if let Some(host) = RefcountTableEntry(*raw).block(geometry)? {
-                add(host.0, 1);
-            }
-        }
-        for (_, host) in tree::tables(&image.l1, geometry, image.file.len())? {
-            add(host, 1);
-        }
-        Ok(FreeClusters::new(image.file.clone(), geometry, self.refcount_table.clone(), metadata))
     }
 
     fn adjust(&mut self, cluster: u64, by: i64) {
@@ -203,17 +179,8 @@ impl<'a> Publication<'a> {
         Ok(())
     }
 
-    /// Writes side by side, and waits for all also after an error.
     async fn write_all(&self, writes: Vec<(u64, IoBuf)>) -> Result<()> {
-        let file = &self.image.file;
-        let mut running = stream::iter(writes)
-            .map(|(host, bytes)| async move { file.write_at(bytes, host).await.0.map_err(|error| error.offset(host)) })
-            .buffer_unordered(TABLES_AT_ONCE);
-        let mut result = Ok(());
-        while let Some(outcome) = running.next().await {
-            result = result.and(outcome);
-        }
-        result
+        write_all(&self.image.file, writes).await
     }
 
     /// Writes a table of whole clusters to free ones: its place, 0 for an empty one.
@@ -407,41 +374,18 @@ impl<'a> Publication<'a> {
         result?;
         file.sync().await
     }
+}
 
-    /// Gives the space of what is free now back: holes, and the tail of the file.
-    async fn give_back(&self) -> Result<()> {
-        let image = &self.image;
-        let (geometry, bits) = (image.geometry, image.geometry.cluster_bits());
-        let mut end = geometry.clusters(image.file.len());
-        let per_block = geometry.refcount_block_entries();
-        'blocks: while end > 1 {
-            let index = geometry.refcount_table_index(end - 1);
-            let block = read_block(&image.file, geometry, &self.refcount_table, index).await?;
-            while end > (index * per_block).max(1) {
-                let entry = geometry.refcount_block_index(end - 1) as usize;
-                if block.as_ref().is_some_and(|block| refcount::get(block, geometry.refcount_order(), entry) != 0) {
-                    break 'blocks;
-                }
-                end -= 1;
-            }
-        }
-        if end << bits < image.file.len() {
-            image.file.set_len(end << bits).await?;
-        }
-        if !self.options.discard {
-            return Ok(());
-        }
-        for range in self.freed.iter().filter(|range| range.start < end) {
-            let len = (range.end.min(end) - range.start) << bits;
-            // Only space is lost where a hole can't be punched.
-            if let Err(error) = image.file.punch_hole(range.start << bits, len).await
-                && error.kind() != ErrorKind::Unsupported
-            {
-                tracing::warn!("{error}");
-            }
-        }
-        Ok(())
+/// Writes side by side, and waits for all also after an error.
+pub(crate) async fn write_all(file: &File, writes: Vec<(u64, IoBuf)>) -> Result<()> {
+    let mut running = stream::iter(writes)
+        .map(|(host, bytes)| async move { file.write_at(bytes, host).await.0.map_err(|error| error.offset(host)) })
+        .buffer_unordered(TABLES_AT_ONCE);
+    let mut result = Ok(());
+    while let Some(outcome) = running.next().await {
+        result = result.and(outcome);
     }
+    result
 }
 
 fn no_change() -> Change {

@@ -23,7 +23,7 @@ pub async fn read_l1(file: &File, snapshot: &Snapshot, version: u32, cluster_bit
 }
 
 /// A table of `count` numbers of 8 bytes; the caller has checked its place.
-pub(super) async fn read_numbers(file: &File, offset: u64, count: u64) -> Result<Vec<u64>> {
+pub(crate) async fn read_numbers(file: &File, offset: u64, count: u64) -> Result<Vec<u64>> {
     if count == 0 {
         return Ok(Vec::new());
     }
@@ -33,7 +33,7 @@ pub(super) async fn read_numbers(file: &File, offset: u64, count: u64) -> Result
 }
 
 /// The L2 tables behind an L1 table: index and host offset. An entry that can't be right is an error.
-pub(super) fn tables(l1: &[u64], geometry: Geometry, file_len: u64) -> Result<Vec<(usize, u64)>> {
+pub(crate) fn tables(l1: &[u64], geometry: Geometry, file_len: u64) -> Result<Vec<(usize, u64)>> {
     let mut tables = Vec::new();
     for (index, raw) in l1.iter().enumerate() {
         let Some(host) = L1Entry(*raw).table(geometry)? else { continue };
@@ -47,7 +47,7 @@ pub(super) fn tables(l1: &[u64], geometry: Geometry, file_len: u64) -> Result<Ve
 }
 
 /// Reads L2 tables, several at a time, and hands them over in order.
-pub(super) async fn for_tables(
+pub(crate) async fn for_tables(
     file: &File,
     geometry: Geometry,
     tables: &[(usize, u64)],
@@ -67,13 +67,13 @@ pub(super) async fn for_tables(
 }
 
 /// The entries of an L2 table: index and first word.
-pub(super) fn entries(bytes: &[u8], geometry: Geometry) -> impl Iterator<Item = (usize, L2Entry)> + '_ {
+pub(crate) fn entries(bytes: &[u8], geometry: Geometry) -> impl Iterator<Item = (usize, L2Entry)> + '_ {
     let words = (geometry.l2_entry_size() / 8) as usize;
     bytes.as_chunks::<8>().0.iter().step_by(words).map(|word| L2Entry(u64::from_be_bytes(*word))).enumerate()
 }
 
 /// First host cluster that an entry refers to, and how many.
-pub(super) fn references(entry: L2Entry, geometry: Geometry) -> Option<(u64, u64)> {
+pub(crate) fn references(entry: L2Entry, geometry: Geometry) -> Option<(u64, u64)> {
     let bits = geometry.cluster_bits();
     if let Some(descriptor) = entry.compressed_descriptor(bits) {
         let end = descriptor.host_offset.0.saturating_add(descriptor.len_max());

@@ -25,6 +25,7 @@ mod resize;
 mod shared;
 mod span;
 mod status;
+mod vm_state;
 mod write;
 mod zero;
 

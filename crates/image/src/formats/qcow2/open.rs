@@ -142,7 +142,7 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
         return Err(Error::new(ErrorKind::ReadOnly, "a snapshot can only be opened for reading"));
     }
     let snapshots = crate::snapshots::list(&context.file, &header).await?;
-    let Some(index) = crate::snapshots::find(&snapshots, wanted.name.as_bytes(), wanted.lookup) else {
+    let Some(index) = wanted.find(&snapshots) else {
         return Err(Error::new(ErrorKind::NotFound, "can't find the snapshot").value(&wanted.name));
     };
     let snapshot = &snapshots[index];

@@ -42,7 +42,7 @@ impl Qcow2Driver {
             .await
     }
 
-    async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+    pub(super) async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         match extent.mapping {
             Mapping::Data { host, file, encrypted } => {
                 if let Err(error) = self.check_stored(&extent, file, host) {

@@ -36,14 +36,7 @@ impl Qcow2Driver {
         if size > i64::MAX as u64 {
             return Err(self.error(Error::invalid_argument("the size is too large").value(size)));
         }
-        if let Some(growth) = self.plan(|engine| engine.begin_l1_growth(size)).await? {
-            let guard = self.cycle_lock.lock().await;
-            let result = self.move_l1(&growth).await;
-            self.engine.end_l1_growth(growth, result.is_ok());
-            drop(guard);
-            self.events.notify();
-            result?;
-        }
+        self.grow_l1(size).await?;
         let old = self.size();
         // What a shrink that was cut off has left there.
         self.unmap_behind(old).await?;
@@ -61,6 +54,17 @@ impl Qcow2Driver {
         self.set_header_size(size).await?;
         self.engine.publish_size(size);
         Ok(())
+    }
+
+    /// An L1 table that maps `size` bytes, durably.
+    pub(super) async fn grow_l1(&self, size: u64) -> Result<()> {
+        let Some(growth) = self.plan(|engine| engine.begin_l1_growth(size)).await? else { return Ok(()) };
+        let guard = self.cycle_lock.lock().await;
+        let result = self.move_l1(&growth).await;
+        self.engine.end_l1_growth(growth, result.is_ok());
+        drop(guard);
+        self.events.notify();
+        result
     }
 
     async fn move_l1(&self, growth: &L1Growth) -> Result<()> {

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `amend`: changes format options of an image that exists.
+
+use super::arguments::{NamingArgs, cache_mode, one_file};
+use super::untrusted::Use;
+use super::{Verb, create_options, work};
+use crate::invocation::Persona;
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::{Error, ErrorKind};
+use cowshed_image::create::schema::help_lines;
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::amend::{self, AmendOptions};
+
+pub const VERB: Verb = Verb {
+    name: "amend",
+    about: "Change format options of an image",
+    operands: "FILE",
+    details: "What the disk reads as stays the same. Version 2 (compat=0.10) has no zero clusters: where there is a backing file \
+              they become clusters that share one full of zeroes. A power cut leaves the image as it was before or as it is \
+              afterwards; with a new size beside other options it may have some of the changes. A backing file is only \
+              named, as by 'rebase -u'.",
+    examples: "  cowshed amend -o compat=0.10 disk.qcow2
+  cowshed amend -o refcount_bits=64 -p disk.qcow2
+  cowshed amend -o lazy_refcounts=on,size=20G disk.qcow2
+  cowshed amend -f qcow2 -o help",
+    in_qemu_img: true,
+    arguments: AmendArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct AmendArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Options of the format: key=value,key=value ("help" lists them)
+    #[arg(short = 'o', long, value_name = "FMT_OPTS")]
+    options: Vec<String>,
+    /// Allow what may lose the last way to the data (key slots)
+    #[arg(long)]
+    force: bool,
+    /// Cache mode: none, writeback, writethrough, directsync, unsafe
+    #[arg(short = 't', long, value_name = "CACHE")]
+    cache: Option<String>,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = AmendArgs::from_arg_matches(matches)?;
+    if args.options.is_empty() {
+        return Err(Failure::usage("Must specify options (-o)"));
+    }
+    if create_options::asks_for_help(&args.options)
+        && let Some(format) = &args.format
+    {
+        return print_help(format, console);
+    }
+    let file = one_file(&args.files)?;
+    let spec = args.naming.spec(file, args.format.as_ref())?;
+    let image = ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec };
+    args.naming.untrusted.guard(&[Use::Write(&image)], console)?;
+    if create_options::asks_for_help(&args.options) {
+        let node = work::run_quietly(async |_| image.open_for_reading().await);
+        let node = node.map_err(|error| Failure::open(console.persona, file, &error))?;
+        return print_help(node.driver_name(), console);
+    }
+    // The rule is qemu-img's; renaming is as safe here as by 'rebase -u'.
+    let keeps_backing = console.persona == Persona::QemuImg;
+    let options = AmendOptions { image, options: args.options, keeps_backing, force: args.force };
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?;
+    let failed = |error: &Error| failed(console.persona, file, error);
+    job.run(async |handle| amend::run(&options, &handle).await, failed)?;
+    Ok(0)
+}
+
+fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
+    let Some(options) = amend::options_of(format) else {
+        return Err(match cowshed_image::formats::find(format) {
+            Some(_) => Failure::new(format!("Format driver '{format}' does not support option amendment")),
+            None => Failure::new(format!("Unknown file format '{format}'")),
+        });
+    };
+    console.line(format_args!("Amend options for '{format}':"));
+    help_lines(options).iter().for_each(|line| console.line(line));
+    Ok(0)
+}
+
+/// qemu-img says what is wrong with an option without the name of the file.
+fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
+    match error.kind() {
+        ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
+            let message = error.message();
+            Failure::new(match message.strip_prefix("invalid ") {
+                Some(rest) => format!("Invalid {rest}"),
+                None => message.to_owned(),
+            })
+        }
+        _ => Failure::open(persona, file, error),
+    }
+}

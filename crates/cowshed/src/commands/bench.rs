@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `bench`: reads or writes an image as fast as it goes, and says how long that took.
+
+use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
+use super::untrusted::Use;
+use super::{Verb, sizes, work};
+use crate::invocation::Persona;
+use crate::output::size::human;
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::{Error, ErrorKind};
+use cowshed_jobs::ImageSpec;
+use cowshed_jobs::bench::{Bench, BenchOptions, BenchOutcome};
+use serde_json::json;
+
+pub const VERB: Verb = Verb {
+    name: "bench",
+    about: "Measure reads or writes of an image",
+    operands: "FILE",
+    details: "Carries out COUNT requests of one size, DEPTH of them at a time, one STEP behind the other, and from the start of \
+              the image again behind its end. With -w they are writes: the content of the image is lost.",
+    examples: "  cowshed bench disk.qcow2
+  cowshed bench -c 100000 -d 32 -s 64k -t none -n disk.qcow2
+  cowshed bench -w -c 10000 --pattern 0xa5 --flush-interval 100 -d 16 scratch.qcow2",
+    in_qemu_img: true,
+    arguments: BenchArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct BenchArgs {
+    /// Format of the image (default: probed)
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// Cache mode: none, writeback, writethrough, directsync, unsafe
+    #[arg(short = 't', long, value_name = "CACHE")]
+    cache: Option<String>,
+    /// Requests
+    #[arg(short, long, value_name = "COUNT", default_value = "75000")]
+    count: String,
+    /// Requests at a time
+    #[arg(short, long, value_name = "DEPTH", default_value = "64")]
+    depth: String,
+    /// Where the first one starts
+    #[arg(short, long, value_name = "OFFSET", default_value = "0")]
+    offset: String,
+    /// Bytes of each
+    #[arg(short = 's', long, value_name = "BUFFER_SIZE", default_value = "4k")]
+    buffer_size: String,
+    /// Bytes from the start of one to the start of the next (default: BUFFER_SIZE)
+    #[arg(short = 'S', long, value_name = "STEP_SIZE")]
+    step_size: Option<String>,
+    /// Write, and don't read: the content of the image is lost
+    #[arg(short, long)]
+    write: bool,
+    /// The byte to write
+    #[arg(long, value_name = "PATTERN")]
+    pattern: Option<String>,
+    /// With -w: flush after so many requests
+    #[arg(long, value_name = "FLUSH_INTERVAL")]
+    flush_interval: Option<String>,
+    /// With --flush-interval: flush while other requests are in flight
+    #[arg(long)]
+    no_drain: bool,
+    /// Who does the I/O: threads, native, io_uring
+    #[arg(short = 'i', long, value_name = "AIO")]
+    aio: Option<String>,
+    /// The same as -i native; needs -t none or -t directsync
+    #[arg(short, long)]
+    native: bool,
+    /// Open the image even while another process writes to it; not with -w
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Output format
+    #[arg(long, value_enum, default_value_t, value_name = "OFMT")]
+    output: OutputFormat,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = BenchArgs::from_arg_matches(matches)?;
+    let file = one_file(&args.files)?;
+    if args.write && args.force_share {
+        let message = "force-share=on can only be used with read-only images";
+        return Err(Failure::open(console.persona, file, &Error::invalid_argument(message)));
+    }
+    let options = options(&args, file)?;
+    let used = if args.write { Use::Write(&options.image) } else { Use::Read(&options.image) };
+    args.naming.untrusted.guard(&[used], console)?;
+    let persona = console.persona;
+    let job = work::Foreground::new(persona, false, true, "measuring")?;
+    // qemu-img speaks also with -q.
+    let is_quiet = args.quiet && persona != Persona::QemuImg;
+    let is_plain = args.output == OutputFormat::Human && !is_quiet;
+    let outcome = job.run(
+        async |handle| {
+            let bench = Bench::open(&options).await?;
+            if is_plain {
+                introduce(&options, console);
+            }
+            bench.run(&handle).await
+        },
+        |error| failed(persona, file, error),
+    )?;
+    match (args.output, persona) {
+        (OutputFormat::Json, _) => console.line(to_json(&options, outcome)),
+        _ if is_quiet => {}
+        (_, Persona::QemuImg) => {
+            console.line(format_args!("Run completed in {:.3} seconds.", outcome.elapsed.as_secs_f64()));
+        }
+        _ => {
+            let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
+            console.line(format_args!(
+                "{} in {seconds:.3} s: {:.0} requests/s, {}/s",
+                human(outcome.bytes),
+                outcome.requests as f64 / seconds,
+                human((outcome.bytes as f64 / seconds) as u64)
+            ));
+        }
+    }
+    Ok(0)
+}
+
+fn options(args: &BenchArgs, file: &str) -> Result<BenchOptions, Failure> {
+    const INT: u64 = i32::MAX as u64;
+    let number = |what: &str, text: &str, least, most| sizes::size_between(what, text, least, most);
+    let pattern = match &args.pattern {
+        Some(text) => number("pattern byte", text, 0, 0xff)? as u8,
+        None => 0,
+    };
+    let aio = match (args.native, &args.aio) {
+        (true, _) => Some("native".to_owned()),
+        (false, Some(mode)) if ["threads", "native", "io_uring"].contains(&mode.as_str()) => Some(mode.clone()),
+        (false, Some(mode)) => return Err(Failure::new(format!("Invalid aio option: {mode}"))),
+        (false, None) => None,
+    };
+    let spec = args.naming.spec(file, args.format.as_ref())?;
+    Ok(BenchOptions {
+        image: ImageSpec {
+            cache: cache_mode("", args.cache.as_ref()).map_err(|_| Failure::new("Invalid cache mode"))?,
+            force_share: args.force_share,
+            aio,
+            ..spec
+        },
+        count: number("request count", &args.count, 1, INT)?,
+        depth: number("queue depth", &args.depth, 1, INT)?,
+        offset: number("offset", &args.offset, 0, sizes::MOST)?,
+        buffer_bytes: number("buffer size", &args.buffer_size, 1, INT)?,
+        step_bytes: match &args.step_size {
+            Some(text) => number("step size", text, 0, INT)?,
+            None => 0,
+        },
+        pattern: args.write.then_some(pattern),
+        flush_interval: match &args.flush_interval {
+            Some(text) => number("flush interval", text, 0, INT)?,
+            None => 0,
+        },
+        keeps_flowing: args.no_drain,
+    })
+}
+
+fn introduce(options: &BenchOptions, console: &mut Console) {
+    console.line(format_args!(
+        "Sending {} {} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
+        options.count,
+        if options.pattern.is_some() { "write" } else { "read" },
+        options.buffer_bytes,
+        options.depth,
+        options.offset,
+        options.step()
+    ));
+    if options.flush_interval > 0 {
+        console.line(format_args!("Sending flush every {} requests", options.flush_interval));
+    }
+    console.flush();
+}
+
+fn to_json(options: &BenchOptions, outcome: BenchOutcome) -> String {
+    let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
+    json!({
+        "kind": if options.pattern.is_some() { "write" } else { "read" },
+        "requests": outcome.requests,
+        "flushes": outcome.flushes,
+        "bytes": outcome.bytes,
+        "depth": options.depth,
+        "buffer-size": options.buffer_bytes,
+        "step-size": options.step(),
+        "seconds": seconds,
+        "requests-per-second": outcome.requests as f64 / seconds,
+        "bytes-per-second": outcome.bytes as f64 / seconds,
+    })
+    .to_string()
+}
+
+/// qemu-img says of a failed request only that it failed.
+fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
+    match error.kind() {
+        ErrorKind::InvalidArgument
+            if persona == Persona::QemuImg && error.message().starts_with("the request reaches") =>
+        {
+            Failure::new("Failed request: Input/output error")
+        }
+        ErrorKind::InvalidArgument if persona == Persona::QemuImg && error.field_name().is_some() => {
+            Failure::new(error.message().to_owned())
+        }
+        _ => Failure::open(persona, file, error),
+    }
+}

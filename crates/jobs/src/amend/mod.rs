@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changes format options of an image that exists.
+//!
+//! Options of the header and the refcounts are in `cowshed_image::amend`, the size is changed as `resize` does it, and key
+//! slots of encrypted images have a file of their own here.
+
+mod key_slots;
+
+use crate::snapshot::file_of;
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::amend::{self, Amendment, BackingName};
+use cowshed_image::create::schema::{CreateOption, OptionValues, QCOW2, QCOW2_AMEND};
+use cowshed_image::{Node, OpenRequest, Preallocation};
+use std::sync::Arc;
+
+/// What to change.
+#[derive(Clone, Debug, Default)]
+pub struct AmendOptions {
+    /// The image.
+    pub image: ImageSpec,
+    /// `-o`: each a `key=value,key=value` list.
+    pub options: Vec<String>,
+    /// Another backing file can't be named, as in qemu-img: `rebase` does that.
+    pub keeps_backing: bool,
+    /// `--force`: what loses the last way to the data is allowed.
+    pub force: bool,
+}
+
+/// Options of `format` that can be changed, `None` where it has none.
+pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
+    (format == "qcow2").then_some(QCOW2_AMEND)
+}
+
+/// The parsed options.
+#[derive(Clone, Debug)]
+struct Wanted {
+    amendment: Amendment,
+    size: Option<u64>,
+    key_slots: bool,
+    values: OptionValues,
+}
+
+/// Amends. What can be refused is refused before anything is changed; after an error or a power cut in between the image
+/// is whole, with some of the changes made.
+pub async fn run(options: &AmendOptions, job: &JobHandle) -> Result<()> {
+    job.pause_point().await?;
+    let node = open_bare(&options.image).await?;
+    let wanted = wanted(&node, options);
+    let wanted = match wanted {
+        Ok(wanted) => wanted,
+        Err(error) => {
+            let _ = node.close().await;
+            return Err(error);
+        }
+    };
+    let result = amend_bare(&node, options, &wanted, job).await;
+    let closed = node.close().await;
+    result.and(closed)?;
+    let Some(size) = wanted.size else { return Ok(()) };
+    // A version 2 image is made so last: before, it could not be resized with its snapshots.
+    let (first, last) = in_turns(&wanted.amendment);
+    debug_assert!(first.version != Some(2));
+    resize(&options.image, size).await?;
+    if last.is_empty() {
+        return Ok(());
+    }
+    let node = open_bare(&options.image).await?;
+    let result = change(&node, &last, job).await;
+    let closed = node.close().await;
+    result.and(closed)
+}
+
+/// With a new size the change of version comes before it or after it.
+fn in_turns(amendment: &Amendment) -> (Amendment, Amendment) {
+    match amendment.version {
+        Some(2) => {
+            let first = Amendment { version: None, ..amendment.clone() };
+            (first, Amendment { version: Some(2), ..Amendment::default() })
+        }
+        _ => (amendment.clone(), Amendment::default()),
+    }
+}
+
+async fn open_bare(image: &ImageSpec) -> Result<Arc<Node>> {
+    let request: OpenRequest = image.request()?.force_share(false).writable(true);
+    image.open(request.for_check()).await
+}
+
+async fn amend_bare(node: &Node, options: &AmendOptions, wanted: &Wanted, job: &JobHandle) -> Result<()> {
+    let file = file_of(node)?;
+    amend::check(&file, &wanted.amendment, wanted.size).await?;
+    if wanted.size.is_some_and(|size| !size.is_multiple_of(512)) {
+        return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").file(file.name()));
+    }
+    if wanted.key_slots {
+        key_slots::amend(node, &wanted.values, options.force).await?;
+    }
+    match wanted.size {
+        None => change(node, &wanted.amendment, job).await,
+        Some(_) => change(node, &in_turns(&wanted.amendment).0, job).await,
+    }
+}
+
+async fn change(node: &Node, amendment: &Amendment, job: &JobHandle) -> Result<()> {
+    if amendment.is_empty() {
+        return Ok(());
+    }
+    let watch = |done: u64, total: u64| {
+        job.set_progress(done, total);
+        !job.is_cancelled()
+    };
+    amend::amend(&file_of(node)?, amendment, true, &watch).await
+}
+
+/// Shrinks as well as grows: who names a size means it.
+async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
+    let node = image.open(image.request()?.force_share(false).writable(true).for_resize()).await?;
+    let result = match node.resize(size, Preallocation::Off).await {
+        Ok(()) => node.flush().await,
+        Err(error) => Err(error),
+    };
+    let closed = node.close().await;
+    result.and(closed)
+}
+
+/// Says of an option that only `create` has that it is one.
+fn only_for_creation(error: Error, lists: &[String]) -> Error {
+    let Err(unknown) = OptionValues::parse(QCOW2, lists) else {
+        let message = format!("{}\nThis option is only supported for image creation", error.message());
+        return Error::new(error.kind(), message);
+    };
+    // Which of several is wrong, the first look has said.
+    if unknown.message() == error.message() { unknown } else { error }
+}
+
+fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
+    let lists = &options.options;
+    let format = node.driver_name();
+    let refused = || Error::unsupported(format!("Format driver '{format}' does not support option amendment"));
+    let (Some(known), Some(driver)) = (options_of(format), node.qcow2()) else {
+        return Err(refused().file(node.filename()));
+    };
+    let values = OptionValues::parse(known, lists).map_err(|error| only_for_creation(error, lists))?;
+    let header = driver.header();
+    let version = match values.get("compat") {
+        None => None,
+        Some("0.10" | "v2") => Some(2),
+        Some("1.1" | "v3") => Some(3),
+        Some(other) => {
+            return Err(Error::invalid_argument(format!("Unknown compatibility level {other}")).field("compat"));
+        }
+    };
+    let refcount_order = match values.number("refcount_bits").filter(|_| values.is_given("refcount_bits")) {
+        None => None,
+        Some(bits) if bits.is_power_of_two() && bits <= 64 => Some(bits.trailing_zeros()),
+        Some(bits) => {
+            let message = "Refcount width must be a power of two and may not exceed 64 bits";
+            return Err(Error::invalid_argument(message).field("refcount_bits").value(bits));
+        }
+    };
+    let switch = |key: &str| values.is_given(key).then(|| values.switch(key));
+    let backing = (values.is_given("backing_file") || values.is_given("backing_fmt")).then(|| BackingName {
+        name: match values.get("backing_file") {
+            Some(name) => Some(name.to_owned()).filter(|name| !name.is_empty()),
+            None => header.backing_file_name().map(|name| name.into_owned()),
+        },
+        format: match values.get("backing_fmt") {
+            Some(format) => Some(format.to_owned()).filter(|format| !format.is_empty()),
+            None => header.backing_format().map(|format| format.into_owned()),
+        },
+    });
+    let named = BackingName {
+        name: header.backing_file_name().map(|name| name.into_owned()),
+        format: header.backing_format().map(|format| format.into_owned()),
+    };
+    let backing = backing.filter(|backing| *backing != named);
+    if backing.is_some() && options.keeps_backing {
+        let message = "Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.";
+        return Err(Error::invalid_argument(message));
+    }
+    Ok(Wanted {
+        amendment: Amendment {
+            version: version.filter(|version| *version != header.version),
+            refcount_order,
+            lazy_refcounts: switch("lazy_refcounts"),
+            backing,
+            data_file: values.get("data_file").map(str::to_owned),
+            data_file_raw: switch("data_file_raw"),
+        },
+        size: values.number("size"),
+        key_slots: known.iter().any(|option| option.name.starts_with("encrypt.") && values.is_given(option.name)),
+        values,
+    })
+}
