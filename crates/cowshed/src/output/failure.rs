@@ -45,8 +45,20 @@ impl Failure {
             Persona::QemuImg if error.message() == "can't find the snapshot" => {
                 Self::new("Failed to load snapshot: Can't find snapshot")
             }
-            Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error))),
+            Persona::QemuImg => Self::of_backing(error)
+                .unwrap_or_else(|| Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error)))),
         }
+    }
+
+    /// A backing file could not be opened: in qemu-img's words, with the image that names it.
+    fn of_backing(error: &Error) -> Option<Self> {
+        let (image, _) = error.message().strip_prefix("could not open the backing file of '")?.split_once("': ")?;
+        let (backing, text) = (error.file_name()?, error.to_string());
+        let reason = text.split_once(&format!("the backing file of '{image}': "))?.1;
+        let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
+        let message =
+            format!("Could not open '{image}': Could not open backing file: Could not open '{backing}': {reason}");
+        Some(Self::new(message))
     }
 
     /// As [`Failure::open`], for the one of several images that the error names.
@@ -54,6 +66,7 @@ impl Failure {
         let named = error.file_name().and_then(|file| names.iter().find(|name| **name == file));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
+            _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(error.to_string())),
             _ => Self::new(error.to_string()),
         }
     }

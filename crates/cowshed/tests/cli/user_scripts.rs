@@ -97,7 +97,7 @@ qemu-img rebase -u -F qcow2 -b pool/base.qcow2 instance.qcow2
 echo "chain: $(key backing-filename instance.qcow2)"
 echo "flatten: $(qemu-img convert -p -O qcow2 -o compression_type=zstd -c instance.qcow2 flat.qcow2 | last_percent)"
 echo "rebase: $(qemu-img rebase -p -b '' instance.qcow2 | last_percent)"
-qemu-img compare -p instance.qcow2 flat.qcow2 | tail -n 1 | tr '\r' '\n' | tail -n 1
+qemu-img compare instance.qcow2 flat.qcow2
 qemu-img snapshot -d fresh instance.qcow2
 qemu-img commit -q -d instance.qcow2 2>&1 || echo 'nothing to commit to'
 qemu-img convert -n -O raw flat.qcow2 none.raw 2>/dev/null || echo 'no target'
