@@ -6,8 +6,8 @@
 
 pub mod amend;
 pub mod backup;
-pub mod bitmap;
 pub mod bench;
+pub mod bitmap;
 pub mod check;
 pub mod commit;
 pub mod compare;
