@@ -140,3 +140,66 @@ fn new_images_lie_on_btrfs_as_asked() {
         assert_eq!(flags.contains('C'), name == "on", "{flags}");
     }
 }
+
+/// A daemon, killed when the test ends early.
+struct Daemon(std::process::Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A client's write gets ENOSPC, an event says so, reads and writes in place go on, and with room again all is well; the
+/// image is sound and holds what was acknowledged.
+#[test]
+#[ignore = "mounts a file system: root only; scripts/test runs it where it can"]
+fn a_daemon_lives_through_a_full_disk() {
+    let small = Mount::new("mkfs.ext4", "24M");
+    let (image, filler, socket) = (small.path("a.qcow2"), small.path("filler"), small.path("n.sock"));
+    let qemu = Qemu::system();
+    qemu.create(Path::new(&image), "qcow2", "", 64 << 20);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    let monitor = small.path("m.sock");
+    command.args(["serve", "-k", &socket, "--monitor", &monitor, &image]).stdout(std::process::Stdio::null());
+    let mut daemon = Daemon(command.spawn().expect("our own binary runs"));
+    while !Path::new(&monitor).exists() || !Path::new(&socket).exists() {
+        std::thread::yield_now();
+    }
+    let stream = std::os::unix::net::UnixStream::connect(&monitor).expect("the monitor listens");
+    let mut events = std::io::BufReader::new(stream);
+    std::io::Write::write_all(events.get_mut(), br#"{"execute":"qmp_capabilities"}"#).expect("it reads");
+    let uri = format!("nbd+unix:///?socket={socket}");
+    let io = |commands: &[&str]| {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        qemu.io(["-f", "raw"].into_iter().chain(commands).chain([uri.as_str()])).stdout
+    };
+    assert!(!io(&["write -P 1 0 2M", "flush"]).contains("failed"));
+    // What is left of the disk goes to somebody else.
+    let fill = format!("! dd if=/dev/zero of={filler} bs=64k 2>/dev/null && sync");
+    run("sh", &["-c", &fill]);
+    let said = io(&["write -P 2 8M 4M"]);
+    assert!(said.contains("No space left on device"), "{said}");
+    let event = loop {
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut events, &mut line).expect("text");
+        assert!(!line.is_empty(), "the daemon has hung up");
+        if line.contains("BLOCK_IO_ERROR") {
+            break line;
+        }
+    };
+    assert!(event.contains("\"nospace\":true") && event.contains("\"operation\":\"write\""), "{event}");
+    // What needs no room goes on.
+    let said = io(&["read -P 1 0 2M", "write -P 3 0 1M", "flush", "read -P 3 0 1M", "read -P 1 1M 1M"]);
+    assert!(!said.contains("failed") && !said.contains("error"), "{said}");
+    std::fs::remove_file(&filler).expect("room again");
+    let said = io(&["write -P 4 8M 4M", "flush", "read -P 4 8M 4M"]);
+    assert!(!said.contains("failed") && !said.contains("No space"), "{said}");
+    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    assert!(daemon.0.wait().expect("it ends").success());
+    drop(events);
+    qemu.expect_clean(Path::new(&image));
+    let reads = ["read -P 3 0 1M", "read -P 1 1M 1M", "read -P 4 8M 4M"].map(str::to_owned);
+    qemu.io_commands(Path::new(&image), "qcow2", &reads).expect_ok();
+}

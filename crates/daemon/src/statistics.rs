@@ -104,6 +104,13 @@ pub(crate) fn of_node(node: &Node) -> Value {
             "refcount-entries": cache.refcount_blocks, "refcount-limit-bytes": cache.refcount_limit_bytes,
         });
     }
+    if matches!(node.driver_name(), "file" | "host_device") {
+        let discards = *node.statistics().kind(IoKind::Discard);
+        stats["driver-specific"] = json!({
+            "driver": node.driver_name(), "discard-nb-ok": discards.operations, "discard-nb-failed": discards.failed,
+            "discard-bytes-ok": discards.bytes,
+        });
+    }
     if let Some(throttle) = node.throttle() {
         let waits = throttle.waits();
         stats["x-throttle"] = json!({"group": throttle.group().name(), "waits": waits.count,

@@ -302,6 +302,31 @@ fn top_and_metrics_show_a_daemon() {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{output:?}");
     assert_eq!(text.lines().filter(|line| line.starts_with("a ")).count(), 2, "{text}");
+    // Under a load that a limit holds back, the columns say so: operations, requests in flight, waits, hits of the mapping.
+    let uri = format!("nbd+unix:///?socket={}", oracle.work().join("n.sock").display());
+    let mut reads = Command::new("qemu-io");
+    reads.args(["-f", "raw", "-c", "write 0 1M"]).args(["-c", "aio_read 0 4k"].repeat(3000)).arg(&uri);
+    let limits = r#"{"execute":"qmp_capabilities"}{"execute":"block_set_io_throttle","arguments":{"id":"a","iops":500,
+        "iops_rd":0,"iops_wr":0,"bps":0,"bps_rd":0,"bps_wr":0}}"#;
+    let mut monitor = UnixStream::connect(oracle.work().join("m.sock")).expect("a monitor");
+    monitor.write_all(limits.as_bytes()).expect("it reads");
+    let mut load = reads.stdout(Stdio::null()).spawn().expect("qemu-io runs");
+    let mut seen = [0.0f64; 4];
+    let arguments = ["top", "--interval", "0.2", "--count", "12", "m.sock"];
+    let output =
+        Command::new(COWSHED).args(arguments).current_dir(oracle.work()).output().expect("our own binary runs");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    for line in text.lines().filter(|line| line.starts_with("a ")) {
+        let cells: Vec<&str> = line.split_whitespace().collect();
+        let [_, _, reads, .., in_flight, waits, hits] = cells[..] else { panic!("{line}") };
+        for (most, cell) in seen.iter_mut().zip([reads, in_flight, waits, hits]) {
+            *most = most.max(cell.parse().unwrap_or(0.0));
+        }
+    }
+    assert!(seen.iter().all(|most| *most > 0.0), "{seen:?}: {text}");
+    load.kill().expect("qemu-io is stopped");
+    load.wait().expect("it ends");
+    drop(monitor);
     let output = top("nothing.sock");
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("nothing.sock: could not connect"), "{output:?}");

@@ -12,7 +12,7 @@ use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_jobs::stream::{Stream, StreamRequest};
-use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -150,7 +150,10 @@ fn start_mirror(daemon: &Rc<Daemon>, mirror: Mirror, spec: impl FnOnce(Vec<Arc<N
 }
 
 async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let device = image_of(&daemon, arguments.text("device"))?;
+    let name = arguments.text("device");
+    // Of all commands this one has the older class for it.
+    let not_found = |_| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{name}' not found"));
+    let device = image_of(&daemon, name).map_err(not_found)?;
     let layers = Chain::between(&device, None).map_err(failed)?.layers().to_vec();
     let top = match one_of(&daemon, &arguments, &layers, "top")? {
         Some(top) => top,

@@ -12,8 +12,8 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-object BlockStats: device?: str, qdev?: str, node-name?: str, stats: any, x-cache?: any, x-throttle?: any
-  , parent?: BlockStats, backing?: BlockStats
+object BlockStats: device?: str, qdev?: str, node-name?: str, stats: any, driver-specific?: any, x-cache?: any
+  , x-throttle?: any, parent?: BlockStats, backing?: BlockStats
 command query-blockstats: query-nodes?: bool -> [BlockStats]
 object BlockInfo: device: str, qdev?: str, type: str, removable: bool, locked: bool, inserted?: BlockDeviceInfo
 command query-block: flat?: bool -> [BlockInfo]

@@ -3,6 +3,7 @@
 
 mod backups;
 mod bitmaps;
+mod beside_qemu;
 mod commits;
 mod documents;
 mod exports;

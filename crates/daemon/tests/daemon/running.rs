@@ -74,12 +74,14 @@ pub fn temp_folder() -> tempfile::TempDir {
 pub struct Client {
     reader: BufReader<UnixStream>,
     pub events: Vec<Value>,
+    /// Where relative names of files are meant to be.
+    folder: Option<PathBuf>,
 }
 
 impl Client {
     pub fn connect(path: &Path) -> Client {
         let stream = UnixStream::connect(path).expect("the monitor listens");
-        let mut client = Client { reader: BufReader::new(stream), events: Vec::new() };
+        let mut client = Client { reader: BufReader::new(stream), events: Vec::new(), folder: None };
         assert!(client.message().expect("a greeting").get("QMP").is_some());
         client.command("qmp_capabilities", json!({}));
         client
@@ -106,7 +108,31 @@ impl Client {
         }
     }
 
-    pub fn execute(&mut self, name: &str, arguments: Value) -> Result<Value, Value> {
+    /// From now on relative names of files in arguments are those of this folder.
+    pub fn files_in(&mut self, folder: &Path) {
+        self.folder = Some(folder.to_owned());
+    }
+
+    fn place_files(&self, arguments: &mut Value) {
+        let Some(folder) = &self.folder else { return };
+        match arguments {
+            Value::Object(map) => {
+                for (key, value) in map {
+                    match value {
+                        Value::String(name) if matches!(key.as_str(), "filename" | "path" | "snapshot-file") => {
+                            *name = folder.join(&*name).to_str().expect("text").to_owned();
+                        }
+                        other => self.place_files(other),
+                    }
+                }
+            }
+            Value::Array(items) => items.iter_mut().for_each(|item| self.place_files(item)),
+            _ => {}
+        }
+    }
+
+    pub fn execute(&mut self, name: &str, mut arguments: Value) -> Result<Value, Value> {
+        self.place_files(&mut arguments);
         self.send(&json!({"execute": name, "arguments": arguments, "id": name}).to_string());
         let mut reply = self.reply();
         assert_eq!(reply["id"], name);

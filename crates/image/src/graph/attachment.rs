@@ -240,7 +240,8 @@ impl Attachment {
 
     fn note_observing(&self, observed: &Observed) {
         let any = !observed.intervals.is_empty() || observed.histograms.iter().any(Option::is_some);
-        self.observing.store(any, Ordering::Relaxed);
+        self.observing.store(any, Ordering::SeqCst);
+        self.gate.with_lanes(|lanes| lanes.iter().for_each(|lane| lane.set_plain(self.counts_plainly())));
     }
 
     fn observed(&self) -> MutexGuard<'_, Observed> {
@@ -272,9 +273,13 @@ impl Attachment {
     }
 
     /// True when each request has something to tell [`Attachment::observe`].
-    #[inline]
     pub(super) fn is_observing(&self) -> bool {
-        self.observing.load(Ordering::Relaxed)
+        self.observing.load(Ordering::SeqCst)
+    }
+
+    /// True when requests that were carried out are counted, and nothing more.
+    pub(super) fn counts_plainly(&self) -> bool {
+        self.counted && !self.is_observing()
     }
 
     /// What changes when the node, or what stands below it, does.

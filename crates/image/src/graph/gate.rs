@@ -4,7 +4,7 @@
 
 use crate::events::Events;
 use crate::stats::LaneCounters;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The requests of one queue, which is one thread's.
@@ -12,7 +12,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[repr(align(64))]
 pub(super) struct Lane {
     in_flight: AtomicU64,
+    /// A request that was carried out is not just counted: see [`Lane::is_plain`].
+    special: AtomicBool,
     pub(super) counters: LaneCounters,
+}
+
+impl Lane {
+    /// True when a request that was carried out is counted, and nothing more.
+    #[inline]
+    pub(super) fn is_plain(&self) -> bool {
+        !self.special.load(Ordering::Relaxed)
+    }
+
+    /// See [`Lane::is_plain`].
+    pub(super) fn set_plain(&self, plain: bool) {
+        self.special.store(!plain, Ordering::SeqCst);
+    }
 }
 
 /// The entrance of one attachment.

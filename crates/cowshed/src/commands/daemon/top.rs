@@ -16,7 +16,8 @@ pub const VERB: Verb = Verb {
     about: "Show live what the exports of a daemon do",
     operands: "SOCKET",
     details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export: operations and bytes \
-              a second, average latency, and requests in its way. On a terminal the screen is drawn anew each time.",
+              a second and their average latency, requests in flight on average, requests that limits held back a second, \
+              and look-ups of the mapping that found it in memory. On a terminal the screen is drawn anew each time.",
     examples: "  cowshed top qmp.sock
   cowshed top --interval 0.5 --count 10 qmp.sock",
     in_qemu_img: false,
@@ -120,6 +121,59 @@ impl Counts {
     }
 }
 
+/// What an export's nodes have counted: throttle filters and mapping caches, also those below.
+#[derive(Clone, Copy, Debug, Default)]
+struct Nodes {
+    waits: u64,
+    hits: u64,
+    misses: u64,
+}
+
+impl Nodes {
+    fn of(stats: &Value) -> Nodes {
+        let number = |value: &Value| value.as_u64().unwrap_or(0);
+        let mut sum = Nodes {
+            waits: number(&stats["x-throttle"]["waits"]),
+            hits: number(&stats["x-cache"]["l2-hits"]),
+            misses: number(&stats["x-cache"]["l2-misses"]),
+        };
+        for below in ["parent", "backing"].iter().map(|key| &stats[*key]).filter(|below| below.is_object()) {
+            let below = Nodes::of(below);
+            sum = Nodes {
+                waits: sum.waits + below.waits,
+                hits: sum.hits + below.hits,
+                misses: sum.misses + below.misses,
+            };
+        }
+        sum
+    }
+
+    fn since(self, before: Nodes) -> Nodes {
+        Nodes {
+            waits: self.waits.saturating_sub(before.waits),
+            hits: self.hits.saturating_sub(before.hits),
+            misses: self.misses.saturating_sub(before.misses),
+        }
+    }
+
+    /// Waits a second, and hits in percent.
+    fn cells(self, seconds: f64) -> String {
+        let looks = self.hits + self.misses;
+        let hits = match looks {
+            0 => "-".to_owned(),
+            looks => format!("{:.1}", self.hits as f64 * 100.0 / looks as f64),
+        };
+        format!("{:>8.0} {hits:>6}", self.waits as f64 / seconds)
+    }
+}
+
+/// An export as counted since its start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Look {
+    counts: [Counts; 2],
+    nodes: Nodes,
+}
+
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
     let [socket] = args.socket.as_slice() else { return Err(Failure::usage("Expecting the socket of a monitor")) };
@@ -127,7 +181,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new(format!("--interval expects seconds from 0.01 to 86400, not {}", args.interval)));
     }
     let mut monitor = Monitor::connect(socket)?;
-    let mut before: BTreeMap<String, [Counts; 2]> = BTreeMap::new();
+    let mut before: BTreeMap<String, Look> = BTreeMap::new();
     let (mut last, mut looks) = (Instant::now(), 0);
     let redraw = std::io::stdout().is_terminal();
     loop {
@@ -138,17 +192,26 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             console.print("\x1b[H\x1b[2J");
         }
         let columns = format!("{:>9} {:>10} {:>8}", "op/s", "bytes/s", "ms");
-        console.line(format_args!("{:<16} {:<16} {:<29} {:<29}", "", "", "read", "write"));
-        console.line(format_args!("{:<16} {:<16} {columns} {columns}", "export", "node"));
+        console.line(format_args!(
+            "{:<16} {:<16} {:<29} {:<29} {:>7} {:>8} {:>6}",
+            "", "", "read", "write", "in", "limit", "map"
+        ));
+        let last_columns = format!("{:>7} {:>8} {:>6}", "flight", "waits/s", "hit %");
+        console.line(format_args!("{:<16} {:<16} {columns} {columns} {last_columns}", "export", "node"));
         let mut now = BTreeMap::new();
         for export in stats.as_array().into_iter().flatten() {
             let (id, node) = (export["device"].as_str().unwrap_or("-"), export["node-name"].as_str().unwrap_or("-"));
             let counts = ["rd", "wr"].map(|kind| Counts::of(&export["stats"], kind));
+            let look = Look { counts, nodes: Nodes::of(export) };
             // At the first look there is nothing to compare with.
-            let old = before.get(id).copied().unwrap_or(counts);
-            let [read, write] = [0, 1].map(|at| counts[at].since(old[at]).cells(seconds));
-            console.line(format_args!("{id:<16.16} {node:<16.16} {read} {write}"));
-            now.insert(id.to_owned(), counts);
+            let old = before.get(id).copied().unwrap_or(look);
+            let counts = [0, 1].map(|at| look.counts[at].since(old.counts[at]));
+            let [read, write] = counts.map(|counts| counts.cells(seconds));
+            // Time spent in requests over time passed.
+            let in_flight = counts.iter().map(|counts| counts.time_ns as f64).sum::<f64>() / seconds / 1e9;
+            let nodes = look.nodes.since(old.nodes).cells(seconds);
+            console.line(format_args!("{id:<16.16} {node:<16.16} {read} {write} {in_flight:>7.1} {nodes}"));
+            now.insert(id.to_owned(), look);
         }
         console.flush();
         before = now;
