@@ -101,6 +101,7 @@ async fn run(job: Job, world: &World, prepared: &Prepared, steps: &[Step]) -> Re
             source: Arc::clone(&source),
             target: Arc::clone(&target),
             sync: Sync::Full,
+            bitmap: None,
             compress: false,
             breaks_writes: true,
             filter_name: "filter".to_owned(),

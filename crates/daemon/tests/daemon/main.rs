@@ -2,8 +2,8 @@
 //! The daemon as its clients see it.
 
 mod backups;
-mod bitmaps;
 mod beside_qemu;
+mod bitmaps;
 mod commits;
 mod documents;
 mod exports;

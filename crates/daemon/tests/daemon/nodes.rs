@@ -95,3 +95,77 @@ fn a_filter_stands_between_an_image_and_its_file() {
     stopped.expect("stopped in order");
     qemu.expect_clean(&path);
 }
+
+#[test]
+fn every_driver_is_added_by_name_and_serves() {
+    let daemon = with_image();
+    let mut client = daemon.client();
+    let qemu = Qemu::system();
+    let path = |name: &str| daemon.path(name).to_str().expect("text").to_owned();
+    qemu.io_commands(&daemon.path("a.qcow2"), "qcow2", &["write -P 7 0 1M".to_owned()]).expect_ok();
+    qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&daemon.path("a.raw"), "raw"), &[]);
+    qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&daemon.path("a.vmdk"), "vmdk"), &[]);
+    for copy in ["s.raw", "d.raw", "c.raw"] {
+        std::fs::copy(daemon.path("a.raw"), daemon.path(copy)).expect("a copy");
+    }
+    let socket = path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g"}));
+    let file = |name: &str| json!({"driver": "file", "filename": path(name)});
+    let raw = |name: &str| json!({"driver": "raw", "file": file(name)});
+    // In this order: later ones stand on earlier ones.
+    let drivers = [
+        ("qcow2", json!({"file": file("a.qcow2")}), Some(7)),
+        ("file", json!({"filename": path("a.raw")}), Some(7)),
+        ("raw", json!({"file": "file"}), Some(7)),
+        ("vmdk", json!({"file": file("a.vmdk"), "read-only": true}), Some(7)),
+        ("null-co", json!({"size": 64 << 20, "read-zeroes": true}), Some(0)),
+        ("null-aio", json!({"size": 64 << 20, "read-zeroes": true, "latency-ns": 1000}), Some(0)),
+        ("nbd", json!({"server": {"type": "unix", "path": socket}, "export": "qcow2", "read-only": true}), Some(7)),
+        ("throttle", json!({"file": "raw", "throttle-group": "g"}), Some(7)),
+        ("copy-on-read", json!({"file": raw("c.raw")}), Some(7)),
+        ("copy-before-write", json!({"file": raw("s.raw"), "target": raw("d.raw")}), Some(7)),
+        ("blkdebug", json!({"image": file("c.raw"), "read-only": true, "force-share": true}), None),
+        ("fault", json!({"file": "null-co"}), Some(0)),
+        ("host_device", json!({"filename": path("a.raw")}), None),
+    ];
+    let mut named: Vec<&str> = drivers.iter().map(|(driver, ..)| *driver).collect();
+    let mut known: Vec<&str> = cowshed_image::options::DRIVERS.iter().map(|driver| driver.name).collect();
+    named.sort_unstable();
+    known.sort_unstable();
+    assert_eq!(named, known, "each driver has its line here");
+    for (driver, mut options, pattern) in drivers {
+        options["driver"] = json!(driver);
+        options["node-name"] = json!(driver);
+        match (driver, pattern) {
+            ("host_device", _) => {
+                // There are block devices in tests/devices.rs of the binary.
+                assert!(client.refusal("blockdev-add", options).contains("needs a block device"));
+                continue;
+            }
+            ("blkdebug", _) => {
+                let mut without = options.clone();
+                without.as_object_mut().expect("an object").remove("force-share");
+                without["image"] = file("a.raw");
+                without["read-only"] = json!(false);
+                without["inject-error"] = json!([{"event": "none", "iotype": "read", "errno": 5, "times": 1}]);
+                // The file is in use by a writer.
+                assert!(client.refusal("blockdev-add", without).contains("lock"));
+                options["image"] = json!({"driver": "null-co", "size": 64 << 20, "read-zeroes": true});
+                options.as_object_mut().expect("an object").remove("force-share");
+            }
+            _ => {}
+        }
+        client.command("blockdev-add", options);
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == driver);
+        let node = node.unwrap_or_else(|| panic!("{driver} is listed"));
+        assert_eq!((&node["drv"], &node["image"]["virtual-size"]), (&json!(driver), &json!(64 << 20)));
+        let export = json!({"type": "nbd", "id": driver, "node-name": driver, "name": driver});
+        client.command("block-export-add", export);
+        let uri = format!("nbd+unix:///{driver}?socket={socket}");
+        let read = format!("read -P {} 0 1M", pattern.unwrap_or(0));
+        qemu.io(["-f", "raw", "-r", "-c", &read, "-c", "read -P 0 32M 1M", &uri]).expect_ok();
+    }
+    daemon.stop().expect("stopped in order");
+}
