@@ -247,3 +247,34 @@ fn amendments_survive_power_cuts() {
     println!("amend: {total}");
     assert!(total.distinct() > 500, "{total}");
 }
+
+#[test]
+fn an_amendment_on_a_full_disk_changes_nothing() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let (mut refused, mut done) = (0, 0);
+    for case in cases().iter().filter(|case| case.backing && case.create == "cluster_size=4k") {
+        let files = prepare(&qemu, folder.path(), case);
+        let used: u64 =
+            [NAME, BASE].iter().map(|name| folder.path().join(name).metadata().expect("a file").len()).sum();
+        for room in [0, 4096, 8192, 16384, 65536, 1 << 20] {
+            let config = Config { capacity_bytes: Some(used + room), ..Config::new(room) };
+            let world = World::with_files(config, &files);
+            let before = world.run(contents(true)).unwrap_or_else(|error| case.fail(&error));
+            let outcome = world.run(act(case.amend));
+            let (report, _) = world.run(run_check()).unwrap_or_else(|error| case.fail(&error));
+            assert_eq!(report.counters.corruptions, 0, "{}: {:#?}", case.amend, report.findings);
+            match outcome {
+                Err(error) => {
+                    assert_eq!(error.kind(), cowshed_block::ErrorKind::NoSpace, "{}: {error}", case.amend);
+                    assert!(report.is_clean(), "{}: {:#?}", case.amend, report.findings);
+                    refused += 1;
+                }
+                Ok(()) => done += 1,
+            }
+            if !case.amend.contains("backing_file=") {
+                assert!(world.run(contents(true)).expect("readable") == before, "{}: reads otherwise", case.amend);
+            }
+        }
+    }
+    assert!(refused > 0 && done > 0, "{refused} refused, {done} done");
+}
