@@ -11,8 +11,10 @@ mod legacy;
 pub mod luks;
 mod sectors;
 mod split;
+mod wrapped;
 
 pub use hash::Hash;
 pub use legacy::legacy_aes;
 pub use sectors::{Algorithm, Chaining, CipherSpec, InitialVector, SECTOR_BYTES, SectorCipher};
+pub use wrapped::unwrap_aes256;
 pub use zeroize::Zeroizing;

@@ -2,9 +2,11 @@
 //! LUKS version 1 (LUKS On-Disk Format Specification 1.2.3): the master key in its slots. The caller reads and writes;
 //! the key material of a slot must be on disk before the header that makes the slot active.
 
-use crate::{CipherSpec, Hash, SECTOR_BYTES, SectorCipher, split};
+use crate::{Chaining, CipherSpec, Hash, SECTOR_BYTES, SectorCipher, split};
 use cowshed_block::{Error, Result};
-use cowshed_layout::luks::{DIGEST_BYTES, HEADER_BYTES, KeySlot, LuksHeader, SALT_BYTES, SLOTS};
+use cowshed_layout::luks::{
+    DIGEST_BYTES, HEADER_BYTES, KeySlot, LuksHeader, SALT_BYTES, SLOT_STATE_BYTES, SLOTS, slot_place,
+};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
@@ -19,7 +21,31 @@ const LEAST_ITERATIONS: u32 = 1000;
 /// More key material than any slot has: 64 bytes in 4,000 stripes are 256 KB.
 const MOST_MATERIAL_BYTES: u64 = 1 << 20;
 
+/// Bytes, and where they go, from the header's first byte on.
+pub type Write = (u64, Vec<u8>);
+
+/// Writes in any order; behind them comes a barrier.
+pub type Stage = Vec<Write>;
+
+/// Length in bytes of the header of a new volume with its key slots: where the payload begins behind it.
+pub fn new_header_bytes(key_bytes: u32) -> u64 {
+    ALIGNMENT + SLOTS as u64 * area_bytes(key_bytes)
+}
+
+fn area_bytes(key_bytes: u32) -> u64 {
+    (u64::from(key_bytes) * u64::from(STRIPES)).next_multiple_of(ALIGNMENT)
+}
+
+/// The mode as new headers have it: QEMU wants the initial vector named, also where the mode has none.
+fn header_mode(spec: CipherSpec) -> String {
+    match spec.chaining {
+        Chaining::Ecb => "ecb-plain64".to_owned(),
+        _ => spec.mode_name(),
+    }
+}
+
 /// The key that the data is encrypted with; wiped when dropped.
+#[derive(Clone)]
 pub struct MasterKey(Zeroizing<Vec<u8>>);
 
 impl std::fmt::Debug for MasterKey {
@@ -48,7 +74,8 @@ impl Volume {
         if header.master_key_iterations == 0 {
             return wrong("luks_mk_digest_iterations", 0, "the digest of the master key needs iterations");
         }
-        let end = area_bytes.min(header.payload_offset);
+        // The payload of a detached header stands in another file.
+        let end = if header.payload_offset == 0 { area_bytes } else { area_bytes.min(header.payload_offset) };
         if header.payload_offset > area_bytes {
             return wrong(
                 "luks_payload_offset",
@@ -84,7 +111,7 @@ impl Volume {
         let mut key = Zeroizing::new(vec![0; key_bytes as usize]);
         fill_random(&mut key)?;
         SectorCipher::new(spec, &key)?;
-        let area = (u64::from(key_bytes) * u64::from(STRIPES)).next_multiple_of(ALIGNMENT);
+        let area = area_bytes(key_bytes);
         let mut slots = [KeySlot::default(); SLOTS];
         for (index, slot) in slots.iter_mut().enumerate() {
             *slot = KeySlot { key_offset: ALIGNMENT + index as u64 * area, stripes: STRIPES, ..KeySlot::default() };
@@ -94,9 +121,9 @@ impl Volume {
         let mut volume = Volume {
             header: LuksHeader {
                 cipher_name: spec.algorithm.name().to_owned(),
-                cipher_mode: spec.mode_name(),
+                cipher_mode: header_mode(spec),
                 hash: hash.name().to_owned(),
-                payload_offset: ALIGNMENT + SLOTS as u64 * area,
+                payload_offset: new_header_bytes(key_bytes),
                 key_bytes,
                 master_key_digest: [0; DIGEST_BYTES],
                 master_key_salt: salt,
@@ -148,6 +175,13 @@ impl Volume {
         Ok(matches.then_some(MasterKey(key)))
     }
 
+    /// The same volume as the header of data that stands in another file, from its first byte on.
+    #[must_use]
+    pub fn detached(mut self) -> Volume {
+        self.header.payload_offset = 0;
+        self
+    }
+
     /// Makes a slot open with this passphrase: returns the key material to write at [`Self::key_material`]; after that the
     /// header goes to disk. The slot must be empty.
     pub fn fill_slot(&mut self, slot: usize, key: &MasterKey, passphrase: &[u8], iterations: u32) -> Result<Vec<u8>> {
@@ -168,10 +202,42 @@ impl Volume {
         Ok(material)
     }
 
-    /// Empties a slot. After the header its key material is to be overwritten too.
-    pub fn clear_slot(&mut self, slot: usize) {
-        let KeySlot { key_offset, .. } = self.header.slots[slot];
-        self.header.slots[slot] = KeySlot { key_offset, stripes: STRIPES, ..KeySlot::default() };
+    /// Makes an empty slot open with this passphrase: the volume as it is then, and the writes. The slot counts as active
+    /// only when all else of it is durable.
+    pub fn activation(
+        &self,
+        slot: usize,
+        key: &MasterKey,
+        passphrase: &[u8],
+        iterations: u32,
+    ) -> Result<(Volume, Vec<Stage>)> {
+        let mut next = self.clone();
+        let material = next.fill_slot(slot, key, passphrase, iterations)?;
+        let place = next.key_material(slot).start;
+        let (state, rest) = next.slot_writes(slot);
+        Ok((next, vec![vec![(place, material), rest], vec![state]]))
+    }
+
+    /// Empties a slot: the volume as it is then, and the writes. The key material is overwritten when nobody relies on it
+    /// any more.
+    pub fn deactivation(&self, slot: usize) -> Result<(Volume, Vec<Stage>)> {
+        let mut next = self.clone();
+        let place = self.key_material(slot);
+        let mut material = vec![0; (place.end - place.start) as usize];
+        fill_random(&mut material)?;
+        let KeySlot { key_offset, stripes, .. } = self.header.slots[slot];
+        next.header.slots[slot] = KeySlot { key_offset, stripes, ..KeySlot::default() };
+        let (state, rest) = next.slot_writes(slot);
+        Ok((next, vec![vec![state], vec![rest, (place.start, material)]]))
+    }
+
+    /// The slot in the header: the word that says whether it is active, which lies within one sector, and what follows it.
+    fn slot_writes(&self, slot: usize) -> (Write, Write) {
+        let place = slot_place(slot);
+        let bytes = self.header.encode();
+        let rest = place.start + SLOT_STATE_BYTES;
+        let write = |range: Range<usize>| (range.start as u64, bytes[range].to_vec());
+        (write(place.start..rest), write(rest..place.end))
     }
 
     /// The cipher of the data.
@@ -262,6 +328,77 @@ mod tests {
         let mut damaged = first.clone();
         damaged[70_000] ^= 4;
         assert!(volume.try_slot(0, &damaged, b"one").unwrap().is_none());
+    }
+
+    /// What a disk holds after these stages, and after each subset of the writes of the next one.
+    fn disks_after_cuts(disk: &[u8], stages: &[Stage]) -> Vec<Vec<u8>> {
+        let mut disks = vec![disk.to_vec()];
+        let mut now = disk.to_vec();
+        for stage in stages {
+            // Torn at sector size.
+            let pieces: Vec<(usize, &[u8])> = stage
+                .iter()
+                .flat_map(|(at, bytes)| {
+                    let at = *at as usize;
+                    let first = SECTOR_BYTES - at % SECTOR_BYTES;
+                    let (head, rest) = bytes.split_at(first.min(bytes.len()));
+                    let rest = rest.chunks(SECTOR_BYTES).enumerate();
+                    std::iter::once((at, head))
+                        .chain(rest.map(move |(i, piece)| (at + first + i * SECTOR_BYTES, piece)))
+                })
+                .collect();
+            for lost in 0..pieces.len().min(40) {
+                let mut torn = now.clone();
+                for (index, (at, piece)) in pieces.iter().enumerate() {
+                    if index % (lost + 2) != 0 {
+                        torn[*at..at + piece.len()].copy_from_slice(piece);
+                    }
+                }
+                disks.push(torn);
+            }
+            for (at, piece) in &pieces {
+                now[*at..at + piece.len()].copy_from_slice(piece);
+            }
+            disks.push(now.clone());
+        }
+        disks
+    }
+
+    fn opens(disk: &[u8], passphrase: &[u8]) -> bool {
+        let volume = Volume::new(LuksHeader::parse(disk).unwrap(), disk.len() as u64).unwrap();
+        let slots: Vec<usize> = volume.active_slots().collect();
+        slots.into_iter().any(|slot| {
+            let place = volume.key_material(slot);
+            let material = &disk[place.start as usize..place.end as usize];
+            volume.try_slot(slot, material, passphrase).unwrap().is_some()
+        })
+    }
+
+    #[test]
+    fn slots_change_by_stages_that_a_power_cut_may_tear() {
+        let spec = CipherSpec::parse("aes", "cbc-plain64").unwrap();
+        let (mut volume, key) = Volume::create(spec, Hash::Sha256, 16, 1).unwrap();
+        let material = volume.fill_slot(1, &key, b"old", 1000).unwrap();
+        let mut disk = vec![0; volume.header().payload_offset as usize];
+        disk[..HEADER_BYTES].copy_from_slice(&volume.header().encode());
+        disk[4096 + 65536..][..material.len()].copy_from_slice(&material);
+        assert!(opens(&disk, b"old"));
+        // Slot 6 lies on both sides of a sector's border, slot 7 behind it.
+        for slot in [0, 6, 7] {
+            let (filled, stages) = volume.activation(slot, &key, b"new", 1000).unwrap();
+            let disks = disks_after_cuts(&disk, &stages);
+            assert!(disks.iter().all(|disk| opens(disk, b"old")), "slot {slot}");
+            let last = disks.last().unwrap();
+            assert!(opens(last, b"new"), "slot {slot}");
+            assert_eq!(&LuksHeader::parse(last).unwrap(), filled.header());
+            let (_, stages) = filled.deactivation(1).unwrap();
+            let disks = disks_after_cuts(last, &stages);
+            assert!(disks.iter().all(|disk| opens(disk, b"new")), "slot {slot}");
+            let last = disks.last().unwrap();
+            assert!(!opens(last, b"old"));
+            assert!(!last.windows(64).any(|bytes| bytes == &material[..64]), "the old key material is still there");
+        }
+        assert!(volume.activation(1, &key, b"new", 1000).is_err(), "it is in use");
     }
 
     #[test]

@@ -2,13 +2,13 @@
 //! What `object-add` makes: throttle groups, credentials, secrets, threads.
 
 use cowshed_image::filters::throttle::{Group, Limits};
+use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// An object.
@@ -99,91 +99,31 @@ impl Object {
     }
 }
 
-/// A secret.
-#[derive(Clone)]
+/// A secret, and where it came from.
+#[derive(Clone, Debug)]
 pub(crate) struct Secret {
-    bytes: Vec<u8>,
+    bytes: secret::Secret,
     file: Option<String>,
     is_base64: bool,
 }
 
-impl std::fmt::Debug for Secret {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Secret").field("file", &self.file).finish_non_exhaustive()
-    }
-}
-
-/// Longest file of a secret, in bytes.
-const MAX_SECRET_BYTES: u64 = 1 << 20;
-
 impl Secret {
     /// From its text or from a file, as it is or in base64. Exactly one of the two must be given.
-    pub fn new(data: Option<&str>, file: Option<&str>, is_base64: bool) -> QmpResult<Secret> {
-        let (given, source) = match (data, file) {
-            (Some(data), None) => (data.as_bytes().to_vec(), "'data'".to_owned()),
-            (None, Some(file)) => (read_secret(file)?, file.to_owned()),
-            (Some(_), Some(_)) => return Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
-            (None, None) => return Err(QmpError::generic("Must provide 'file' or 'data'")),
-        };
-        let bytes = match is_base64 {
-            true => from_base64(&given)
-                .ok_or_else(|| QmpError::generic(format!("{source}: the secret is no valid base64 text")))?,
-            // A raw one may be used as a passphrase, which is text.
-            false if std::str::from_utf8(&given).is_err() => {
-                return Err(QmpError::generic(format!("{source}: a secret of format 'raw' must be UTF-8 text")));
-            }
-            false => given,
-        };
+    pub fn new(
+        data: Option<&str>,
+        file: Option<&str>,
+        is_base64: bool,
+        wrapping: Option<&secret::Wrapping<'_>>,
+    ) -> QmpResult<Secret> {
+        let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
+        let bytes = secret::Secret::load_wrapped(data, file.map(Path::new), is_base64, wrapping).map_err(failed)?;
         Ok(Secret { bytes, file: file.map(str::to_owned), is_base64 })
     }
 
-    /// Its length in bytes.
-    pub fn len(&self) -> usize {
-        self.bytes.len()
+    /// What images are opened with.
+    pub fn bytes(&self) -> &secret::Secret {
+        &self.bytes
     }
-}
-
-fn read_secret(path: &str) -> QmpResult<Vec<u8>> {
-    let failed = |error: std::io::Error| QmpError::generic(format!("Unable to read {path}: {error}"));
-    let mut bytes = Vec::new();
-    std::fs::File::open(path).map_err(failed)?.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
-    match bytes.len() as u64 > MAX_SECRET_BYTES {
-        true => Err(QmpError::generic(format!("{path}: a secret has at most {MAX_SECRET_BYTES} bytes"))),
-        false => Ok(bytes),
-    }
-}
-
-/// RFC 4648, with padding; white space (the end of a file's line) is skipped.
-fn from_base64(text: &[u8]) -> Option<Vec<u8>> {
-    let text: Vec<u8> = text.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect();
-    let padding = text.iter().rev().take_while(|byte| **byte == b'=').count();
-    if !text.len().is_multiple_of(4) || padding > 2 {
-        return None;
-    }
-    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
-    let digits = &text[..text.len() - padding];
-    for group in digits.chunks(4) {
-        let mut bits = 0u32;
-        for digit in group {
-            let value = match digit {
-                b'A'..=b'Z' => digit - b'A',
-                b'a'..=b'z' => digit - b'a' + 26,
-                b'0'..=b'9' => digit - b'0' + 52,
-                b'+' => 62,
-                b'/' => 63,
-                _ => return None,
-            };
-            bits = bits << 6 | u32::from(value);
-        }
-        bits <<= 6 * (4 - group.len());
-        let [_, whole @ ..] = bits.to_be_bytes();
-        let (kept, rest) = whole.split_at(group.len() - 1);
-        if rest.iter().any(|byte| *byte != 0) {
-            return None;
-        }
-        bytes.extend_from_slice(kept);
-    }
-    Some(bytes)
 }
 
 /// The objects by id.
@@ -199,6 +139,16 @@ impl Objects {
         }
         objects.insert(id.to_owned(), object);
         Ok(())
+    }
+
+    /// The secrets, with their ids.
+    pub fn secrets(&self) -> Vec<(String, secret::Secret)> {
+        let objects = self.0.borrow();
+        let secrets = objects.iter().filter_map(|(id, object)| match object {
+            Object::Secret(secret) => Some((id.clone(), secret.bytes().clone())),
+            _ => None,
+        });
+        secrets.collect()
     }
 
     /// The object with this id.
@@ -254,34 +204,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn base64_is_strict() {
-        for (text, bytes) in [("", ""), ("Zg==", "f"), ("Zm8=", "fo"), ("Zm9v", "foo"), ("Zm9v\nYmE=\n", "fooba")] {
-            assert_eq!(from_base64(text.as_bytes()).as_deref(), Some(bytes.as_bytes()), "{text}");
-        }
-        for wrong in ["Zg", "Zg=", "Z===", "Zh==", "Zm9=", "Zm9v*m==", "====", "Zg==Zg=="] {
-            assert_eq!(from_base64(wrong.as_bytes()), None, "{wrong}");
-        }
-    }
-
-    #[test]
     fn secrets_come_from_a_text_or_a_file() {
-        let secret = Secret::new(Some("geheim"), None, false).unwrap();
-        assert_eq!((secret.len(), secret.bytes.as_slice()), (6, &b"geheim"[..]));
+        let secret = Secret::new(Some("geheim"), None, false, None).unwrap();
+        assert_eq!(secret.bytes().as_bytes(), b"geheim");
         assert!(!format!("{secret:?}").contains("geheim"));
-        assert_eq!(Secret::new(Some("AAEC/w=="), None, true).unwrap().bytes, [0, 1, 2, 255]);
+        assert_eq!(Secret::new(Some("AAEC/w=="), None, true, None).unwrap().bytes().as_bytes(), [0, 1, 2, 255]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key");
         std::fs::write(&path, "Zm9v\n").unwrap();
         let path = path.to_str().unwrap();
-        assert_eq!(Secret::new(None, Some(path), true).unwrap().bytes, b"foo");
-        assert_eq!(Secret::new(None, Some(path), false).unwrap().bytes, b"Zm9v\n");
+        assert_eq!(Secret::new(None, Some(path), true, None).unwrap().bytes().as_bytes(), b"foo");
+        assert_eq!(Secret::new(None, Some(path), false, None).unwrap().bytes().as_bytes(), b"Zm9v\n");
         std::fs::write(path, [0xff, 0xfe]).unwrap();
         for (wrong, reason) in [
-            (Secret::new(None, Some(path), false), "UTF-8"),
-            (Secret::new(None, Some(path), true), "base64"),
-            (Secret::new(None, Some("/nonexistent"), true), "Unable to read /nonexistent"),
-            (Secret::new(Some("a"), Some(path), true), "mutually exclusive"),
-            (Secret::new(None, None, true), "Must provide"),
+            (Secret::new(None, Some(path), false, None), "UTF-8"),
+            (Secret::new(None, Some(path), true, None), "base64"),
+            (Secret::new(None, Some("/nonexistent"), true, None), "Unable to read /nonexistent"),
+            (Secret::new(Some("a"), Some(path), true, None), "mutually exclusive"),
+            (Secret::new(None, None, true, None), "Must provide"),
         ] {
             assert!(wrong.unwrap_err().description.contains(reason), "{reason}");
         }

@@ -4,7 +4,7 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use cowshed_block::{Error, Result};
-use cowshed_crypto::Zeroizing;
+use cowshed_crypto::{Zeroizing, unwrap_aes256};
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
@@ -22,6 +22,15 @@ impl std::fmt::Debug for Secret {
     }
 }
 
+/// For options that are compared; what a guess costs is decided elsewhere.
+impl PartialEq for Secret {
+    fn eq(&self, other: &Secret) -> bool {
+        self.0 == other.0
+    }
+}
+
+impl Eq for Secret {}
+
 impl Secret {
     /// The bytes as they are.
     pub fn new(bytes: Vec<u8>) -> Secret {
@@ -30,31 +39,73 @@ impl Secret {
 
     /// From text or from a file, as it is (UTF-8) or in base64. Exactly one of the two is given.
     pub fn load(data: Option<&str>, file: Option<&Path>, is_base64: bool) -> Result<Secret> {
+        Self::load_wrapped(data, file, is_base64, None)
+    }
+
+    /// As [`Secret::load`], where the text may be encrypted with another secret (AES-256 in CBC with PKCS #7 padding).
+    pub fn load_wrapped(
+        data: Option<&str>,
+        file: Option<&Path>,
+        is_base64: bool,
+        wrapping: Option<&Wrapping<'_>>,
+    ) -> Result<Secret> {
         let (given, source) = match (data, file) {
             (Some(data), None) => (Zeroizing::new(data.as_bytes().to_vec()), "'data'".to_owned()),
             (None, Some(file)) => (read_file(file)?, file.display().to_string()),
             (Some(_), Some(_)) => return Err(Error::invalid_argument("'file' and 'data' are mutually exclusive")),
             (None, None) => return Err(Error::invalid_argument("Must provide 'file' or 'data'")),
         };
-        if !is_base64 {
-            return match std::str::from_utf8(&given) {
-                Ok(_) => Ok(Secret(Arc::new(given))),
-                Err(_) => {
-                    Err(Error::invalid_argument(format!("{source}: a secret of format 'raw' must be UTF-8 text")))
-                }
-            };
+        let bytes = if is_base64 { from_base64(&source, &given)? } else { given };
+        let bytes = match wrapping {
+            Some(wrapping) => {
+                let vector = from_base64("'iv'", wrapping.vector_base64.as_bytes())?;
+                unwrap_aes256(wrapping.key.as_bytes(), &vector, &bytes)?
+            }
+            None => bytes,
+        };
+        if !is_base64 && std::str::from_utf8(&bytes).is_err() {
+            return Err(Error::invalid_argument(format!("{source}: a secret of format 'raw' must be UTF-8 text")));
         }
-        let text =
-            Zeroizing::new(given.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect::<Vec<u8>>());
-        let bytes = STANDARD.decode(&text[..]);
-        let wrong = |_| Error::invalid_argument(format!("{source}: the secret is no valid base64 text"));
-        bytes.map(Secret::new).map_err(wrong)
+        Ok(Secret(Arc::new(bytes)))
     }
 
     /// The bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
+}
+
+/// What a secret is encrypted with.
+pub struct Wrapping<'a> {
+    /// The key, 32 bytes (`keyid`).
+    pub key: &'a Secret,
+    /// The initial vector, 16 bytes, in base64 (`iv`).
+    pub vector_base64: &'a str,
+}
+
+impl<'a> Wrapping<'a> {
+    /// From the options `keyid` and `iv`, which belong together; `find` gives the secret of an id.
+    pub fn of(
+        key_id: Option<&str>,
+        vector_base64: Option<&'a str>,
+        find: impl Fn(&str) -> Option<&'a Secret>,
+    ) -> Result<Option<Wrapping<'a>>> {
+        match (key_id, vector_base64) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => Err(Error::invalid_argument("'iv' is given without 'keyid'")),
+            (Some(_), None) => Err(Error::invalid_argument("IV is required to decrypt secret: 'keyid' needs 'iv'")),
+            (Some(id), Some(vector_base64)) => match find(id) {
+                Some(key) => Ok(Some(Wrapping { key, vector_base64 })),
+                None => Err(Error::invalid_argument(format!("No secret with id '{id}'"))),
+            },
+        }
+    }
+}
+
+fn from_base64(source: &str, text: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
+    let digits = Zeroizing::new(text.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect::<Vec<u8>>());
+    let bytes = STANDARD.decode(&digits[..]).map(Zeroizing::new);
+    bytes.map_err(|_| Error::invalid_argument(format!("{source}: no valid base64 text")))
 }
 
 fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
@@ -90,6 +141,9 @@ mod tests {
             (None, Some(Path::new("/nowhere")), false),
         ] {
             assert!(Secret::load(data, file, is_base64).is_err());
+        }
+        for wrong in ["Zg", "Zg=", "Z===", "Zh==", "Zm9=", "Zm9v*m==", "====", "Zg==Zg=="] {
+            assert!(Secret::load(Some(wrong), None, true).is_err(), "{wrong}");
         }
         std::fs::write(&path, [0xff, 0xfe]).unwrap();
         assert!(Secret::load(None, Some(&path), false).is_err());

@@ -154,6 +154,14 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     if let Some(description) = node.description() {
         describe(&mut info, description)?;
     }
+    if let Some(luks) = node.luks() {
+        info.encrypted = Some(true);
+        let mut data = luks_info(Some(luks.header().await?), luks.has_detached_header());
+        if let Value::Object(data) = &mut data {
+            data.remove("format");
+        }
+        info.format_specific = Some(json!({ "type": "luks", "data": data }));
+    }
     let Some(layer) = qcow2_layer(node) else { return Ok(info) };
     let header = &layer.header;
     info.cluster_size = Some(header.cluster_size());
@@ -241,7 +249,7 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
     match header.crypt_method {
         0 => {}
         1 => drop(put("encrypt", json!({ "format": "aes" }))),
-        _ => drop(put("encrypt", luks_info(layer.luks().await?))),
+        _ => drop(put("encrypt", luks_info(layer.luks().await?, false))),
     }
     if let Some(name) = header.data_file_name() {
         put("data-file", json!(name));
@@ -254,7 +262,7 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
     Ok(Value::Object(data))
 }
 
-fn luks_info(header: Option<LuksHeader>) -> Value {
+fn luks_info(header: Option<LuksHeader>, is_detached: bool) -> Value {
     let mut info = Map::new();
     info.insert("format".to_owned(), json!("luks"));
     let Some(header) = header else { return Value::Object(info) };
@@ -265,11 +273,11 @@ fn luks_info(header: Option<LuksHeader>) -> Value {
     if let Some(generator) = generator {
         put("ivgen-alg", json!(generator));
     }
-    if let Some(hash) = generator_hash {
+    if let Some(hash) = generator_hash.filter(|_| generator == Some("essiv")) {
         put("ivgen-hash-alg", json!(hash));
     }
     put("hash-alg", json!(header.hash));
-    put("detached-header", json!(false));
+    put("detached-header", json!(is_detached));
     put("payload-offset", json!(header.payload_offset));
     put("master-key-iters", json!(header.master_key_iterations));
     put("uuid", json!(header.uuid));

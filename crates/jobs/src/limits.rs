@@ -62,6 +62,9 @@ impl BlockLimits {
                     ..below
                 }
             }
+            ("luks", Some(below)) => {
+                BlockLimits { write_zeroes_alignment: None, request_alignment: SECTOR_BYTES, ..below }
+            }
             ("blkdebug", Some(below)) => BlockLimits {
                 request_alignment: node.file().map_or(1, |file| file.alignment().offset),
                 max_transfer: node.file().and_then(|file| file.max_transfer()),

@@ -6,6 +6,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::create::qcow2::{Qcow2CreateOptions, round_size};
 use cowshed_image::create::schema::{OptionValues, options_of};
+use cowshed_image::encryption::NewEncryption;
 use cowshed_image::{Node, Preallocation};
 
 /// What to measure: an existing image, or an empty one of a given size.
@@ -38,7 +39,7 @@ pub struct Measurement {
 pub async fn run(options: &MeasureOptions, job: &JobHandle) -> Result<Measurement> {
     let format = options.target_format.as_deref().unwrap_or("raw");
     let schema = options_of(format).ok_or_else(|| {
-        Error::unsupported("images of this format can't be measured: qcow2 and raw can")
+        Error::unsupported("images of this format can't be measured: qcow2, luks and raw can")
             .field("-O")
             .value(format!("'{format}'"))
     })?;
@@ -63,6 +64,11 @@ async fn measure(
     source: Option<&Node>,
     job: &JobHandle,
 ) -> Result<Measurement> {
+    if format == "luks" {
+        let new = NewEncryption::from_values(values, "")?;
+        let size = new.file_bytes(round_size(size)?, values.switch("detached-header"));
+        return Ok(Measurement { bitmaps: None, required: size, fully_allocated: size });
+    }
     if format != "qcow2" {
         let size = round_size(size)?;
         return Ok(Measurement { bitmaps: None, required: size, fully_allocated: size });
@@ -95,7 +101,8 @@ pub fn metadata_bytes(options: &Qcow2CreateOptions) -> Option<u64> {
     let data = options.size.div_ceil(cluster);
     let l2_tables = data.div_ceil(options.l2_entries());
     let l1_clusters = (l2_tables * 8).div_ceil(cluster);
-    let counted = 1 + l1_clusters + l2_tables + data;
+    let encryption = options.encryption.as_ref().map_or(0, |new| new.header_bytes().div_ceil(cluster));
+    let counted = 1 + l1_clusters + l2_tables + data + encryption;
     // Refcount blocks and their table count themselves: grow both until they cover everything.
     let per_block = (cluster * 8) >> options.refcount_order;
     let (mut blocks, mut table) = (0, 0);
@@ -107,7 +114,7 @@ pub fn metadata_bytes(options: &Qcow2CreateOptions) -> Option<u64> {
         }
         (blocks, table) = (needed_blocks, needed_table);
     }
-    (1 + l1_clusters + l2_tables + blocks + table).checked_mul(cluster)
+    (1 + l1_clusters + l2_tables + encryption + blocks + table).checked_mul(cluster)
 }
 
 /// Clusters of `cluster` bytes that hold data.

@@ -210,10 +210,12 @@ async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[Str
         filename: spec.name.clone(),
         format: format.clone(),
         options: options.create_options.clone(),
+        secrets: spec.secrets.clone(),
         ..CreateRequest::default()
     };
-    create::prepare_sized(&request, size).await?.run().await?;
-    let writable = ImageSpec { format: Some(format), ..spec.clone() };
+    let plan = create::prepare_sized(&request, size).await?;
+    plan.run().await?;
+    let writable = ImageSpec { format: Some(format), extra: plan.opening_options(), ..spec.clone() };
     let node = writable.open_for_writing().await?;
     if node.backing().is_some() {
         let _ = node.close().await;

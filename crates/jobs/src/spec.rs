@@ -7,7 +7,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, open};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// An image as named on a command line or in a QMP command.
@@ -33,6 +33,8 @@ pub struct ImageSpec {
     pub snapshot: Option<SnapshotName>,
     /// Secrets that options can name (`--object secret`), by their id.
     pub secrets: Vec<(String, Secret)>,
+    /// Options of the driver besides, with dotted keys: not together with `image_opts`.
+    pub extra: Vec<(&'static str, String)>,
     /// Where warnings go, one line each; nowhere when `None`.
     pub on_warning: Option<fn(&str)>,
 }
@@ -58,6 +60,13 @@ impl ImageSpec {
         let request = match (&self.aio, self.image_opts) {
             (Some(aio), _) => OpenRequest::options(self.tree_with_aio(aio)?),
             (None, true) => OpenRequest::image_opts(&self.name)?,
+            (None, false) if !self.extra.is_empty() => {
+                let options = options_of_name(&self.name, self.format.as_deref())?;
+                OpenRequest::options(self.extra.iter().fold(options, |options, (key, value)| match key.split_once('.') {
+                    Some((outer, inner)) => options.with(outer, json!({ inner: value })),
+                    None => options.with(*key, value.as_str()),
+                }))
+            }
             (None, false) => OpenRequest::file(&self.name).format(self.format.as_deref()),
         };
         let request = request

@@ -121,7 +121,16 @@ fn what_qemu_img_refuses_is_refused_and_the_file_kept() {
         ("bogus=1", "'bogus'"),
         ("size=2M", "only once"),
         ("cluster_size=64k,", "option list"),
-        ("encrypt.format=luks", "not supported yet"),
+        ("encrypt.format=luks", "Parameter 'encrypt.key-secret' is required for cipher"),
+        ("encrypt.format=luks,encrypt.key-secret=nobody", "No secret with id 'nobody'"),
+        ("encrypt.format=rot13", "does not accept value 'rot13'"),
+        ("encrypt.key-secret=s", "'encrypt.format' is missing"),
+        ("encrypt.format=luks,encrypt.cipher-alg=rot13", "does not accept value 'rot13'"),
+        (
+            "encrypt.format=luks,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha1",
+            "key_bytes",
+        ),
+        ("encryption=on", "unsafe"),
     ] {
         let theirs = bench.tool("qemu-img", &["create", "-f", "qcow2", "-o", options, "theirs.qcow2", "1M"]);
         assert_eq!(theirs.status.code(), Some(1), "qemu-img with {options}");

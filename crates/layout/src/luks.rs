@@ -4,6 +4,7 @@
 
 use crate::bytes::{array_at, be16_at, be32_at};
 use cowshed_block::{Error, Result};
+use std::ops::Range;
 
 /// Bytes of the header, key slots included.
 pub const HEADER_BYTES: usize = 592;
@@ -18,8 +19,16 @@ pub const DIGEST_BYTES: usize = 20;
 pub const SALT_BYTES: usize = 32;
 const SLOT_BYTES: usize = 48;
 const FIRST_SLOT: usize = 208;
+/// Length of a slot's first word, which says whether it is active.
+pub const SLOT_STATE_BYTES: usize = 4;
 const SLOT_ENABLED: u32 = 0x00ac_71f3;
 const SLOT_DISABLED: u32 = 0x0000_dead;
+
+/// Where a key slot stands in the header. `slot` is 0 to 7.
+pub fn slot_place(slot: usize) -> Range<usize> {
+    let start = FIRST_SLOT + slot * SLOT_BYTES;
+    start..start + SLOT_BYTES
+}
 
 /// A version 1 header.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -344,7 +344,8 @@ impl Engine {
         self.publish(allocation, false)
     }
 
-    /// Maps the clusters of [`Engine::begin_preallocate`]: they hold zeroes. With extended L2 entries and a backing
+    /// Maps the clusters of [`Engine::begin_preallocate`]: they hold zeroes, or count as zeroes where the image is
+    /// encrypted (from version 3 of the format on). With extended L2 entries and a backing
     /// file the subclusters stay unallocated.
     pub fn commit_preallocation(&self, allocation: Allocation) -> Result<(), Error> {
         self.publish(allocation, true)
@@ -371,14 +372,21 @@ impl Engine {
                 true => SubclusterBitmap::UNALLOCATED,
                 false => SubclusterBitmap(old.1),
             };
+            // What preallocation leaves in an encrypted cluster isn't zero for the guest.
+            let hides = preallocation && allocation.encrypted && self.config.format.version >= 3;
             let bitmap = match preallocation && self.backing_size().is_some() {
                 true => bitmap,
+                false if hides => bitmap.with_zero(written),
                 false => bitmap.with_data(written),
+            };
+            let entry = match hides && !self.geometry.extended_l2() {
+                true => L2Entry::zero_allocated(host, true),
+                false => L2Entry::data(host, true),
             };
             if allocation.is_new {
                 self.references_of(L2Entry(old.0), &mut lost);
             }
-            self.edit_entry(&mut state, number, &mut slice, word, (L2Entry::data(host, true).0, bitmap.0));
+            self.edit_entry(&mut state, number, &mut slice, word, (entry.0, bitmap.0));
         }
         self.retire(&mut state, lost);
         self.unlock(&mut state, &clusters);

@@ -94,6 +94,9 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
     let l1_clusters = (l1_len * 8).div_ceil(1 << image.cluster_bits);
     image.audit.moving_table_clusters = l1_clusters + (image.refcount_table_len >> image.cluster_bits);
     image.use_metadata(0, 1, "header")?;
+    if let Some((offset, len)) = encryption_header(file) {
+        image.use_metadata(offset, len, "encryption header")?;
+    }
     image.use_metadata(l1, l1_len * 8, "L1 table")?;
     image.walk_l1(l1, l1_len)?;
     for snapshot in image.snapshots()? {
@@ -154,6 +157,18 @@ pub fn l2_entry(file: &PageMap, cluster: u64) -> u64 {
 /// The offset of the host cluster in an L2 entry of a cluster that is not compressed.
 pub fn host_offset(entry: u64) -> u64 {
     entry & OFFSET
+}
+
+/// Offset and length of the LUKS header, which a header extension tells ("Full disk encryption header pointer").
+fn encryption_header(file: &PageMap) -> Option<(u64, u64)> {
+    let mut at = if read(file, 4, 4) >= 3 { read(file, 100, 4) } else { 72 };
+    loop {
+        match (read(file, at, 4), read(file, at + 4, 4)) {
+            (0, _) => return None,
+            (0x0537_be77, _) => return Some((read(file, at + 8, 8), read(file, at + 16, 8))),
+            (_, len) => at += 8 + len.next_multiple_of(8),
+        }
+    }
 }
 
 fn read(file: &PageMap, at: u64, bytes: usize) -> u64 {

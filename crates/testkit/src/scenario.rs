@@ -11,10 +11,12 @@ use crate::qemu::{Qemu, temp_dir};
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::check::{CheckOptions, Repair, check};
+use cowshed_image::create::{CreateRequest, prepare};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::secret::Secret;
 use cowshed_storage::sim::{Config, Effect, Fault, PageMap, Replay, Snapshot, World};
-use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,6 +31,12 @@ fn told<T>(work: impl FnOnce() -> std::result::Result<T, String>) -> std::result
 
 /// For [`ImageDisk::open_with`]: between the image and its file stands a filter that lets everything pass.
 pub const BEHIND_A_FILTER: &str = "file.driver=fault";
+
+/// Id and passphrase of the secret that every disk is opened with.
+const SECRET_ID: &str = "s";
+const PASSPHRASE: &str = "geheim";
+/// Options that open an encrypted image.
+const KEY: &str = "encrypt.key-secret=s";
 
 /// An image as a guest's disk.
 pub struct ImageDisk(
@@ -58,7 +66,8 @@ impl ImageDisk {
             }
             options => OpenRequest::image_opts(&format!("driver=qcow2,file.filename={name},{options}"))?,
         };
-        open(request.writable(writable).cache(cache)?).await.map(ImageDisk)
+        let secret = (SECRET_ID.to_owned(), Secret::new(PASSPHRASE.into()));
+        open(request.writable(writable).cache(cache)?.secrets([secret])).await.map(ImageDisk)
     }
 
     /// Opens what `options` say, as `--image-opts` takes them.
@@ -147,6 +156,7 @@ pub struct Prepared {
     /// Names of the enabled dirty bitmaps of the top image.
     bitmaps: Vec<String>,
     qemu: Qemu,
+    is_encrypted: bool,
 }
 
 impl Prepared {
@@ -188,7 +198,97 @@ impl Prepared {
         let leaks_at_start = files.get(&top).and_then(|file| audit(file).ok()).map_or(0, |audit| audit.leaks);
         let snapshots_at_start = files.get(&top).map_or(Ok(0), snapshot_digest);
         let snapshots_at_start = snapshots_at_start.unwrap_or_else(|wrong| panic!("the image just made: {wrong}"));
-        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, bitmaps, qemu }
+        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, bitmaps, qemu, is_encrypted: false }
+    }
+
+    /// A LUKS image of our own making with `options` (`encrypt.…` and others, as `-o` takes them), to which the real
+    /// QEMU has written `writes`, each an offset and a length in bytes.
+    pub fn encrypted(spec: &Qcow2Spec, options: &str, size: u64, writes: &[(u64, u64)]) -> Self {
+        let (qemu, folder) = (Qemu::system(), temp_dir());
+        let path = folder.path().join("encrypted.qcow2");
+        let top = path.to_string_lossy().into_owned();
+        let request = CreateRequest {
+            filename: top.clone(),
+            format: "qcow2".to_owned(),
+            size: Some(size),
+            options: vec![
+                spec.options(&path, None),
+                format!("encrypt.format=luks,{KEY},encrypt.iter-time=1"),
+                options.to_owned(),
+            ],
+            secrets: vec![(SECRET_ID.to_owned(), Secret::new(PASSPHRASE.into()))],
+            ..CreateRequest::default()
+        };
+        let created = rt::block_on(async { prepare(&request).await?.run().await });
+        created.unwrap_or_else(|error| panic!("{options}: {error}"));
+        let mut prepared = Prepared {
+            folder,
+            top,
+            files: Snapshot::new(),
+            content: Vec::new(),
+            spec: spec.clone(),
+            leaks_at_start: 0,
+            snapshots_at_start: 0,
+            bitmaps: Vec::new(),
+            qemu,
+            is_encrypted: true,
+        };
+        for (index, (offset, len)) in writes.iter().enumerate() {
+            let command = format!("write -q -P {} {offset} {len}", index + 1);
+            prepared.qemu.io(prepared.key_arguments(&["-c", &command])).expect_ok();
+        }
+        prepared.content = prepared.content_by_qemu();
+        for entry in std::fs::read_dir(prepared.folder.path()).expect("the folder is there") {
+            let path = entry.expect("the folder can be listed").path();
+            let bytes = std::fs::read(&path).expect("the files just made can be read");
+            prepared.files.insert(path.to_string_lossy().into_owned(), PageMap::from_bytes(&bytes));
+        }
+        prepared.patch(|_| {});
+        prepared
+    }
+
+    /// Arguments of QEMU's tools that name the encrypted image and its secret, behind `more`.
+    fn key_arguments(&self, more: &[&str]) -> Vec<String> {
+        let object = format!("secret,id={SECRET_ID},data={PASSPHRASE}");
+        let image = format!("driver=qcow2,{KEY},file.filename={}", self.top);
+        let named = ["--object".to_owned(), object, "--image-opts".to_owned(), image];
+        more.iter().map(|&text| text.to_owned()).chain(named).collect()
+    }
+
+    /// What the real QEMU reads of the disk.
+    fn content_by_qemu(&self) -> Vec<u8> {
+        if !self.is_encrypted {
+            return self.qemu.content(Path::new(&self.top), "qcow2");
+        }
+        let raw = format!("{}.content", self.top);
+        let mut arguments = self.key_arguments(&["convert", "-O", "raw"]);
+        arguments.push(raw.clone());
+        self.qemu.img(arguments).expect_ok();
+        let bytes = std::fs::read(&raw).expect("the raw file just written is readable");
+        std::fs::remove_file(&raw).expect("the raw file just written can be removed");
+        bytes
+    }
+
+    /// Exit code of the real check, and what it said.
+    fn check_by_qemu(&self, repairs: bool) -> (i32, String) {
+        if self.is_encrypted {
+            let verb: &[&str] = if repairs { &["check", "-r", "all"] } else { &["check"] };
+            let output = self.qemu.img(self.key_arguments(verb));
+            return (output.code, output.stdout + &output.stderr);
+        }
+        let path = Path::new(&self.top);
+        let verdict = match repairs {
+            true => self.qemu.check_with(path, "qcow2", &["-r", "all"]),
+            false => self.qemu.check(path, "qcow2"),
+        };
+        (verdict.code, format!("{}\n{}", verdict.json, verdict.stderr))
+    }
+
+    /// Opens the image as it is opened again after a cut.
+    async fn open_again(&self, direct: bool) -> std::result::Result<ImageDisk, String> {
+        let options = if self.is_encrypted { KEY } else { "" };
+        let disk = ImageDisk::open_with(&self.top, true, direct, options).await;
+        disk.map_err(|error| format!("opened again: {error}"))
     }
 
     /// Changes the top image's file before anything is done to it; what the guest sees must stay the same.
@@ -252,7 +352,12 @@ impl Prepared {
     pub fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
         let failed = |error: Error| format!("the run itself: {error}");
-        let disk = world.run(ImageDisk::open_with(&self.top, true, trial.config.direct, trial.options));
+        let options = match (self.is_encrypted, trial.options) {
+            (true, "") => KEY.to_owned(),
+            (true, options) => format!("{options},{KEY}"),
+            (false, options) => options.to_owned(),
+        };
+        let disk = world.run(ImageDisk::open_with(&self.top, true, trial.config.direct, &options));
         let disk = match disk {
             // Nothing happened, nothing was promised.
             Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
@@ -356,8 +461,7 @@ impl Prepared {
         let world = World::with_files(config.clone(), &case.state.files);
         let writes_on = case.number % 8 == 1;
         world.run(async {
-            let disk = ImageDisk::open(&self.top, true, config.direct).await;
-            let disk = disk.map_err(|error| format!("opened again: {error}"))?;
+            let disk = self.open_again(config.direct).await?;
             check_disk_after_cut(&disk, model, case.position)
                 .await
                 .map_err(|error| format!("opened again: {error}"))?;
@@ -430,8 +534,7 @@ impl Prepared {
             audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
             let world = World::with_files(world.config(), &again.state.files);
             world.run(async {
-                let disk = ImageDisk::open(&self.top, true, world.config().direct).await;
-                let disk = disk.map_err(|error| format!("opened again: {error}"))?;
+                let disk = self.open_again(world.config().direct).await?;
                 check_disk_after_cut(&disk, model, case.position).await?;
                 self.check_bitmaps(&disk, model, case.position, trial).await
             })
@@ -443,16 +546,12 @@ impl Prepared {
         for (name, contents) in &case.state.files {
             std::fs::write(name, contents.to_vec()).map_err(|error| format!("could not write {name}: {error}"))?;
         }
-        let path = Path::new(&self.top);
         let dirty = case.state.files.get(&self.top).is_some_and(|file| audit(file).is_ok_and(|audit| audit.dirty));
-        let verdict = match dirty {
-            true => self.qemu.check_with(path, "qcow2", &["-r", "all"]),
-            false => self.qemu.check(path, "qcow2"),
-        };
-        if verdict.code != 0 && verdict.code != 3 {
-            return Err(format!("qemu-img check: exit code {}, {}\n{}", verdict.code, verdict.json, verdict.stderr));
+        let (code, said) = self.check_by_qemu(dirty);
+        if code != 0 && code != 3 {
+            return Err(format!("qemu-img check: exit code {code}, {said}"));
         }
-        let bytes = self.qemu.content(path, "qcow2");
+        let bytes = self.content_by_qemu();
         model.check_size_after_cut(case.position, bytes.len() as u64)?;
         model.check_after_cut(case.position, 0, &bytes).map_err(|complaint| format!("read by qemu-img: {complaint}"))
     }

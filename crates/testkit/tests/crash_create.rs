@@ -3,11 +3,22 @@
 
 use cowshed_image::Preallocation;
 use cowshed_image::create::qcow2::Qcow2CreateOptions;
+use cowshed_image::create::schema::{OptionValues, options_of};
 use cowshed_image::create::write_fresh_qcow2;
+use cowshed_image::encryption::NewEncryption;
+use cowshed_image::secret::Secret;
 use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{File, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use std::path::Path;
+
+fn encryption() -> NewEncryption {
+    let options = ["encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=1".to_owned()];
+    let values = OptionValues::parse(options_of("qcow2").expect("a table"), &options).expect("options");
+    let secrets = [("s".to_owned(), Secret::new(b"geheim".to_vec()))];
+    let new = NewEncryption::from_values(&values, "encrypt.").and_then(|new| new.with_secrets("key-secret", &secrets));
+    new.expect("encryption")
+}
 
 #[test]
 fn a_cut_creation_leaves_a_whole_image_or_none() {
@@ -24,6 +35,7 @@ fn a_cut_creation_leaves_a_whole_image_or_none() {
         },
         Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Metadata, ..plain() },
         Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Full, ..plain() },
+        Qcow2CreateOptions { cluster_bits: 16, encryption: Some(encryption()), ..plain() },
     ]
     .into_iter()
     .enumerate()

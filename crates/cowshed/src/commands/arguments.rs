@@ -5,9 +5,10 @@ use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::secret::Secret;
+use cowshed_image::secret::{Secret, Wrapping};
 use cowshed_jobs::ImageSpec;
 use cowshed_storage::path_of_text;
+use std::cell::OnceCell;
 
 /// `--output`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -19,6 +20,9 @@ pub enum OutputFormat {
     Json,
 }
 
+/// Secrets by their ids.
+pub type Secrets = Vec<(String, Secret)>;
+
 /// How an image is named, for every verb that opens one.
 #[derive(Args, Clone, Debug)]
 pub struct NamingArgs {
@@ -28,12 +32,23 @@ pub struct NamingArgs {
     /// A secret for encrypted images: secret,id=ID,file=FILE (or data=TEXT; format=raw|base64)
     #[arg(long = "object", value_name = "OBJDEF")]
     pub objects: Vec<String>,
+    #[arg(skip)]
+    loaded: OnceCell<Secrets>,
     /// For images from strangers.
     #[command(flatten)]
     pub untrusted: UntrustedArgs,
 }
 
 impl NamingArgs {
+    /// The secrets that `--object` says, read once: a file may be a pipe.
+    pub fn secrets(&self) -> Result<Secrets, Failure> {
+        if let Some(loaded) = self.loaded.get() {
+            return Ok(loaded.clone());
+        }
+        let loaded = secrets(&self.objects)?;
+        Ok(self.loaded.get_or_init(|| loaded).clone())
+    }
+
     /// Refuses what isn't supported yet, and a format beside an option string, which names its own.
     pub fn check(&self, format: Option<&String>) -> Result<(), Failure> {
         if self.image_opts && format.is_some() {
@@ -52,15 +67,18 @@ impl NamingArgs {
             on_warning: Some(warning::print),
             shares_raw: true,
             policy: self.untrusted.policy()?,
-            secrets: secrets(&self.objects)?,
+            secrets: self.secrets()?,
             ..ImageSpec::default()
         })
     }
 }
 
+/// The properties of a secret.
+const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
+
 /// What `--object` says: secrets, each with its id.
-pub fn secrets(objects: &[String]) -> Result<Vec<(String, Secret)>, Failure> {
-    let mut secrets: Vec<(String, Secret)> = Vec::new();
+pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
+    let mut secrets = Secrets::new();
     for object in objects {
         let (kind, rest) = object.split_once(',').unwrap_or((object, ""));
         if kind.strip_prefix("qom-type=").unwrap_or(kind) != "secret" {
@@ -69,11 +87,10 @@ pub fn secrets(objects: &[String]) -> Result<Vec<(String, Secret)>, Failure> {
             )));
         }
         let options = BlockdevOptions::from_keyval(rest)?;
-        if let Some((key, _)) =
-            options.iter().find(|(key, _)| !["id", "data", "file", "format"].contains(&key.as_str()))
-        {
+        if let Some((key, _)) = options.iter().find(|(key, _)| !SECRET_KEYS.contains(&key.as_str())) {
             return Err(Failure::new(format!(
-                "Parameter '{key}' is unexpected (a secret has id, data, file and format)"
+                "Parameter '{key}' is unexpected (a secret has {})",
+                SECRET_KEYS.join(", ")
             )));
         }
         let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
@@ -87,18 +104,15 @@ pub fn secrets(objects: &[String]) -> Result<Vec<(String, Secret)>, Failure> {
             }
         };
         let file = options.text("file").map(path_of_text);
-        let secret = Secret::load(options.text("data"), file.as_deref(), is_base64)?;
+        let find = |id: &str| secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret);
+        let wrapping = Wrapping::of(options.text("keyid"), options.text("iv"), find)?;
+        let secret = Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?;
         if secrets.iter().any(|(known, _)| known == id) {
             return Err(Failure::new(format!("attempt to add duplicate property '{id}' to object (type 'container')")));
         }
         secrets.push((id.to_owned(), secret));
     }
     Ok(secrets)
-}
-
-/// Objects hold secrets, which a verb that creates images can't use yet.
-pub fn refuse_objects(objects: &[String]) -> Result<(), Failure> {
-    if objects.is_empty() { Ok(()) } else { Err(Failure::not_yet("--object")) }
 }
 
 /// A cache mode of `-t` or `-T`; `which` is "" or "source " for the message.

@@ -211,16 +211,16 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
             return Err(Failure::new(message));
         }
     }
-    if args.target_image_opts || args.no_create || !["raw", "qcow2"].contains(&format) {
+    if args.target_image_opts || args.no_create || !["raw", "luks", "qcow2"].contains(&format) {
         return Ok(());
     }
-    if format == "raw" && args.backing.is_some() {
-        return Err(Failure::new("Backing file not supported for file format 'raw'"));
+    if format != "qcow2" && args.backing.is_some() {
+        return Err(Failure::new(format!("Backing file not supported for file format '{format}'")));
     }
-    if format == "raw" && args.backing_format.is_some() {
-        return Err(Failure::new("Backing file format not supported for file format 'raw'"));
+    if format != "qcow2" && args.backing_format.is_some() {
+        return Err(Failure::new(format!("Backing file format not supported for file format '{format}'")));
     }
-    if format == "raw" && args.compress {
+    if format != "qcow2" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
     if args.backing.is_some() && args.backing_format.is_none() {
@@ -254,6 +254,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         on_warning: Some(warning::print),
         shares_raw: true,
         policy: args.naming.untrusted.policy_of_target(!args.no_create)?,
+        secrets: args.naming.secrets()?,
         ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;

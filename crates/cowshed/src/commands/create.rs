@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `create`: makes a new image.
 
-use super::arguments::refuse_objects;
+use super::arguments::secrets;
 use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
@@ -22,6 +22,8 @@ pub const VERB: Verb = Verb {
       An overlay: what vm1 changes goes to vm1.qcow2, the rest is read from golden.qcow2.
   cowshed create -f qcow2 -o cluster_size=128k,extended_l2=on,preallocation=metadata disk.qcow2 1T
       With options of the format.
+  cowshed create -f qcow2 --object secret,id=s,file=passphrase.txt -o encrypt.format=luks,encrypt.key-secret=s disk.qcow2 20G
+      Encrypted: this hides the data, it does not notice damage to it.
   cowshed create -f qcow2 -o help
       The options that the format has.",
     in_qemu_img: true,
@@ -49,7 +51,7 @@ struct CreateArgs {
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// QEMU user-creatable object, for example a secret (not yet supported)
+    /// A secret for encrypted images: secret,id=ID,file=FILE (or data=TEXT; format=raw|base64)
     #[arg(long = "object", value_name = "OBJDEF")]
     objects: Vec<String>,
     /// FILE, and SIZE in bytes or with a suffix k, M, G, T, P, E (powers of 1024); no SIZE: as large as BACKING_FILE
@@ -59,7 +61,6 @@ struct CreateArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CreateArgs::from_arg_matches(matches)?;
-    refuse_objects(&args.objects)?;
     if create_options::asks_for_help(&args.options) {
         return create_options::print_help(&args.format, console);
     }
@@ -80,6 +81,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         backing_file: args.backing,
         backing_format: args.backing_format,
         backing_unchecked: args.backing_unsafe,
+        secrets: secrets(&args.objects)?,
         ..CreateRequest::default()
     };
     let persona = console.persona;

@@ -82,7 +82,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let options = DdOptions {
         source: ImageSpec { force_share: args.force_share, ..args.naming.spec(&input, args.format.as_ref())? },
-        target: ImageSpec { shares_raw: true, ..ImageSpec::file(&output).format(args.output_format) },
+        target: ImageSpec {
+            shares_raw: true,
+            secrets: args.naming.secrets()?,
+            ..ImageSpec::file(&output).format(args.output_format)
+        },
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
         count: operands.count,
         skip: operands.skip.unwrap_or(0),

@@ -52,7 +52,7 @@ fn wrong_command_lines() {
         ("convert --skip-broken-bitmaps x y", &["requires --bitmaps"]),
         ("bitmap x y", &["--add", "--merge"]),
         ("bitmap --add x", &["bitmap name"]),
-        ("create --object secret,id=a x 1M", &["'--object'", "not yet supported"]),
+        ("create --object secret,id=a x 1M", &["'file' or 'data'"]),
         ("info --object secret,id=a x", &["'file' or 'data'"]),
         ("info --object secret,data=b x", &["'id'"]),
         ("info --object secret,id=a,data=b,file=c x", &["mutually exclusive"]),

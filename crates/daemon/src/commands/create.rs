@@ -16,7 +16,7 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum BlockdevCreateDriver: file qcow2 raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
+enum BlockdevCreateDriver: file qcow2 luks raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
   copy-before-write
 enum PreallocMode: off metadata falloc full
 object BlockdevCreateOptionsFile: filename: str, size: int, preallocation?: PreallocMode, nocow?: bool
@@ -25,9 +25,23 @@ enum BlockdevQcow2Version: v2 v3
 enum Qcow2CompressionType: zlib zstd
 object BlockdevCreateOptionsQcow2: file: BlockdevRef, extended-l2?: bool, size: int, version?: BlockdevQcow2Version
   , backing-file?: str, backing-fmt?: str, cluster-size?: int, preallocation?: PreallocMode, lazy-refcounts?: bool
-  , refcount-bits?: int, compression-type?: Qcow2CompressionType
+  , refcount-bits?: int, compression-type?: Qcow2CompressionType, encrypt?: QCryptoBlockCreateOptions
+enum QCryptoCipherAlgo: aes-128 aes-192 aes-256 des 3des cast5-128 serpent-128 serpent-192 serpent-256 twofish-128
+  twofish-192 twofish-256 sm4
+enum QCryptoCipherMode: ecb cbc xts ctr
+enum QCryptoIVGenAlgo: plain plain64 essiv
+enum QCryptoHashAlgo: md5 sha1 sha224 sha256 sha384 sha512 ripemd160 sm3
+object QCryptoBlockOptionsQCow: key-secret?: str
+object QCryptoBlockCreateOptionsLUKS: key-secret?: str, cipher-alg?: QCryptoCipherAlgo, cipher-mode?: QCryptoCipherMode
+  , ivgen-alg?: QCryptoIVGenAlgo, ivgen-hash-alg?: QCryptoHashAlgo, hash-alg?: QCryptoHashAlgo, iter-time?: int
+enum QCryptoBlockFormat: qcow luks
+object QCryptoBlockCreateOptions: format: QCryptoBlockFormat | format = qcow: QCryptoBlockOptionsQCow
+  , luks: QCryptoBlockCreateOptionsLUKS
+object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: int, preallocation?: PreallocMode, key-secret?: str
+  , cipher-alg?: QCryptoCipherAlgo, cipher-mode?: QCryptoCipherMode, ivgen-alg?: QCryptoIVGenAlgo
+  , ivgen-hash-alg?: QCryptoHashAlgo, hash-alg?: QCryptoHashAlgo, iter-time?: int
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
-  , qcow2: BlockdevCreateOptionsQcow2
+  , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
     commands: &[command!("blockdev-create", blockdev_create)],
@@ -43,11 +57,18 @@ const OPTIONS: &[(&str, &str)] = &[
     ("lazy-refcounts", "lazy_refcounts"),
     ("refcount-bits", "refcount_bits"),
     ("compression-type", "compression_type"),
+    ("key-secret", "key-secret"),
+    ("cipher-alg", "cipher-alg"),
+    ("cipher-mode", "cipher-mode"),
+    ("ivgen-alg", "ivgen-alg"),
+    ("ivgen-hash-alg", "ivgen-hash-alg"),
+    ("hash-alg", "hash-alg"),
+    ("iter-time", "iter-time"),
 ];
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    if !matches!(options.text("driver"), "file" | "qcow2") {
+    if !matches!(options.text("driver"), "file" | "luks" | "qcow2") {
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic(format!("Driver '{}' does not support blockdev-create", options.text("driver"))));
     }
@@ -60,7 +81,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         nodes: Vec::new(),
         on_error: Default::default(),
     };
-    let request = request_of(&options)?;
+    let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(&options)? };
     let job = daemon.jobs.add(spec, &daemon.events)?;
     let handle = job.handle.clone();
     let (jobs, file) = (Rc::clone(&daemon.jobs), options.get("file").cloned());
@@ -81,12 +102,11 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
 fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
     let mut list = Vec::new();
     for (key, name) in OPTIONS {
-        match options.get(key) {
-            None => {}
-            Some(Value::Bool(flag)) => list.push(format!("{name}={}", if *flag { "on" } else { "off" })),
-            Some(Value::String(text)) => list.push(format!("{name}={text}")),
-            Some(number) => list.push(format!("{name}={number}")),
-        }
+        list.extend(options.get(key).map(|value| assignment(name, value)));
+    }
+    for (key, value) in options.object("encrypt").into_iter().flatten() {
+        let value = if key == "format" && value == "qcow" { &Value::from("aes") } else { value };
+        list.push(assignment(&format!("encrypt.{key}"), value));
     }
     match options.maybe_text("version") {
         Some("v2") => list.push("compat=0.10".to_owned()),
@@ -100,7 +120,7 @@ fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
     }
     Ok(CreateRequest {
         filename: options.text("filename").to_owned(),
-        format: if is_file { "raw" } else { "qcow2" }.to_owned(),
+        format: if is_file { "raw" } else { options.text("driver") }.to_owned(),
         size,
         options: list,
         backing_file: options.maybe_text("backing-file").map(str::to_owned),
@@ -108,6 +128,15 @@ fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
         backing_unchecked: true,
         ..CreateRequest::default()
     })
+}
+
+/// As `-o` takes it.
+fn assignment(name: &str, value: &Value) -> String {
+    match value {
+        Value::Bool(flag) => format!("{name}={}", if *flag { "on" } else { "off" }),
+        Value::String(text) => format!("{name}={}", text.replace(',', ",,")),
+        number => format!("{name}={number}"),
+    }
 }
 
 /// Creates an image in the file of a node: one that is there, or one that is opened for this.

@@ -5,6 +5,7 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::objects::{Object, Secret, duplicate};
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
+use cowshed_image::secret::Wrapping;
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
@@ -56,7 +57,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     }
     let object = match arguments.text("qom-type") {
         "iothread" => Object::IoThread,
-        "secret" => Object::Secret(secret(&arguments)?),
+        "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         _ => Object::TlsCreds {
             dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
@@ -76,22 +77,24 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
             let credentials = ClientTls::from_dir(dir, *verify_peer).map_err(failed)?;
             daemon.graph.set_tls_credentials(id, Some(credentials));
         }
-        _ => {}
+        Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),
+        Object::IoThread | Object::ThrottleGroup(_) => {}
     }
     daemon.objects.add(id, object)?;
     nothing()
 }
 
-fn secret(arguments: &Arguments) -> QmpResult<Secret> {
-    // Encrypted by another secret.
-    for key in ["keyid", "iv"] {
-        if arguments.maybe_text(key).is_some() {
-            return Err(QmpError::generic(format!("Property '{key}' of 'secret' is not supported")));
-        }
-    }
+fn secret(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Secret> {
     let is_base64 = arguments.maybe_text("format") == Some("base64");
-    let secret = Secret::new(arguments.maybe_text("data"), arguments.maybe_text("file"), is_base64)?;
-    if secret.len() == 0 {
+    let key = arguments.maybe_text("keyid").and_then(|id| daemon.objects.find(id));
+    let key = key.as_ref().and_then(|object| match object {
+        Object::Secret(secret) => Some(secret.bytes()),
+        _ => None,
+    });
+    let wrapping = Wrapping::of(arguments.maybe_text("keyid"), arguments.maybe_text("iv"), |_| key).map_err(failed)?;
+    let file = arguments.maybe_text("file");
+    let secret = Secret::new(arguments.maybe_text("data"), file, is_base64, wrapping.as_ref())?;
+    if secret.bytes().as_bytes().is_empty() {
         return Err(QmpError::generic("the secret is empty"));
     }
     Ok(secret)
@@ -115,7 +118,8 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         None => return Err(QmpError::generic(format!("object '{id}' not found"))),
         Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
-        Some(Object::IoThread | Object::Secret(_)) => {}
+        Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
+        Some(Object::IoThread) => {}
     }
     daemon.objects.remove(id);
     nothing()

@@ -168,7 +168,8 @@ fn secrets_are_objects_that_are_never_shown() {
         all
     };
     for (wrong, reason) in [
-        (json!({"data": "a", "keyid": "k"}), "'keyid' of 'secret' is not supported"),
+        (json!({"data": "a", "keyid": "k"}), "IV is required to decrypt secret"),
+        (json!({"data": "a", "keyid": "k", "iv": "AAAA"}), "No secret with id 'k'"),
         (json!({"data": "%", "format": "base64"}), "no valid base64"),
         (json!({"file": "/nonexistent"}), "/nonexistent"),
         (json!({"data": ""}), "empty"),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes by command.
 
+use super::exports::{tool, uri};
 use super::running::Running;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::json;
@@ -111,6 +112,18 @@ fn every_driver_is_added_by_name_and_serves() {
     let socket = path("n.sock");
     client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
     client.command("object-add", json!({"qom-type": "throttle-group", "id": "g"}));
+    client.command("object-add", json!({"qom-type": "secret", "id": "s", "data": "geheim"}));
+    let volume = json!({"driver": "file", "filename": path("a.luks")});
+    std::fs::write(path("a.luks"), "").expect("a file");
+    let options = json!({"driver": "luks", "size": 64 << 20, "key-secret": "s", "iter-time": 10, "file": volume});
+    client.command("blockdev-create", json!({"job-id": "j", "options": options}));
+    while client.command("query-jobs", json!({}))[0]["status"] != "concluded" {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let target = format!("driver=luks,key-secret=s,file.filename={}", path("a.luks"));
+    let object = ["--object", "secret,id=s,data=geheim"];
+    let fill = ["convert", "-n", object[0], object[1], &path("a.raw"), "--target-image-opts", &target];
+    qemu.img(fill).expect_ok();
     let file = |name: &str| json!({"driver": "file", "filename": path(name)});
     let raw = |name: &str| json!({"driver": "raw", "file": file(name)});
     // In this order: later ones stand on earlier ones.
@@ -119,6 +132,7 @@ fn every_driver_is_added_by_name_and_serves() {
         ("file", json!({"filename": path("a.raw")}), Some(7)),
         ("raw", json!({"file": "file"}), Some(7)),
         ("vmdk", json!({"file": file("a.vmdk"), "read-only": true}), Some(7)),
+        ("luks", json!({"file": file("a.luks"), "key-secret": "s"}), Some(7)),
         ("null-co", json!({"size": 64 << 20, "read-zeroes": true}), Some(0)),
         ("null-aio", json!({"size": 64 << 20, "read-zeroes": true, "latency-ns": 1000}), Some(0)),
         ("nbd", json!({"server": {"type": "unix", "path": socket}, "export": "qcow2", "read-only": true}), Some(7)),
@@ -168,4 +182,80 @@ fn every_driver_is_added_by_name_and_serves() {
         qemu.io(["-f", "raw", "-r", "-c", &read, "-c", "read -P 0 32M 1M", &uri]).expect_ok();
     }
     daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn encrypted_images_are_created_and_opened_with_their_secret() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let secret = |id: &str, data: &str| json!({"qom-type": "secret", "id": id, "data": data});
+    client.command("object-add", secret("s", "geheim"));
+    for (driver, name) in [("qcow2", "e.qcow2"), ("luks", "e.luks")] {
+        let path = daemon.path(name);
+        std::fs::write(&path, "").expect("a file");
+        let key = json!({"key-secret": "s", "cipher-alg": "aes-128", "iter-time": 10});
+        let mut options = json!({"driver": driver, "size": 4 << 20, "file": {"driver": "file", "filename": path}});
+        let place = options.as_object_mut().expect("an object");
+        let mut all = key.as_object().expect("an object").clone();
+        if driver == "qcow2" {
+            all.insert("format".to_owned(), json!("luks"));
+            place.insert("encrypt".to_owned(), all.into());
+        } else {
+            place.extend(all);
+        }
+        client.command("blockdev-create", json!({"job-id": "j", "options": options}));
+        while client.command("query-jobs", json!({}))[0]["status"] != "concluded" {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        assert_eq!(client.command("query-jobs", json!({}))[0]["error"], json!(null), "{driver}");
+        client.command("job-dismiss", json!({"id": "j"}));
+    }
+    client.command("object-del", json!({"id": "s"}));
+    let node = |driver: &str, name: &str| {
+        let file = json!({"driver": "file", "filename": daemon.path(name)});
+        match driver {
+            "luks" => json!({"driver": driver, "node-name": driver, "key-secret": "s", "file": file}),
+            _ => {
+                let encrypt = json!({"format": "luks", "key-secret": "s"});
+                json!({"driver": driver, "node-name": driver, "encrypt": encrypt, "file": file})
+            }
+        }
+    };
+    let (qcow2, luks) = (node("qcow2", "e.qcow2"), node("luks", "e.luks"));
+    for options in [&qcow2, &luks] {
+        assert!(client.refusal("blockdev-add", options.clone()).contains("No secret with id 's'"));
+    }
+    client.command("object-add", secret("s", "falsch"));
+    for options in [&qcow2, &luks] {
+        let refusal = client.refusal("blockdev-add", options.clone());
+        assert!(refusal.contains("Invalid password") && !refusal.contains("falsch"), "{refusal}");
+    }
+    client.command("object-del", json!({"id": "s"}));
+    client.command("object-add", secret("s", "geheim"));
+    for options in [&qcow2, &luks] {
+        client.command("blockdev-add", options.clone());
+    }
+    let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+    client.command("nbd-server-start", json!({"addr": address}));
+    // The secret may go while the images are in use: they keep their keys.
+    client.command("object-del", json!({"id": "s"}));
+    let nodes = client.command("query-named-block-nodes", json!({}));
+    for name in ["qcow2", "luks"] {
+        let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name).expect("is listed");
+        assert_eq!(node["encrypted"], json!(true), "{name}");
+        client.command("block-export-add", json!({"type": "nbd", "id": name, "node-name": name, "writable": true}));
+        let uri = uri(&daemon, name);
+        let write = ["-f", "raw", "-c", "write -P 7 700 90k", "-c", "flush", "-c", "read -P 7 700 90k", &uri];
+        let said = tool("qemu-io", &write);
+        assert!(!said.contains("failed"), "{said}");
+    }
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    for (driver, name, key) in [("qcow2", "e.qcow2", "encrypt.key-secret"), ("luks", "e.luks", "key-secret")] {
+        let path = folder.path().join(name).display().to_string();
+        let image = format!("driver={driver},{key}=s,file.filename={path}");
+        let object = "secret,id=s,data=geheim";
+        let said = tool("qemu-io", &["--object", object, "--image-opts", &image, "-c", "read -P 7 700 90k"]);
+        assert!(said.contains("read 92160/92160") && !said.contains("verification failed"), "{said}");
+    }
 }

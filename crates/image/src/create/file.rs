@@ -3,11 +3,13 @@
 
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
+use crate::encryption::{Cipher, NewEncryption, NewVolume, SectorsOf, encrypt};
 use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of, text_of_path};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Zeroes are written in pieces of so many bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
@@ -85,6 +87,61 @@ fn same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
+/// Zeroes for the guest, sectors numbered by their place in the file.
+async fn write_encrypted_zeroes(file: &File, volume: &NewVolume, offset: u64, len: u64) -> Result<()> {
+    let cipher: Arc<dyn Cipher> = Arc::new(SectorsOf { cipher: volume.cipher()?, by_host: true });
+    let mut at = offset;
+    while at < offset + len {
+        let bytes = ZERO_CHUNK_BYTES.min(offset + len - at);
+        let zeroes = encrypt(&cipher, GuestOffset(0), HostOffset(at), IoBuf::zeroed(bytes as usize)).await;
+        file.write_at(zeroes, at).await.0?;
+        at += bytes;
+    }
+    Ok(())
+}
+
+/// Creates a LUKS volume whose disk has `size` bytes; with `detached` only its header.
+pub(super) async fn create_luks(
+    path: &Path,
+    encryption: &NewEncryption,
+    size: u64,
+    preallocation: Preallocation,
+    detached: bool,
+) -> Result<()> {
+    let is_new = is_new_file(path);
+    let file = create_file(path, encryption.file_bytes(size, detached), LayoutHints::default()).await?;
+    write_fresh_luks(&file, encryption, size, preallocation, detached).await?;
+    if is_new { sync_folder_of(path).await } else { Ok(()) }
+}
+
+/// Makes `file`, whose contents count for nothing, a fresh LUKS volume whose disk has `size` bytes.
+pub(super) async fn write_fresh_luks(
+    file: &File,
+    encryption: &NewEncryption,
+    size: u64,
+    preallocation: Preallocation,
+    detached: bool,
+) -> Result<()> {
+    let volume = encryption.make().await?;
+    let volume = if detached { volume.detached() } else { volume };
+    let header_bytes = encryption.header_bytes();
+    let len = encryption.file_bytes(size, detached);
+    if !file.is_empty() {
+        write_zeroes(file, 0, header_bytes.min(file.len())).await?;
+        file.sync().await?;
+    }
+    if file.len() < len {
+        file.set_len(len).await?;
+    }
+    if !detached {
+        reserve(file, header_bytes, size, preallocation).await?;
+    }
+    volume.write_rest(file, 0).await?;
+    file.sync().await?;
+    volume.write_first_sector(file, 0).await?;
+    file.sync().await
+}
+
 /// Creates a raw image of `size` bytes.
 pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation, hints: LayoutHints) -> Result<()> {
     let is_new = is_new_file(path);
@@ -112,6 +169,10 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
     options.check()?;
     let layout = FreshLayout::of(options)?;
     let mut header = layout.header(options)?;
+    let volume = match &options.encryption {
+        Some(encryption) => Some(encryption.make().await?),
+        None => None,
+    };
     if !file.is_empty() {
         // A device, or a file that wasn't truncated: what stood there must not show through, nor be taken for an
         // image while its tables are replaced.
@@ -134,9 +195,19 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         let start = layout.mapped_start << options.cluster_bits;
         reserve(file, start, layout.file_bytes - start, options.preallocation).await?;
     }
+    if let Some(volume) = &volume {
+        volume.write_rest(file, layout.encryption_offset).await?;
+        volume.write_first_sector(file, layout.encryption_offset).await?;
+    }
     for index in 0..layout.l2_tables() {
         let (offset, table) = layout.l2_table(options, index);
         write(file, offset, &table).await?;
+        if let Some(volume) = volume.as_ref().filter(|_| options.version < 3) {
+            // There is no zero flag: what the guest is to read as zeroes must stand there.
+            let tables_clusters = layout.l2_data_clusters(options, index);
+            let start = offset + options.cluster_bytes();
+            write_encrypted_zeroes(file, volume, start, tables_clusters << options.cluster_bits).await?;
+        }
     }
     // The magic number goes last, with the one sector that it is in: what is torn is no image.
     let (magic, rest) = header.split_at(header.len().min(SECTOR_BYTES));

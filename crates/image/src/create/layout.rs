@@ -6,14 +6,19 @@
 //! stand behind it, and at the end each preallocated L2 table with its data clusters.
 
 use super::qcow2::{Qcow2CreateOptions, too_large};
+use crate::encryption::NewEncryption;
 use cowshed_block::{Compression, Result, name_of_text};
-use cowshed_layout::qcow2::{Extension, Header, features, refcount};
+use cowshed_layout::qcow2::{EncryptionHeader, Extension, Header, features, refcount};
 use std::collections::BTreeMap;
 
 /// Up to this cluster size qemu-img leaves the feature name table out, so that the rest of a header fits.
 const SMALL_HEADER_CLUSTER_BYTES: u64 = 4096;
 /// "Refcount is exactly one", in L1 and L2 entries.
 const COPIED: u64 = 1 << 63;
+/// "Reads as zeroes", in L2 entries of version 3.
+const READS_ZERO: u64 = 1;
+/// `crypt_method` of LUKS.
+const CRYPT_LUKS: u32 = 2;
 
 /// Where the parts of a fresh image stand.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +31,8 @@ pub struct FreshLayout {
     pub l1_offset: u64,
     /// Its entries.
     pub l1_entries: u32,
+    /// First byte of the encryption header, 0 without one.
+    pub encryption_offset: u64,
     /// Refcount blocks: index in the table → host cluster.
     pub refcount_blocks: BTreeMap<u64, u64>,
     /// First cluster of the preallocated L2 tables and data, which take the rest of the file.
@@ -60,9 +67,11 @@ impl FreshLayout {
         let cluster = options.cluster_bytes();
         let per_block = (cluster * 8) >> options.refcount_order;
         let first_block = 1 + table_clusters;
+        let encryption_bytes = options.encryption.as_ref().map_or(0, NewEncryption::header_bytes);
         let l1_start = first_block + 1;
         let l1_bytes = l1_entries * 8;
-        let l1_end = l1_start + l1_bytes.div_ceil(cluster);
+        let encryption_start = l1_start + l1_bytes.div_ceil(cluster);
+        let l1_end = encryption_start + encryption_bytes.div_ceil(cluster);
         let mapped_clusters = if options.is_mapped() { options.size.div_ceil(cluster) } else { 0 };
         let mapped_total = match (mapped_clusters, &options.data_file) {
             (0, _) => 0,
@@ -85,7 +94,7 @@ impl FreshLayout {
         }
         let mapped_start = next;
         next += mapped_total;
-        let file_bytes = match (next > l1_end, l1_entries) {
+        let file_bytes = match (next > l1_end || encryption_bytes > 0, l1_entries) {
             (true, _) | (false, 0) => {
                 next.checked_mul(cluster).ok_or_else(|| too_large("qcow2").value(options.size))?
             }
@@ -97,6 +106,7 @@ impl FreshLayout {
             refcount_table_clusters: narrow(table_clusters)?,
             l1_offset: if l1_entries == 0 { 0 } else { l1_start * cluster },
             l1_entries: narrow(l1_entries)?,
+            encryption_offset: if encryption_bytes == 0 { 0 } else { encryption_start * cluster },
             refcount_blocks: blocks,
             mapped_start,
             mapped_clusters,
@@ -136,6 +146,11 @@ impl FreshLayout {
         }
         if let Some(format) = &options.backing_format {
             header.extensions.insert(0, Extension::BackingFormat(format.as_bytes().to_vec()));
+        }
+        if let Some(encryption) = &options.encryption {
+            header.crypt_method = CRYPT_LUKS;
+            let pointer = EncryptionHeader { offset: self.encryption_offset, length: encryption.header_bytes() };
+            header.set_extension(Extension::EncryptionHeader(pointer));
         }
         header.backing_file = options.backing_file.as_ref().map(|name| name_of_text(name).into_owned());
         header.encode()
@@ -186,16 +201,27 @@ impl FreshLayout {
         let entries = options.l2_entries();
         let table = self.l2_cluster(options, index);
         let first = index * entries;
+        // What stands in the cluster isn't zero for the guest. Subclusters are unallocated, so nobody reads it.
+        let hides = options.encryption.is_some() && options.version >= 3 && !options.extended_l2;
+        let zero = if hides { READS_ZERO } else { 0 };
         let mut bytes = Vec::with_capacity(1 << options.cluster_bits);
         for guest in first..self.mapped_clusters.min(first + entries) {
             let host = if options.data_file.is_some() { guest } else { table + 1 + guest - first };
-            bytes.extend_from_slice(&((host << options.cluster_bits) | COPIED).to_be_bytes());
+            bytes.extend_from_slice(&((host << options.cluster_bits) | COPIED | zero).to_be_bytes());
             if options.extended_l2 {
                 bytes.extend_from_slice(&[0; 8]);
             }
         }
         bytes.resize(1 << options.cluster_bits, 0);
         (table << options.cluster_bits, bytes)
+    }
+
+    /// Data clusters behind preallocated L2 table `index`, in the same file.
+    pub fn l2_data_clusters(&self, options: &Qcow2CreateOptions, index: u64) -> u64 {
+        match options.data_file {
+            Some(_) => 0,
+            None => self.mapped_clusters.saturating_sub(index * options.l2_entries()).min(options.l2_entries()),
+        }
     }
 
     /// Preallocated L2 tables.

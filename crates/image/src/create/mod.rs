@@ -6,8 +6,10 @@ pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
+use crate::encryption::NewEncryption;
 use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, open, resolve_name};
+use crate::secret::Secret;
 use cowshed_block::{Error, Result};
 use cowshed_storage::{File, path_of_text};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
@@ -35,6 +37,8 @@ pub struct CreateRequest {
     pub backing_unchecked: bool,
     /// What the backing file may make us open.
     pub policy: Policy,
+    /// Secrets that options can name, by their id (`--object secret`).
+    pub secrets: Vec<(String, Secret)>,
 }
 
 /// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
@@ -46,6 +50,7 @@ pub struct CreatePlan {
     format: String,
     size: u64,
     values: OptionValues,
+    secrets: Vec<(String, Secret)>,
 }
 
 /// Checks a request: parses its options, opens the backing file for its size.
@@ -60,7 +65,7 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
 
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
-        Error::unsupported("images of this format can't be created: qcow2 and raw can")
+        Error::unsupported("images of this format can't be created: qcow2, luks and raw can")
             .field("format")
             .value(format!("'{}'", request.format))
     })?;
@@ -88,7 +93,8 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     let size = values
         .number("size")
         .ok_or_else(|| Error::invalid_argument("image creation needs a size parameter").field("size"))?;
-    Ok(CreatePlan { path, filename: request.filename.clone(), format: request.format.clone(), size, values })
+    let (filename, format) = (request.filename.clone(), request.format.clone());
+    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone() })
 }
 
 /// The rules for a backing file; without a size the new image takes its.
@@ -103,6 +109,7 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     if !request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename))?;
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
+        let opened = opened.secrets(request.secrets.iter().cloned());
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();
@@ -121,6 +128,15 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
         return Err(Error::invalid_argument("backing file specified without backing format").field("backing_fmt"));
     }
     Ok(())
+}
+
+/// What an open file held is durably gone.
+async fn clear(file: &File) -> Result<()> {
+    if file.is_device() {
+        return Ok(());
+    }
+    file.set_len(0).await?;
+    file.sync().await
 }
 
 /// The path that a name of a file to be created means.
@@ -166,29 +182,62 @@ impl CreatePlan {
     }
 
     async fn write_to(&self, file: &File) -> Result<()> {
-        if self.format != "qcow2" || self.has_data_file() {
-            return Err(Error::unsupported("only qcow2 images without a data file are created in an open file"));
+        if self.format == "luks" {
+            let encryption = self.luks_encryption()?;
+            let (size, space) = (round_size(self.size)?, self.space()?);
+            clear(file).await?;
+            return file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
         }
-        let options = Qcow2CreateOptions::from_values(self.size, &self.values)?;
+        if self.format != "qcow2" || self.has_data_file() {
+            let message = "only qcow2 images without a data file and LUKS volumes are created in an open file";
+            return Err(Error::unsupported(message));
+        }
+        let options = self.qcow2_options()?;
         // What can't be laid out must not cost the file its contents.
         layout::FreshLayout::of(&options)?.header(&options)?;
-        if !file.is_device() {
-            file.set_len(0).await?;
-            file.sync().await?;
-        }
+        clear(file).await?;
         write_fresh_qcow2(file, &options).await
     }
 
-    async fn write(&self) -> Result<()> {
-        if self.format == "qcow2" {
-            let options = Qcow2CreateOptions::from_values(self.size, &self.values)?;
-            file::create_qcow2(&self.path, &options).await
-        } else {
-            let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
-            if preallocation == Preallocation::Metadata {
-                return Err(Error::unsupported("a raw image has no metadata to preallocate").field("preallocation"));
-            }
-            file::create_raw(&self.path, round_size(self.size)?, preallocation, layout_hints(&self.values)?).await
+    fn qcow2_options(&self) -> Result<Qcow2CreateOptions> {
+        Qcow2CreateOptions::from_values(self.size, &self.values)?.with_secrets(&self.secrets)
+    }
+
+    fn luks_encryption(&self) -> Result<NewEncryption> {
+        NewEncryption::from_values(&self.values, "")?.with_secrets("key-secret", &self.secrets)
+    }
+
+    fn is_detached(&self) -> bool {
+        self.values.switch("detached-header")
+    }
+
+    /// Of formats without metadata of their own.
+    fn space(&self) -> Result<Preallocation> {
+        let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
+        if preallocation == Preallocation::Metadata {
+            let message = format!("a {} image has no metadata to preallocate", self.format);
+            return Err(Error::unsupported(message).field("preallocation"));
         }
+        Ok(preallocation)
+    }
+
+    async fn write(&self) -> Result<()> {
+        match self.format.as_str() {
+            "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?).await,
+            "luks" => {
+                let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
+                file::create_luks(&self.path, &encryption, size, self.space()?, self.is_detached()).await
+            }
+            _ => {
+                let size = round_size(self.size)?;
+                file::create_raw(&self.path, size, self.space()?, layout_hints(&self.values)?).await
+            }
+        }
+    }
+
+    /// Options that open the new image again, besides its name and format: the id of its secret.
+    pub fn opening_options(&self) -> Vec<(&'static str, String)> {
+        let key = if self.format == "luks" { "key-secret" } else { "encrypt.key-secret" };
+        self.values.get(key).map(|id| (key, id.to_owned())).into_iter().collect()
     }
 }

@@ -43,14 +43,14 @@ use OptionKind::{Number, Size, Switch, Text};
 /// Options of a qcow2 image, in the order in which `summary` lines name them.
 pub const QCOW2: &[CreateOption] = &[
     option("encryption", Switch, "the old spelling of encrypt.format=aes"),
-    option("encrypt.format", Text, "how to encrypt: aes or luks"),
+    option("encrypt.format", Text, "how to encrypt: luks (it hides the data; it does not notice damage to it)"),
     option("encrypt.key-secret", Text, "id of the secret object with the passphrase"),
-    option("encrypt.cipher-alg", Text, "cipher of the data"),
-    option("encrypt.cipher-mode", Text, "mode of that cipher"),
-    option("encrypt.ivgen-alg", Text, "how initialization vectors are made"),
-    option("encrypt.ivgen-hash-alg", Text, "hash that the vectors are made with"),
-    option("encrypt.hash-alg", Text, "hash of the key derivation"),
-    option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost"),
+    option("encrypt.cipher-alg", Text, "cipher of the data [default: aes-256]"),
+    option("encrypt.cipher-mode", Text, "mode of that cipher [default: xts]"),
+    option("encrypt.ivgen-alg", Text, "how initialization vectors are made [default: plain64]"),
+    option("encrypt.ivgen-hash-alg", Text, "hash that the vectors are made with [default: sha256]"),
+    option("encrypt.hash-alg", Text, "hash of the key derivation [default: sha256]"),
+    option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
     preset("cluster_size", Size, "65536", "unit of allocation: a power of two from 512 to 2M"),
     preset("extended_l2", Switch, "off", "32 subclusters in each cluster (clusters of 16k or more)"),
     option("preallocation", Text, "what to allocate at once: off, metadata, falloc or full"),
@@ -66,6 +66,20 @@ pub const QCOW2: &[CreateOption] = &[
     preset("refcount_bits", Number, "16", "width of a reference count: 1, 2, 4, 8, 16, 32 or 64 bits"),
     option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
+/// Options of a LUKS volume.
+pub const LUKS: &[CreateOption] = &[
+    option("size", Size, "size of the virtual disk"),
+    option("key-secret", Text, "id of the secret object with the passphrase"),
+    option("cipher-alg", Text, "cipher of the data [default: aes-256]"),
+    option("cipher-mode", Text, "mode of that cipher [default: xts]"),
+    option("ivgen-alg", Text, "how initialization vectors are made [default: plain64]"),
+    option("ivgen-hash-alg", Text, "hash that the vectors are made with [default: sha256]"),
+    option("hash-alg", Text, "hash of the key derivation [default: sha256]"),
+    option("iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
+    option("detached-header", Switch, "only the header: the disk's data is in a file of its own"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
 ];
 
 /// Options of a raw image.
@@ -97,6 +111,7 @@ pub const QCOW2_AMEND: &[CreateOption] = &[
 pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
     match format {
         "qcow2" => Some(QCOW2),
+        "luks" => Some(LUKS),
         "raw" | "file" => Some(RAW),
         _ => None,
     }
@@ -189,6 +204,11 @@ impl OptionValues {
     /// True when the user gave it.
     pub fn is_given(&self, key: &str) -> bool {
         self.values.iter().any(|(name, _)| *name == key)
+    }
+
+    /// The options given whose names start with `prefix`.
+    pub fn given_with<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = &'static str> + 'a {
+        self.values.iter().map(|(name, _)| *name).filter(move |name| name.starts_with(prefix))
     }
 
     /// The value of a switch; false when neither given nor preset.

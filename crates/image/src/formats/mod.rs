@@ -2,6 +2,7 @@
 //! Formats: drivers that say where data is.
 
 mod context;
+pub mod luks;
 pub(crate) mod mapped;
 pub mod qcow2;
 pub mod raw;
@@ -32,7 +33,7 @@ pub struct FormatInfo {
     pub about: &'static str,
     /// False: recognised, and refused by name.
     pub supported: bool,
-    /// Opens an image, for formats whose driver is `Driver::Mapped`.
+    /// Opens an image, for formats that need nothing else of the opener.
     pub(crate) open: Option<OpenFormat>,
 }
 
@@ -40,7 +41,7 @@ const fn format(name: FormatName, supported: bool, about: &'static str) -> Forma
     FormatInfo { name: name.as_str(), about, supported, open: None }
 }
 
-const fn mapped(name: FormatName, open: OpenFormat, about: &'static str) -> FormatInfo {
+const fn opened(name: FormatName, open: OpenFormat, about: &'static str) -> FormatInfo {
     FormatInfo { name: name.as_str(), about, supported: true, open: Some(open) }
 }
 
@@ -49,12 +50,12 @@ pub const FORMATS: &[FormatInfo] = &[
     format(FormatName::Raw, true, "the bytes of the disk as they are"),
     format(FormatName::Qcow2, true, "QEMU copy-on-write, versions 2 and 3"),
     format(FormatName::Qcow, false, "QEMU copy-on-write, version 1"),
-    mapped(FormatName::Vmdk, vmdk::open, "VMware, for reading"),
+    opened(FormatName::Vmdk, vmdk::open, "VMware, for reading"),
     format(FormatName::Vdi, false, "VirtualBox"),
     format(FormatName::Vpc, false, "Virtual PC, VHD"),
     format(FormatName::Vhdx, false, "Hyper-V"),
     format(FormatName::Qed, false, "QEMU enhanced disk"),
-    format(FormatName::Luks, false, "Linux unified key setup"),
+    opened(FormatName::Luks, luks::open, "Linux unified key setup, version 1: an encrypted volume"),
     format(FormatName::Parallels, false, "Parallels"),
     format(FormatName::Bochs, false, "Bochs"),
     format(FormatName::Cloop, false, "Linux cloop"),

@@ -231,7 +231,7 @@ fn cannot_change(key: &str) -> Error {
 }
 
 fn is_child(key: &str) -> bool {
-    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Backing, ChildRole::Target]
+    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Header, ChildRole::Backing, ChildRole::Target]
         .iter()
         .any(|role| role.as_str() == key)
 }

@@ -2,6 +2,7 @@
 //! The drivers behind a node: static dispatch over one enum.
 
 use crate::filters::Filter;
+use crate::formats::luks::LuksDriver;
 use crate::formats::mapped::MappedDriver;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
@@ -30,6 +31,7 @@ pub(crate) enum Driver {
     File(FileDriver),
     Raw(RawDriver),
     Qcow2(Box<Qcow2Driver>),
+    Luks(Box<LuksDriver>),
     /// Every format that is only read.
     Mapped(MappedDriver),
     Filter(Filter),
@@ -49,6 +51,7 @@ impl Driver {
             Driver::File(file) => file.name,
             Driver::Raw(_) => "raw",
             Driver::Qcow2(_) => "qcow2",
+            Driver::Luks(_) => "luks",
             Driver::Mapped(mapped) => mapped.name(),
             Driver::Filter(filter) => filter.name(),
         }
@@ -60,6 +63,7 @@ impl Driver {
             Driver::File(file) => whole_sectors(file.file.len()),
             Driver::Raw(raw) => raw.size(),
             Driver::Qcow2(qcow2) => qcow2.size(),
+            Driver::Luks(luks) => luks.size(),
             Driver::Mapped(mapped) => mapped.size(),
             Driver::Filter(filter) => filter.below().size(),
         }
@@ -70,7 +74,7 @@ impl Driver {
         match self {
             Driver::File(file) => Some(&file.file),
             Driver::Raw(raw) => raw.whole_file(),
-            Driver::Qcow2(_) | Driver::Mapped(_) | Driver::Filter(_) => None,
+            Driver::Qcow2(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) => None,
         }
     }
 
@@ -86,6 +90,8 @@ impl Driver {
                 throttle.leave();
                 Ok(())
             }
+            Driver::Luks(_) if read_only => Ok(()),
+            Driver::Luks(luks) => luks.flush().await,
             Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => Ok(()),
         }
     }

@@ -15,6 +15,8 @@ pub enum ChildRole {
     Image,
     /// The external data file.
     DataFile,
+    /// The header of a volume, where it is in a file of its own.
+    Header,
     /// A file that holds one part of the disk, by its number.
     Extent(u32),
     /// Where a filter saves what is about to be overwritten.
@@ -30,6 +32,7 @@ impl ChildRole {
             ChildRole::File => "file",
             ChildRole::Image => "image",
             ChildRole::DataFile => "data-file",
+            ChildRole::Header => "header",
             ChildRole::Extent(_) => "extents",
             ChildRole::Target => "target",
             ChildRole::Backing => "backing",

@@ -82,6 +82,7 @@ impl Node {
             Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
             // Boxed, so that the future of the others stays small: it is moved with every request.
             Driver::Mapped(mapped) => Box::pin(mapped.read(offset, buf)).await,
+            Driver::Luks(luks) => Box::pin(luks.read(offset, buf)).await,
             Driver::Raw(raw) => raw.read(offset, buf).await,
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
@@ -137,6 +138,7 @@ impl Node {
         }
         let (result, buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
+            Driver::Luks(luks) => Box::pin(luks.write(offset, buf)).await,
             Driver::Mapped(_) => (Err(self.read_only_error()), buf),
             Driver::Raw(raw) => raw.write(offset, buf).await,
             Driver::File(file) => file.file.write_at(buf, offset).await,
@@ -167,6 +169,7 @@ impl Node {
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
+            Driver::Luks(luks) => luks.write_zeroes(offset, len, flags).await,
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
@@ -194,6 +197,8 @@ impl Node {
         }
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
+            // A hint: what was given back would read as garbage.
+            Driver::Luks(_) => Ok(()),
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.discard(offset, len).await,
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
@@ -218,6 +223,7 @@ impl Node {
         }
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
+            Driver::Luks(luks) => luks.flush().await,
             Driver::Mapped(_) => Ok(()),
             Driver::Raw(raw) => raw.flush().await,
             Driver::File(file) => file.file.sync().await,
@@ -246,7 +252,7 @@ impl Node {
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,
             Driver::Filter(filter) => filter.write_compressed(clusters).await,
-            Driver::Raw(_) | Driver::Mapped(_) | Driver::File(_) => {
+            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::File(_) => {
                 let message = format!("driver '{}' can't write compressed data", self.driver_name());
                 return Err(Error::unsupported(message).file(self.filename.clone()));
             }
@@ -277,6 +283,7 @@ impl Node {
         }
         let resized = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
+            Driver::Luks(luks) => luks.resize(size, preallocation).await,
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,

@@ -24,6 +24,7 @@ use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
 use crate::filters::Filter;
+use crate::formats::luks::LuksDriver;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::{Corruption, Graph};
 use crate::open::{Deadline, Edge};
@@ -284,6 +285,14 @@ impl Node {
     pub fn qcow2(&self) -> Option<&Qcow2Driver> {
         match &self.driver {
             Driver::Qcow2(qcow2) => Some(qcow2),
+            _ => None,
+        }
+    }
+
+    /// The LUKS driver, for what only that format has.
+    pub fn luks(&self) -> Option<&LuksDriver> {
+        match &self.driver {
+            Driver::Luks(luks) => Some(luks),
             _ => None,
         }
     }

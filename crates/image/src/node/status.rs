@@ -18,6 +18,7 @@ impl Node {
         let max_runs = max_runs.max(1);
         match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.block_status(offset, len, max_runs).await,
+            Driver::Luks(luks) => Ok(luks.block_status(offset, len)),
             Driver::Mapped(mapped) => mapped.block_status(offset, len, max_runs).await,
             Driver::Raw(raw) => raw.block_status(offset, len, max_runs).await,
             Driver::File(file) => file.block_status(offset, len, max_runs).await,

@@ -324,6 +324,23 @@ impl Opener {
         self.child(draft, ChildRole::File, spec, place).await
     }
 
+    /// As [`Self::file_child`], for a format that doesn't bear other writers, also where the caller would.
+    pub(crate) async fn unshared_file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
+        let shared_writes = std::mem::replace(&mut draft.place.share_writes, false);
+        let child = self.file_child(draft).await?;
+        if shared_writes && !draft.place.force_share {
+            // Opened by the probe, for a format that bears writers; this one doesn't.
+            child.release(&draft.name);
+            let edge = Edge::of(&draft.name, !draft.settings.read_only, false);
+            let permissions = edge.permissions;
+            child.attach(edge)?;
+            if let (Some(file), Some(Value::Object(_))) = (child.bottom_file(), draft.options.get("file")) {
+                file.lock(permissions)?;
+            }
+        }
+        Ok(child)
+    }
+
     /// Opens or finds a child and gives the parent its permissions on it.
     pub(crate) async fn child(
         self: &Rc<Self>,
@@ -466,18 +483,7 @@ impl Opener {
     }
 
     async fn qcow2_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        let shared_writes = std::mem::replace(&mut draft.place.share_writes, false);
-        let child = self.file_child(draft).await?;
-        if shared_writes && !draft.place.force_share {
-            // Opened by the probe, for a format that bears writers; this one doesn't.
-            child.release(&draft.name);
-            let edge = Edge::of(&draft.name, !draft.settings.read_only, false);
-            let permissions = edge.permissions;
-            child.attach(edge)?;
-            if let (Some(file), Some(Value::Object(_))) = (child.bottom_file(), draft.options.get("file")) {
-                file.lock(permissions)?;
-            }
-        }
+        let child = self.unshared_file_child(draft).await?;
         let filename = child.filename();
         let in_file = |error: Error| error.file(filename.clone());
         let file = child.storage();
@@ -563,7 +569,7 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
 
 impl Place {
     /// The place of the child `key` that stores bytes for a node in this place.
-    pub(super) fn storage(&self, key: &str, writable: bool) -> Place {
+    pub(crate) fn storage(&self, key: &str, writable: bool) -> Place {
         Place {
             role: Role::Storage,
             path: format!("{}{key}.", self.path),

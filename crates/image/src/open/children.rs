@@ -7,6 +7,7 @@ use super::names::{protocol_options, resolve};
 use crate::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use crate::node::{ChildRole, Node};
 use crate::options::BlockdevOptions;
+use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::File;
@@ -59,15 +60,22 @@ impl Opener {
         let Some(Value::Object(map)) = draft.options.get("encrypt") else { return Ok(EncryptionOptions::default()) };
         let text = |key: &str| map.get(key).and_then(Value::as_str);
         let secret = match text("key-secret") {
-            Some(_) if self.no_io || self.check => None,
-            Some(id) => {
-                let given = self.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
-                let secret = given.or_else(|| self.graph.secret(id));
-                Some(secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?)
-            }
-            None => None,
+            Some(id) if self.needs_keys() => Some(self.secret(id)?),
+            _ => None,
         };
         Ok(EncryptionOptions { format: text("format").map(str::to_owned), secret })
+    }
+
+    /// False for who only asks what an image says of itself.
+    pub(crate) fn needs_keys(&self) -> bool {
+        !self.no_io && !self.check
+    }
+
+    /// The secret with this id.
+    pub(crate) fn secret(&self, id: &str) -> Result<Secret> {
+        let given = self.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
+        let secret = given.or_else(|| self.graph.secret(id));
+        secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))
     }
 
     /// True when the backing file is to be opened, or the options name one.

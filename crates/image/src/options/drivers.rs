@@ -40,6 +40,7 @@ pub const DRIVERS: &[DriverSchema] = &[
         keys: RAW,
     },
     DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2 },
+    crate::formats::luks::SCHEMA,
     crate::formats::vmdk::SCHEMA,
     DriverSchema {
         name: "blkdebug",

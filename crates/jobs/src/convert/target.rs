@@ -32,16 +32,19 @@ impl Target {
         if options.target.image_opts && !options.skip_create {
             return Err(Error::invalid_argument("--target-image-opts requires -n: options name an existing image"));
         }
-        if !options.skip_create {
-            create_target(options, sources).await?;
-        }
-        let node = writable(&options.target).open_for_writing().await?;
+        let extra = match options.skip_create {
+            false => create_target(options, sources).await?,
+            true => options.target.extra.clone(),
+        };
+        let node = ImageSpec { extra, ..writable(&options.target) }.open_for_writing().await?;
         let result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
         match result {
             Ok(()) => {
                 let geometry = crate::layer::geometry(&node);
                 let has_backing = node.backing().is_some();
-                let fresh = !options.skip_create && !has_backing && !is_device(&options.target.name);
+                // A new encrypted volume decrypts to garbage.
+                let is_blank = node.luks().is_none() && !is_device(&options.target.name);
+                let fresh = !options.skip_create && !has_backing && is_blank;
                 Ok(Target {
                     cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes),
                     allocation_unit_bytes: geometry.map(|geometry| geometry.allocation_unit_bytes),
@@ -88,7 +91,8 @@ fn writable(spec: &ImageSpec) -> ImageSpec {
     spec
 }
 
-async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()> {
+/// Creates it, and says what is needed besides to open it.
+async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Vec<(&'static str, String)>> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
     if options.compressed && format != "qcow2" {
         return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
@@ -103,6 +107,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()
         backing_unchecked: false,
         // The sources come from where the backing file comes from.
         policy: options.sources.first().map(|source| source.policy.clone()).unwrap_or_default(),
+        secrets: options.target.secrets.clone(),
     };
     let plan = create::prepare_sized(&request, sources.size()).await?;
     if options.compressed && plan.is_preallocated() {
@@ -111,7 +116,11 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<()
     if options.compressed && plan.has_data_file() {
         return Err(Error::invalid_argument("compression and an external data file cannot be used at the same time"));
     }
-    plan.run().await
+    if options.compressed && !plan.opening_options().is_empty() {
+        return Err(Error::invalid_argument("compression and encryption cannot be used at the same time"));
+    }
+    plan.run().await?;
+    Ok(plan.opening_options())
 }
 
 fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {

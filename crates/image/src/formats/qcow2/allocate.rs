@@ -161,7 +161,7 @@ impl Qcow2Driver {
     /// new place. Zeroes are encrypted too.
     async fn write_filled_encrypted(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
         let bytes = match self.merged(allocation, &data).await {
-            Ok(merged) => self.encrypted(allocation.start, allocation.host, &merged),
+            Ok(merged) => self.encrypted(allocation.start, allocation.host, merged).await,
             Err(error) => Err(error),
         };
         match bytes {

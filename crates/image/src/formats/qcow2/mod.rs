@@ -8,7 +8,6 @@
 mod allocate;
 mod bitmaps;
 mod chain_map;
-mod cipher;
 mod cleaner;
 mod compressed;
 mod encryption;
@@ -33,10 +32,11 @@ pub(crate) use span::join;
 
 pub use bitmaps::{BitmapChange, BitmapStatus};
 pub(crate) use bitmaps::{check_new_bitmap, default_granularity_bytes};
-pub use cipher::Cipher;
+pub use crate::encryption::Cipher;
 
 use super::OpenContext;
 use crate::codec::Codec;
+use crate::encryption::Writers;
 use crate::events::Events;
 use crate::node::Link;
 use arc_swap::ArcSwapOption;
@@ -61,6 +61,8 @@ pub struct Qcow2Driver {
     chain_map: ArcSwapOption<chain_map::ChainMap>,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
+    /// Of an encrypted image: who is writing where.
+    writers: Writers,
     codec: Mutex<Codec>,
     /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
     decompressed_bytes: AtomicU64,

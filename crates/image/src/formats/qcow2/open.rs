@@ -6,6 +6,7 @@ use super::encryption;
 use super::shared::Core;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
+use crate::encryption::Writers;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
@@ -102,6 +103,7 @@ impl Qcow2Driver {
             chain_map: ArcSwapOption::empty(),
             no_backing: context.no_backing && header.backing_file.is_some(),
             cipher,
+            writers: Writers::default(),
             header: Mutex::new(header),
             // Opened to be checked: the check writes past the driver, whose view of the file is stale after a repair.
             writable: AtomicBool::new(context.writable && !context.check),

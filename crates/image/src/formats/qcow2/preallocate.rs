@@ -3,7 +3,7 @@
 
 use super::Qcow2Driver;
 use crate::node::Preallocation;
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
+use cowshed_block::{ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_qcow2::Allocation;
 use cowshed_storage::IoBuf;
 use std::sync::atomic::Ordering;
@@ -59,10 +59,14 @@ impl Qcow2Driver {
         let file = self.stored_in(allocation.file);
         let HostOffset(host) = allocation.host;
         let len = allocation.end - allocation.start;
+        // Encrypted clusters are mapped as zeroes, whatever stands in them; version 2 can't say that.
+        let is_hidden = allocation.encrypted && self.engine.config().format.version >= 3;
         match mode {
             Preallocation::Full => self.fill_with_zeroes(allocation).await,
+            Preallocation::Metadata if is_hidden => Ok(()),
+            Preallocation::Metadata if allocation.encrypted => self.fill_with_zeroes(allocation).await,
             Preallocation::Falloc => {
-                if !allocation.host_is_zero {
+                if (allocation.encrypted || !allocation.host_is_zero) && !is_hidden {
                     self.fill_with_zeroes(allocation).await?;
                 }
                 file.allocate(host, len).await.map_err(|error| match error.kind() {
@@ -79,15 +83,18 @@ impl Qcow2Driver {
     }
 
     async fn fill_with_zeroes(&self, allocation: &Allocation) -> Result<()> {
-        if allocation.encrypted {
-            return Err(Error::unsupported("encrypted images can't be preallocated yet"));
-        }
         let file = self.stored_in(allocation.file);
         let mut at = allocation.host.0;
         let end = at + (allocation.end - allocation.start);
         while at < end {
             let bytes = ZERO_CHUNK_BYTES.min(end - at);
-            file.write_at(IoBuf::zeroed(bytes as usize), at).await.0?;
+            let zeroes = IoBuf::zeroed(bytes as usize);
+            let guest = allocation.start + (at - allocation.host.0);
+            let zeroes = match allocation.encrypted {
+                true => self.encrypted(guest, HostOffset(at), zeroes).await?,
+                false => zeroes,
+            };
+            file.write_at(zeroes, at).await.0?;
             at += bytes;
         }
         Ok(())

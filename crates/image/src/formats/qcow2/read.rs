@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads: one extent goes straight to the file; several are read side by side.
 
-use super::Qcow2Driver;
 use super::span::{Direct, MapSpan};
-use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, Mapping, Result};
+use super::{Cipher, Qcow2Driver};
+use crate::encryption::{SECTOR_BYTES, decrypt};
+use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
@@ -56,9 +57,9 @@ impl Qcow2Driver {
                         buf,
                     );
                 }
-                let (result, mut buf) = match encrypted {
-                    true => return self.read_encrypted(extent, host, buf).await,
-                    false => self.stored_in(file).read_at(buf, host.0).await,
+                let (result, mut buf) = match (encrypted, &self.cipher) {
+                    (true, Some(cipher)) => return self.read_encrypted(cipher, extent, host, buf).await,
+                    _ => self.stored_in(file).read_at(buf, host.0).await,
                 };
                 if result.is_err() {
                     buf.fill(0);
@@ -93,19 +94,30 @@ impl Qcow2Driver {
     /// Encrypted data is read in whole sectors.
     async fn read_encrypted(
         &self,
+        cipher: &Arc<dyn Cipher>,
         extent: Extent,
-        host: cowshed_block::HostOffset,
+        host: HostOffset,
         mut buf: IoBuf,
     ) -> (Result<()>, IoBuf) {
-        let Some(cipher) = &self.cipher else { return (Err(Error::internal("no cipher")), buf) };
+        let file = self.stored_in(self.data_place());
         let head = extent.guest.within(9);
-        let sectors = (head + extent.len).next_multiple_of(512) as usize;
-        let (result, mut bytes) =
-            self.stored_in(self.data_place()).read_at(IoBuf::zeroed(sectors), host.0 - head).await;
+        let sectors = (head + extent.len).next_multiple_of(SECTOR_BYTES);
+        if sectors == extent.len {
+            let (result, mut buf) = file.read_at(buf, host.0).await;
+            return match result {
+                Ok(()) => (Ok(()), decrypt(cipher, extent.guest, host, buf).await),
+                Err(error) => {
+                    buf.fill(0);
+                    (Err(error), buf)
+                }
+            };
+        }
+        let start = HostOffset(host.0 - head);
+        let (result, bytes) = file.read_at(IoBuf::zeroed(sectors as usize), start.0).await;
         if let Err(error) = result {
             return (Err(error), buf);
         }
-        cipher.decrypt(GuestOffset(extent.guest.0 - head), cowshed_block::HostOffset(host.0 - head), &mut bytes);
+        let bytes = decrypt(cipher, GuestOffset(extent.guest.0 - head), start, bytes).await;
         buf.copy_from_slice(&bytes[head as usize..(head + extent.len) as usize]);
         (Ok(()), buf)
     }

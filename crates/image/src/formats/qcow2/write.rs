@@ -3,6 +3,7 @@
 
 use super::Qcow2Driver;
 use super::span::{Direct, Partly, join};
+use crate::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
@@ -34,13 +35,41 @@ impl Qcow2Driver {
                 Direct::Other => {}
             }
         }
-        Box::pin(self.write_range(offset, buf)).await
+        Box::pin(self.write_alone(offset, buf)).await
     }
 
+    /// As [`Self::write_range`], and no other write changes meanwhile what this one must leave as it is.
+    async fn write_alone(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let _writing = self.enter(offset, buf.len() as u64).await;
+        self.write_range(offset, buf).await
+    }
+
+    /// The right to change a range of an encrypted image; other images need none.
+    pub(super) async fn enter(&self, offset: u64, len: u64) -> Option<Writing<'_>> {
+        match &self.cipher {
+            Some(_) => Some(self.writers.enter(offset, len).await),
+            None => None,
+        }
+    }
+
+    /// Writes `buf` at `offset`. Of an encrypted image also parts of sectors: the caller has entered the range.
     pub(super) async fn write_range(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         if let Err(error) = self.check_writable() {
             return (Err(error), buf);
         }
+        let is_whole = (offset | buf.len() as u64).is_multiple_of(SECTOR_BYTES);
+        if self.cipher.is_none() || is_whole || buf.is_empty() {
+            return self.write_sectors(offset, buf).await;
+        }
+        // In a box: reading may end in a deeper layer.
+        let read = |at, sector| Box::pin(self.read_range(at, sector));
+        match part_sectors(offset, &buf, read).await {
+            Ok((sectors, whole)) => (self.write_sectors(sectors.start, whole).await.0, buf),
+            Err(error) => (Err(error), buf),
+        }
+    }
+
+    async fn write_sectors(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let end = offset + buf.len() as u64;
         self.step_by_step(offset, end, buf, |at, rest| self.write_some(at, rest)).await
     }
@@ -68,7 +97,7 @@ impl Qcow2Driver {
         if !encrypted {
             return self.stored_in(file).write_at(buf, host.0).await;
         }
-        let bytes = match self.encrypted(extent.guest, host, &buf) {
+        let bytes = match self.encrypted(extent.guest, host, IoBuf::copy_from(&buf)).await {
             Ok(bytes) => bytes,
             Err(error) => return (Err(error), buf),
         };
@@ -76,18 +105,16 @@ impl Qcow2Driver {
         (result, buf)
     }
 
-    /// An encrypted copy of `bytes`.
-    pub(super) fn encrypted(&self, guest: GuestOffset, host: HostOffset, bytes: &[u8]) -> Result<IoBuf> {
+    /// Whole sectors, encrypted.
+    pub(super) async fn encrypted(&self, guest: GuestOffset, host: HostOffset, bytes: IoBuf) -> Result<IoBuf> {
         let Some(cipher) = &self.cipher else {
             return Err(
                 self.error(Error::invalid_argument("the image is encrypted: writing needs 'encrypt.key-secret'"))
             );
         };
         if !guest.is_aligned(9) || !bytes.len().is_multiple_of(512) {
-            return Err(Error::invalid_argument("encrypted images are written in whole sectors").value(guest));
+            return Err(Error::internal("a part of an encrypted sector is to be written").value(guest));
         }
-        let mut copy = IoBuf::copy_from(bytes);
-        cipher.encrypt(guest, host, &mut copy);
-        Ok(copy)
+        Ok(encrypt(cipher, guest, host, bytes).await)
     }
 }

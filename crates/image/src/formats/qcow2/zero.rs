@@ -18,11 +18,16 @@ impl Qcow2Driver {
         if len == 0 {
             return Ok(());
         }
+        let _writing = self.enter(offset, len).await;
         if self.is_recording() {
             self.record(offset, len).await?;
         }
         if self.is_data_file_raw() {
-            return self.zero_raw_data(offset, len, flags).await;
+            return match self.is_encrypted() {
+                // Zeroes of the file's are none of the disk's.
+                true => self.write_zero_data(offset, len).await,
+                false => self.zero_raw_data(offset, len, flags).await,
+            };
         }
         let unit = self.engine.zero_unit();
         let end = offset + len;
@@ -162,7 +167,9 @@ impl Qcow2Driver {
         let start = offset.next_multiple_of(unit);
         let stop = if end == self.size() { end } else { end / unit * unit };
         let mut at = start;
-        if self.data_file.is_some() {
+        let _writing = self.enter(offset, len).await;
+        // A hole in encrypted data would read as garbage until the mapping says otherwise.
+        if self.data_file.is_some() && !self.is_encrypted() {
             // The data file's space is given back in place; that is a write of zeroes to allocated data.
             while at < stop {
                 let done = self.zero_in_place(at, stop - at, true).await?;

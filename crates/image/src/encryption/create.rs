@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The encryption of a new image: its options, and the LUKS header that they come to.
+
+use crate::create::schema::OptionValues;
+use crate::secret::Secret;
+use cowshed_block::{Error, Result};
+use cowshed_crypto::luks::{self, MasterKey, Volume, iterations_for};
+use cowshed_crypto::{Algorithm, Chaining, CipherSpec, Hash, InitialVector, SectorCipher};
+use cowshed_layout::luks::HEADER_BYTES;
+use cowshed_storage::{File, IoBuf, rt};
+use std::time::Duration;
+
+/// QEMU's `iter-time` where none is given, in milliseconds.
+const DEFAULT_ITERATION_MS: u64 = 2000;
+/// The digest of the master key costs this part of a key slot: it is looked at once for each slot.
+const DIGEST_SHARE: u32 = 8;
+
+/// Ciphers by QEMU's names: with their key length in bytes, `None` for those that only QEMU has.
+const CIPHERS: &[(&str, Option<(Algorithm, u32)>)] = &[
+    ("aes-128", Some((Algorithm::Aes, 16))),
+    ("aes-192", Some((Algorithm::Aes, 24))),
+    ("aes-256", Some((Algorithm::Aes, 32))),
+    ("serpent-128", Some((Algorithm::Serpent, 16))),
+    ("serpent-192", Some((Algorithm::Serpent, 24))),
+    ("serpent-256", Some((Algorithm::Serpent, 32))),
+    ("twofish-128", Some((Algorithm::Twofish, 16))),
+    ("twofish-192", Some((Algorithm::Twofish, 24))),
+    ("twofish-256", Some((Algorithm::Twofish, 32))),
+    ("cast5-128", None),
+    ("des", None),
+    ("3des", None),
+    ("sm4", None),
+];
+
+/// A new LUKS volume, inside of a qcow2 image or alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewEncryption {
+    /// Cipher, mode and initial vectors of the data.
+    pub spec: CipherSpec,
+    /// Length of the master key in bytes.
+    pub key_bytes: u32,
+    /// Hash of the key derivation.
+    pub hash: Hash,
+    /// Time that one guess of the passphrase should cost.
+    pub iteration_time: Duration,
+    /// Id of the secret with the passphrase.
+    pub key_secret: Option<String>,
+    /// The passphrase. Needed to create, not to measure.
+    pub secret: Option<Secret>,
+}
+
+/// The volume, its master key, and what to write.
+pub(crate) struct NewVolume {
+    pub volume: Volume,
+    key: MasterKey,
+    /// Key material of the first slot.
+    material: Vec<u8>,
+}
+
+impl NewEncryption {
+    /// From `-o` values, whose names start with `prefix` ("encrypt." or "").
+    pub fn from_values(values: &OptionValues, prefix: &str) -> Result<NewEncryption> {
+        let name = |key: &str| format!("{prefix}{key}");
+        let get = |key: &str| values.get(&name(key));
+        let (algorithm, width) = cipher(&name("cipher-alg"), get("cipher-alg").unwrap_or("aes-256"))?;
+        let chaining = match get("cipher-mode").unwrap_or("xts") {
+            "xts" => Chaining::Xts,
+            "cbc" => Chaining::Cbc,
+            "ecb" => Chaining::Ecb,
+            "ctr" => return Err(only_qemu(&name("cipher-mode"), "ctr")),
+            other => return Err(not_accepted(&name("cipher-mode"), other)),
+        };
+        let vector_hash = get("ivgen-hash-alg").map(|hash| hash_of(&name("ivgen-hash-alg"), hash)).transpose()?;
+        let initial_vector = match get("ivgen-alg").unwrap_or("plain64") {
+            "plain" => InitialVector::Plain,
+            "plain64" => InitialVector::Plain64,
+            "essiv" => InitialVector::Essiv(vector_hash.unwrap_or(Hash::Sha256)),
+            other => return Err(not_accepted(&name("ivgen-alg"), other)),
+        };
+        // 0 is the default, as in QEMU.
+        let iteration_ms = values.number(&name("iter-time")).filter(|ms| *ms > 0).unwrap_or(DEFAULT_ITERATION_MS);
+        let spec = CipherSpec { algorithm, chaining, initial_vector };
+        let key_bytes = if chaining == Chaining::Xts { 2 * width } else { width };
+        // What doesn't go together is refused before anything is touched.
+        SectorCipher::new(spec, &vec![0; key_bytes as usize])?;
+        Ok(NewEncryption {
+            spec,
+            key_bytes,
+            hash: hash_of(&name("hash-alg"), get("hash-alg").unwrap_or("sha256"))?,
+            iteration_time: Duration::from_millis(iteration_ms),
+            key_secret: get("key-secret").map(str::to_owned),
+            secret: None,
+        })
+    }
+
+    /// With the passphrase that its options name. `option` is the name of that option.
+    pub fn with_secrets(mut self, option: &str, secrets: &[(String, Secret)]) -> Result<NewEncryption> {
+        if self.secret.is_some() {
+            return Ok(self);
+        }
+        let Some(id) = &self.key_secret else {
+            return Err(Error::invalid_argument(format!("Parameter '{option}' is required for cipher")));
+        };
+        let found = secrets.iter().find(|(known, _)| known == id);
+        let (_, secret) = found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?;
+        self.secret = Some(secret.clone());
+        Ok(self)
+    }
+
+    /// Bytes of the header with all key slots: in a file of the format `luks` the payload begins there.
+    pub fn header_bytes(&self) -> u64 {
+        luks::new_header_bytes(self.key_bytes)
+    }
+
+    /// Bytes of a file of the format `luks` whose disk has `size` bytes; with `detached` that is elsewhere.
+    pub fn file_bytes(&self, size: u64, detached: bool) -> u64 {
+        self.header_bytes() + if detached { 0 } else { size }
+    }
+
+    /// Makes the volume: takes about [`NewEncryption::iteration_time`].
+    pub(crate) async fn make(&self) -> Result<NewVolume> {
+        let Some(secret) = self.secret.clone() else {
+            return Err(Error::invalid_argument("an encrypted image needs the secret with its passphrase"));
+        };
+        let NewEncryption { spec, key_bytes, hash, iteration_time, .. } = *self;
+        rt::offload(move || {
+            let iterations = iterations_for(hash, key_bytes, iteration_time);
+            let (mut volume, key) = Volume::create(spec, hash, key_bytes, iterations / DIGEST_SHARE)?;
+            let material = volume.fill_slot(0, &key, secret.as_bytes(), iterations)?;
+            Ok(NewVolume { volume, key, material })
+        })
+        .await
+    }
+}
+
+impl NewVolume {
+    /// The cipher of the data.
+    pub(crate) fn cipher(&self) -> Result<SectorCipher> {
+        self.volume.cipher(&self.key)
+    }
+
+    /// The same, with its payload in another file.
+    pub(crate) fn detached(mut self) -> NewVolume {
+        self.volume = self.volume.detached();
+        self
+    }
+
+    /// Writes everything but the header's first sector, which makes it one: [`NewVolume::write_first_sector`], behind a
+    /// barrier.
+    pub(crate) async fn write_rest(&self, file: &File, offset: u64) -> Result<()> {
+        let header = self.volume.header().encode();
+        let (_, rest) = header.split_at(super::SECTOR_BYTES as usize);
+        let material = self.volume.key_material(0).start;
+        file.write_at(IoBuf::copy_from(&self.material), offset + material).await.0?;
+        file.write_at(IoBuf::copy_from(rest), offset + super::SECTOR_BYTES).await.0
+    }
+
+    /// See [`NewVolume::write_rest`].
+    pub(crate) async fn write_first_sector(&self, file: &File, offset: u64) -> Result<()> {
+        let header: [u8; HEADER_BYTES] = self.volume.header().encode();
+        file.write_at(IoBuf::copy_from(&header[..super::SECTOR_BYTES as usize]), offset).await.0
+    }
+}
+
+fn cipher(option: &str, name: &str) -> Result<(Algorithm, u32)> {
+    match CIPHERS.iter().find(|(known, _)| *known == name) {
+        Some((_, Some(cipher))) => Ok(*cipher),
+        Some((_, None)) => Err(only_qemu(option, name)),
+        None => Err(not_accepted(option, name)),
+    }
+}
+
+fn hash_of(option: &str, name: &str) -> Result<Hash> {
+    match (Hash::ALL.iter().find(|(known, _)| *known == name), name) {
+        (Some((_, hash)), _) => Ok(*hash),
+        (None, "md5" | "sm3") => Err(only_qemu(option, name)),
+        (None, _) => Err(not_accepted(option, name)),
+    }
+}
+
+fn not_accepted(option: &str, value: &str) -> Error {
+    Error::invalid_argument(format!("Parameter '{option}' does not accept value '{value}'"))
+}
+
+fn only_qemu(option: &str, value: &str) -> Error {
+    Error::unsupported(format!("'{option}={value}' is known to QEMU only"))
+}

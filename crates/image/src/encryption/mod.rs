@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What encrypted images of every format have in common: ciphers over sectors, the LUKS header with its key slots, writes
+//! of part of a sector.
+
+mod area;
+mod cipher;
+mod create;
+mod slots;
+mod transform;
+mod writers;
+
+pub use area::LuksArea;
+pub use cipher::Cipher;
+pub(crate) use cipher::SectorsOf;
+pub use create::NewEncryption;
+pub(crate) use create::NewVolume;
+pub use slots::{SlotChange, change_slots};
+pub(crate) use transform::{decrypt, encrypt, part_sectors};
+pub(crate) use writers::{Writers, Writing};
+
+/// Unit of encryption in bytes.
+pub(crate) const SECTOR_BYTES: u64 = cowshed_crypto::SECTOR_BYTES as u64;

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changes of key slots, in stages that a power cut may tear anywhere: what opened the volume before opens it until
+//! what replaces it is durable.
+
+use super::LuksArea;
+use super::area::wrong_passphrase;
+use crate::secret::Secret;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_crypto::luks::{MasterKey, Stage, Volume, iterations_for};
+use cowshed_layout::luks::SLOTS;
+use cowshed_storage::{IoBuf, rt};
+use std::time::Duration;
+
+/// What becomes of the key slots (`amend -o encrypt.state=…`).
+#[derive(Clone, Debug)]
+pub enum SlotChange {
+    /// One more passphrase opens the volume (`active`).
+    Activate {
+        /// The slot, 0 to 7; the first free one if `None`.
+        slot: Option<usize>,
+        /// The passphrase.
+        new_secret: Secret,
+        /// Time that one guess of it should cost.
+        iteration_time: Duration,
+    },
+    /// A slot is emptied (`inactive`).
+    Deactivate {
+        /// The slot, 0 to 7; all that the passphrase opens if `None`.
+        slot: Option<usize>,
+        /// The passphrase that is in it.
+        old_secret: Option<Secret>,
+    },
+}
+
+/// Changes key slots, durably. `secret` opens the volume now; emptying slots needs none. With `force` a slot in use is
+/// overwritten, and the last one may go, with which all data is lost.
+pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &SlotChange, force: bool) -> Result<()> {
+    let volume = area.volume().await?;
+    match change {
+        SlotChange::Activate { slot, new_secret, iteration_time } => {
+            let slot = free_slot(&volume, *slot, force)?;
+            let secret = secret.ok_or_else(|| {
+                Error::invalid_argument("a new key slot needs the secret that opens the image now ('key-secret')")
+            })?;
+            let key = area.master_key(&volume, secret).await?.ok_or_else(wrong_passphrase)?;
+            Session { area, volume }.activate(slot, key, new_secret, *iteration_time).await
+        }
+        SlotChange::Deactivate { slot, old_secret } => {
+            let slots = match (slot, old_secret) {
+                (Some(slot), secret) => one_slot(area, &volume, *slot, secret.as_ref()).await?,
+                (None, Some(secret)) => slots_of(area, &volume, secret).await?,
+                (None, None) => {
+                    return Err(Error::invalid_argument(
+                        "To erase keyslot(s), either explicit keyslot index or the password currently contained in them \
+                         must be given",
+                    ));
+                }
+            };
+            if !force && volume.active_slots().count() <= slots.len() {
+                let message = match slot {
+                    Some(slot) => format!(
+                        "Attempt to erase the only active keyslot {slot} which will erase all the data in the image \
+                         irreversibly - refusing operation"
+                    ),
+                    None => "All the active keyslots match the (old) password that was given and erasing them will \
+                             erase all the data in the image irreversibly - refusing operation"
+                        .to_owned(),
+                };
+                return Err(Error::new(ErrorKind::PermissionDenied, message));
+            }
+            let mut session = Session { area, volume };
+            for slot in slots {
+                session.deactivate(slot).await?;
+            }
+            Ok(())
+        }
+    }
+}
+
+fn check_slot(slot: usize) -> Result<()> {
+    if slot < SLOTS {
+        return Ok(());
+    }
+    let message = format!("Invalid keyslot {slot} specified, must be between 0 and {}", SLOTS - 1);
+    Err(Error::invalid_argument(message).field("keyslot"))
+}
+
+fn is_active(volume: &Volume, slot: usize) -> bool {
+    volume.header().slots[slot].active
+}
+
+async fn one_slot(area: &LuksArea, volume: &Volume, slot: usize, secret: Option<&Secret>) -> Result<Vec<usize>> {
+    check_slot(slot)?;
+    if !is_active(volume, slot) {
+        let message = format!("Given keyslot {slot} is already erased (inactive)");
+        return Err(Error::invalid_argument(message).field("keyslot"));
+    }
+    let Some(secret) = secret else { return Ok(vec![slot]) };
+    match area.try_slot(volume, slot, secret).await? {
+        Some(_) => Ok(vec![slot]),
+        None => {
+            let message = format!("Given keyslot {slot} doesn't contain the given old password for erase operation");
+            Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot"))
+        }
+    }
+}
+
+async fn slots_of(area: &LuksArea, volume: &Volume, secret: &Secret) -> Result<Vec<usize>> {
+    let mut found = Vec::new();
+    for slot in volume.active_slots() {
+        if area.try_slot(volume, slot, secret).await?.is_some() {
+            found.push(slot);
+        }
+    }
+    match found.is_empty() {
+        true => {
+            Err(Error::new(ErrorKind::PermissionDenied, "No keyslots match given (old) password for erase operation"))
+        }
+        false => Ok(found),
+    }
+}
+
+fn free_slot(volume: &Volume, wanted: Option<usize>, force: bool) -> Result<usize> {
+    let Some(slot) = wanted else {
+        let free = (0..SLOTS).find(|slot| !is_active(volume, *slot));
+        return free.ok_or_else(|| {
+            Error::new(ErrorKind::NoSpace, "Can't add a keyslot - all keyslots are in use").field("keyslot")
+        });
+    };
+    check_slot(slot)?;
+    match is_active(volume, slot) && !force {
+        true => {
+            let message = format!("Refusing to overwrite active keyslot {slot} - please erase it first, or force it");
+            Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot").value(slot))
+        }
+        false => Ok(slot),
+    }
+}
+
+struct Session<'a> {
+    area: &'a LuksArea,
+    volume: Volume,
+}
+
+impl Session<'_> {
+    async fn activate(&mut self, slot: usize, key: MasterKey, secret: &Secret, time: Duration) -> Result<()> {
+        let (hash, key_bytes) = (self.volume.hash(), self.volume.header().key_bytes);
+        let iterations = rt::offload(move || iterations_for(hash, key_bytes, time)).await;
+        if !is_active(&self.volume, slot) {
+            return self.fill(slot, &key, secret, iterations).await;
+        }
+        // It is overwritten: meanwhile something must open the volume, another slot or a copy of the new one.
+        let others = self.volume.active_slots().count() > 1;
+        let spare = (0..SLOTS).find(|spare| !is_active(&self.volume, *spare)).filter(|_| !others);
+        if let Some(spare) = spare {
+            self.fill(spare, &key, secret, iterations).await?;
+        }
+        self.deactivate(slot).await?;
+        self.fill(slot, &key, secret, iterations).await?;
+        match spare {
+            Some(spare) => self.deactivate(spare).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn fill(&mut self, slot: usize, key: &MasterKey, secret: &Secret, iterations: u32) -> Result<()> {
+        let (volume, key, secret) = (self.volume.clone(), key.clone(), secret.clone());
+        let planned = rt::offload(move || volume.activation(slot, &key, secret.as_bytes(), iterations)).await;
+        let (volume, stages) = planned?;
+        self.write(stages).await?;
+        self.volume = volume;
+        Ok(())
+    }
+
+    async fn deactivate(&mut self, slot: usize) -> Result<()> {
+        let (volume, stages) = self.volume.deactivation(slot)?;
+        self.write(stages).await?;
+        self.volume = volume;
+        Ok(())
+    }
+
+    async fn write(&self, stages: Vec<Stage>) -> Result<()> {
+        for stage in stages {
+            for (offset, bytes) in stage {
+                self.area.file.write_at(IoBuf::copy_from(&bytes), self.area.offset + offset).await.0?;
+            }
+            self.area.file.sync().await?;
+        }
+        Ok(())
+    }
+}

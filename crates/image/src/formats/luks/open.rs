@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening a LUKS volume.
+
+use super::LuksDriver;
+use crate::encryption::{Cipher, LuksArea, SectorsOf, Writers};
+use crate::node::{ChildRole, Driver, LocalFuture};
+use crate::open::{Draft, Opener};
+use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+use cowshed_block::{Error, Result};
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+    name: "luks",
+    kind: DriverKind::Format,
+    about: "an encrypted volume (LUKS version 1)",
+    keys: &[
+        Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the volume" },
+        Key {
+            name: "header",
+            value: KeyType::ChildOrNull,
+            default: "none",
+            help: "where its header is, if that is detached",
+        },
+        Key { name: "key-secret", value: KeyType::Text, default: "", help: "id of the secret with the passphrase" },
+    ],
+};
+
+/// Opens a LUKS volume.
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+    Box::pin(open_unboxed(opener, draft))
+}
+
+async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+    let child = opener.unshared_file_child(draft).await?;
+    let filename = child.filename();
+    let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
+    let file = child.storage();
+    let header = match draft.options.get("header").cloned().filter(|header| !header.is_null()) {
+        None => None,
+        Some(spec) => {
+            let place = draft.place.storage("header", !draft.settings.read_only);
+            Some(opener.child(draft, ChildRole::Header, spec, place).await?)
+        }
+    };
+    let is_detached = header.is_some();
+    let header_file = match &header {
+        Some(node) => node.storage(),
+        None => file.clone(),
+    };
+    let area = LuksArea { offset: 0, len: header_file.len(), file: header_file };
+    let named_header = |error: Error| match &header {
+        Some(node) => error.file(node.filename()),
+        None => named(error),
+    };
+    let secret = match draft.options.text("key-secret") {
+        Some(id) if opener.needs_keys() => Some(opener.secret(id)?),
+        _ => None,
+    };
+    let volume = area.volume().await.map_err(named_header)?;
+    let payload_offset = match is_detached {
+        true => 0,
+        false => volume.header().payload_offset,
+    };
+    if !is_detached && payload_offset == 0 {
+        let message = "this is a detached header: the volume is another file (options 'header' and 'file')";
+        return Err(named(Error::invalid_argument(message).field("luks_payload_offset")));
+    }
+    let cipher = match &secret {
+        None => None,
+        Some(secret) => {
+            let (_, cipher) = area.unlock(secret).await.map_err(named_header)?;
+            let cipher: Arc<dyn Cipher> = Arc::new(SectorsOf { cipher, by_host: false });
+            Some(cipher)
+        }
+    };
+    let driver = LuksDriver { file, payload_offset, area, is_detached, cipher, writers: Writers::default() };
+    opener.policy().check_size(driver.size()).map_err(named)?;
+    Ok((Driver::Luks(Box::new(driver)), filename))
+}
