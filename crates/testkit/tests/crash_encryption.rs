@@ -142,5 +142,5 @@ fn a_cut_while_key_slots_change_leaves_a_way_in() {
         distinct += report.distinct();
     }
     println!("key slots: {distinct} distinct states");
-    assert!(distinct > 50, "{distinct}");
+    assert!(distinct > 40, "{distinct}");
 }

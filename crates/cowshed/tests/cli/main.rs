@@ -6,6 +6,7 @@ mod bad_input;
 mod bitmap;
 mod check;
 mod documents;
+mod encryption;
 mod golden;
 mod in_use;
 mod io;
