@@ -47,7 +47,7 @@ fn what_is_read_of_encrypted_images() {
             continue;
         }
         for image in [QCOW2, VOLUME] {
-            oracle.compare(&format!("{verb} {OBJECT} {image} {rest}").trim_end().to_owned());
+            oracle.compare(format!("{verb} {OBJECT} {image} {rest}").trim_end());
         }
     }
     oracle.compare(&format!("measure {OBJECT} -O qcow2 -o {LUKS} --size 1G"));

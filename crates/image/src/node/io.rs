@@ -61,7 +61,7 @@ impl Node {
         let is_told = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.is_corrupt(),
             Driver::Mapped(_) => false,
-            Driver::Raw(_) | Driver::File(_) | Driver::Filter(_) => true,
+            Driver::Raw(_) | Driver::Luks(_) | Driver::File(_) | Driver::Filter(_) => true,
         };
         if !own || is_told || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
