@@ -4,6 +4,7 @@
 
 use cowshed_layout::bytes::le32_at;
 use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
+use cowshed_layout::luks::LuksHeader;
 use cowshed_layout::probe::{FormatName, probe};
 use cowshed_layout::qcow2::{
     BitmapTableEntry, BitmapsExtension, Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format, Parsed,
@@ -24,6 +25,7 @@ pub const ENTRIES: &[Entry] = &[
     ("table_entries", table_entries),
     ("probe", probe_format),
     ("vmdk", vmdk_file),
+    ("luks", luks_header),
 ];
 
 /// The first bytes of a file as a header: what is accepted can be written again and then says the same.
@@ -40,6 +42,18 @@ pub fn header(data: &[u8]) {
     let again = Header::parse(&encoded).unwrap();
     assert_eq!(again, Header { backing_file_offset: again.backing_file_offset, ..header });
     assert_eq!(Header::bytes_needed(&encoded).unwrap(), encoded.len());
+}
+
+/// The header of a LUKS volume: what is accepted can be written again and then says the same.
+pub fn luks_header(data: &[u8]) {
+    let Ok(header) = LuksHeader::parse(data) else { return };
+    let _ = (header.mode_parts(), header.cipher_with_width());
+    let encoded = header.encode();
+    let again = LuksHeader::parse(&encoded).unwrap();
+    // Texts that fill their field lose the byte of the NUL, and what is no UTF-8 grows.
+    assert_eq!(again.slots, header.slots);
+    assert_eq!((again.key_bytes, again.payload_offset), (header.key_bytes, header.payload_offset));
+    assert_eq!(LuksHeader::parse(&again.encode()).unwrap().slots, again.slots);
 }
 
 /// A whole image: every table that the header leads to, as a check or an open would read them.

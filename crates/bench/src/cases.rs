@@ -4,6 +4,7 @@
 use crate::Settings;
 use crate::fixture;
 use crate::large;
+use crate::luks;
 use crate::measure::alternate;
 use crate::memory;
 use crate::nbd;
@@ -36,6 +37,7 @@ pub const CASES: &[Case] = &[
     Case { name: "qcow2-to-raw", about: "convert a half-full qcow2 image to raw", run: qcow2_to_raw },
     Case { name: "compress", about: "convert -c with zlib and zstd", run: compress },
     Case { name: "decompress", about: "convert compressed images to raw", run: decompress },
+    Case { name: "luks", about: "encrypted images to raw and back", run: luks::run },
     Case { name: "random-read", about: "4 KiB reads at depth 32 through the library", run: random_io::read },
     Case { name: "random-write", about: "4 KiB overwrites at depth 32 through the library", run: random_io::overwrite },
     Case { name: "queues", about: "reads from one and from two queues through the library", run: queues::run },

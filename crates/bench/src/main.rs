@@ -6,6 +6,7 @@
 mod cases;
 mod fixture;
 mod large;
+mod luks;
 mod measure;
 mod memory;
 mod nbd;

@@ -35,6 +35,8 @@ pub struct RescueOptions {
     pub backing: Option<(String, Option<String>)>,
     /// The external data file instead of the one that the header names.
     pub data_file: Option<String>,
+    /// Id of the secret that opens an encrypted image, one of the image's secrets.
+    pub key_secret: Option<String>,
     /// Look for L2 tables that nothing leads to.
     pub scan: bool,
     /// L2 tables by the user's word: host offset and guest offset, in bytes.
@@ -66,6 +68,7 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
     if let Some(header) = wreck.header() {
         options.image.policy.check_header(header).map_err(|error| error.file(image.filename()))?;
     }
+    unlock(options, &mut wreck).await.map_err(|error| error.file(image.filename()))?;
     let listed = wreck.snapshots().await;
     if let Some(snapshot) = &options.snapshot {
         wreck.enter_snapshot(snapshot, &overrides).await?;
@@ -105,6 +108,22 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
         target.flush().await?;
     }
     Ok(map)
+}
+
+async fn unlock(options: &RescueOptions, wreck: &mut Wreck) -> Result<()> {
+    match (&options.key_secret, wreck.is_encrypted()) {
+        (None, false) => Ok(()),
+        (None, true) => {
+            let message = "the image is encrypted: --key-secret names the secret with its passphrase";
+            Err(Error::invalid_argument(message))
+        }
+        (Some(_), false) => Err(Error::invalid_argument("--key-secret is given, but the image isn't encrypted")),
+        (Some(id), true) => {
+            let found = options.image.secrets.iter().find(|(known, _)| known == id);
+            let (_, secret) = found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?;
+            wreck.unlock(secret).await
+        }
+    }
 }
 
 /// The file itself, whatever its bytes look like.

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Rescues: what can be reached is read, what is lost is named, and the damaged image stays as it is.
 
+use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
+use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::rt;
+use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::random::{Random, for_each_seed};
 use cowshed_testkit::specimens::{SIZE, SPECIMENS, Workbench};
@@ -402,4 +405,65 @@ fn random_damage() {
             assert!(ours == theirs, "{} seed {seed}: {done:?}\n{map:?}", specimen.name);
         }
     });
+}
+
+const KEY: &str = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=1";
+
+/// An encrypted image of ours with data, and its disk.
+fn encrypted(bench: &Workbench) -> (PathBuf, Vec<u8>) {
+    let image = bench.path("encrypted");
+    let secrets = vec![("s".to_owned(), Secret::new(b"geheim".to_vec()))];
+    let request = CreateRequest {
+        filename: image.display().to_string(),
+        format: "qcow2".to_owned(),
+        size: Some(4 << 20),
+        options: vec![KEY.to_owned()],
+        secrets: secrets.clone(),
+        ..CreateRequest::default()
+    };
+    let mut disk = vec![0; 4 << 20];
+    rt::block_on(async {
+        prepare(&request).await.expect("options").run().await.expect("an image");
+        let options = format!("driver=qcow2,encrypt.key-secret=s,file.filename={}", image.display());
+        let request = OpenRequest::image_opts(&options).expect("options").secrets(secrets).writable(true);
+        let node = open(request).await.expect("it opens");
+        for (at, len, byte) in [(1000, 70_000, 7), (1 << 20, 200_000, 8), ((4 << 20) - 5000, 5000, 9)] {
+            node.write(at as u64, IoBuf::copy_from(&vec![byte; len])).await.0.expect("a write");
+            disk[at..at + len].fill(byte);
+        }
+        node.close().await.expect("closed");
+    });
+    (image, disk)
+}
+
+#[test]
+fn encrypted_images_are_read_with_their_passphrase() {
+    let bench = Workbench::new();
+    let (image, disk) = encrypted(&bench);
+    let with = |id: Option<&str>, passphrase: &str| {
+        let mut options = options(&image, &bench.path("new"));
+        options.image.secrets = vec![("s".to_owned(), Secret::new(passphrase.into()))];
+        RescueOptions { key_secret: id.map(str::to_owned), ..options }
+    };
+    let (map, bytes) = run(&bench, &with(Some("s"), "geheim"));
+    assert!(bytes == disk && map.lost.is_empty(), "{map:?}");
+    for (options, word) in [
+        (with(None, "geheim"), "--key-secret"),
+        (with(Some("t"), "geheim"), "No secret with id 't'"),
+        (with(Some("s"), "falsch"), "Invalid password"),
+    ] {
+        let error = try_rescue(&options).expect_err("no key").to_string();
+        assert!(error.contains(word) && !error.contains("falsch"), "{error}");
+    }
+    // A cut file: what lies behind its end is lost, and a sector that it ends in.
+    let len = std::fs::metadata(&image).expect("the image").len();
+    std::fs::OpenOptions::new().write(true).open(&image).expect("the image").set_len(len - 10_100).expect("a cut");
+    let (_, bytes) = run(&bench, &with(Some("s"), "geheim"));
+    let differs: Vec<usize> = (0..disk.len()).filter(|at| bytes[*at] != disk[*at]).collect();
+    assert!(differs.iter().all(|at| bytes[*at] == 0) && differs.len() < 70_000, "{} bytes differ", differs.len());
+    // Without the extensions of its header the key slots are found.
+    let file = std::fs::OpenOptions::new().write(true).open(&image).expect("the image");
+    file.write_all_at(&[0xff; 40], 104).expect("damage");
+    let (map, again) = run(&bench, &with(Some("s"), "geheim"));
+    assert!(again == bytes && map.notes.iter().any(|note| note.contains("found one at")), "{:?}", map.notes);
 }

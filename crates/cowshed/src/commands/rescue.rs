@@ -35,6 +35,8 @@ pub const VERB: Verb = Verb {
       With a damaged header.
   cowshed rescue -l before-upgrade broken.qcow2 old.qcow2
       Reads an internal snapshot.
+  cowshed rescue --object secret,id=s,file=passphrase.txt --key-secret s broken.qcow2 new.qcow2
+      Of an encrypted image; with -o encrypt.format=luks,encrypt.key-secret=s the new one is encrypted too.
   cowshed rescue --scan broken.qcow2
   cowshed rescue --assign 0x5a0000=512M broken.qcow2 new.qcow2
       Finds a lost L2 table, and takes it for the disk from 512M on.",
@@ -97,6 +99,9 @@ struct RescueArgs {
     /// External data file instead of the one that the image names
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     data_file: Option<String>,
+    /// Id of the secret (--object) that opens an encrypted image
+    #[arg(long, value_name = "ID")]
+    key_secret: Option<String>,
     /// Open the image even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -162,9 +167,11 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         (None, true) => Some((String::new(), None)),
         (None, false) => None,
     };
+    let secrets = args.naming.secrets()?;
+    let target = target.map(|name| ImageSpec { secrets, ..ImageSpec::file(name).format(&args.target_format) });
     Ok(RescueOptions {
         image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },
-        target: target.map(|name| ImageSpec::file(name).format(&args.target_format)),
+        target,
         create_options: args.options.clone(),
         snapshot: args.snapshot.as_deref().map(SnapshotName::parse),
         overrides: Overrides {
@@ -176,6 +183,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         },
         backing,
         data_file: args.data_file.clone(),
+        key_secret: args.key_secret.clone(),
         scan: args.scan,
         assign: args.assign.iter().map(|text| assignment(text)).collect::<Result<_, _>>()?,
     })

@@ -64,10 +64,22 @@ fn content(oracle: &Oracle, folder: &Path, image: &str) -> Vec<u8> {
     std::fs::read(folder.join("content.raw")).expect("the content")
 }
 
+const RAW: &str = "--image-opts driver=raw,file.filename=n.raw";
+const OVERLAY: &str = "--image-opts driver=qcow2,encrypt.key-secret=s,file.filename=o.qcow2,backing.driver=qcow2,\
+                       backing.encrypt.key-secret=s,backing.file.filename=e.qcow2";
+const ALONE: &str = "--image-opts driver=qcow2,encrypt.key-secret=s,file.filename=o.qcow2";
+const BASE: &str = QCOW2;
+
 #[test]
 fn what_is_written_of_encrypted_images() {
     let oracle = Oracle::new();
     gallery(&oracle);
+    // An encrypted overlay on the encrypted image.
+    oracle.make_patiently(&format!("create -q -f qcow2 {OBJECT} -u -b e.qcow2 -F qcow2 -o {LUKS} o.qcow2 4M"));
+    let target = OVERLAY.trim_start_matches("--image-opts ");
+    oracle.make("create -q -f raw r2.raw 4M");
+    oracle.io(&["write -P 8 200k 300k", "write -P 7 3M 64k"], "r2.raw");
+    oracle.make(&format!("convert -n {OBJECT} r2.raw --target-image-opts {target}"));
     let new = "--image-opts driver=qcow2,encrypt.key-secret=s,file.filename=n.qcow2";
     let new_volume = "--image-opts driver=luks,key-secret=s,file.filename=n.luks";
     for (line, image) in [
@@ -85,6 +97,16 @@ fn what_is_written_of_encrypted_images() {
         (format!("resize {OBJECT} {QCOW2} 6M"), QCOW2),
         (format!("snapshot {OBJECT} {QCOW2} -c one"), QCOW2),
         (format!("resize {OBJECT} {VOLUME} --shrink 1M"), VOLUME),
+        (
+            format!(
+                "dd {OBJECT} -O raw {} bs=64k skip=1 count=20",
+                QCOW2.replace(" driver", " if=driver") + " of=n.raw"
+            ),
+            RAW,
+        ),
+        (format!("commit -q {OBJECT} {OVERLAY}"), BASE),
+        (format!("rebase {OBJECT} {OVERLAY} -b ''"), ALONE),
+        (format!("convert {OBJECT} {OVERLAY} -O raw n.raw"), RAW),
     ] {
         oracle.compare_writing(&line, |theirs, ours| {
             assert!(content(&oracle, theirs, image) == content(&oracle, ours, image), "{line}: another content");

@@ -20,6 +20,8 @@ pub(super) struct Fields {
     pub data_file: bool,
     pub data_file_name: Option<String>,
     pub compression: Compression,
+    /// 0: not encrypted, 1: the legacy AES method, 2: LUKS.
+    pub crypt_method: u32,
     /// Name and format of the backing file.
     pub backing: Option<(String, Option<String>)>,
     /// The header, where it is whole.
@@ -28,6 +30,8 @@ pub(super) struct Fields {
     pub notes: Vec<String>,
 }
 
+/// `crypt_method` of LUKS.
+pub(super) const CRYPT_LUKS: u32 = 2;
 /// Number of bytes of the header's first field that isn't looked at alone.
 const FIELDS_BYTES: usize = 112;
 
@@ -49,7 +53,7 @@ pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result
     let geometry = reader.geometry(incompatible)?;
     let size = reader.size(geometry)?;
     let l1_offset = reader.l1_offset(geometry);
-    reader.note_encryption(header.as_ref())?;
+    let crypt_method = reader.crypt_method();
     let compression = reader.compression(version, incompatible);
     let backing = match &header {
         Some(header) => header
@@ -70,6 +74,7 @@ pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result
         data_file: incompatible & features::INCOMPAT_DATA_FILE != 0,
         data_file_name: header.as_ref().and_then(|header| header.data_file_name().map(|name| name.into_owned())),
         compression,
+        crypt_method,
         backing,
         notes: reader.notes,
         header,
@@ -157,16 +162,13 @@ impl Reader<'_> {
         None
     }
 
-    fn note_encryption(&mut self, header: Option<&Header>) -> Result<()> {
+    fn crypt_method(&mut self) -> u32 {
         let method = self.be32(offset::CRYPT_METHOD);
-        if header.is_some() && method != 0 || (1..=2).contains(&method) {
-            let message = "encrypted images can't be rescued yet";
-            return Err(Error::unsupported(message).field("crypt_method").value(method));
-        }
-        if method != 0 {
+        if method > CRYPT_LUKS {
             self.notes.push(format!("encryption method {method} is none: taken for unencrypted"));
+            return 0;
         }
-        Ok(())
+        method
     }
 
     fn compression(&mut self, version: u32, incompatible: u64) -> Compression {

@@ -2,6 +2,7 @@
 //! Reads what is left of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used: an
 //! image that the engine refuses can be read here, entry by entry, and what can't be read is named.
 
+mod encryption;
 mod header;
 mod orphans;
 mod place;

@@ -7,6 +7,7 @@ use super::place::{Places, Shape, Source, places};
 use super::{Doubt, Loss, Overrides};
 use crate::Node;
 use crate::codec::Codec;
+use crate::encryption::Cipher;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, Header, L1Entry};
 use cowshed_storage::IoBuf;
@@ -31,6 +32,7 @@ pub struct Wreck {
     bad_l1: Vec<(Range<u64>, Loss)>,
     data: Option<Arc<Node>>,
     backing: Option<Arc<Node>>,
+    pub(super) cipher: Option<Arc<dyn Cipher>>,
     /// Why the backing file can't be read, where there should be one.
     backing_fault: Option<String>,
     /// L1 index → L2 table, by the user's word.
@@ -101,6 +103,7 @@ impl Wreck {
             bad_l1: Vec::new(),
             data: None,
             backing: None,
+            cipher: None,
             backing_fault: None,
             assigned: BTreeMap::new(),
             fields,
@@ -279,7 +282,11 @@ impl Wreck {
                 (None, Some(why)) => return salvaged.lost.push((range, Loss::Backing(why.clone()))),
                 (None, None) => return,
             },
-            Source::Data { host } => salvage(self.data.as_ref().unwrap_or(&self.image), host, len).await,
+            Source::Data { host } => {
+                let (mut bytes, bad) = salvage(self.data.as_ref().unwrap_or(&self.image), host, len).await;
+                self.decrypt(guest + range.start, host, &mut bytes, bad.iter().map(|(bad, _)| bad.clone()));
+                (bytes, bad)
+            }
             Source::Compressed(descriptor) => match self.inflate(descriptor).await {
                 Ok(bytes) => (bytes, Vec::new()),
                 Err(loss) => return salvaged.lost.push((range, loss)),

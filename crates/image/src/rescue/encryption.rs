@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The data of an encrypted image.
+
+use super::Wreck;
+use super::header::CRYPT_LUKS;
+use super::wreck::salvage;
+use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, SectorsOf};
+use crate::secret::Secret;
+use cowshed_block::{Error, GuestOffset, HostOffset, Result};
+use cowshed_crypto::legacy_aes;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What a LUKS header begins with.
+const MAGIC: &[u8] = b"LUKS\xba\xbe\0\x01";
+/// Clusters at the beginning of a file that are looked at where the header doesn't say where the LUKS header is.
+const SEARCHED_CLUSTERS: u64 = 1 << 16;
+
+impl Wreck {
+    /// True when the guest's data can't be read without a passphrase.
+    pub fn is_encrypted(&self) -> bool {
+        self.fields.crypt_method != 0
+    }
+
+    /// Takes the passphrase. One that opens nothing, and a LUKS header that is lost, are errors.
+    pub async fn unlock(&mut self, secret: &Secret) -> Result<()> {
+        let (cipher, by_host) = match self.fields.crypt_method {
+            CRYPT_LUKS => (self.luks_area().await?.unlock(secret).await?.1, true),
+            _ => (legacy_aes(secret.as_bytes())?, false),
+        };
+        self.cipher = Some(Arc::new(SectorsOf { cipher, by_host }));
+        Ok(())
+    }
+
+    async fn luks_area(&mut self) -> Result<LuksArea> {
+        let file = self.image.storage();
+        let named = self.header().and_then(|header| header.encryption_header()).map(|area| (area.offset, area.length));
+        if let Some((offset, len)) = named {
+            return Ok(LuksArea { file, offset, len });
+        }
+        let cluster = self.shape.geometry.cluster_size();
+        let clusters = (self.shape.file_len / cluster).min(SEARCHED_CLUSTERS);
+        for offset in (1..clusters).map(|index| index * cluster) {
+            if salvage(&self.image, offset, MAGIC.len()).await.0 == MAGIC {
+                let message =
+                    format!("the damaged header doesn't say where the LUKS header is: found one at {offset:#x}");
+                self.fields.notes.push(message);
+                return Ok(LuksArea { file, offset, len: self.shape.file_len - offset });
+            }
+        }
+        let message = "the LUKS header is lost, and with it everything that it encrypts";
+        Err(Error::invalid_image("luks_header", "missing", message))
+    }
+
+    /// Decrypts what was read for the guest's `guest` from `host` on. What could not be read stays zero.
+    pub(super) fn decrypt(&self, guest: u64, host: u64, bytes: &mut [u8], bad: impl Iterator<Item = Range<u64>>) {
+        let Some(cipher) = &self.cipher else { return };
+        let cipher: &dyn Cipher = &**cipher;
+        cipher.decrypt(GuestOffset(guest), HostOffset(host), bytes);
+        // A sector that the file ends in is lost as a whole.
+        let inside = self.shape.data_len.saturating_sub(host) / SECTOR_BYTES * SECTOR_BYTES;
+        let end = bytes.len() as u64;
+        for lost in bad.chain(std::iter::once(inside.min(end)..end)) {
+            bytes[lost.start as usize..lost.end as usize].fill(0);
+        }
+    }
+}
