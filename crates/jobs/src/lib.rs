@@ -18,6 +18,7 @@ pub mod faults;
 pub mod info;
 pub mod inspect;
 pub mod job;
+pub mod key_slots;
 mod layer;
 pub mod limits;
 pub mod map;

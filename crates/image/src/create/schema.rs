@@ -82,6 +82,24 @@ pub const LUKS: &[CreateOption] = &[
     option("preallocation", Text, "what to allocate at once: off, falloc or full"),
 ];
 
+/// Options of key slots, of a LUKS volume that exists: what `amend` changes.
+pub const LUKS_SLOTS: &[CreateOption] = &[
+    option("state", Text, "active: one more passphrase opens the image; inactive: one less"),
+    option("new-secret", Text, "id of the secret with the passphrase of an activated slot"),
+    option("old-secret", Text, "id of the secret with the passphrase whose slots become inactive"),
+    option("keyslot", Number, "the slot, 0 to 7"),
+    option("iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
+];
+
+/// The same of an encrypted qcow2 image.
+pub const QCOW2_SLOTS: &[CreateOption] = &[
+    option("encrypt.state", Text, "active: one more passphrase opens the image; inactive: one less"),
+    option("encrypt.new-secret", Text, "id of the secret with the passphrase of an activated slot"),
+    option("encrypt.old-secret", Text, "id of the secret with the passphrase whose slots become inactive"),
+    option("encrypt.keyslot", Number, "the slot, 0 to 7"),
+    option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
+];
+
 /// Options of a raw image.
 pub const RAW: &[CreateOption] = &[
     option("size", Size, "size of the virtual disk"),

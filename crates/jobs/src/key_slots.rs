@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Key slots of encrypted images: which passphrases open them. `encrypt.*` of qcow2, the same without that prefix of
+//! `luks`.
+
+use crate::{ImageSpec, JobHandle};
+use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_SLOTS};
+use cowshed_image::encryption::{LuksArea, SlotChange, change_slots};
+use cowshed_image::secret::Secret;
+use serde_json::Value;
+use std::time::Duration;
+
+/// QEMU's `iter-time` where none is given.
+const DEFAULT_ITERATION_TIME: Duration = Duration::from_secs(2);
+
+/// What to change.
+#[derive(Clone, Debug, Default)]
+pub struct KeySlotOptions {
+    /// The image.
+    pub image: ImageSpec,
+    /// `-o`: each a `key=value,key=value` list of [`options_of`].
+    pub options: Vec<String>,
+    /// A slot in use may be overwritten, and the last one erased, with which all data is lost.
+    pub force: bool,
+}
+
+/// The options of key slots that images of a format have, `None` where they have no slots.
+pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
+    match format {
+        "qcow2" => Some(QCOW2_SLOTS),
+        "luks" => Some(LUKS_SLOTS),
+        _ => None,
+    }
+}
+
+/// Opens an image, changes its key slots and closes it.
+pub async fn run(options: &KeySlotOptions, job: &JobHandle) -> Result<()> {
+    job.pause_point().await?;
+    // Without its cipher: the data isn't looked at.
+    let request = options.image.request()?.force_share(false).writable(true).for_check();
+    let node = options.image.open(request).await?;
+    let result = match options_of(node.driver_name()).map(|schema| OptionValues::parse(schema, &options.options)) {
+        Some(Ok(values)) => amend(&node, &options.image, &values, options.force).await,
+        Some(Err(error)) => Err(error.file(node.filename())),
+        None => Err(Error::unsupported("only encrypted images have key slots").file(node.filename())),
+    };
+    let closed = node.close().await;
+    result.and(closed)
+}
+
+/// Adds or erases key slots of the image in `node`, which is open for writing and not read by anybody. Durable when it
+/// returns; a power cut in between leaves what opened the image before.
+pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force: bool) -> Result<()> {
+    let in_file = |error: Error| if error.file_name().is_none() { error.file(node.filename()) } else { error };
+    let (area, prefix) = area_of(node)?;
+    let request = SlotRequest { image, values, prefix };
+    let change = request.change().map_err(in_file)?;
+    let secret = opening_secret(node, image).map_err(in_file)?;
+    change_slots(&area, secret.as_ref(), &change, force).await.map_err(in_file)
+}
+
+fn area_of(node: &Node) -> Result<(LuksArea, &'static str)> {
+    match (node.qcow2(), node.luks()) {
+        (Some(qcow2), _) => Ok((qcow2.luks_area()?, "encrypt.")),
+        (None, Some(luks)) => Ok((luks.luks_area().clone(), "")),
+        (None, None) => Err(Error::unsupported("only encrypted images have key slots").file(node.filename())),
+    }
+}
+
+/// What opens the image now: the secret that its options name.
+fn opening_secret(node: &Node, image: &ImageSpec) -> Result<Option<Secret>> {
+    let options = node.options();
+    let id = match options.get("encrypt") {
+        Some(encrypt) => encrypt.get("key-secret").and_then(Value::as_str),
+        None => options.text("key-secret"),
+    };
+    id.map(|id| find(image, id)).transpose()
+}
+
+fn find(image: &ImageSpec, id: &str) -> Result<Secret> {
+    let found = image.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
+    found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))
+}
+
+/// The options of one change.
+struct SlotRequest<'a> {
+    image: &'a ImageSpec,
+    values: &'a OptionValues,
+    prefix: &'static str,
+}
+
+impl SlotRequest<'_> {
+    fn name(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    fn get(&self, key: &str) -> Option<&str> {
+        let name = self.name(key);
+        self.values.get(&name).filter(|_| self.values.is_given(&name))
+    }
+
+    fn secret(&self, key: &str) -> Result<Option<Secret>> {
+        self.get(key).map(|id| find(self.image, id)).transpose()
+    }
+
+    fn refuse(&self, keys: &[&str], when: &str) -> Result<()> {
+        match keys.iter().find(|key| self.get(key).is_some()) {
+            Some(key) => Err(Error::invalid_argument(format!("'{key}' must not be given when {when} keyslots"))),
+            None => Ok(()),
+        }
+    }
+
+    fn change(&self) -> Result<SlotChange> {
+        let slot = self.values.number(&self.name("keyslot")).map(|slot| usize::try_from(slot).unwrap_or(usize::MAX));
+        match self.get("state") {
+            Some("active") => {
+                self.refuse(&["old-secret"], "activating")?;
+                let Some(new_secret) = self.secret("new-secret")? else {
+                    return Err(Error::invalid_argument("'new-secret' is required to activate a keyslot"));
+                };
+                // 0 is the default, as in QEMU.
+                let time = self.values.number(&self.name("iter-time")).filter(|ms| *ms > 0);
+                let iteration_time = time.map_or(DEFAULT_ITERATION_TIME, Duration::from_millis);
+                Ok(SlotChange::Activate { slot, new_secret, iteration_time })
+            }
+            Some("inactive") => {
+                self.refuse(&["new-secret", "iter-time"], "erasing")?;
+                Ok(SlotChange::Deactivate { slot, old_secret: self.secret("old-secret")? })
+            }
+            Some(other) => Err(Error::invalid_argument(format!("Parameter 'state' does not accept value '{other}'"))),
+            None => Err(Error::invalid_argument("Parameter 'state' is missing")),
+        }
+    }
+}
