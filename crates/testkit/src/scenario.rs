@@ -198,7 +198,18 @@ impl Prepared {
         let leaks_at_start = files.get(&top).and_then(|file| audit(file).ok()).map_or(0, |audit| audit.leaks);
         let snapshots_at_start = files.get(&top).map_or(Ok(0), snapshot_digest);
         let snapshots_at_start = snapshots_at_start.unwrap_or_else(|wrong| panic!("the image just made: {wrong}"));
-        Prepared { folder, top, files, content, spec, leaks_at_start, snapshots_at_start, bitmaps, qemu, is_encrypted: false }
+        Prepared {
+            folder,
+            top,
+            files,
+            content,
+            spec,
+            leaks_at_start,
+            snapshots_at_start,
+            bitmaps,
+            qemu,
+            is_encrypted: false,
+        }
     }
 
     /// A LUKS image of our own making with `options` (`encrypt.…` and others, as `-o` takes them), to which the real

@@ -25,12 +25,6 @@ impl Failure {
     pub fn usage(message: impl Into<String>) -> Self {
         Self { usage: true, ..Self::new(message) }
     }
-
-    /// An option that belongs to a later version.
-    pub fn not_yet(option: &str) -> Self {
-        Self::new(format!("the option '{option}' is not yet supported"))
-    }
-
     /// Another exit code.
     #[must_use]
     pub fn code(mut self, code: u8) -> Self {

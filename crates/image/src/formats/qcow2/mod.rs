@@ -30,9 +30,9 @@ mod zero;
 
 pub(crate) use span::join;
 
+pub use crate::encryption::Cipher;
 pub use bitmaps::{BitmapChange, BitmapStatus};
 pub(crate) use bitmaps::{check_new_bitmap, default_granularity_bytes};
-pub use crate::encryption::Cipher;
 
 use super::OpenContext;
 use crate::codec::Codec;
