@@ -25,6 +25,7 @@ impl Failure {
     pub fn usage(message: impl Into<String>) -> Self {
         Self { usage: true, ..Self::new(message) }
     }
+
     /// Another exit code.
     #[must_use]
     pub fn code(mut self, code: u8) -> Self {
