@@ -99,7 +99,7 @@ fn what_is_written_of_encrypted_images() {
         (format!("resize {OBJECT} {VOLUME} --shrink 1M"), VOLUME),
         (
             format!(
-                "dd {OBJECT} -O raw {} bs=64k skip=1 count=20",
+                "dd {OBJECT} -O raw {} bs=64k skip=1",
                 QCOW2.replace(" driver", " if=driver") + " of=n.raw"
             ),
             RAW,
