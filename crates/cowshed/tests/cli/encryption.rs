@@ -97,13 +97,7 @@ fn what_is_written_of_encrypted_images() {
         (format!("resize {OBJECT} {QCOW2} 6M"), QCOW2),
         (format!("snapshot {OBJECT} {QCOW2} -c one"), QCOW2),
         (format!("resize {OBJECT} {VOLUME} --shrink 1M"), VOLUME),
-        (
-            format!(
-                "dd {OBJECT} -O raw {} bs=64k skip=1",
-                QCOW2.replace(" driver", " if=driver") + " of=n.raw"
-            ),
-            RAW,
-        ),
+        (format!("dd {OBJECT} -O raw {} bs=64k skip=1", QCOW2.replace(" driver", " if=driver") + " of=n.raw"), RAW),
         (format!("commit -q {OBJECT} {OVERLAY}"), BASE),
         (format!("rebase {OBJECT} {OVERLAY} -b ''"), ALONE),
         (format!("convert {OBJECT} {OVERLAY} -O raw n.raw"), RAW),
