@@ -87,7 +87,8 @@ impl Image {
             node.is_ok_and(|node| rt::block_on(node.close()).is_ok())
         };
         let theirs = |secret: &&str| {
-            let read = ["convert", "--image-opts", &self.options(secret), "-O", "raw", "/dev/null"];
+            let out = self.path.with_extension("out").display().to_string();
+            let read = ["convert", "--image-opts", &self.options(secret), "-O", "raw", &out];
             Command::new("qemu-img").args(read).args(objects()).output().is_ok_and(|output| output.status.success())
         };
         let by_us: Vec<&str> = PASSPHRASES.into_iter().filter(|text| ours(&text)).collect();

@@ -58,7 +58,9 @@ impl Wreck {
         let cipher: &dyn Cipher = &**cipher;
         cipher.decrypt(GuestOffset(guest), HostOffset(host), bytes);
         // A sector that the file ends in is lost as a whole.
-        let inside = self.shape.data_len.saturating_sub(host) / SECTOR_BYTES * SECTOR_BYTES;
+        // The node counts whole sectors, its file doesn't.
+        let len = self.data.as_ref().unwrap_or(&self.image).storage().len();
+        let inside = len.saturating_sub(host) / SECTOR_BYTES * SECTOR_BYTES;
         let end = bytes.len() as u64;
         for lost in bad.chain(std::iter::once(inside.min(end)..end)) {
             bytes[lost.start as usize..lost.end as usize].fill(0);

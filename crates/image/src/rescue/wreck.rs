@@ -30,7 +30,7 @@ pub struct Wreck {
     pub(super) active_l1: Option<(Option<u64>, u64)>,
     /// Parts of the L1 table that can't be read, in bytes, and why.
     bad_l1: Vec<(Range<u64>, Loss)>,
-    data: Option<Arc<Node>>,
+    pub(super) data: Option<Arc<Node>>,
     backing: Option<Arc<Node>>,
     pub(super) cipher: Option<Arc<dyn Cipher>>,
     /// Why the backing file can't be read, where there should be one.
