@@ -91,8 +91,8 @@ impl Image {
             let read = ["convert", "--image-opts", &self.options(secret), "-O", "raw", &out];
             Command::new("qemu-img").args(read).args(objects()).output().is_ok_and(|output| output.status.success())
         };
-        let by_us: Vec<&str> = PASSPHRASES.into_iter().filter(|text| ours(&text)).collect();
-        let by_qemu: Vec<&str> = PASSPHRASES.into_iter().filter(|text| theirs(&text)).collect();
+        let by_us: Vec<&str> = PASSPHRASES.into_iter().filter(|text| ours(text)).collect();
+        let by_qemu: Vec<&str> = PASSPHRASES.into_iter().filter(|text| theirs(text)).collect();
         assert_eq!((&by_us[..], &by_qemu[..]), (expected, expected), "{}", self.format);
     }
 }
