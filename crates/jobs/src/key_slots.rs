@@ -5,7 +5,7 @@
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
-use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_SLOTS};
+use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
 use cowshed_image::encryption::{LuksArea, SlotChange, change_slots};
 use cowshed_image::secret::Secret;
 use serde_json::Value;
@@ -28,7 +28,7 @@ pub struct KeySlotOptions {
 /// The options of key slots that images of a format have, `None` where they have no slots.
 pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
     match format {
-        "qcow2" => Some(QCOW2_SLOTS),
+        "qcow2" => Some(QCOW2_AMEND),
         "luks" => Some(LUKS_SLOTS),
         _ => None,
     }

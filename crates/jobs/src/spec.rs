@@ -62,10 +62,13 @@ impl ImageSpec {
             (None, true) => OpenRequest::image_opts(&self.name)?,
             (None, false) if !self.extra.is_empty() => {
                 let options = options_of_name(&self.name, self.format.as_deref())?;
-                OpenRequest::options(self.extra.iter().fold(options, |options, (key, value)| match key.split_once('.') {
-                    Some((outer, inner)) => options.with(outer, json!({ inner: value })),
-                    None => options.with(*key, value.as_str()),
-                }))
+                OpenRequest::options(self.extra.iter().fold(
+                    options,
+                    |options, (key, value)| match key.split_once('.') {
+                        Some((outer, inner)) => options.with(outer, json!({ inner: value })),
+                        None => options.with(*key, value.as_str()),
+                    },
+                ))
             }
             (None, false) => OpenRequest::file(&self.name).format(self.format.as_deref()),
         };

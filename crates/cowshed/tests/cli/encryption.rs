@@ -186,3 +186,66 @@ fn a_secret_may_be_encrypted_with_another() {
     oracle.compare_refusal(&format!("convert {wrapped} {image} -O raw out.raw"));
     oracle.verdict();
 }
+
+/// What opens the image: QEMU's tool says.
+fn opens(oracle: &Oracle, folder: &Path, image: &str, data: &str) -> bool {
+    let line = format!("convert --object secret,id=s,data={data} {image} -O raw opened.raw");
+    oracle.real(folder, &words(&line)).code == Some(0)
+}
+
+#[test]
+fn key_slots_change_as_qemu_img_changes_them() {
+    let oracle = Oracle::new();
+    gallery(&oracle);
+    let two = "--object secret,id=t,data=neues";
+    for (image, prefix) in [(QCOW2, "encrypt."), (VOLUME, "")] {
+        let amend = |options: &str| {
+            let options: Vec<String> = options.split(',').map(|option| format!("{prefix}{option}")).collect();
+            format!("amend {OBJECT} {two} {image} -o {}", options.join(","))
+        };
+        let both = |line: &str, first: bool, second: bool| {
+            oracle.compare_writing(line, |theirs, ours| {
+                for folder in [theirs, ours] {
+                    let ways = (opens(&oracle, folder, image, "geheimnis"), opens(&oracle, folder, image, "neues"));
+                    assert_eq!(ways, (first, second), "{line} in {}", folder.display());
+                }
+            });
+        };
+        both(&amend("state=active,new-secret=t,iter-time=10"), true, true);
+        both(&amend("state=active,new-secret=t,iter-time=10,keyslot=7"), true, true);
+        both(&format!("{} --force", amend("state=active,new-secret=t,iter-time=10,keyslot=0")), false, true);
+        both(&format!("{} --force", amend("state=inactive,keyslot=0")), false, false);
+        for refused in [
+            "state=active,new-secret=t,iter-time=10,keyslot=0",
+            "state=active,new-secret=t,iter-time=10,keyslot=8",
+            "state=active,new-secret=t,iter-time=10,old-secret=s",
+            "state=active,new-secret=nobody,iter-time=10",
+            "state=active",
+            "state=inactive",
+            "state=inactive,new-secret=t",
+            "state=inactive,keyslot=3",
+            "state=inactive,keyslot=0",
+            "state=inactive,keyslot=0,old-secret=t",
+            "state=inactive,old-secret=s",
+            "state=inactive,old-secret=t",
+            "state=perhaps",
+            "iter-time=10",
+            "cipher-alg=aes-128",
+        ] {
+            let before = std::fs::read(oracle.work().join(if prefix.is_empty() { "v.luks" } else { "e.qcow2" }));
+            oracle.compare_refusal(&amend(refused));
+            let after = std::fs::read(oracle.work().join(if prefix.is_empty() { "v.luks" } else { "e.qcow2" }));
+            assert!(before.expect("the image") == after.expect("the image"), "{refused} changed something");
+        }
+        // In the working folder itself: two slots, and the first one goes.
+        let ours = |line: &str| {
+            let said = oracle.ours(&oracle.work(), &words(line));
+            assert_eq!(said.code, Some(0), "{line}: {}", said.err);
+        };
+        ours(&amend("state=active,new-secret=t,iter-time=10"));
+        ours(&amend("state=inactive,old-secret=s"));
+        let work = oracle.work();
+        assert!(!opens(&oracle, &work, image, "geheimnis") && opens(&oracle, &work, image, "neues"));
+    }
+    oracle.verdict();
+}

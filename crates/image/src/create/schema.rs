@@ -91,15 +91,6 @@ pub const LUKS_SLOTS: &[CreateOption] = &[
     option("iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
 ];
 
-/// The same of an encrypted qcow2 image.
-pub const QCOW2_SLOTS: &[CreateOption] = &[
-    option("encrypt.state", Text, "active: one more passphrase opens the image; inactive: one less"),
-    option("encrypt.new-secret", Text, "id of the secret with the passphrase of an activated slot"),
-    option("encrypt.old-secret", Text, "id of the secret with the passphrase whose slots become inactive"),
-    option("encrypt.keyslot", Number, "the slot, 0 to 7"),
-    option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
-];
-
 /// Options of a raw image.
 pub const RAW: &[CreateOption] = &[
     option("size", Size, "size of the virtual disk"),
@@ -117,8 +108,8 @@ pub const QCOW2_AMEND: &[CreateOption] = &[
     option("data_file_raw", Switch, "off: the data file need not stay a raw image of the disk"),
     option("encrypt.iter-time", Number, "milliseconds that one guess of the passphrase should cost"),
     option("encrypt.keyslot", Number, "the key slot to change"),
-    option("encrypt.new-secret", Text, "id of the secret for the slots that are set; empty to erase"),
-    option("encrypt.old-secret", Text, "id of the secret that the slots to change have now"),
+    option("encrypt.new-secret", Text, "id of the secret with the passphrase of an activated slot"),
+    option("encrypt.old-secret", Text, "id of the secret with the passphrase whose slots become inactive"),
     option("encrypt.state", Text, "what the slots become: active or inactive"),
     option("lazy_refcounts", Switch, "write reference counts at close only, under the dirty bit"),
     option("refcount_bits", Number, "width of a reference count: 1, 2, 4, 8, 16, 32 or 64 bits"),

@@ -4,13 +4,11 @@
 //! Options of the header and the refcounts are in `cowshed_image::amend`, the size is changed as `resize` does it, and key
 //! slots of encrypted images have a file of their own here.
 
-mod key_slots;
-
 use crate::snapshot::file_of;
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, key_slots};
 use cowshed_block::{Error, Result};
 use cowshed_image::amend::{self, Amendment, BackingName};
-use cowshed_image::create::schema::{CreateOption, OptionValues, QCOW2, QCOW2_AMEND};
+use cowshed_image::create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use std::sync::Arc;
 
@@ -29,7 +27,11 @@ pub struct AmendOptions {
 
 /// Options of `format` that can be changed, `None` where it has none.
 pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
-    (format == "qcow2").then_some(QCOW2_AMEND)
+    match format {
+        "qcow2" => Some(QCOW2_AMEND),
+        "luks" => Some(LUKS_SLOTS),
+        _ => None,
+    }
 }
 
 /// The parsed options.
@@ -46,6 +48,11 @@ struct Wanted {
 pub async fn run(options: &AmendOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     let node = open_bare(&options.image).await?;
+    if node.luks().is_some() {
+        let amended = amend_luks(&node, options).await;
+        let closed = node.close().await;
+        return amended.and(closed);
+    }
     let wanted = wanted(&node, options);
     let wanted = match wanted {
         Ok(wanted) => wanted,
@@ -87,6 +94,13 @@ async fn open_bare(image: &ImageSpec) -> Result<Arc<Node>> {
     image.open(request.for_check()).await
 }
 
+/// A LUKS volume has nothing but its key slots.
+async fn amend_luks(node: &Node, options: &AmendOptions) -> Result<()> {
+    let lists = &options.options;
+    let values = OptionValues::parse(LUKS_SLOTS, lists).map_err(|error| only_for_creation(LUKS, error, lists))?;
+    key_slots::amend(node, &options.image, &values, options.force).await
+}
+
 async fn amend_bare(node: &Node, options: &AmendOptions, wanted: &Wanted, job: &JobHandle) -> Result<()> {
     let file = file_of(node)?;
     amend::check(&file, &wanted.amendment, wanted.size).await?;
@@ -94,7 +108,7 @@ async fn amend_bare(node: &Node, options: &AmendOptions, wanted: &Wanted, job: &
         return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").file(file.name()));
     }
     if wanted.key_slots {
-        key_slots::amend(node, &wanted.values, options.force).await?;
+        key_slots::amend(node, &options.image, &wanted.values, options.force).await?;
     }
     match wanted.size {
         None => change(node, &wanted.amendment, job).await,
@@ -125,8 +139,8 @@ async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
 }
 
 /// Says of an option that only `create` has that it is one.
-fn only_for_creation(error: Error, lists: &[String]) -> Error {
-    let Err(unknown) = OptionValues::parse(QCOW2, lists) else {
+fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[String]) -> Error {
+    let Err(unknown) = OptionValues::parse(created, lists) else {
         let message = format!("{}\nThis option is only supported for image creation", error.message());
         return Error::new(error.kind(), message);
     };
@@ -141,7 +155,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
     let (Some(known), Some(driver)) = (options_of(format), node.qcow2()) else {
         return Err(refused().file(node.filename()));
     };
-    let values = OptionValues::parse(known, lists).map_err(|error| only_for_creation(error, lists))?;
+    let values = OptionValues::parse(known, lists).map_err(|error| only_for_creation(QCOW2, error, lists))?;
     let header = driver.header();
     let version = match values.get("compat") {
         None => None,
