@@ -14,6 +14,8 @@ pub enum BitmapAction {
     Add,
     /// Take it away.
     Remove,
+    /// Take all bitmaps of the image away, whatever the name.
+    RemoveAll,
     /// Nothing is dirty any more.
     Clear,
     /// Record what is written from now on.
@@ -29,7 +31,7 @@ pub enum BitmapAction {
 pub struct BitmapOptions {
     /// The image.
     pub image: ImageSpec,
-    /// The bitmap.
+    /// The bitmap; not looked at by [`BitmapAction::RemoveAll`].
     pub name: String,
     /// In this order; what was done before an error stays done.
     pub actions: Vec<BitmapAction>,
@@ -91,6 +93,10 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
         BitmapAction::Remove => BitmapChange::Remove(name),
+        BitmapAction::RemoveAll => {
+            let all = driver.bitmaps().await?.into_iter().map(|bitmap| BitmapChange::Remove(bitmap.name));
+            return driver.change_bitmaps(&all.collect::<Vec<_>>()).await;
+        }
         BitmapAction::Clear => BitmapChange::Clear(name),
         BitmapAction::Enable => BitmapChange::Enable(name),
         BitmapAction::Disable => BitmapChange::Disable(name),

@@ -14,7 +14,7 @@ use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions, BitmapStep};
 pub const VERB: Verb = Verb {
     name: "bitmap",
     about: "Add, remove, clear, enable, disable and merge dirty bitmaps",
-    operands: "FILE BITMAP",
+    operands: "FILE [BITMAP]",
     details: "A dirty bitmap of a qcow2 image says which parts of the disk were written since it was cleared: what an \
               incremental backup has to copy. While it is enabled, whoever writes to the image records it there. Several \
               actions are done in the order in which they stand; what was done before one that fails stays done. A \
@@ -24,7 +24,8 @@ pub const VERB: Verb = Verb {
   cowshed bitmap --merge since-monday disk.qcow2 kept
   cowshed bitmap --merge since-monday -b disk.qcow2 -F qcow2 copy.qcow2 since-monday
   cowshed bitmap --clear disk.qcow2 since-monday
-  cowshed bitmap --remove disk.qcow2 since-monday",
+  cowshed bitmap --remove disk.qcow2 since-monday
+  cowshed bitmap --remove-all disk.qcow2",
     in_qemu_img: true,
     arguments: BitmapArgs::augment_args,
     run,
@@ -47,6 +48,9 @@ struct BitmapArgs {
     /// Take BITMAP away
     #[arg(long, num_args = 0, default_missing_value = "remove", action = ArgAction::Append)]
     remove: Vec<String>,
+    /// Take all bitmaps away; without another action BITMAP is left out
+    #[arg(long, num_args = 0, default_missing_value = "remove-all", action = ArgAction::Append)]
+    remove_all: Vec<String>,
     /// Nothing is dirty in BITMAP any more
     #[arg(long, num_args = 0, default_missing_value = "clear", action = ArgAction::Append)]
     clear: Vec<String>,
@@ -66,16 +70,21 @@ struct BitmapArgs {
     #[arg(short = 'F', long, value_name = "SRC_FMT")]
     source_format: Option<String>,
     /// The image and the name of its bitmap
-    #[arg(value_name = "FILE BITMAP", value_hint = clap::ValueHint::FilePath)]
+    #[arg(value_name = "FILE [BITMAP]", value_hint = clap::ValueHint::FilePath)]
     operands: Vec<String>,
 }
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = BitmapArgs::from_arg_matches(matches)?;
-    let [file, name] = args.operands.as_slice() else {
-        return Err(Failure::usage("Expecting filename and bitmap name"));
-    };
     let actions = actions(matches);
+    // Only who takes all of them away needs to name none.
+    let names_none = !actions.is_empty() && actions.iter().all(|action| *action == BitmapAction::RemoveAll);
+    let (file, name) = match (args.operands.as_slice(), names_none) {
+        ([file], true) => (file, String::new()),
+        ([file, name], false) => (file, name.clone()),
+        (_, true) => return Err(Failure::usage("Expecting filename")),
+        (_, false) => return Err(Failure::usage("Expecting filename and bitmap name")),
+    };
     check(&args, &actions)?;
     let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 1, sizes::MOST));
     let image = args.naming.spec(file, args.format.as_ref())?;
@@ -86,8 +95,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         None => None,
     };
-    let options =
-        BitmapOptions { image, name: name.clone(), actions, granularity_bytes: granularity.transpose()?, source };
+    let options = BitmapOptions { image, name, actions, granularity_bytes: granularity.transpose()?, source };
     let mut uses = vec![Use::Write(&options.image)];
     uses.extend(options.source.as_ref().map(Use::Read));
     args.naming.untrusted.guard(&uses, console)?;
@@ -107,6 +115,7 @@ fn actions(matches: &ArgMatches) -> Vec<BitmapAction> {
     let plain = [
         ("add", BitmapAction::Add),
         ("remove", BitmapAction::Remove),
+        ("remove_all", BitmapAction::RemoveAll),
         ("clear", BitmapAction::Clear),
         ("enable", BitmapAction::Enable),
         ("disable", BitmapAction::Disable),
@@ -147,6 +156,7 @@ fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, e
             let verb = match options.actions.get(index) {
                 Some(BitmapAction::Add) | None => "add",
                 Some(BitmapAction::Remove) => "remove",
+                Some(BitmapAction::RemoveAll) => "remove-all",
                 Some(BitmapAction::Clear) => "clear",
                 Some(BitmapAction::Enable) => "enable",
                 Some(BitmapAction::Disable) => "disable",

@@ -183,3 +183,36 @@ fn other_verbs_know_bitmaps_as_qemu_img_does() {
     oracle.compare_writing("rebase -u -b '' top.qcow2", both);
     oracle.verdict();
 }
+
+/// QEMU 11's; the installed one may be older, so what it makes of the image is what counts.
+#[test]
+fn all_bitmaps_are_removed_at_once() {
+    let oracle = images();
+    let folder = oracle.work();
+    let folder = folder.as_path();
+    let run = |line: &str| {
+        let mut ours = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        ours.current_dir(folder).args(["img", "bitmap"]).args(line.split(' '));
+        let output = ours.output().expect("our tool runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).trim().to_owned())
+    };
+    // Also those that are in use and that nobody may believe.
+    for image in ["a.qcow2", "broken.qcow2"] {
+        assert_eq!(run(&format!("--remove-all {image}")), (Some(0), String::new()), "{image}");
+        assert_eq!(bitmaps(folder, image), Value::Array(Vec::new()), "{image}");
+        assert_eq!(run(&format!("--remove-all {image}")), (Some(0), String::new()), "{image} has none");
+    }
+    oracle.make("bitmap --add other.qcow2 b0");
+    assert_eq!(run("--remove-all --add other.qcow2 b1"), (Some(0), String::new()));
+    let names = bitmaps(folder, "other.qcow2");
+    assert_eq!(names.as_array().map(Vec::len), Some(1), "{names}");
+    assert_eq!(names[0]["name"], "b1");
+    for (line, message) in [
+        ("--remove-all a.qcow2 b0", "Expecting filename"),
+        ("--remove-all --clear a.qcow2", "Expecting filename and bitmap name"),
+        ("--remove-all", "Expecting filename"),
+    ] {
+        let (code, text) = run(line);
+        assert!(code == Some(1) && text.contains(message), "{line}: {code:?} {text}");
+    }
+}

@@ -80,7 +80,15 @@ impl Oracle {
 
     /// The real tool's answer, in a folder.
     pub fn real(&self, folder: &Path, arguments: &[String]) -> Said {
-        finish(Command::new(self.qemu.img_path()).args(arguments).current_dir(folder))
+        for _ in 0..200 {
+            let said = finish(Command::new(self.qemu.img_path()).args(arguments).current_dir(folder));
+            // On a busy machine its measurement of its own speed fails now and then, which says nothing.
+            if !said.err.contains("Unable to get accurate CPU usage") {
+                return said;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        panic!("qemu-img {arguments:?}: the machine is too busy");
     }
 
     /// Our answer by the name qemu-img, in a folder.
@@ -100,10 +108,7 @@ impl Oracle {
     pub fn compare_writing(&self, line: &str, check: impl FnOnce(&Path, &Path)) {
         let arguments = words(line);
         let (theirs, own) = self.copies();
-        // On a busy machine its measurement of its own speed fails now and then, which says nothing.
-        let is_busy = |said: &Said| said.err.contains("Unable to get accurate CPU usage");
-        let real = (0..50).map(|_| self.real(&theirs, &arguments)).find(|said| !is_busy(said));
-        let real = tidy(real.unwrap_or_else(|| panic!("qemu-img {line}: the machine is too busy")));
+        let real = tidy(self.real(&theirs, &arguments));
         let ours = tidy(self.as_installed(self.ours(&own, &arguments)));
         self.note(line, &real, &ours);
         if real.code == Some(0) && ours.code == Some(0) {
