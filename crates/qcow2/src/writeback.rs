@@ -61,7 +61,8 @@ impl Engine {
         let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
         let mut cycle = Cycle {
             number,
-            set_dirty_bit: std::mem::take(&mut state.want_dirty_bit),
+            // Decided here, under the lock: what became dirty since the caller last looked goes out with this cycle.
+            set_dirty_bit: std::mem::take(&mut state.want_dirty_bit) && holds_changes(state),
             stages: Default::default(),
             slices: Vec::new(),
             blocks: Vec::new(),
@@ -199,18 +200,22 @@ impl Engine {
     /// True when a cycle would write something.
     pub fn is_dirty(&self) -> bool {
         let state = self.own();
-        state.want_dirty_bit
-            || !state.tables.dirty.is_empty()
-            || !state.tables.fresh.is_empty()
-            || !state.tables.l1_dirty.is_empty()
-            || !state.refcounts.dirty.is_empty()
-            || !state.refcounts.table_dirty.is_empty()
+        state.want_dirty_bit || holds_changes(&state)
     }
 
-    /// With lazy refcounts: asks the next cycle to set the dirty bit, once.
+    /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.
     pub fn want_dirty_bit(&self) {
         self.own().want_dirty_bit = true;
     }
+}
+
+/// True when something in memory differs from the disk.
+fn holds_changes(state: &State) -> bool {
+    !state.tables.dirty.is_empty()
+        || !state.tables.fresh.is_empty()
+        || !state.tables.l1_dirty.is_empty()
+        || !state.refcounts.dirty.is_empty()
+        || !state.refcounts.table_dirty.is_empty()
 }
 
 fn end_blocks(state: &mut State, blocks: &[u64], success: bool) {

@@ -55,7 +55,8 @@ impl Qcow2Driver {
     pub(super) async fn cycle(&self, with_refcounts: bool) -> Result<()> {
         self.check_writable()?;
         let covers = self.flushes_asked.load(Ordering::SeqCst);
-        if self.engine.lazy_refcounts() && self.engine.is_dirty() && !self.header().is_dirty() {
+        if self.engine.lazy_refcounts() && !self.header().is_dirty() {
+            // Whether there is anything to write is for the cycle to say: another queue may be about to change something.
             self.engine.want_dirty_bit();
         }
         let mut running = Running { driver: self, cycle: Some(self.engine.begin_cycle(with_refcounts)) };
