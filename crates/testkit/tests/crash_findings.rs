@@ -5,6 +5,7 @@ use cowshed_block::Errno;
 use cowshed_storage::sim::{Config, Effect, Fault, OpKind};
 use cowshed_testkit::crash::CrashPlan;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
+use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::operations::parse_steps;
 use cowshed_testkit::scenario::{Prepared, Trial};
 
@@ -63,4 +64,15 @@ fn a_failed_pointer_write_ends_all_writing() {
         let fault = Fault::new(Effect::Torn(Errno::EIO)).kind(OpKind::Write).skip(skip);
         survives(vec![layer(512, 1, 128 << 10, Vec::new())], &Config::new(0), &[fault], requests);
     }
+}
+
+/// With lazy refcounts a flush looked whether anything was dirty; what another queue changed before its cycle began went
+/// out without the dirty bit.
+#[test]
+fn what_another_queue_changes_goes_out_with_the_dirty_bit() {
+    let effort = Effort { requests: 2, states: 400, sample_qemu: 0, room_bytes: None };
+    let steps = parse_steps("1 flush; 2 write 0x60000 0x1d800 6").expect("the requests are well written");
+    let report = CrashScene::new(12_000_224).run_steps(&effort, Vec::new(), steps);
+    let report = report.unwrap_or_else(|complaint| panic!("{complaint}"));
+    assert!(report.distinct() > 2, "{report}");
 }
