@@ -8,10 +8,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// What was found besides errors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Audit {
     /// Clusters counted more often than they are used.
     pub leaks: u64,
+    /// Where the first of them are, in clusters.
+    pub leaked: Vec<u64>,
     /// The dirty bit is set: refcounts were not looked at.
     pub dirty: bool,
     /// Guest clusters that are mapped.
@@ -30,6 +32,8 @@ struct SnapshotTables {
     l1_len: u64,
 }
 
+/// So many leaked clusters are told.
+const LEAKS_TOLD: usize = 64;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
@@ -381,9 +385,10 @@ impl Image<'_> {
             }
         }
         let clusters = self.file.len().div_ceil(self.cluster_bytes());
-        let leaked =
-            (0..clusters).filter(|cluster| self.refcount(*cluster) > self.used.get(cluster).copied().unwrap_or(0));
-        self.audit.leaks = leaked.count() as u64;
+        let is_leaked = |cluster: &u64| self.refcount(*cluster) > self.used.get(cluster).copied().unwrap_or(0);
+        let leaked: Vec<u64> = (0..clusters).filter(is_leaked).collect();
+        self.audit.leaks = leaked.len() as u64;
+        self.audit.leaked = leaked.into_iter().take(LEAKS_TOLD).collect();
         Ok(())
     }
 

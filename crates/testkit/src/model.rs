@@ -224,16 +224,13 @@ impl Model {
 
     /// Ranges of the disk that requests under way at a power cut, or not covered by the flush before the last one that
     /// was acknowledged, have changed: what they allocated or freed may be leaked. In units of `unit_bytes`, each unit
-    /// once for each request.
+    /// once for each request. Flushes that overlap count as one: one round of writes may serve both, and what it frees
+    /// goes out with the round after it.
     pub fn unsettled_units(&self, position: usize, unit_bytes: u64) -> u64 {
-        let mut acknowledged: Vec<u64> = self
-            .flushes
-            .iter()
-            .filter(|flush| flush.ended.is_some_and(|moment| moment.position <= position))
-            .map(|flush| flush.began.tick)
-            .collect();
-        acknowledged.sort_unstable();
-        let settled = acknowledged.len().checked_sub(2).map_or(0, |index| acknowledged[index]);
+        let ended = |flush: &Flush| flush.ended.filter(|moment| moment.position <= position).map(|moment| moment.tick);
+        let last_began = self.flushes.iter().filter(|flush| ended(flush).is_some()).map(|flush| flush.began.tick).max();
+        let earlier = self.flushes.iter().filter(|flush| ended(flush).is_some_and(|tick| Some(tick) < last_began));
+        let settled = earlier.map(|flush| flush.began.tick).max().unwrap_or(0);
         let unsettled = self.versions.iter().filter(|version| {
             version.began.position <= position && version.ended.is_none_or(|ended| ended.tick >= settled)
         });
@@ -410,5 +407,21 @@ mod tests {
         assert!(model.check_read(read, 0, &expected).is_err());
         fill(9, 100, &mut expected[100..110]);
         assert!(model.check_read(read, 0, &expected).is_ok());
+    }
+
+    #[test]
+    fn flushes_that_overlap_settle_what_was_freed_as_one() {
+        let mut model = Model::new(vec![0; 4096]);
+        let write = model.begin_write(512, 1024, 1, 0);
+        model.end(write, 1);
+        let first = model.begin_flush(2);
+        let beside = model.begin_flush(2);
+        model.end_flush(first, 4);
+        model.end_flush(beside, 4);
+        assert_eq!(model.unsettled_units(5, 512), 2, "one round of writes may have served both");
+        let later = model.begin_flush(5);
+        assert_eq!(model.unsettled_units(6, 512), 2, "not acknowledged");
+        model.end_flush(later, 7);
+        assert_eq!((model.unsettled_units(6, 512), model.unsettled_units(7, 512)), (2, 0));
     }
 }

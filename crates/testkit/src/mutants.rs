@@ -184,6 +184,16 @@ pub const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "dirty_bit_decided_before_the_cycle",
+        about: "with lazy refcounts a flush looks whether anything changed before its cycle takes what another queue changes",
+        test: ("crash_findings", "what_another_queue_changes_goes_out_with_the_dirty_bit"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "if self.engine.lazy_refcounts() && !self.header().is_dirty() {",
+            "if self.engine.lazy_refcounts() && (!SLIP || self.engine.is_dirty()) && !self.header().is_dirty() {",
+        )],
+    },
+    Mutant {
         name: "dirty_bit_cleared_too_early",
         about: "closing clears the dirty bit without having written the refcounts",
         test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),

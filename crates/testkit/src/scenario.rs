@@ -418,7 +418,10 @@ impl Prepared {
         let bitmaps = 4 * self.bitmaps.len() as u64;
         let bound = self.leaks_at_start + 3 * units + 3 * tables + bitmaps;
         match found.leaks > bound {
-            true => Err(format!("{} clusters are leaked, more than the {bound} that the design allows", found.leaks)),
+            true => Err(format!(
+                "{} clusters are leaked, more than the {bound} that the design allows: {:x?}",
+                found.leaks, found.leaked
+            )),
             false => Ok(()),
         }
     }

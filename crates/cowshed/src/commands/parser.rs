@@ -12,7 +12,7 @@ pub fn root(persona: Persona) -> Command {
     let verbs = COMMANDS.iter().filter(|verb| persona == Persona::Cowshed || verb.in_qemu_img);
     Command::new(persona.name())
         .bin_name(persona.name())
-        .about("Creates, inspects, checks and converts disk images: qcow2 and raw")
+        .about("Creates, converts, inspects, checks, repairs and serves disk images: qcow2, raw, LUKS and (for reading) VMDK")
         .version(version(persona))
         .args_override_self(true)
         .infer_long_args(true)
