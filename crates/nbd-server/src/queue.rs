@@ -93,14 +93,23 @@ impl<D: Disk> Queue<D> {
         let mailbox: Arc<Mailbox<Message<D>>> = Arc::default();
         let ended = Arc::new(Watched::new(false));
         let (registry, inbox, ending) = (Arc::clone(registry), Arc::clone(&mailbox), Ending(Arc::clone(&ended)));
+        let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
         std::thread::Builder::new()
             .name(format!("nbd-queue-{number}"))
             .spawn(move || {
                 let _ending = ending;
-                rt::block_on(serve_all(registry, inbox));
+                let outcome = rt::prepare();
+                let can_serve = outcome.is_ok();
+                let is_awaited = prepared.send(outcome).is_ok();
+                if can_serve && is_awaited {
+                    rt::block_on(serve_all(registry, inbox));
+                }
             })
             .map_err(|error| Error::io(&error, "could not start a thread"))?;
-        Ok(Queue { mailbox, ended })
+        match is_prepared.recv() {
+            Ok(outcome) => outcome.map(|()| Queue { mailbox, ended }),
+            Err(_) => Err(Error::internal("a queue's thread ended at once")),
+        }
     }
 
     pub(crate) fn send(&self, message: Message<D>) {

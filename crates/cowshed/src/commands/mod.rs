@@ -33,6 +33,7 @@ pub mod work;
 use crate::invocation::{Invocation, Persona};
 use crate::output::{Console, Failure};
 use clap::ArgMatches;
+use cowshed_storage::rt;
 
 /// A verb of the command line.
 pub struct Verb {
@@ -89,7 +90,10 @@ pub use daemon::TOOLS;
 /// Runs the command line; the exit code.
 pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
     let result = parse(invocation, console).and_then(|parsed| match parsed {
-        Some((verb, matches)) => (verb.run)(&matches, console),
+        Some((verb, matches)) => {
+            rt::prepare()?;
+            (verb.run)(&matches, console)
+        }
         None => Ok(0),
     });
     match result {

@@ -165,6 +165,31 @@ fn a_check_keeps_to_its_memory() {
     assert_eq!(code(&bench.run("check --memory 1k a.qcow2")), 1);
 }
 
+/// Whatever number of open files a process is allowed, there is an error or a result.
+#[test]
+fn few_file_descriptors_are_an_error_and_no_panic() {
+    let bench = Bench::new();
+    assert!(bench.run("create -f qcow2 base.qcow2 4M").status.success());
+    assert!(bench.run("create -f qcow2 -b base.qcow2 -F qcow2 a.qcow2").status.success());
+    let binary = env!("CARGO_BIN_EXE_cowshed");
+    for words in
+        ["info a.qcow2", "check a.qcow2", "convert -m 8 -O qcow2 a.qcow2 b.qcow2", "compare a.qcow2 base.qcow2"]
+    {
+        let mut results = [0; 2];
+        for limit in 4..24 {
+            let script = format!("ulimit -n {limit}; exec '{binary}' {words}");
+            let output = Command::new("sh").arg("-c").arg(script).current_dir(bench.folder.path()).output();
+            let output = output.expect("a shell");
+            let said = complaint(&output);
+            let code = output.status.code();
+            assert!(matches!(code, Some(0..=3)) && !said.contains("panicked"), "{limit}: {words}: {code:?}: {said}");
+            assert!(code == Some(0) || said.contains("open files"), "{limit}: {words}: {said}");
+            results[usize::from(code == Some(0))] += 1;
+        }
+        assert!(results.iter().all(|count| *count > 0), "{words}: {results:?}");
+    }
+}
+
 /// The exit code, or 128 for a signal.
 fn code_or_signal(output: &Output) -> i32 {
     output.status.code().unwrap_or(128)

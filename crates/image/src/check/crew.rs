@@ -15,10 +15,15 @@ where
         return work().await;
     }
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| rt::block_on(work()))).collect();
-        let results = workers.into_iter().map(|worker| match worker.join() {
-            Ok(result) => result,
-            Err(_) => Err(Error::internal("a thread of the check panicked")),
+        let start = || {
+            let worker = std::thread::Builder::new().name("check".to_owned());
+            worker.spawn_scoped(scope, || rt::prepare().and_then(|()| rt::block_on(work())))
+        };
+        let workers: Vec<_> = (0..threads).map(|_| start()).collect();
+        let results = workers.into_iter().map(|worker| match worker.map(std::thread::ScopedJoinHandle::join) {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(Error::internal("a thread of the check panicked")),
+            Err(error) => Err(Error::io(&error, "could not start a thread")),
         });
         // All are joined before the first error is looked at.
         results.collect::<Vec<_>>().into_iter().collect()

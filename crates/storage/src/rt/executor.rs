@@ -429,6 +429,17 @@ impl Drop for Registered {
     }
 }
 
+/// Makes the thread's own executor, if it has none.
+pub(super) fn prepare_thread() -> std::io::Result<()> {
+    THREAD.with(|local| {
+        if local.get().is_none() {
+            let new = Local::with_outside(Outside::System(OnceCell::new()))?;
+            drop(local.set(new));
+        }
+        Ok(())
+    })
+}
+
 /// Runs `future` on the thread's own executor.
 pub(super) fn block_on_thread<F: Future>(future: F) -> F::Output {
     THREAD.with(|local| local.get_or_init(Local::system).block_on(future))

@@ -10,6 +10,7 @@ pub use executor::{Local, Simulation};
 pub(crate) use pool::Pool;
 
 use crate::ring::Ring;
+use cowshed_block::{Error, Result};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -17,11 +18,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+/// Makes this thread's executor, which the first [`block_on`] would do otherwise.
+///
+/// # Errors
+/// When the process has no file descriptor left.
+pub fn prepare() -> Result<()> {
+    executor::prepare_thread().map_err(|error| Error::io(&error, "could not make an executor"))
+}
+
 /// Runs `future` to its end on this thread, with this thread's ring and executor. Tasks that it spawned and that haven't
 /// ended go on in the thread's next call.
 ///
 /// # Panics
-/// When called inside of another `block_on`.
+/// When called inside of another `block_on`; when the process has no file descriptor left for the executor
+/// ([`prepare`] says so without a panic).
 pub fn block_on<F: Future>(future: F) -> F::Output {
     executor::block_on_thread(future)
 }
