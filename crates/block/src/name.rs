@@ -42,7 +42,8 @@ pub fn text_of_name(name: &[u8]) -> Cow<'_, str> {
 
 /// The name that a text stands for.
 pub fn name_of_text(text: &str) -> Cow<'_, [u8]> {
-    if !text.chars().any(|character| escaped_byte(character).is_some()) {
+    // Most names, and all of a long list of numbers.
+    if text.is_ascii() || !text.chars().any(|character| escaped_byte(character).is_some()) {
         return Cow::Borrowed(text.as_bytes());
     }
     let mut name = Vec::with_capacity(text.len());

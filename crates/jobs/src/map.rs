@@ -4,6 +4,7 @@
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
+use std::sync::Arc;
 
 /// What to map.
 #[derive(Clone, Debug)]
@@ -38,7 +39,7 @@ pub struct MapEntry {
     pub offset: Option<u64>,
     /// File of the layer. Not part of the JSON (the human table prints it).
     #[serde(skip)]
-    pub file: Option<String>,
+    pub file: Option<Arc<str>>,
 }
 
 /// Maps: all runs at once, which takes memory in proportion to the fragmentation; see [`each`].

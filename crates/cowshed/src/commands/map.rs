@@ -55,7 +55,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = MapOptions { image, start: start.unwrap_or(0), len };
     let mut writer = match args.output {
-        OutputFormat::Json => Writer::Json { opening: "[" },
+        OutputFormat::Json => Writer::Json { opening: "[", line: String::new() },
         OutputFormat::Human => Writer::Table { headed: false, placeless: false },
     };
     let show = |entry: MapEntry| {
@@ -74,6 +74,8 @@ enum Writer {
     Json {
         /// What stands before the next run.
         opening: &'static str,
+        /// Used again for each run.
+        line: String,
     },
     Table {
         /// The heading stands: it comes once the image is open.
@@ -94,8 +96,11 @@ impl Writer {
     fn entry(&mut self, entry: &MapEntry, console: &mut Console) {
         self.head(console);
         match self {
-            Writer::Json { opening } => {
-                console.print(format_args!("{opening}{}", JsonEntry(entry)));
+            Writer::Json { opening, line } => {
+                line.clear();
+                line.push_str(opening);
+                write_json(entry, line);
+                console.print_text(line);
                 *opening = ",\n";
             }
             Writer::Table { placeless, .. } if entry.data && !entry.zero => match (entry.offset, &entry.file) {
@@ -115,7 +120,7 @@ impl Writer {
         self.head(console);
         match self {
             // qemu-img shows an empty range as one run of length 0.
-            Writer::Json { opening: "[" } => {
+            Writer::Json { opening: "[", .. } => {
                 let flags = "\"depth\": 0, \"present\": false, \"zero\": false, \"data\": false, \"compressed\": false";
                 console.line(format_args!("[{{ \"start\": {start}, \"length\": 0, {flags}}}]"));
                 Ok(0)
@@ -132,19 +137,28 @@ impl Writer {
     }
 }
 
-/// A run on one line, in qemu-img's layout.
-struct JsonEntry<'a>(&'a MapEntry);
-
-impl std::fmt::Display for JsonEntry<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let MapEntry { start, length, depth, present, zero, data, compressed, offset, .. } = self.0;
-        write!(f, "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, ")?;
-        write!(f, "\"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}")?;
-        if let Some(offset) = offset {
-            write!(f, ", \"offset\": {offset}")?;
-        }
-        f.write_str("}")
+/// A run on one line, in qemu-img's layout. Not through `serde_json` or `format_args`: there may be millions.
+fn write_json(entry: &MapEntry, line: &mut String) {
+    let mut digits = itoa::Buffer::new();
+    let mut number = |line: &mut String, key: &str, number: u64| {
+        line.push_str(key);
+        line.push_str(digits.format(number));
+    };
+    let flag = |line: &mut String, key: &str, is_set: bool| {
+        line.push_str(key);
+        line.push_str(if is_set { "true" } else { "false" });
+    };
+    number(line, "{ \"start\": ", entry.start);
+    number(line, ", \"length\": ", entry.length);
+    number(line, ", \"depth\": ", u64::from(entry.depth));
+    flag(line, ", \"present\": ", entry.present);
+    flag(line, ", \"zero\": ", entry.zero);
+    flag(line, ", \"data\": ", entry.data);
+    flag(line, ", \"compressed\": ", entry.compressed);
+    if let Some(offset) = entry.offset {
+        number(line, ", \"offset\": ", offset);
     }
+    line.push('}');
 }
 
 /// C's `%#x`: no prefix for zero.

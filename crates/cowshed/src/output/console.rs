@@ -26,9 +26,13 @@ impl Console {
 
     /// Prints text as it is, file names in it as they are on disk.
     pub fn print(&mut self, text: impl Display) {
+        self.print_text(&text.to_string());
+    }
+
+    /// The same of text that is made.
+    pub fn print_text(&mut self, text: &str) {
         if self.failed.is_none() {
-            let text = text.to_string();
-            self.failed = self.out.write_all(&name_of_text(&text)).err();
+            self.failed = self.out.write_all(&name_of_text(text)).err();
         }
     }
 

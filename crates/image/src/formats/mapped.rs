@@ -299,7 +299,7 @@ async fn in_file(
                 len: piece.len,
                 zero: piece.zero,
                 offset: Some(host + done),
-                file: Some(node.filename()),
+                file: Some(node.filename().into()),
                 ..run.clone()
             });
             done += piece.len;

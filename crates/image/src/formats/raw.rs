@@ -218,6 +218,7 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
 
 /// Data and holes of a file.
 pub(crate) async fn file_status(file: &File, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+    let name: Arc<str> = file.name().into();
     let end = offset + len;
     let mut at = offset;
     let mut runs = Vec::new();
@@ -238,7 +239,7 @@ pub(crate) async fn file_status(file: &File, offset: u64, len: u64, max_runs: us
             present: true,
             compressed: false,
             offset: Some(at),
-            file: Some(file.name().to_owned()),
+            file: Some(Arc::clone(&name)),
             depth: 0,
         });
         at = until;

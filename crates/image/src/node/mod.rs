@@ -77,7 +77,7 @@ pub struct StatusExtent {
     /// Offset in `file`, when the bytes stand there as they are.
     pub offset: Option<u64>,
     /// File name of the layer that `offset` is in.
-    pub file: Option<String>,
+    pub file: Option<Arc<str>>,
     /// Layers down from the asked node.
     pub depth: u32,
 }

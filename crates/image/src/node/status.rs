@@ -119,7 +119,7 @@ impl FileDriver {
                 present: zero,
                 compressed: false,
                 offset: zero.then_some(offset),
-                file: zero.then(|| self.file.name().to_owned()),
+                file: zero.then(|| self.file.name().into()),
                 depth: 0,
             }]),
         }

@@ -5,17 +5,24 @@ use super::Qcow2Driver;
 use crate::node::StatusExtent;
 use cowshed_block::{Extent, GuestOffset, Mapping, Result, StoredIn};
 use cowshed_qcow2::ExtentList;
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+/// Names of the files that runs are in, made once for all of them.
+#[derive(Default)]
+struct Names([OnceCell<Arc<str>>; 2]);
 
 impl Qcow2Driver {
     /// Runs in order without gaps, at least one, at most `max_runs`. The node has checked the range.
     pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         let mut runs: Vec<StatusExtent> = Vec::new();
+        let names = Names::default();
         let mut at = offset;
         while at < offset + len {
             let mut extents = ExtentList::default();
             let mapped = self.plan(|engine| engine.map(GuestOffset(at), offset + len - at, &mut extents)).await?;
             for extent in extents.iter() {
-                let run = self.status_of(extent);
+                let run = self.status_of(extent, &names);
                 let count = runs.len();
                 match runs.last_mut() {
                     Some(last) if continues(last, &run) => last.len += run.len,
@@ -28,8 +35,11 @@ impl Qcow2Driver {
         self.with_holes(runs, max_runs).await
     }
 
-    fn status_of(&self, extent: &Extent) -> StatusExtent {
-        let file_of = |stored_in: StoredIn| Some(self.stored_in(stored_in).name().to_owned());
+    fn status_of(&self, extent: &Extent, names: &Names) -> StatusExtent {
+        let file_of = |stored_in: StoredIn| {
+            let place = &names.0[usize::from(stored_in == StoredIn::DataFile)];
+            Some(Arc::clone(place.get_or_init(|| self.stored_in(stored_in).name().into())))
+        };
         let nothing = StatusExtent {
             start: extent.guest.0,
             len: extent.len,
