@@ -8,6 +8,7 @@ use crate::luks;
 use crate::measure::alternate;
 use crate::memory;
 use crate::nbd;
+use crate::opening;
 use crate::queues;
 use crate::random_io;
 use crate::reads;
@@ -38,6 +39,7 @@ pub const CASES: &[Case] = &[
     Case { name: "compress", about: "convert -c with zlib and zstd", run: compress },
     Case { name: "decompress", about: "convert compressed images to raw", run: decompress },
     Case { name: "luks", about: "encrypted images to raw and back", run: luks::run },
+    Case { name: "luks-served", about: "encrypted images over NBD", run: luks::served },
     Case { name: "random-read", about: "4 KiB reads at depth 32 through the library", run: random_io::read },
     Case { name: "random-write", about: "4 KiB overwrites at depth 32 through the library", run: random_io::overwrite },
     Case { name: "queues", about: "reads from one and from two queues through the library", run: queues::run },
@@ -48,10 +50,14 @@ pub const CASES: &[Case] = &[
     Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
     Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
     Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
+    Case { name: "mapping-others", about: "the same, scattered, and with large clusters", run: reads::mapping_others },
     Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
     Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },
-    Case { name: "allocate", about: "writes over NBD that need clusters, also over a backing file", run: writes::run },
-    Case { name: "map", about: "map of fully allocated 1 TiB images", run: large::map },
+    Case { name: "cold", about: "opening with an empty page cache (as root)", run: opening::cold },
+    Case { name: "overlays", about: "memory of many overlays of one base", run: opening::overlays },
+    Case { name: "allocate", about: "writes over NBD that need clusters, over a backing file", run: writes::overlays },
+    Case { name: "allocate-empty", about: "the same without a backing file, and preallocated", run: writes::empty },
+    Case { name: "map", about: "map of fully allocated large images", run: large::map },
     Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },
     Case { name: "compare", about: "compare a raw and a qcow2 image", run: large::compare },
     Case { name: "commit", about: "commit an overlay with a quarter of the disk", run: large::commit },

@@ -6,6 +6,7 @@ use crate::Settings;
 use crate::fixture;
 use crate::measure::{Pairs, alternate};
 use crate::memory;
+use crate::reads::{self, Case, Load};
 use crate::table::{Outcome, Row};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -31,11 +32,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
     let mut rows = Vec::new();
     for (name, options) in CIPHERS {
         let empty = empty_image(settings, name, options)?;
-        let full = settings.folder.join(format!("luks-{name}-{}.qcow2", settings.size_mib));
-        if !full.exists() {
-            std::fs::copy(&empty, &full).map_err(failed(&full))?;
-            run_once(write(&settings.qemu, &source, &full))?;
-        }
+        let full = full_image(settings, name, options, &source)?;
         let (ours, theirs) = (settings.folder.join("ours.out"), settings.folder.join("theirs.out"));
         let clear = || {
             for output in [&ours, &theirs] {
@@ -65,6 +62,41 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
         clear()?;
     }
     Ok(rows)
+}
+
+/// The same images under an NBD server.
+pub fn served(settings: &Settings) -> Result<Vec<Row>, String> {
+    let source = fixture::full(settings)?;
+    let bytes = std::fs::metadata(&source).map_err(failed(&source))?.len();
+    let (name, options) = CIPHERS[0];
+    let image = full_image(settings, name, options, &source)?;
+    let loads = [
+        ("random 4k reads", Load { pattern: "randread", block: "4k", depth: 8, bytes }),
+        ("sequential 64k reads", Load { pattern: "read", block: "64k", depth: 8, bytes }),
+        ("random 4k writes", Load { pattern: "randwrite", block: "4k", depth: 8, bytes }),
+        ("sequential 64k writes", Load { pattern: "write", block: "64k", depth: 8, bytes }),
+    ];
+    let mut rows = Vec::new();
+    for (what, load) in loads {
+        let name = format!("LUKS {name} served: {what}");
+        let case =
+            Case {
+                name, image: &image, options: "encrypt.key-secret=s", limit: Some(&source), load, target: "≥ 2×"
+            };
+        rows.extend(reads::run(settings, &case)?);
+    }
+    Ok(rows)
+}
+
+/// An encrypted image with the content of `source`, written by QEMU.
+fn full_image(settings: &Settings, name: &str, options: &str, source: &Path) -> Result<PathBuf, String> {
+    let empty = empty_image(settings, name, options)?;
+    let full = settings.folder.join(format!("luks-{name}-{}.qcow2", settings.size_mib));
+    if !full.exists() {
+        std::fs::copy(&empty, &full).map_err(failed(&full))?;
+        run_once(write(&settings.qemu, source, &full))?;
+    }
+    Ok(full)
 }
 
 fn row(name: String, pairs: Pairs) -> Row {

@@ -10,6 +10,8 @@ mod luks;
 mod measure;
 mod memory;
 mod nbd;
+mod opening;
+mod plots;
 mod queues;
 mod random_io;
 mod reads;
@@ -30,6 +32,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
   --rounds N       rounds; each runs both sides, in turns first (default 5)
   --seconds N      length of a run under load (default 3)
   --only TEXT      of the loads of NBD servers, those with TEXT in their name
+  --plots FOLDER   draws each case as FOLDER/CASE.svg
   --size-mib N     virtual size of the images to convert (default 4096, half of it data)
 
 Build the tool first: cargo build --release -p cowshed";
@@ -48,6 +51,8 @@ pub struct Settings {
     pub seconds: u64,
     /// A part of the names of the loads that are wanted.
     pub only: Option<String>,
+    /// Where drawings go.
+    pub plots: Option<PathBuf>,
     /// Virtual size of the images to convert, in MiB.
     pub size_mib: u64,
 }
@@ -82,13 +87,25 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
         return Err(USAGE.into());
     }
     std::fs::create_dir_all(&settings.folder).map_err(|e| format!("{}: {e}", settings.folder.display()))?;
-    let mut rows = Vec::new();
+    let (mut rows, mut failed) = (Vec::new(), None);
     for case in cases::CASES.iter().filter(|case| all || names.iter().any(|name| name == case.name)) {
         eprintln!("{}: {}", case.name, case.about);
-        rows.extend((case.run)(&settings).map_err(|error| format!("{}: {error}", case.name))?);
+        // What was measured before is printed all the same.
+        match (case.run)(&settings) {
+            Ok(more) => {
+                if let Some(folder) = &settings.plots {
+                    plots::write(folder, case.name, &more)?;
+                }
+                rows.extend(more);
+            }
+            Err(error) => failed = failed.or(Some(format!("{}: {error}", case.name))),
+        }
     }
     println!("{}", table::render(&settings, &rows));
-    Ok(())
+    match failed {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
 }
 
 fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
@@ -101,6 +118,7 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
         rounds: 5,
         seconds: 3,
         only: None,
+        plots: None,
         size_mib: 4096,
     };
     let (mut names, mut arguments) = (Vec::new(), arguments.into_iter());
@@ -114,6 +132,7 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
             "--rounds" => settings.rounds = number(value()?)?.max(1) as usize,
             "--seconds" => settings.seconds = number(value()?)?.max(1),
             "--only" => settings.only = Some(value()?),
+            "--plots" => settings.plots = Some(value()?.into()),
             "--size-mib" => settings.size_mib = number(value()?)?.max(64),
             "-h" | "--help" => return Err(USAGE.into()),
             option if option.starts_with('-') => return Err(format!("unknown option {option}\n{USAGE}")),

@@ -288,7 +288,8 @@ pub fn idle(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(vec![Row { name, target: "< 100 MiB", result: Outcome::Memory { our_bytes, their_bytes } }])
 }
 
-fn resident_bytes(pid: u32) -> Result<u64, String> {
+/// Resident memory of a process.
+pub fn resident_bytes(pid: u32) -> Result<u64, String> {
     let path = format!("/proc/{pid}/status");
     let status = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -19,12 +19,15 @@ const TARGET_MAPPING: &str = "≥ 5× at 1 MiB, CPU ≤ 0.5, ≥ 0.95 of the raw
 
 /// What fio reads.
 #[derive(Clone, Copy)]
-struct Load {
-    pattern: &'static str,
-    block: &'static str,
-    depth: u32,
+pub struct Load {
+    /// fio's `rw`.
+    pub pattern: &'static str,
+    /// fio's `bs`.
+    pub block: &'static str,
+    /// Requests at once.
+    pub depth: u32,
     /// Bytes from the start on.
-    bytes: u64,
+    pub bytes: u64,
 }
 
 const fn random_4k(bytes: u64) -> Load {
@@ -32,24 +35,25 @@ const fn random_4k(bytes: u64) -> Load {
 }
 
 /// What a row compares.
-struct Case<'a> {
-    name: String,
-    image: &'a Path,
+pub struct Case<'a> {
+    /// Name of the row.
+    pub name: String,
+    /// What is served.
+    pub image: &'a Path,
     /// Options of the qcow2 node, for both sides.
-    options: &'a str,
-    limit: Option<&'a Path>,
-    load: Load,
-    target: &'static str,
+    pub options: &'a str,
+    /// The raw file that is the limit.
+    pub limit: Option<&'a Path>,
+    /// The load.
+    pub load: Load,
+    /// What the row should show.
+    pub target: &'static str,
 }
 
 /// Random reads against the size of the L2 cache: the disk is mapped from end to end.
 pub fn mapping(settings: &Settings) -> Result<Vec<Row>, String> {
     let full = mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)?;
-    let small = mapped(settings, "mapped-16g", "cluster_size=64k", 16 * GIB)?;
-    let huge = mapped(settings, "mapped-2t", "cluster_size=2M", 2048 * GIB)?;
-    let scattered = scattered(settings, 20 * GIB)?;
-    let raw = |bytes: u64| sparse(settings, bytes);
-    let (raw_20g, raw_16g, raw_2t) = (raw(20 * GIB)?, raw(16 * GIB)?, raw(2048 * GIB)?);
+    let raw_20g = sparse(settings, 20 * GIB)?;
     let mut rows = Vec::new();
     for half_mib in 2..=5 {
         let options = format!("l2-cache-size={},l2-cache-entry-size=4096", half_mib * MIB / 2);
@@ -64,10 +68,21 @@ pub fn mapping(settings: &Settings) -> Result<Vec<Row>, String> {
         };
         rows.extend(run(settings, &case)?);
     }
+    Ok(rows)
+}
+
+/// The same with a mapping that is hard to keep small, and with the sizes of disk and cache that manuals use as examples.
+pub fn mapping_others(settings: &Settings) -> Result<Vec<Row>, String> {
+    let small = mapped(settings, "mapped-16g", "cluster_size=64k", 16 * GIB)?;
+    let huge = mapped(settings, "mapped-2t", "cluster_size=2M", 2048 * GIB)?;
+    let scattered = scattered(settings, 20 * GIB)?;
+    let raw = |bytes: u64| sparse(settings, bytes);
+    let (raw_20g, raw_16g, raw_2t) = (raw(20 * GIB)?, raw(16 * GIB)?, raw(2048 * GIB)?);
+    let mut rows = Vec::new();
     let others = [
-        ("20 GiB in random order, L2 cache 1 MiB", &scattered, &raw_20g, 20 * GIB, "1M", "≥ 2×"),
-        ("16 GiB, L2 cache 1 MiB", &small, &raw_16g, 16 * GIB, "1M", "≥ 0.95 of the raw file"),
-        ("2 TiB, clusters of 2 MiB, L2 cache 4 MiB", &huge, &raw_2t, 2048 * GIB, "4M", "≥ 0.95 of the raw file"),
+        ("20 GiB in random order, L2 cache 1 MiB", &scattered, &raw_20g, 20 * GIB, MIB, "≥ 2×"),
+        ("16 GiB, L2 cache 1 MiB", &small, &raw_16g, 16 * GIB, MIB, "≥ 0.95 of the raw file"),
+        ("2 TiB, clusters of 2 MiB, L2 cache 4 MiB", &huge, &raw_2t, 2048 * GIB, 4 * MIB, "≥ 0.95 of the raw file"),
     ];
     for (name, image, limit, bytes, cache, target) in others {
         let options = format!("l2-cache-size={cache},l2-cache-entry-size=4096");
@@ -118,14 +133,22 @@ pub fn compressed(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(rows)
 }
 
-fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
+/// Serves the image to one load after the other, on each side in turns.
+pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     if settings.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
         return Ok(None);
     }
-    let ours = serve(settings, Side::Ours, case.image, "qcow2", case.options, false)?;
-    let theirs = serve(settings, Side::Theirs, case.image, "qcow2", case.options, false)?;
+    let writes = case.load.pattern.ends_with("write");
+    let mut copies = Copies(Vec::new());
+    let mut of = |source: &Path, side: Side| match writes {
+        true => copies.add(source, settings.folder.join(format!("{side:?}.work").to_lowercase())),
+        false => Ok(source.to_owned()),
+    };
+    let (our_image, their_image) = (of(case.image, Side::Ours)?, of(case.image, Side::Theirs)?);
+    let ours = serve(settings, Side::Ours, &our_image, "qcow2", case.options, writes)?;
+    let theirs = serve(settings, Side::Theirs, &their_image, "qcow2", case.options, writes)?;
     let limit = match case.limit {
-        Some(raw) => Some(serve(settings, Side::Limit, raw, "raw", "", false)?),
+        Some(raw) => Some(serve(settings, Side::Limit, &of(raw, Side::Limit)?, "raw", "", writes)?),
         None => None,
     };
     let mut servers = vec![&ours, &theirs];
@@ -144,6 +167,23 @@ fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     let (ours, theirs) = (runs.next().unwrap_or_default(), runs.next().unwrap_or_default());
     let result = Outcome::Beside { ours, theirs, limit: runs.next() };
     Ok(Some(Row { name: case.name.clone(), target: case.target, result }))
+}
+
+/// Images that are written to, removed at the end.
+struct Copies(Vec<PathBuf>);
+
+impl Copies {
+    fn add(&mut self, source: &Path, path: PathBuf) -> Result<PathBuf, String> {
+        std::fs::copy(source, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+        self.0.push(path.clone());
+        Ok(path)
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|path| drop(std::fs::remove_file(path)));
+    }
 }
 
 /// Who serves.
@@ -171,6 +211,8 @@ pub fn serve(
     if side != Side::Theirs {
         command.arg("qemu-storage-daemon");
     }
+    // For encrypted images.
+    command.args(["--object", "secret,id=s,data=passphrase"]);
     let socket = settings.folder.join(format!("{side:?}.sock").to_lowercase());
     let comma = if options.is_empty() { "" } else { "," };
     let (read_only, on) = if writable { ("off", "on") } else { ("on", "off") };
@@ -218,7 +260,7 @@ fn sparse(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
 }
 
 /// An image of which every cluster has its place in the file, in order, made by qemu-img.
-fn mapped(settings: &Settings, name: &str, options: &str, bytes: u64) -> Result<PathBuf, String> {
+pub fn mapped(settings: &Settings, name: &str, options: &str, bytes: u64) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("{name}.qcow2"));
     create(settings, &path, &["-o", &format!("preallocation=metadata,{options}")], bytes)?;
     Ok(path)
@@ -273,7 +315,7 @@ fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
 }
 
 /// A chain of so many images, each with its share of the clusters. Gives the top.
-fn chain(settings: &Settings, depth: u64) -> Result<PathBuf, String> {
+pub fn chain(settings: &Settings, depth: u64) -> Result<PathBuf, String> {
     let folder = settings.folder.join(format!("chain-{depth}"));
     let top = folder.join(format!("{}.qcow2", depth - 1));
     if top.exists() {

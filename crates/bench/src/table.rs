@@ -66,6 +66,8 @@ pub enum Outcome {
         ours: Vec<Written>,
         /// Theirs.
         theirs: Vec<Written>,
+        /// Ours on a raw file of the same kind.
+        limit: Option<Vec<Written>>,
     },
     /// Requests per second from one and from two queues.
     Scaling {
@@ -119,7 +121,7 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         "a ratio is of the same round.",
     );
     section(
-        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | written: ours, theirs | bytes, ours / theirs | target |",
+        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | written: ours, theirs | bytes, ours / theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &written,
         "a ratio is of the same round.",
     );
@@ -158,13 +160,10 @@ fn line(result: &Outcome) -> String {
         Outcome::Beside { ours, theirs, limit } => {
             let rate = quotients(ours, theirs, |run| run.per_second);
             let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
-            let limit = match limit {
-                Some(limit) => format!("{} | {}", loaded(limit), quotients(ours, limit, |run| run.per_second)),
-                None => "– | –".to_owned(),
-            };
+            let limit = beside(ours, limit.as_deref());
             format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
         }
-        Outcome::Written { ours, theirs } => {
+        Outcome::Written { ours, theirs, limit } => {
             let served = |runs: &[Written]| runs.iter().map(|run| run.served).collect::<Vec<_>>();
             let mib = |runs: &[Written]| median(runs.iter().map(|run| run.bytes as f64)) / f64::from(1 << 20);
             let bytes = median(ours.iter().zip(theirs).map(|(ours, theirs)| ours.bytes as f64 / theirs.bytes as f64));
@@ -172,7 +171,8 @@ fn line(result: &Outcome) -> String {
             let (ours, theirs) = (served(ours), served(theirs));
             let rate = quotients(&ours, &theirs, |run| run.per_second);
             let cpu = quotients(&ours, &theirs, |run| run.cpu_microseconds);
-            format!("{} | {} | {rate} | {cpu} | {sizes}", loaded(&ours), loaded(&theirs))
+            let limit = beside(&ours, limit.as_ref().map(|limit| served(limit)).as_deref());
+            format!("{} | {} | {rate} | {cpu} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));
@@ -184,6 +184,14 @@ fn line(result: &Outcome) -> String {
             let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
             format!("{:.1} MiB | {:.1} MiB | – | – | –", mib(our_bytes), mib(their_bytes))
         }
+    }
+}
+
+/// The raw file beside ours.
+fn beside(ours: &[Served], limit: Option<&[Served]>) -> String {
+    match limit {
+        Some(limit) => format!("{} | {}", loaded(limit), quotients(ours, limit, |run| run.per_second)),
+        None => "– | –".to_owned(),
     }
 }
 

@@ -13,6 +13,8 @@ use std::sync::Arc;
 
 /// Longest name that a header may hold, in bytes.
 const MAX_NAME_BYTES: usize = 1023;
+/// Runs that one question about the mapping answers at most.
+const RUNS_AT_ONCE: usize = 1024;
 
 /// What to rebase and where to.
 #[derive(Clone, Debug, Default)]
@@ -162,34 +164,93 @@ async fn keep_ranges(change: &Move<'_>) -> Result<()> {
 
 impl Move<'_> {
     async fn keep(&self, piece: Piece) -> Result<()> {
-        let old = read_below(self.old, piece.start, piece.len, false).await?;
-        let new = read_below(self.base, piece.start, piece.len, piece.zero).await?;
-        let unit = self.image.qcow2().map_or(runs::PIECE_BYTES, |driver| driver.cluster_size());
+        match self.base.is_none() || piece.zero {
+            true => self.keep_against_zeroes(piece).await,
+            false => self.keep_differing(piece).await,
+        }
+    }
+
+    /// The new backing file reads as zeroes there: what the old one knows to be zero needs no look.
+    async fn keep_against_zeroes(&self, piece: Piece) -> Result<()> {
+        let Some(old) = self.old else { return Ok(()) };
+        let unit = self.unit();
+        let end = (piece.start + piece.len).min(old.size());
+        // Whole units: what lies beside data in one goes along, so that nothing of it is lost should this stop half-way.
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
         let mut at = piece.start;
-        let end = piece.start + piece.len;
-        let mut differing: Option<(u64, u64)> = None;
+        while at < end {
+            let runs = old.block_status_chain(at, end - at, RUNS_AT_ONCE).await?;
+            let before = at;
+            for run in runs {
+                at = run.start + run.len;
+                if run.zero {
+                    continue;
+                }
+                let (start, stop) = (run.start / unit * unit, at.next_multiple_of(unit));
+                let (start, stop) = (start.max(piece.start), stop.min(piece.start + piece.len));
+                match ranges.last_mut() {
+                    Some((_, last)) if start <= *last => *last = stop.max(*last),
+                    _ => ranges.push((start, stop)),
+                }
+            }
+            if at == before {
+                return Err(Error::internal("a map without progress").offset(at));
+            }
+        }
+        for (start, stop) in ranges {
+            let bytes = read_below(self.old, start, stop - start).await?;
+            self.write_units(start, bytes, |_, unit| !is_zero(unit)).await?;
+        }
+        Ok(())
+    }
+
+    async fn keep_differing(&self, piece: Piece) -> Result<()> {
+        let old = read_below(self.old, piece.start, piece.len).await?;
+        let new = read_below(self.base, piece.start, piece.len).await?;
+        self.write_units(piece.start, old, |at, unit| *unit != new[at..at + unit.len()]).await
+    }
+
+    fn unit(&self) -> u64 {
+        self.image.qcow2().map_or(runs::PIECE_BYTES, |driver| driver.cluster_size())
+    }
+
+    /// Writes those units of `bytes`, which stand at `start`, that differ from what would be read there; `differs` also gets
+    /// where in `bytes` a unit begins.
+    async fn write_units(&self, start: u64, bytes: IoBuf, differs: impl Fn(usize, &[u8]) -> bool) -> Result<()> {
+        let unit = self.unit();
+        let end = start + bytes.len() as u64;
+        // Neighbours that go the same way: bytes, and whether they are written.
+        let mut parts: Vec<(usize, bool)> = Vec::new();
+        let mut at = start;
         while at < end {
             let stop = ((at / unit + 1) * unit).min(end);
-            let range = (at - piece.start) as usize..(stop - piece.start) as usize;
-            if old[range.clone()] == new[range] {
-                self.write(differing.take(), &old, piece.start).await?;
-            } else {
-                differing = Some((differing.map_or(at, |(start, _)| start), stop));
+            let (from, len) = ((at - start) as usize, (stop - at) as usize);
+            let is_written = differs(from, &bytes[from..from + len]);
+            match parts.last_mut() {
+                Some((bytes, was_written)) if *was_written == is_written => *bytes += len,
+                _ => parts.push((len, is_written)),
             }
             at = stop;
         }
-        self.write(differing, &old, piece.start).await
+        let (mut at, mut rest) = (start, bytes);
+        for (len, is_written) in parts {
+            let part = rest.split_to(len);
+            if is_written {
+                self.write(at, part).await?;
+            }
+            at += len as u64;
+        }
+        Ok(())
     }
 
-    async fn write(&self, range: Option<(u64, u64)>, old: &IoBuf, first: u64) -> Result<()> {
-        let Some((start, end)) = range else { return Ok(()) };
-        let bytes = &old[(start - first) as usize..(end - first) as usize];
-        if is_zero(bytes) {
-            return runs::write_zeroes(self.image, start, end - start).await;
+    async fn write(&self, start: u64, bytes: IoBuf) -> Result<()> {
+        let len = bytes.len() as u64;
+        if is_zero(&bytes) {
+            return runs::write_zeroes(self.image, start, len).await;
         }
-        self.job.throttle(end - start).await?;
+        self.job.throttle(len).await?;
         let unit = self.image.qcow2().map_or(0, |driver| driver.cluster_size());
-        let whole = unit != 0 && start.is_multiple_of(unit) && (end - start).is_multiple_of(unit);
+        let whole = unit != 0 && start.is_multiple_of(unit) && len.is_multiple_of(unit);
         if self.options.compressed && whole {
             let clusters = bytes
                 .chunks(unit as usize)
@@ -197,18 +258,17 @@ impl Move<'_> {
                 .map(|(cluster, at)| (at, IoBuf::copy_from(cluster)));
             return self.image.write_compressed(clusters.collect()).await;
         }
-        self.image.write(start, IoBuf::copy_from(bytes)).await.0
+        self.image.write(start, bytes).await.0
     }
 }
 
 /// What a backing file gives there: zeroes behind its end, and without one.
-async fn read_below(node: Option<&Arc<Node>>, start: u64, len: u64, zero: bool) -> Result<IoBuf> {
-    let buf = IoBuf::zeroed(len as usize);
-    match node.filter(|_| !zero) {
+async fn read_below(node: Option<&Arc<Node>>, start: u64, len: u64) -> Result<IoBuf> {
+    match node {
         Some(node) => {
-            let (result, buf) = node.read_padded(start, buf).await;
+            let (result, buf) = node.read_padded(start, IoBuf::scratch(len as usize)).await;
             result.map(|()| buf)
         }
-        None => Ok(buf),
+        None => Ok(IoBuf::zeroed(len as usize)),
     }
 }

@@ -291,7 +291,12 @@ impl Engine {
     /// True when enough of the cache is dirty that the caller should run a write-back cycle before going on.
     pub fn wants_writeback(&self) -> bool {
         let state = self.own();
-        let limit = (self.cache_limits().0 / 2).min(MOST_DIRTY_BYTES).max(8 * self.config.l2_slice_bytes);
+        let cache_bytes = self.cache_limits().0;
+        let mapping_bytes = self.geometry.clusters(self.size()).saturating_mul(self.geometry.l2_entry_size());
+        // Dirty slices can't make room for others. Where there is room for all of them, nothing is won by writing early:
+        // random writes touch the same slices again and again.
+        let share = if cache_bytes >= mapping_bytes { MOST_DIRTY_BYTES } else { cache_bytes / 2 };
+        let limit = share.min(MOST_DIRTY_BYTES).max(8 * self.config.l2_slice_bytes);
         state.tables.dirty_slices() as u64 * self.config.l2_slice_bytes > limit
             || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)
     }

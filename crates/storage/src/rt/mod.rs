@@ -171,8 +171,8 @@ pub async fn yield_now() {
 }
 
 /// Runs a task to its end even when nobody waits for it: [`block_on`] doesn't return before. For what other threads
-/// wait for. `None` outside of `block_on`; the future is given back then.
-pub(crate) fn spawn_obligation<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
+/// wait for. Outside of `block_on` the future is given back.
+pub fn spawn_obligation<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
     with_current(|local| {
         let Some(local) = local else { return Err(future) };
         let obligation = Obligation::new(local);

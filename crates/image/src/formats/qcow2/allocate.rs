@@ -128,7 +128,7 @@ impl Qcow2Driver {
             }
             Fill::Copy => {
                 // In a box: reading may end in a deeper layer.
-                let (result, buf) = Box::pin(self.read_range(start.0, IoBuf::zeroed(len as usize))).await;
+                let (result, buf) = Box::pin(self.read_range(start.0, IoBuf::scratch(len as usize))).await;
                 result.map(|()| Some(buf))
             }
         }
@@ -146,12 +146,14 @@ impl Qcow2Driver {
 
     async fn merged(&self, allocation: &Allocation, data: &[u8]) -> Result<IoBuf> {
         let total = (allocation.end - allocation.start) as usize;
-        let mut buf = IoBuf::zeroed(total);
-        if allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
-            let (result, read) = Box::pin(self.read_range(allocation.start.0, buf)).await;
-            result?;
-            buf = read;
-        }
+        let mut buf = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+            true => {
+                let (result, read) = Box::pin(self.read_range(allocation.start.0, IoBuf::scratch(total))).await;
+                result?;
+                read
+            }
+            false => IoBuf::zeroed(total),
+        };
         let head = (allocation.data_start - allocation.start) as usize;
         buf[head..head + data.len()].copy_from_slice(data);
         Ok(buf)

@@ -180,6 +180,8 @@ impl Qcow2Driver {
 
     /// Flushes, clears the dirty bit, gives the tail of the file back.
     pub async fn close(&self) -> Result<()> {
+        // The file is nobody's then.
+        self.ahead.end().await;
         self.membership.leave();
         if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {
             return Ok(());

@@ -26,6 +26,8 @@ struct Place {
 struct Kept {
     cluster: Arc<Vec<u8>>,
     referenced: bool,
+    /// Nobody has asked for it yet.
+    is_ahead: bool,
 }
 
 #[derive(Debug, Default)]
@@ -110,29 +112,52 @@ impl Inflated {
         Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
     }
 
-    /// The cluster that is compressed at `host`, if it is here.
-    pub(super) fn get(&self, host: u64, len: u64) -> Option<Arc<Vec<u8>>> {
+    /// The cluster that is compressed at `host`, if it is here. What was put in ahead of a reader who takes all of it goes
+    /// out again.
+    pub(super) fn get(&self, host: u64, len: u64, whole: bool) -> Option<Arc<Vec<u8>>> {
         if self.kept.load(Ordering::Relaxed) == 0 {
             return None;
         }
         let place = Place { image: self.image, host, len };
         let mut shard = store().shard(&place);
         let kept = shard.kept.get_mut(&place)?;
-        kept.referenced = true;
-        Some(Arc::clone(&kept.cluster))
+        let cluster = Arc::clone(&kept.cluster);
+        if whole && kept.is_ahead {
+            store().remove(&mut shard, &place);
+            shard.clock.retain(|known| *known != place);
+        } else {
+            (kept.referenced, kept.is_ahead) = (!whole, false);
+        }
+        Some(cluster)
+    }
+
+    /// True when the cluster is here.
+    pub(super) fn has(&self, host: u64, len: u64) -> bool {
+        let place = Place { image: self.image, host, len };
+        self.kept.load(Ordering::Relaxed) != 0 && store().shard(&place).kept.contains_key(&place)
     }
 
     /// Keeps a cluster. The caller holds the pin under which it saw the mapping.
     pub(super) fn put(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
+        self.keep(host, len, Kept { cluster, referenced: false, is_ahead: false });
+    }
+
+    /// As [`Inflated::put`], for a reader who is on the way.
+    pub(super) fn put_ahead(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
+        self.keep(host, len, Kept { cluster, referenced: false, is_ahead: true });
+    }
+
+    fn keep(&self, host: u64, len: u64, kept: Kept) {
         let store = store();
-        if cluster.len() > store.limit().load(Ordering::Relaxed) {
+        let bytes = kept.cluster.len();
+        if bytes > store.limit().load(Ordering::Relaxed) {
             return;
         }
         self.kept.fetch_add(1, Ordering::Relaxed);
         let place = Place { image: self.image, host, len };
         let mut shard = store.shard(&place);
-        store.used_bytes.fetch_add(cluster.len(), Ordering::Relaxed);
-        if let Some(old) = shard.kept.insert(place, Kept { cluster, referenced: false }) {
+        store.used_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(old) = shard.kept.insert(place, kept) {
             store.used_bytes.fetch_sub(old.cluster.len(), Ordering::Relaxed);
         } else {
             shard.clock.push_back(place);
@@ -204,12 +229,12 @@ mod tests {
         // The last one begins in the third host cluster and ends in the fourth.
         one.put(3 * 65536 - 512, 1024, cluster(77));
         one.forget(&[(HostOffset(65536), 65536), (HostOffset(3 * 65536), 2 * 65536)]);
-        let left: Vec<u64> = (0..8).filter(|number| one.get(number * 65536 + 512, 1024).is_some()).collect();
+        let left: Vec<u64> = (0..8).filter(|number| one.get(number * 65536 + 512, 1024, false).is_some()).collect();
         assert_eq!(left, [0, 2, 5, 6, 7]);
-        assert!(one.get(3 * 65536 - 512, 1024).is_none());
-        assert_eq!(one.get(512, 1024).unwrap()[0], 0);
-        assert!(one.get(512, 512).is_none(), "another length is another cluster");
-        assert_eq!(two.get(65536 + 512, 1024).unwrap()[9], 101);
+        assert!(one.get(3 * 65536 - 512, 1024, false).is_none());
+        assert_eq!(one.get(512, 1024, false).unwrap()[0], 0);
+        assert!(one.get(512, 512, false).is_none(), "another length is another cluster");
+        assert_eq!(two.get(65536 + 512, 1024, false).unwrap()[9], 101);
         let image = two.image;
         drop(two);
         let of_two =
@@ -226,8 +251,8 @@ mod tests {
             // Each of the threads of the tests may be one cluster over.
             assert!(used <= limit + 8 * CLUSTER, "{used}");
         }
-        let hits =
-            (0..3000u64).filter(|number| image.get(number << 16, 512).is_some_and(|kept| kept[5] == *number as u8));
+        let hits = (0..3000u64)
+            .filter(|number| image.get(number << 16, 512, false).is_some_and(|kept| kept[5] == *number as u8));
         assert!(hits.count() > 300, "most of what fits is there");
     }
 }

@@ -5,6 +5,7 @@
 //! whenever it had to wait for something. The futures of a driver must run to their end: a write that is dropped
 //! half-way may still reach the disk later (the library's queues see to that by running requests as tasks).
 
+mod ahead;
 mod allocate;
 mod bitmaps;
 mod chain_map;
@@ -68,6 +69,7 @@ pub struct Qcow2Driver {
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
     inflated: Arc<inflated::Inflated>,
+    ahead: Arc<ahead::Ahead>,
     membership: shared::Membership,
     /// The header as it is on disk.
     header: Mutex<Header>,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: header, L1 table, and nothing else that grows with the image.
 
+use super::ahead::Ahead;
 use super::cleaner::clean_each;
 use super::encryption;
 use super::shared::Core;
@@ -95,6 +96,7 @@ impl Qcow2Driver {
             decompressed_bytes: AtomicU64::new(0),
             max_decompressed_bytes: context.max_decompressed_bytes,
             inflated: core.inflated,
+            ahead: Ahead::new(),
             membership: core.membership,
             file: context.file,
             file_name: context.file_name,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads: one extent goes straight to the file; several are read side by side.
 
+use super::ahead::Next;
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
@@ -39,11 +40,17 @@ impl Qcow2Driver {
         buf[inside..].fill(0);
         let end = offset + inside as u64;
         let map: MapSpan = Engine::map;
-        self.step_by_step(offset, end, buf, |at, rest| self.by_extents(map, at, end - at, rest, Self::read_extent))
-            .await
+        let is_short = inside as u64 <= self.cluster_size();
+        let step = |at, rest| {
+            self.by_extents(map, at, end - at, rest, move |driver, extent, part| {
+                driver.read_extent(extent, part, is_short)
+            })
+        };
+        self.step_by_step(offset, end, buf, step).await
     }
 
-    pub(super) async fn read_extent(&self, extent: Extent, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// `is_short`: the request it belongs to wants a cluster at most.
+    pub(super) async fn read_extent(&self, extent: Extent, mut buf: IoBuf, is_short: bool) -> (Result<()>, IoBuf) {
         match extent.mapping {
             Mapping::Data { host, file, encrypted } => {
                 if let Err(error) = self.check_stored(&extent, file, host) {
@@ -82,7 +89,8 @@ impl Qcow2Driver {
                 }
             },
             Mapping::Compressed { host, len, skip } => {
-                let (result, buf) = self.read_compressed(host.0, len, skip, buf).await;
+                let (result, buf) =
+                    self.read_compressed((host.0, len), skip, buf, is_short.then_some(extent.guest)).await;
                 let result = result.map_err(|error| {
                     self.error(error.context(format!("compressed cluster of guest offset {}", extent.guest)))
                 });
@@ -146,8 +154,14 @@ impl Qcow2Driver {
     }
 
     /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it, and one of which
-    /// a part is wanted is kept for the next part.
-    async fn read_compressed(&self, host: u64, len: u64, skip: u64, mut out: IoBuf) -> (Result<()>, IoBuf) {
+    /// a part is wanted is kept for the next part. With `guest`, where it is on the disk, sequential readers are noticed.
+    async fn read_compressed(
+        &self,
+        (host, len): (u64, u64),
+        skip: u64,
+        mut out: IoBuf,
+        guest: Option<GuestOffset>,
+    ) -> (Result<()>, IoBuf) {
         // The descriptor counts whole sectors; a file may end within the last one, but not before the data.
         if host >= self.file.len() && host >= self.file.measure_len() {
             let message = "data lies past the end of the file";
@@ -155,11 +169,19 @@ impl Qcow2Driver {
         }
         let cluster_size = self.cluster_size() as usize;
         let skip = skip as usize;
-        if let Some(cluster) = self.inflated.get(host, len) {
-            let wanted = skip..skip + out.len();
-            out.copy_from_slice(&cluster[wanted]);
-            return (Ok(()), out);
+        let whole = out.len() == cluster_size;
+        let next = self.ahead.next(&self.inflated, (host, len), whole).await;
+        if let Some(guest) = guest {
+            self.read_ahead(guest);
         }
+        let turn = match next {
+            Next::Copy(cluster) => {
+                let wanted = skip..skip + out.len();
+                out.copy_from_slice(&cluster[wanted]);
+                return (Ok(()), out);
+            }
+            Next::Inflate(turn) => turn,
+        };
         if let Err(error) = self.count_decompressed() {
             return (Err(error), out);
         }
@@ -170,7 +192,7 @@ impl Qcow2Driver {
         let codec = self.codec();
         // The compressed bytes come back too: this thread uses their memory again.
         let inflate = move || {
-            if out.len() == cluster_size {
+            if whole {
                 let result = codec.decompress(&bytes, &mut out);
                 return (result, out, bytes, None);
             }
@@ -187,6 +209,7 @@ impl Qcow2Driver {
         if let Some(cluster) = cluster {
             self.inflated.put(host, len, cluster);
         }
+        drop(turn);
         (result, out)
     }
 }

@@ -47,7 +47,7 @@ impl Qcow2Driver {
             buf.fill(0);
             return (Ok(()), buf);
         }
-        self.read_extent(extent, buf).await
+        self.read_extent(extent, buf, false).await
     }
 
     /// Writes to `offset` of the state. The L1 table grows for it.

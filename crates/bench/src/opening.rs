@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What opening costs: with nothing in the page cache, many images at once, and memory of many overlays of one base.
+
+use crate::Settings;
+use crate::measure::alternate;
+use crate::nbd::{Server, resident_bytes};
+use crate::reads::{chain, mapped};
+use crate::table::{Outcome, Row};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const GIB: u64 = 1 << 30;
+const DEPTH: u64 = 64;
+/// Images that are opened at the same time.
+const AT_ONCE: usize = 20;
+/// Overlays that stand on one base.
+const OVERLAYS: usize = 50;
+
+/// Writes everything back and empties the page cache. Needs root.
+fn drop_caches() -> Result<(), String> {
+    rustix::fs::sync();
+    let path = "/proc/sys/vm/drop_caches";
+    std::fs::write(path, "3").map_err(|e| format!("{path}: {e} (root alone may empty the page cache)"))
+}
+
+/// `info`, a first read through a deep chain, and many images at once, each with an empty page cache.
+pub fn cold(settings: &Settings) -> Result<Vec<Row>, String> {
+    let top = chain(settings, DEPTH)?;
+    let large = mapped(settings, "mapped-2t", "cluster_size=2M", 2048 * GIB)?;
+    let output = settings.folder.join("first-read.out");
+    let info = |program: &Path| {
+        let mut command = Command::new(program);
+        command.args(["info", "--backing-chain", "-f", "qcow2"]).arg(&top);
+        Ok(command)
+    };
+    let first_read = |program: &Path| {
+        let mut command = Command::new(program);
+        let operand = |name: &str, path: &Path| format!("{name}={}", path.display());
+        command.args(["dd", "-f", "qcow2", "-O", "raw", "bs=4096", "count=1"]);
+        command.args([operand("if", &top), operand("of", &output)]);
+        Ok(command)
+    };
+    let many = |program: &Path| {
+        let one = format!("{} info -U -f qcow2 {} > /dev/null &", program.display(), large.display());
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{} wait", one.repeat(AT_ONCE))]);
+        Ok(command)
+    };
+    type Recipe<'a> = &'a dyn Fn(&Path) -> Result<Command, String>;
+    let cases: [(String, Recipe<'_>); 3] = [
+        (format!("cold: info on a chain of {DEPTH}"), &info),
+        (format!("cold: first read through a chain of {DEPTH}"), &first_read),
+        (format!("cold: info on 2 TiB, {AT_ONCE} at once"), &many),
+    ];
+    let mut rows = Vec::new();
+    for (name, recipe) in cases {
+        let fresh = |program: &Path| {
+            drop_caches()?;
+            recipe(program)
+        };
+        let pairs = alternate(settings.rounds, &|| fresh(&settings.cowshed), &|| fresh(&settings.qemu))?;
+        rows.push(Row { name, target: "report", result: Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 } });
+    }
+    let _ = std::fs::remove_file(&output);
+    Ok(rows)
+}
+
+/// Memory of a daemon for each further overlay of one base, after all of them were read from end to end of the disk.
+pub fn overlays(settings: &Settings) -> Result<Vec<Row>, String> {
+    let base = mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)?;
+    let folder = settings.folder.join("overlays");
+    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    for index in 0..=OVERLAYS {
+        let mut create = Command::new(&settings.qemu);
+        create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(&base);
+        let created = create.arg(folder.join(format!("{index}.qcow2"))).status();
+        if !created.is_ok_and(|status| status.success()) {
+            return Err(format!("could not create overlay {index}"));
+        }
+    }
+    let resident = |mut command: Command, count: usize| -> Result<u64, String> {
+        let socket = settings.folder.join("overlays.sock");
+        let nbd = format!("addr.type=unix,addr.path={}", socket.display());
+        for index in 0..count {
+            let image = folder.join(format!("{index}.qcow2"));
+            let options = format!("qcow2,node-name=d{index},file.driver=file,file.filename={}", image.display());
+            command.args(["--blockdev", &options]);
+        }
+        command.args(["--nbd-server", &nbd]);
+        for index in 0..count {
+            command.args(["--export", &format!("nbd,id=e{index},node-name=d{index},writable=on")]);
+        }
+        let server = Server::start(command, socket.clone())?;
+        for index in 0..count {
+            let uri = format!("nbd+unix:///d{index}?socket={}", socket.display());
+            touch(settings, &uri)?;
+        }
+        resident_bytes(server.id())
+    };
+    let growth = |program: &dyn Fn() -> Command| -> Result<u64, String> {
+        let (one, all) = (resident(program(), 1)?, resident(program(), 1 + OVERLAYS)?);
+        Ok(all.saturating_sub(one) / OVERLAYS as u64)
+    };
+    let our_bytes = growth(&|| {
+        let mut command = Command::new(&settings.cowshed);
+        command.arg("qemu-storage-daemon");
+        command
+    })?;
+    let their_bytes = growth(&|| Command::new(settings.qemu.with_file_name("qemu-storage-daemon")))?;
+    std::fs::remove_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let name = format!("each of {OVERLAYS} further overlays of one base, all read");
+    Ok(vec![Row { name, target: "< 0.25 MiB", result: Outcome::Memory { our_bytes, their_bytes } }])
+}
+
+/// Reads a little of every part of the disk that has an L2 table of its own.
+fn touch(settings: &Settings, uri: &str) -> Result<(), String> {
+    let started = Instant::now();
+    loop {
+        let mut command = Command::new(settings.qemu.with_file_name("qemu-io"));
+        command.args(["-r", "-f", "raw"]);
+        for at in (0..20 * 1024).step_by(256) {
+            command.args(["-c", &format!("read -q {at}M 4k")]);
+        }
+        // The socket is there before the exports are.
+        if command.arg(uri).output().is_ok_and(|output| output.status.success()) {
+            return Ok(());
+        }
+        if started.elapsed() > Duration::from_secs(60) {
+            return Err(format!("{uri} can't be read"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
