@@ -79,10 +79,14 @@ pub fn served(settings: &Settings) -> Result<Vec<Row>, String> {
     let mut rows = Vec::new();
     for (what, load) in loads {
         let name = format!("LUKS {name} served: {what}");
-        let case =
-            Case {
-                name, image: &image, options: "encrypt.key-secret=s", limit: Some(&source), load, target: "≥ 2×"
-            };
+        let case = Case {
+            name,
+            image: &image,
+            options: "encrypt.format=luks,encrypt.key-secret=s",
+            limit: Some(&source),
+            load,
+            target: "≥ 2×",
+        };
         rows.extend(reads::run(settings, &case)?);
     }
     Ok(rows)

@@ -182,7 +182,7 @@ fn line(result: &Outcome) -> String {
         }
         Outcome::Memory { our_bytes, their_bytes } => {
             let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
-            format!("{:.1} MiB | {:.1} MiB | – | – | –", mib(our_bytes), mib(their_bytes))
+            format!("{:.2} MiB | {:.2} MiB | – | – | –", mib(our_bytes), mib(their_bytes))
         }
     }
 }

@@ -131,13 +131,16 @@ impl Ahead {
     /// waits for nobody.
     pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
         loop {
+            if let Some(cluster) = inflated.get(place.0, place.1, whole) {
+                return Next::Copy(cluster);
+            }
             let seen = self.ended.now();
             let turn = match self.busy.load(Ordering::SeqCst) {
                 // Who wants all of it inflates into memory of its own, which is no use to others.
                 0 if whole => Some(None),
                 _ => self.take(place).map(Some),
             };
-            // After the look at who is at it: it puts the cluster in before it ends.
+            // Again, after the look at who is at it: it puts the cluster in before it ends.
             if let Some(cluster) = inflated.get(place.0, place.1, whole) {
                 return Next::Copy(cluster);
             }

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Holds the paths that every request takes to a budget of instructions: `scripts/instructions` builds and runs it.
+//!
+//! A run of one case is a process of one thread: files of the host, operations carried out inline, no ring and no pool, under
+//! valgrind's callgrind. Two runs with different numbers of requests give the cost of one; nothing that the machine does
+//! besides changes that. The C library is kept from choosing other ways to copy memory on other processors. What another
+//! compiler makes of the code is compared with what it makes of the same request to a raw file.
+//!
+//! `instructions` compares with the budgets and fails above them by more than 5 %; `instructions record` writes them anew.
+
+use cowshed_image::{Node, OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::process::{Command, ExitCode};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+const BUDGETS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/instructions.txt");
+/// Above its budget by so much a case fails, in percent.
+const ABOVE_PERCENT: f64 = 5.0;
+/// Requests of the shorter run; the longer one has twice as many.
+const REQUESTS: u64 = 1000;
+const BYTES: u64 = 4096;
+const CLUSTER: u64 = 65536;
+/// Reads and overwrites go to so much of the disk.
+const WINDOW: u64 = 8 << 20;
+const LAYERS: u64 = 8;
+
+/// What a request does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    /// To clusters that are there.
+    Overwrite,
+    /// To one new cluster each.
+    Allocate,
+}
+
+struct Case {
+    name: &'static str,
+    about: &'static str,
+    /// Name of the image in the folder, and its format.
+    image: (&'static str, &'static str),
+    kind: Kind,
+}
+
+/// With these the others are compared where the compiler is another.
+const RAW: &str = "raw-read";
+
+const CASES: &[Case] = &[
+    Case { name: RAW, about: "4 KiB from a raw image", image: ("raw", "raw"), kind: Kind::Read },
+    Case { name: "read", about: "4 KiB whose mapping is cached", image: ("full", "qcow2"), kind: Kind::Read },
+    Case {
+        name: "read-subclusters",
+        about: "the same, extended L2 entries",
+        image: ("sub", "qcow2"),
+        kind: Kind::Read,
+    },
+    Case { name: "read-8-layers", about: "4 KiB through 8 layers", image: ("top", "qcow2"), kind: Kind::Read },
+    Case { name: "read-inflated", about: "4 KiB of a kept cluster", image: ("compressed", "qcow2"), kind: Kind::Read },
+    Case { name: "overwrite", about: "4 KiB in place, checked", image: ("full", "qcow2"), kind: Kind::Overwrite },
+    Case { name: "allocate", about: "4 KiB into a new cluster", image: ("empty", "qcow2"), kind: Kind::Allocate },
+    Case {
+        name: "copy-on-write",
+        about: "the same over a backing file",
+        image: ("overlay", "qcow2"),
+        kind: Kind::Allocate,
+    },
+];
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["run", case, folder, count] => run(case, Path::new(folder), count.parse().expect("a count")),
+        [] => check(),
+        ["record"] => record(),
+        _ => panic!("see the head of this file"),
+    }
+}
+
+/// Nothing is simulated but that there is neither ring nor pool.
+struct OneThread;
+
+impl rt::Simulation for OneThread {
+    fn advance(&self) {
+        panic!("a request waits for something");
+    }
+
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+fn alone<F: Future>(future: F) -> F::Output {
+    rt::Local::simulated(Rc::new(OneThread)).block_on(future)
+}
+
+/// The run that is counted.
+fn run(name: &str, folder: &Path, count: u64) -> ! {
+    let case = CASES.iter().find(|case| case.name == name).expect("a case of the table");
+    alone(async {
+        let path = folder.join(case.image.0);
+        let request = OpenRequest::file(path.to_string_lossy()).format(case.image.1).writable(case.kind != Kind::Read);
+        let node = open(request).await.expect("the image opens");
+        let mut buf = IoBuf::zeroed(BYTES as usize);
+        if case.kind != Kind::Allocate {
+            for at in (0..WINDOW).step_by(CLUSTER as usize) {
+                buf = read(&node, at, buf).await;
+            }
+        }
+        buf.fill(7);
+        for number in 0..count {
+            let at = match case.kind {
+                Kind::Allocate => number * CLUSTER,
+                _ => number * 0x9e37_79b9 % (WINDOW / BYTES) * BYTES,
+            };
+            buf = match case.kind {
+                Kind::Read => read(&node, at, buf).await,
+                _ => write(&node, at, buf).await,
+            };
+        }
+        // Without a close, which is no part of a request.
+        std::process::exit(0)
+    })
+}
+
+async fn read(node: &Node, at: u64, buf: IoBuf) -> IoBuf {
+    let (result, buf) = node.read(at, buf).await;
+    result.expect("a read");
+    buf
+}
+
+async fn write(node: &Node, at: u64, buf: IoBuf) -> IoBuf {
+    let (result, buf) = node.write(at, buf).await;
+    result.expect("a write");
+    buf
+}
+
+/// The images that one run of a case needs, fresh.
+fn build(folder: &Path, qemu: &Qemu) {
+    let path = |name: &str| folder.join(name);
+    let size = 4 * REQUESTS * CLUSTER;
+    let plain = |bytes: u64| (0..bytes).map(|at| (at ^ at >> 9) as u8 | 1).collect::<Vec<u8>>();
+    std::fs::write(path("raw"), plain(WINDOW)).expect("a raw file");
+    qemu.convert((&path("raw"), "raw"), (&path("full"), "qcow2"), &[]);
+    qemu.convert((&path("raw"), "raw"), (&path("sub"), "qcow2"), &["-o", "cluster_size=128k,extended_l2=on"]);
+    qemu.convert((&path("raw"), "raw"), (&path("compressed"), "qcow2"), &["-c"]);
+    for layer in 0..LAYERS {
+        let name = if layer + 1 == LAYERS { "top".to_owned() } else { format!("layer-{layer}") };
+        let below = format!("backing_file=layer-{},backing_fmt=qcow2", layer.saturating_sub(1));
+        qemu.create(&path(&name), "qcow2", if layer == 0 { "" } else { &below }, WINDOW);
+        alone(fill(&path(&name), layer));
+    }
+    qemu.create(&path("empty"), "qcow2", "", size);
+    let base = std::fs::File::create(path("base")).expect("a base");
+    base.set_len(size).expect("a length");
+    qemu.create(&path("overlay"), "qcow2", "backing_file=base,backing_fmt=raw", size);
+}
+
+/// Writes to every eighth cluster.
+async fn fill(path: &Path, first: u64) {
+    let request = OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true);
+    let node: Arc<Node> = open(request).await.expect("the layer opens");
+    let mut buf = IoBuf::zeroed(CLUSTER as usize);
+    buf.fill(first as u8 + 1);
+    for cluster in (first..WINDOW / CLUSTER).step_by(LAYERS as usize) {
+        buf = write(&node, cluster * CLUSTER, buf).await;
+    }
+    node.close().await.expect("the layer closes");
+}
+
+/// Instructions of a run, in user space.
+fn count(case: &Case, qemu: &Qemu, requests: u64) -> u64 {
+    let folder = temp_dir();
+    build(folder.path(), qemu);
+    let program = std::env::current_exe().expect("the path of this program");
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]).arg(program);
+    command.args(["run", case.name]).arg(folder.path()).arg(requests.to_string());
+    // The plainest ways of copying and filling memory, whatever the processor has.
+    let plain = "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX2,-AVX_Fast_Unaligned_Load,-ERMS,-FSRM";
+    let output = command.env("GLIBC_TUNABLES", plain).output().expect("valgrind is installed (scripts/setup test)");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{}: {text}", case.name);
+    let collected = text.lines().find_map(|line| line.split_once("Collected : ")).expect("a count of instructions");
+    collected.1.trim().parse().unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// Instructions of one request of each case.
+fn measure() -> BTreeMap<&'static str, f64> {
+    let qemu = Qemu::system();
+    let of = |case: &Case| {
+        let runs = [REQUESTS, 2 * REQUESTS].map(|requests| count(case, &qemu, requests));
+        (runs[1] as f64 - runs[0] as f64) / REQUESTS as f64
+    };
+    CASES.iter().map(|case| (case.name, of(case))).collect()
+}
+
+fn compiler() -> String {
+    let output = Command::new("rustc").arg("--version").output().expect("rustc runs");
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+fn record() -> ExitCode {
+    let mut text = String::from(
+        "# Instructions of one request, user space, measured and written by `scripts/instructions record`.\n\
+         # A rise is to be explained in the commit that brings it.\n",
+    );
+    text += &format!("compiler {}\n", compiler());
+    let measured = measure();
+    for case in CASES {
+        text += &format!("{} {:.0}\n", case.name, measured[case.name]);
+    }
+    std::fs::write(PathBuf::from(BUDGETS), &text).expect("the budgets can be written");
+    print!("{text}");
+    ExitCode::SUCCESS
+}
+
+fn check() -> ExitCode {
+    let text = std::fs::read_to_string(BUDGETS).expect("the budgets are there");
+    let fields: BTreeMap<&str, &str> =
+        text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(' ')).collect();
+    let budget = |name: &str| -> f64 {
+        let field = fields.get(name).unwrap_or_else(|| panic!("{BUDGETS} has no {name}"));
+        field.parse().unwrap_or_else(|error| panic!("{BUDGETS}: {name}: {error}"))
+    };
+    let measured = measure();
+    let compiler = compiler();
+    let is_same = fields.get("compiler") == Some(&compiler.as_str());
+    let scale = if is_same { 1.0 } else { measured[RAW] / budget(RAW) };
+    if !is_same {
+        println!(
+            "budgets are of another compiler: compared with a raw file's request, which takes {scale:.3} of theirs"
+        );
+    }
+    println!("| 4 KiB request | instructions | budget | |\n|---|--:|--:|--:|");
+    let mut is_over = false;
+    for case in CASES {
+        let (now, allowed) = (measured[case.name], budget(case.name) * scale);
+        let percent = (now / allowed - 1.0) * 100.0;
+        let verdict = match percent {
+            percent if percent > ABOVE_PERCENT => " TOO MANY",
+            percent if percent < -ABOVE_PERCENT => " less: record it",
+            _ => "",
+        };
+        is_over |= percent > ABOVE_PERCENT;
+        println!("| {}: {} | {now:.0} | {allowed:.0} | {percent:+.1} %{verdict} |", case.name, case.about);
+    }
+    if is_over {
+        eprintln!("instructions: a request takes over {ABOVE_PERCENT} % more than {BUDGETS} allows");
+        return ExitCode::FAILURE;
+    }
+    ExitCode::SUCCESS
+}
