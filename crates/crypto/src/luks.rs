@@ -412,7 +412,7 @@ mod tests {
         let lies: [(&str, Change); 12] = [
             ("cipher_name", |header| header.cipher_name = "rot13".into()),
             ("cipher_mode", |header| header.cipher_mode = "xts".into()),
-            ("luks_hash", |header| header.hash = "md5".into()),
+            ("luks_hash", |header| header.hash = "md4".into()),
             ("key_bytes", |header| header.key_bytes = 0),
             ("key_bytes", |header| header.key_bytes = u32::MAX),
             ("luks_mk_digest_iterations", |header| header.master_key_iterations = 0),

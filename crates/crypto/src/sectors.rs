@@ -2,7 +2,7 @@
 //! Sectors of 512 bytes, each encrypted on its own with an initial vector made from its number.
 
 use crate::Hash;
-use crate::blocks::{BLOCK_BYTES, Block, BlockCipher, as_blocks, block_cipher};
+use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher};
 use cowshed_block::{Error, Result};
 
 /// Length of a sector in bytes.
@@ -10,6 +10,9 @@ pub const SECTOR_BYTES: usize = 512;
 
 /// Sectors whose tweaks are made in one go.
 const SECTORS_AT_ONCE: usize = 8;
+
+/// An initial vector or tweak; of ciphers with shorter blocks its front counts.
+type Vector = [u8; BLOCK_BYTES];
 
 /// A block cipher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,15 +23,33 @@ pub enum Algorithm {
     Serpent,
     /// Twofish.
     Twofish,
+    /// CAST-128 (RFC 2144), whose blocks have 8 bytes.
+    Cast5,
+    /// SM4 (GB/T 32907-2016).
+    Sm4,
 }
 
 impl Algorithm {
+    /// All of them.
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Aes, Algorithm::Serpent, Algorithm::Twofish, Algorithm::Cast5, Algorithm::Sm4];
+
     /// Its name in headers.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Aes => "aes",
             Algorithm::Serpent => "serpent",
             Algorithm::Twofish => "twofish",
+            Algorithm::Cast5 => "cast5",
+            Algorithm::Sm4 => "sm4",
+        }
+    }
+
+    /// The lengths of its keys in bytes.
+    pub fn key_bytes(self) -> &'static [usize] {
+        match self {
+            Algorithm::Aes | Algorithm::Serpent | Algorithm::Twofish => &[16, 24, 32],
+            Algorithm::Cast5 | Algorithm::Sm4 => &[16],
         }
     }
 }
@@ -40,6 +61,8 @@ pub enum Chaining {
     Xts,
     /// Cipher block chaining.
     Cbc,
+    /// Counter mode: the initial vector counts up as one big-endian number, block by block.
+    Ctr,
     /// Every block on its own: equal blocks show. Read for completeness' sake.
     Ecb,
 }
@@ -69,11 +92,9 @@ pub struct CipherSpec {
 impl CipherSpec {
     /// From the two names of a LUKS header. What isn't known is refused by field and value.
     pub fn parse(cipher_name: &str, cipher_mode: &str) -> Result<CipherSpec> {
-        let algorithm = match cipher_name {
-            "aes" => Algorithm::Aes,
-            "serpent" => Algorithm::Serpent,
-            "twofish" => Algorithm::Twofish,
-            _ => return Err(Error::unsupported("this cipher is not known").field("cipher_name").value(cipher_name)),
+        let known = Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == cipher_name);
+        let Some(algorithm) = known else {
+            return Err(Error::unsupported("this cipher is not known").field("cipher_name").value(cipher_name));
         };
         let unknown = |what: &str| {
             Error::unsupported(format!("this {what} is not known")).field("cipher_mode").value(cipher_mode)
@@ -82,6 +103,7 @@ impl CipherSpec {
         let chaining = match chaining {
             "xts" => Chaining::Xts,
             "cbc" => Chaining::Cbc,
+            "ctr" => Chaining::Ctr,
             "ecb" => Chaining::Ecb,
             _ => return Err(unknown("mode")),
         };
@@ -101,6 +123,7 @@ impl CipherSpec {
         let chaining = match self.chaining {
             Chaining::Xts => "xts",
             Chaining::Cbc => "cbc",
+            Chaining::Ctr => "ctr",
             Chaining::Ecb => return "ecb".to_owned(),
         };
         match self.initial_vector {
@@ -139,7 +162,8 @@ enum Direction {
 }
 
 impl SectorCipher {
-    /// With a key of 16, 24 or 32 bytes, twice as many for XTS. Keys of other lengths are refused.
+    /// With a key of [`Algorithm::key_bytes`], twice as many for XTS. Keys of other lengths are refused, and XTS with
+    /// blocks of 8 bytes.
     pub fn new(spec: CipherSpec, key: &[u8]) -> Result<SectorCipher> {
         let (data, tweak) = match spec.chaining {
             Chaining::Xts if !key.len().is_multiple_of(2) => {
@@ -149,7 +173,7 @@ impl SectorCipher {
                 let (data, tweak) = key.split_at(key.len() / 2);
                 (data, Some(block_cipher(spec.algorithm, tweak)?))
             }
-            Chaining::Cbc | Chaining::Ecb => (key, None),
+            Chaining::Cbc | Chaining::Ctr | Chaining::Ecb => (key, None),
         };
         let vectors = match spec.initial_vector {
             InitialVector::Essiv(hash) => {
@@ -159,6 +183,10 @@ impl SectorCipher {
             InitialVector::Plain | InitialVector::Plain64 => None,
         };
         let data = block_cipher(spec.algorithm, data)?;
+        if tweak.is_some() && data.block_bytes() != BLOCK_BYTES {
+            let message = "XTS takes ciphers with blocks of 16 bytes";
+            return Err(Error::unsupported(message).field("cipher_name").value(spec.algorithm.name()));
+        }
         Ok(SectorCipher { chaining: spec.chaining, data, tweak, initial_vector: spec.initial_vector, vectors })
     }
 
@@ -176,7 +204,7 @@ impl SectorCipher {
         debug_assert!(bytes.len().is_multiple_of(SECTOR_BYTES));
         let mut number = first;
         for group in bytes.chunks_mut(SECTORS_AT_ONCE * SECTOR_BYTES) {
-            let mut vectors = [Block::default(); SECTORS_AT_ONCE];
+            let mut vectors = [Vector::default(); SECTORS_AT_ONCE];
             let vectors = &mut vectors[..group.len() / SECTOR_BYTES];
             for vector in vectors.iter_mut() {
                 let narrow = self.initial_vector == InitialVector::Plain;
@@ -185,16 +213,17 @@ impl SectorCipher {
                 number = number.wrapping_add(1);
             }
             if let Some(cipher) = &self.vectors {
-                cipher.encrypt(vectors);
+                cipher.encrypt(vectors.as_flattened_mut());
             }
             if let Some(cipher) = &self.tweak {
-                cipher.encrypt(vectors);
+                cipher.encrypt(vectors.as_flattened_mut());
             }
             for (sector, vector) in group.chunks_exact_mut(SECTOR_BYTES).zip(vectors) {
                 match (self.chaining, direction) {
                     (Chaining::Xts, _) => self.xts(*vector, sector, direction),
                     (Chaining::Cbc, Direction::Encrypt) => self.cbc_encrypt(*vector, sector),
                     (Chaining::Cbc, Direction::Decrypt) => self.cbc_decrypt(*vector, sector),
+                    (Chaining::Ctr, _) => self.ctr(*vector, sector),
                     (Chaining::Ecb, _) => self.blocks(sector, direction),
                 }
             }
@@ -203,16 +232,16 @@ impl SectorCipher {
 
     fn blocks(&self, sector: &mut [u8], direction: Direction) {
         match direction {
-            Direction::Encrypt => self.data.encrypt(as_blocks(sector)),
-            Direction::Decrypt => self.data.decrypt(as_blocks(sector)),
+            Direction::Encrypt => self.data.encrypt(sector),
+            Direction::Decrypt => self.data.decrypt(sector),
         }
     }
 
     /// All tweaks first, so that the blocks go through the cipher together.
-    fn xts(&self, first: Block, sector: &mut [u8], direction: Direction) {
+    fn xts(&self, first: Vector, sector: &mut [u8], direction: Direction) {
         const BLOCKS: usize = SECTOR_BYTES / BLOCK_BYTES;
         let mut tweaks = [0u128; BLOCKS];
-        let mut tweak = u128::from_le_bytes(first.into());
+        let mut tweak = u128::from_le_bytes(first);
         for place in &mut tweaks {
             *place = tweak;
             // Times x in GF(2^128), by x^128 = x^7 + x^2 + x + 1.
@@ -223,21 +252,38 @@ impl SectorCipher {
         whiten(sector, &tweaks);
     }
 
-    fn cbc_encrypt(&self, vector: Block, sector: &mut [u8]) {
+    fn cbc_encrypt(&self, vector: Vector, sector: &mut [u8]) {
         let mut last = vector;
-        for block in as_blocks(sector) {
+        let len = self.data.block_bytes();
+        for block in sector.chunks_exact_mut(len) {
             block.iter_mut().zip(&last).for_each(|(byte, before)| *byte ^= before);
-            self.data.encrypt(std::slice::from_mut(block));
-            last = *block;
+            self.data.encrypt(block);
+            last[..len].copy_from_slice(block);
         }
     }
 
-    fn cbc_decrypt(&self, vector: Block, sector: &mut [u8]) {
+    fn cbc_decrypt(&self, vector: Vector, sector: &mut [u8]) {
         let mut stored = [0; SECTOR_BYTES];
         stored.copy_from_slice(sector);
-        self.data.decrypt(as_blocks(sector));
-        let before = vector.iter().chain(&stored[..SECTOR_BYTES - BLOCK_BYTES]);
+        self.data.decrypt(sector);
+        let len = self.data.block_bytes();
+        let before = vector[..len].iter().chain(&stored[..SECTOR_BYTES - len]);
         sector.iter_mut().zip(before).for_each(|(byte, before)| *byte ^= before);
+    }
+
+    /// All counters go through the cipher together; both directions are one.
+    fn ctr(&self, vector: Vector, sector: &mut [u8]) {
+        let mut stream = [0; SECTOR_BYTES];
+        let len = self.data.block_bytes();
+        // A short block's counter is the front of the vector.
+        let mut counter = u128::from_be_bytes(vector);
+        let one = 1u128 << (8 * (BLOCK_BYTES - len));
+        for block in stream.chunks_exact_mut(len) {
+            block.copy_from_slice(&counter.to_be_bytes()[..len]);
+            counter = counter.wrapping_add(one);
+        }
+        self.data.encrypt(&mut stream);
+        sector.iter_mut().zip(stream).for_each(|(byte, key)| *byte ^= key);
     }
 }
 
@@ -251,7 +297,27 @@ fn whiten(sector: &mut [u8], tweaks: &[u128]) {
 mod tests {
     use super::*;
 
-    const MODES: [&str; 6] = ["xts-plain64", "xts-plain", "xts-essiv:sha256", "cbc-plain64", "cbc-essiv:sha256", "ecb"];
+    const MODES: [&str; 10] = [
+        "xts-plain64",
+        "xts-plain",
+        "xts-essiv:sha256",
+        "cbc-plain64",
+        "cbc-essiv:sha256",
+        "cbc-essiv:md5",
+        "ctr-plain64",
+        "ctr-plain",
+        "ctr-essiv:sha256",
+        "ecb",
+    ];
+
+    /// True when the algorithm has the mode: XTS takes blocks of 16 bytes, and ESSIV a digest that is a key.
+    fn has(algorithm: Algorithm, mode: &str) -> bool {
+        match mode.split_once("essiv:") {
+            _ if algorithm == Algorithm::Cast5 && mode.starts_with("xts") => false,
+            Some((_, hash)) => algorithm.key_bytes().contains(&Hash::named("", hash).unwrap().digest_bytes()),
+            None => true,
+        }
+    }
 
     /// IEEE 1619-2007, annex B, XTS-AES-128 vector 4 and XTS-AES-256 vector 10: first and last bytes of the sector.
     #[test]
@@ -281,25 +347,53 @@ mod tests {
 
     #[test]
     fn what_is_encrypted_is_decrypted() {
-        for name in ["aes", "serpent", "twofish"] {
-            for mode in MODES {
-                for width in [16, 24, 32] {
-                    let spec = CipherSpec::parse(name, mode).unwrap();
-                    assert_eq!(spec.mode_name(), mode);
-                    let len = if spec.chaining == Chaining::Xts { 2 * width } else { width };
-                    let key: Vec<u8> = (0..len).map(|at| (at * 7 + 3) as u8).collect();
-                    let cipher = SectorCipher::new(spec, &key).unwrap();
-                    let plain: Vec<u8> = (0..19 * SECTOR_BYTES).map(|at| (at / 5) as u8).collect();
-                    let mut bytes = plain.clone();
-                    cipher.encrypt(u64::from(u32::MAX) - 3, &mut bytes);
-                    assert!(bytes != plain, "{name} {mode}");
-                    // Sector by sector is the same as all at once.
-                    let mut single = plain[5 * SECTOR_BYTES..6 * SECTOR_BYTES].to_vec();
-                    cipher.encrypt(u64::from(u32::MAX) + 2, &mut single);
-                    assert!(single == bytes[5 * SECTOR_BYTES..6 * SECTOR_BYTES], "{name} {mode}");
-                    cipher.decrypt(u64::from(u32::MAX) - 3, &mut bytes);
-                    assert!(bytes == plain, "{name} {mode}");
+        let mut seen = 0;
+        for algorithm in Algorithm::ALL {
+            for mode in MODES.into_iter().filter(|mode| has(algorithm, mode)) {
+                for width in algorithm.key_bytes() {
+                    round_trip(algorithm.name(), mode, *width);
+                    seen += 1;
                 }
+            }
+        }
+        assert_eq!(seen, 3 * 3 * 10 + 5 + 7);
+    }
+
+    fn round_trip(name: &str, mode: &str, width: usize) {
+        let spec = CipherSpec::parse(name, mode).unwrap();
+        assert_eq!(spec.mode_name(), mode);
+        let len = if spec.chaining == Chaining::Xts { 2 * width } else { width };
+        let key: Vec<u8> = (0..len).map(|at| (at * 7 + 3) as u8).collect();
+        let cipher = SectorCipher::new(spec, &key).unwrap();
+        let plain: Vec<u8> = (0..19 * SECTOR_BYTES).map(|at| (at / 5) as u8).collect();
+        let mut bytes = plain.clone();
+        cipher.encrypt(u64::from(u32::MAX) - 3, &mut bytes);
+        assert!(bytes != plain, "{name} {mode}");
+        // Sector by sector is the same as all at once.
+        let mut single = plain[5 * SECTOR_BYTES..6 * SECTOR_BYTES].to_vec();
+        cipher.encrypt(u64::from(u32::MAX) + 2, &mut single);
+        assert!(single == bytes[5 * SECTOR_BYTES..6 * SECTOR_BYTES], "{name} {mode}");
+        cipher.decrypt(u64::from(u32::MAX) - 3, &mut bytes);
+        assert!(bytes == plain, "{name} {mode}");
+    }
+
+    /// NIST SP 800-38A, F.5.1 has its own first counter; here the counter is the sector's number, little end first, and
+    /// counts up from its other end.
+    #[test]
+    fn counters_count_from_the_big_end() {
+        for (name, len) in [("aes", 16), ("cast5", 8)] {
+            let spec = CipherSpec::parse(name, "ctr-plain64").unwrap();
+            let key = [0x2b; 16];
+            let cipher = SectorCipher::new(spec, &key).unwrap();
+            let mut bytes = vec![0; SECTOR_BYTES];
+            cipher.encrypt(5, &mut bytes);
+            let blocks = block_cipher(spec.algorithm, &key).unwrap();
+            for (index, stored) in bytes.chunks(len).enumerate() {
+                let mut counter = vec![0; len];
+                counter[0] = 5;
+                counter[len - 1] = index as u8;
+                blocks.encrypt(&mut counter);
+                assert_eq!(stored, counter, "{name} {index}");
             }
         }
     }
@@ -307,12 +401,12 @@ mod tests {
     #[test]
     fn what_is_not_known_is_refused() {
         for (name, mode) in [
-            ("cast5", "cbc-plain64"),
-            ("aes", "ctr-plain64"),
+            ("des", "cbc-plain64"),
+            ("aes", "gcm-plain64"),
             ("aes", "cbc"),
             ("aes", "xts-null"),
             ("aes", "cbc-essiv"),
-            ("aes", "cbc-essiv:md5"),
+            ("aes", "cbc-essiv:md4"),
             ("", ""),
         ] {
             assert!(CipherSpec::parse(name, mode).is_err(), "{name} {mode}");
@@ -323,6 +417,9 @@ mod tests {
         for len in [0, 15, 16, 33, 34, 63, 128] {
             assert!(SectorCipher::new(spec, &vec![1; len]).is_err(), "{len}");
         }
+        let spec = CipherSpec::parse("cast5", "xts-plain64").unwrap();
+        let error = SectorCipher::new(spec, &[1; 32]).expect_err("its blocks are too short");
+        assert!(error.to_string().contains("blocks of 16 bytes"), "{error}");
         // A vector cipher takes the hash as its key, which must fit.
         let spec = CipherSpec::parse("aes", "cbc-essiv:sha1").unwrap();
         assert!(SectorCipher::new(spec, &[1; 16]).is_err());

@@ -3,7 +3,7 @@
 //! one secret is wrapped in another.
 
 use crate::Algorithm;
-use crate::blocks::{BLOCK_BYTES, Block, as_blocks, block_cipher};
+use crate::blocks::{BLOCK_BYTES, block_cipher};
 use cowshed_block::{Error, Result};
 use zeroize::Zeroizing;
 
@@ -16,7 +16,7 @@ pub fn unwrap_aes256(key: &[u8], vector: &[u8], wrapped: &[u8]) -> Result<Zeroiz
         let message = format!("Secret key length must be {KEY_BYTES} bytes, not {}", key.len());
         return Err(Error::invalid_argument(message));
     }
-    let Ok(mut last) = Block::try_from(vector) else {
+    let Ok(mut last) = <[u8; BLOCK_BYTES]>::try_from(vector) else {
         let message = format!("IV should be {BLOCK_BYTES} bytes in length, not {}", vector.len());
         return Err(Error::invalid_argument(message));
     };
@@ -26,9 +26,9 @@ pub fn unwrap_aes256(key: &[u8], vector: &[u8], wrapped: &[u8]) -> Result<Zeroiz
     }
     let cipher = block_cipher(Algorithm::Aes, key)?;
     let mut plain = Zeroizing::new(wrapped.to_vec());
-    for block in as_blocks(&mut plain) {
+    for block in plain.as_chunks_mut::<BLOCK_BYTES>().0 {
         let stored = *block;
-        cipher.decrypt(std::slice::from_mut(block));
+        cipher.decrypt(block);
         block.iter_mut().zip(&last).for_each(|(byte, before)| *byte ^= before);
         last = stored;
     }
@@ -51,10 +51,10 @@ mod tests {
         let padding = BLOCK_BYTES - plain.len() % BLOCK_BYTES;
         let mut bytes = [plain, &vec![padding as u8; padding]].concat();
         let cipher = block_cipher(Algorithm::Aes, key).unwrap();
-        let mut last = Block::try_from(vector).unwrap();
-        for block in as_blocks(&mut bytes) {
+        let mut last = <[u8; BLOCK_BYTES]>::try_from(vector).unwrap();
+        for block in bytes.as_chunks_mut::<BLOCK_BYTES>().0 {
             block.iter_mut().zip(&last).for_each(|(byte, before)| *byte ^= before);
-            cipher.encrypt(std::slice::from_mut(block));
+            cipher.encrypt(block);
             last = *block;
         }
         bytes

@@ -119,7 +119,10 @@ fn qemu_and_cryptsetup_open_ours() {
         ("twofish", 32, "cbc-essiv:sha256"),
     ];
     for (index, (name, key_bytes, mode)) in ciphers.into_iter().enumerate() {
-        let hash = Hash::ALL[index % Hash::ALL.len()].1;
+        // cryptsetup refuses MD5, and the installed QEMU may not know SM3 yet.
+        let hashes: Vec<Hash> =
+            Hash::ALL.map(|(_, hash)| hash).into_iter().filter(|hash| !matches!(hash, Hash::Md5 | Hash::Sm3)).collect();
+        let hash = hashes[index % hashes.len()];
         let spec = CipherSpec::parse(name, mode).unwrap();
         let (mut volume, key) = Volume::create(spec, hash, key_bytes, 1000).unwrap();
         let payload = volume.header().payload_offset as usize;

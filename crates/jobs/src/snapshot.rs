@@ -37,7 +37,7 @@ pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
 pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     let request: OpenRequest = image.request()?.force_share(false).writable(true);
-    let node = image.open(request.for_check().no_backing()).await?;
+    let node = image.open(request.for_check().trying_keys().no_backing()).await?;
     let result = match file_of(&node) {
         Ok(file) => change(&file, action, job).await,
         Err(error) => Err(error),

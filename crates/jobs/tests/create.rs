@@ -130,7 +130,9 @@ fn what_qemu_img_refuses_is_refused_and_the_file_kept() {
             "encrypt.format=luks,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha1",
             "key_bytes",
         ),
-        ("encryption=on", "unsafe"),
+        ("encryption=on", "Parameter 'encrypt.key-secret' is required for cipher"),
+        ("encryption=on,encrypt.format=aes", "can't be used at the same time"),
+        ("encrypt.format=aes,encrypt.cipher-alg=aes-128", "Parameter 'encrypt.cipher-alg' is unexpected"),
     ] {
         let theirs = bench.tool("qemu-img", &["create", "-f", "qcow2", "-o", options, "theirs.qcow2", "1M"]);
         assert_eq!(theirs.status.code(), Some(1), "qemu-img with {options}");

@@ -141,6 +141,10 @@ impl LuksHeader {
 
     /// Cipher with the width of its key, as QEMU names it: "aes-256". XTS uses two keys, half the master key each.
     pub fn cipher_with_width(&self) -> String {
+        // It has one width only.
+        if self.cipher_name == "sm4" {
+            return self.cipher_name.clone();
+        }
         let keys = if self.mode_parts().0 == "xts" { 2 } else { 1 };
         format!("{}-{}", self.cipher_name, u64::from(self.key_bytes) * 8 / keys)
     }

@@ -174,6 +174,7 @@ impl LiveScene {
     pub fn new(seed: u64) -> Self {
         let mut scene = CrashScene::new(seed);
         scene.bitmaps.clear();
+        (scene.encryption, scene.amend) = ("", "");
         let mut random = Random::new(seed ^ 0x11fe);
         let overlay_options = random.pick(&[
             "cluster_size=512",

@@ -26,6 +26,10 @@ pub struct CrashScene {
     pub snapshots: bool,
     /// Granularities of its enabled dirty bitmaps, in bytes.
     pub bitmaps: Vec<u64>,
+    /// `-o` options of its encryption, "" for none.
+    pub encryption: &'static str,
+    /// `-o` options of the amendment behind the guest's requests, "" for none.
+    pub amend: &'static str,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
 }
@@ -42,6 +46,10 @@ pub struct Effort {
     /// The disk has room for so many bytes more than the image takes at the start; `None`: endless.
     pub room_bytes: Option<u64>,
 }
+
+const LEGACY_AES: &str = "encrypt.format=aes";
+const LUKS_XTS: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128";
+const LUKS_CBC: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc";
 
 /// So little that tables come and go all the time.
 const SMALL_CACHE: &str = "l2-cache-size=1k,l2-cache-entry-size=512,refcount-cache-size=2k";
@@ -101,6 +109,8 @@ impl CrashScene {
             options,
             snapshots: false,
             bitmaps: Vec::new(),
+            encryption: "",
+            amend: "",
             whole_sectors,
         };
         // Each cluster is counted three times then, a compressed one's neighbours too.
@@ -110,13 +120,36 @@ impl CrashScene {
             let count = 1 + random.below(2);
             scene.bitmaps = (0..count).map(|_| random.pick(&[512, 512, 4096, 65536, 1 << 20])).collect();
         }
+        // From another source, so that a seed's image stays what it was.
+        let mut random = Random::new(seed ^ 0x6c75_6b73);
+        if !has_backing && !scene.grows() && random.chance(20) {
+            // A key derivation for each state is dear; the legacy method has none.
+            scene.encryption = random.pick(&[LEGACY_AES, LEGACY_AES, LUKS_XTS, LUKS_CBC]);
+        }
+        if random.chance(12) {
+            scene.amend = scene.amendment(&mut random);
+        }
         scene
+    }
+
+    /// What can be amended in every image of these features.
+    fn amendment(&self, random: &mut Random) -> &'static str {
+        let spec = self.spec();
+        let is_plain = !spec.extended_l2 && spec.data_file.is_none() && self.encryption.is_empty();
+        match spec.is_v2 {
+            true => random.pick(&["compat=1.1", "compat=1.1,refcount_bits=64", "compat=1.1,lazy_refcounts=on"]),
+            false if is_plain && !self.snapshots && self.bitmaps.is_empty() && random.chance(40) => {
+                "compat=0.10,refcount_bits=16,lazy_refcounts=off"
+            }
+            false => random.pick(&["refcount_bits=16", "refcount_bits=32", "refcount_bits=64", "lazy_refcounts=off"]),
+        }
     }
 
     /// The same case with the image's file behind a filter that lets everything pass.
     #[must_use]
     pub fn behind_a_filter(mut self) -> CrashScene {
         self.options = BEHIND_A_FILTER;
+        self.encryption = "";
         self
     }
 
@@ -132,7 +165,7 @@ impl CrashScene {
     }
 
     fn compresses(&self) -> bool {
-        self.spec().data_file.is_none() && self.seed.is_multiple_of(3)
+        self.spec().data_file.is_none() && self.encryption.is_empty() && self.seed.is_multiple_of(3)
     }
 
     /// Cluster size in bytes and refcount width in bits.
@@ -152,6 +185,8 @@ impl CrashScene {
             (self.chain.layers.len() > 1, "backing"),
             (self.snapshots, "snapshots"),
             (!self.bitmaps.is_empty(), "bitmaps"),
+            (!self.encryption.is_empty(), "encrypted"),
+            (!self.amend.is_empty(), "amended"),
             (self.compresses(), "compressed"),
             (spec.data_file == Some(DataFile::Mapped), "data file"),
             (spec.data_file == Some(DataFile::Raw), "raw data file"),
@@ -180,6 +215,9 @@ impl CrashScene {
             (self.chain.layers.len() > 1, "backing"),
             (self.snapshots, "snapshots"),
             (!self.bitmaps.is_empty(), "bitmaps"),
+            (self.encryption == LEGACY_AES, "legacy AES"),
+            (self.encryption.contains("luks"), "LUKS"),
+            (!self.amend.is_empty(), "amended"),
             (self.grows(), "tables grow"),
             (self.config.capacity_bytes.is_some(), "disk gets full"),
             (!self.config.features.punch_hole, "no fallocate"),
@@ -213,7 +251,16 @@ impl CrashScene {
             queues: self.queues,
             plan,
             sample_qemu: effort.sample_qemu,
+            amend: self.amend,
         }
+    }
+
+    fn prepared(&self) -> Prepared {
+        let Some(layer) = self.chain.layers.last().filter(|_| !self.encryption.is_empty()) else {
+            return Prepared::with(&self.chain, self.snapshots, &self.bitmaps);
+        };
+        let writes = [(layer.size / 7, layer.size / 5), (layer.size / 2, layer.size / 8)];
+        Prepared::encrypted(self.spec(), self.encryption, layer.size, &writes, self.snapshots, &self.bitmaps)
     }
 
     /// Runs the case.
@@ -221,7 +268,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
-        let prepared = Prepared::with(&self.chain, self.snapshots, &self.bitmaps);
+        let prepared = self.prepared();
         let steps = self.steps(&prepared, effort.requests);
         prepared.crash_or_shrink(&self.trial_on(&prepared, steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
@@ -234,7 +281,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong.
     pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
-        let prepared = Prepared::with(&self.chain, self.snapshots, &self.bitmaps);
+        let prepared = self.prepared();
         prepared.crash(&self.trial_on(&prepared, steps, effort, faults))
     }
 

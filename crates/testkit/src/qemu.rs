@@ -218,6 +218,14 @@ impl Qemu {
         assert_eq!(verdict.code, 0, "qemu-img check {}: {}\n{}", path.display(), verdict.json, verdict.stderr);
     }
 
+    /// Panics unless `qemu-img check` finds nothing but leaks.
+    #[track_caller]
+    pub fn expect_no_corruption(&self, path: &Path) {
+        let verdict = self.check(path, "qcow2");
+        let is_well = matches!(verdict.code, 0 | 3) && verdict.corruptions == 0;
+        assert!(is_well, "qemu-img check {}: {}\n{}", path.display(), verdict.json, verdict.stderr);
+    }
+
     /// `qemu-img compare`: true for equal content. Panics when it can't compare.
     #[track_caller]
     pub fn is_equal(&self, left: (&Path, &str), right: (&Path, &str)) -> bool {

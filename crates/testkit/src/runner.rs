@@ -43,12 +43,14 @@ pub struct Outcome {
     pub errors: Vec<(Step, Error)>,
     /// Reads that gave what they may not.
     pub wrong_reads: Vec<String>,
+    /// Length of the machine's log when the disk was closed.
+    pub closed_at: usize,
 }
 
 impl Outcome {
     /// Nothing was done.
     pub fn untouched(model: Model) -> Self {
-        Outcome { model, errors: Vec::new(), wrong_reads: Vec::new() }
+        Outcome { model, errors: Vec::new(), wrong_reads: Vec::new(), closed_at: usize::MAX }
     }
 }
 

@@ -15,6 +15,8 @@ use cowshed_image::create::{CreateRequest, prepare};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_image::secret::Secret;
+use cowshed_jobs::amend::{self, AmendOptions};
+use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::sim::{Config, Effect, Fault, PageMap, Replay, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::ops::Range;
@@ -130,6 +132,8 @@ pub struct Trial {
     pub plan: CrashPlan,
     /// One of so many distinct states is handed to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
+    /// What is amended behind the guest's requests, "" for nothing.
+    pub amend: &'static str,
 }
 
 impl Trial {
@@ -212,9 +216,16 @@ impl Prepared {
         }
     }
 
-    /// A LUKS image of our own making with `options` (`encrypt.…` and others, as `-o` takes them), to which the real
-    /// QEMU has written `writes`, each an offset and a length in bytes.
-    pub fn encrypted(spec: &Qcow2Spec, options: &str, size: u64, writes: &[(u64, u64)]) -> Self {
+    /// An encrypted image of our own making with `options` (`encrypt.…`, as `-o` takes them), to which the real QEMU has
+    /// written `writes`, each an offset and a length in bytes; with snapshots and bitmaps as [`Prepared::with`].
+    pub fn encrypted(
+        spec: &Qcow2Spec,
+        options: &str,
+        size: u64,
+        writes: &[(u64, u64)],
+        has_snapshots: bool,
+        granularities: &[u64],
+    ) -> Self {
         let (qemu, folder) = (Qemu::system(), temp_dir());
         let path = folder.path().join("encrypted.qcow2");
         let top = path.to_string_lossy().into_owned();
@@ -222,11 +233,7 @@ impl Prepared {
             filename: top.clone(),
             format: "qcow2".to_owned(),
             size: Some(size),
-            options: vec![
-                spec.options(&path, None),
-                format!("encrypt.format=luks,{KEY},encrypt.iter-time=1"),
-                options.to_owned(),
-            ],
+            options: vec![spec.options(&path, None), KEY.to_owned(), options.to_owned()],
             secrets: vec![(SECRET_ID.to_owned(), Secret::new(PASSPHRASE.into()))],
             ..CreateRequest::default()
         };
@@ -248,12 +255,26 @@ impl Prepared {
             let command = format!("write -q -P {} {offset} {len}", index + 1);
             prepared.qemu.io(prepared.key_arguments(&["-c", &command])).expect_ok();
         }
+        let snapshots: &[&str] = if has_snapshots { &["one", "two"] } else { &[] };
+        for name in snapshots {
+            prepared.qemu.img(prepared.key_arguments(&["snapshot", "-c", name])).expect_ok();
+            prepared.qemu.io(prepared.key_arguments(&["-c", "write -q -P 99 0 512"])).expect_ok();
+        }
+        for (number, granularity) in granularities.iter().enumerate() {
+            let name = format!("bitmap{number}");
+            let mut arguments = prepared.key_arguments(&["bitmap", "--add", "-g", &granularity.to_string()]);
+            arguments.push(name.clone());
+            prepared.qemu.img(arguments).expect_ok();
+            prepared.bitmaps.push(name);
+        }
         prepared.content = prepared.content_by_qemu();
         for entry in std::fs::read_dir(prepared.folder.path()).expect("the folder is there") {
             let path = entry.expect("the folder can be listed").path();
             let bytes = std::fs::read(&path).expect("the files just made can be read");
             prepared.files.insert(path.to_string_lossy().into_owned(), PageMap::from_bytes(&bytes));
         }
+        let digest = prepared.files.get(&prepared.top).map_or(Ok(0), snapshot_digest);
+        prepared.snapshots_at_start = digest.unwrap_or_else(|wrong| panic!("the image just made: {wrong}"));
         prepared.patch(|_| {});
         prepared
     }
@@ -346,7 +367,7 @@ impl Prepared {
     /// What is wrong with a disk that is left, with what the cut lost.
     pub fn judge(&self, world: &World, outcome: &Outcome, trial: &Trial) -> std::result::Result<CrashReport, String> {
         let report = explore(&world.trace(), &trial.plan, |case| {
-            told(|| self.verify(&outcome.model, case, trial))?;
+            told(|| self.verify(outcome, case, trial))?;
             match trial.sample_qemu > 0 && case.number % trial.sample_qemu == trial.sample_qemu - 1 {
                 true => self.verify_by_qemu(&outcome.model, case),
                 false => Ok(()),
@@ -374,11 +395,17 @@ impl Prepared {
             Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
             disk => disk.map_err(failed)?,
         };
-        let (outcome, disk) = match trial.queues {
+        let (mut outcome, disk) = match trial.queues {
             0 | 1 => world.run(run_steps(disk, world, model, &trial.steps)),
             queues => run_steps_on_queues(disk, world, model, &trial.steps, queues, trial.config.seed),
         };
-        match world.run(disk.0.close()) {
+        let closed = world.run(disk.0.close());
+        outcome.closed_at = world.position();
+        let ended = match trial.amend {
+            "" => closed,
+            options => closed.and_then(|()| self.amend(world, options)),
+        };
+        match ended {
             Err(error) if !trial.may_fail() => return Err(failed(error)),
             _ => {}
         }
@@ -397,6 +424,18 @@ impl Prepared {
             self.check_leaks_at_end(world)?;
         }
         Ok(outcome)
+    }
+
+    /// Amends the image, which is closed.
+    fn amend(&self, world: &World, options: &str) -> Result<()> {
+        let name = match self.is_encrypted {
+            true => format!("driver=qcow2,file.filename={},{KEY}", self.top),
+            false => format!("driver=qcow2,file.filename={}", self.top),
+        };
+        let secrets = vec![(SECRET_ID.to_owned(), Secret::new(PASSPHRASE.into()))];
+        let image = ImageSpec { name, image_opts: true, secrets, ..ImageSpec::default() };
+        let options = AmendOptions { image, options: vec![options.to_owned()], ..AmendOptions::default() };
+        world.run(amend::run(&options, &JobHandle::new())).map_err(|error| error.context("amend"))
     }
 
     /// A run without faults and cuts leaks nothing.
@@ -459,13 +498,15 @@ impl Prepared {
 
     /// Our own look at a state: audit, open for writing (recovers a dirty image), read everything, now and then write
     /// on, close, audit.
-    fn verify(&self, model: &Model, case: &CrashCase<'_>, trial: &Trial) -> std::result::Result<(), String> {
+    fn verify(&self, outcome: &Outcome, case: &CrashCase<'_>, trial: &Trial) -> std::result::Result<(), String> {
+        let model = &outcome.model;
         let contents = case.state.files.get(&self.top).ok_or("the image is gone")?;
         let before = audit(contents).map_err(|complaint| format!("audit: {complaint}"))?;
         if snapshot_digest(contents)? != self.snapshots_at_start {
             return Err("what an internal snapshot holds has changed".to_owned());
         }
-        if !trial.may_fail() {
+        // An amendment writes tables of every kind beside the old ones.
+        if !trial.may_fail() && case.position <= outcome.closed_at {
             self.check_leak_bound(model, case, &before)?;
         }
         if case.number % 16 == 3 {

@@ -128,3 +128,33 @@ fn repairs_keep_encrypted_images_readable() {
         assert!(content(&copy) == before, "{name}");
     }
 }
+
+/// Bitmaps tell what was written; what a repair gives up nobody wrote. So they go, and only then.
+#[test]
+fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
+    let bench = Workbench::new();
+    let image = bench.base("bitmaps");
+    let check = |copy: &Path, lossy: bool| {
+        let image = ImageSpec::file(copy.to_str().expect("text path")).format("qcow2");
+        let options = CheckOptions { image, repair: Repair::All, lossy, ..CheckOptions::default() };
+        rt::block_on(check::run(&options, &JobHandle::new())).expect("a check").expect("qcow2 is checked")
+    };
+    let lost: Damage = |v| v.set_word(v.l2_entry(3), 1 << 63 | 100 << 20);
+    let leak: Damage = |v| v.set_refcount(v.host_cluster(1), 2);
+    for (damage, kept) in [(lost, 0), (leak, 2)] {
+        let copy = bench.copy(&image, "damaged");
+        damage(&Victim::open(&copy));
+        let careful = bench.copy(&copy, "careful");
+        check(&careful, false);
+        assert_eq!(bitmaps(&careful).len(), 2, "an ordinary repair gives nothing up");
+        let outcome = check(&copy, true);
+        assert_eq!(outcome.exit_code(), 0, "{}", report::finding_lines(&outcome).join("\n"));
+        assert_eq!(bitmaps(&copy).len(), kept);
+        let said = outcome.report.notes.iter().any(|note| note.contains("dirty bitmaps were removed (2)"));
+        assert_eq!(said, kept == 0, "{:?}", outcome.report.notes);
+        bench.qemu.expect_clean(&copy);
+        let content = bench.content(&copy).expect("it can be read");
+        let expected = if kept == 0 { 0 } else { 1 };
+        assert!(content[192 << 10..256 << 10].iter().all(|byte| *byte == expected));
+    }
+}

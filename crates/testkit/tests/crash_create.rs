@@ -5,19 +5,25 @@ use cowshed_image::Preallocation;
 use cowshed_image::create::qcow2::Qcow2CreateOptions;
 use cowshed_image::create::schema::{OptionValues, options_of};
 use cowshed_image::create::write_fresh_qcow2;
-use cowshed_image::encryption::NewEncryption;
+use cowshed_image::encryption::{ImageEncryption, NewEncryption};
 use cowshed_image::secret::Secret;
 use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{File, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use std::path::Path;
 
-fn encryption() -> NewEncryption {
-    let options = ["encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=1".to_owned()];
+fn encryption(method: &str) -> Option<ImageEncryption> {
+    let options = [format!("encrypt.format={method},encrypt.key-secret=s")];
     let values = OptionValues::parse(options_of("qcow2").expect("a table"), &options).expect("options");
     let secrets = [("s".to_owned(), Secret::new(b"geheim".to_vec()))];
-    let new = NewEncryption::from_values(&values, "encrypt.").and_then(|new| new.with_secrets("key-secret", &secrets));
-    new.expect("encryption")
+    let new = ImageEncryption::from_values(&values).expect("encryption").expect("it was asked for");
+    let new = match new {
+        ImageEncryption::Luks(new) => {
+            ImageEncryption::Luks(NewEncryption { iteration_time: std::time::Duration::from_millis(1), ..new })
+        }
+        other => other,
+    };
+    Some(new.with_secrets(&secrets).expect("the secret"))
 }
 
 #[test]
@@ -35,7 +41,15 @@ fn a_cut_creation_leaves_a_whole_image_or_none() {
         },
         Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Metadata, ..plain() },
         Qcow2CreateOptions { cluster_bits: 12, preallocation: Preallocation::Full, ..plain() },
-        Qcow2CreateOptions { cluster_bits: 16, encryption: Some(encryption()), ..plain() },
+        Qcow2CreateOptions { cluster_bits: 16, encryption: encryption("luks"), ..plain() },
+        Qcow2CreateOptions { cluster_bits: 12, encryption: encryption("aes"), ..plain() },
+        Qcow2CreateOptions {
+            version: 2,
+            cluster_bits: 12,
+            preallocation: Preallocation::Metadata,
+            encryption: encryption("aes"),
+            ..plain()
+        },
     ]
     .into_iter()
     .enumerate()

@@ -14,8 +14,9 @@ use cowshed_testkit::scenario::{Prepared, Trial};
 use std::path::Path;
 use std::time::Duration;
 
-const CBC: &str = "encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv";
-const XTS: &str = "encrypt.cipher-alg=aes-128";
+const CBC: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv";
+const AES: &str = "encrypt.format=aes";
+const XTS: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128";
 
 #[test]
 fn encrypted_images_survive_power_cuts() {
@@ -30,11 +31,15 @@ fn encrypted_images_survive_power_cuts() {
         (Qcow2Spec { preallocation: "metadata", ..spec(4096) }, XTS, 512, 1),
         (Qcow2Spec { is_v2: true, ..spec(4096) }, CBC, 512, 1),
         (Qcow2Spec { refcount_bits: 64, ..spec(512) }, CBC, 512, 2),
+        (spec(4096), AES, 512, 2),
+        (Qcow2Spec { extended_l2: true, ..spec(16384) }, AES, 4096, 1),
+        (Qcow2Spec { data_file: Some(DataFile::Raw), ..spec(4096) }, AES, 512, 1),
+        (Qcow2Spec { data_file: Some(DataFile::Raw), ..spec(4096) }, XTS, 512, 1),
     ];
     for (index, (spec, options, sector_bytes, queues)) in cases.into_iter().enumerate() {
         let seed = index as u64 + 1;
         let size = 24 * spec.cluster_size.max(4096);
-        let prepared = Prepared::encrypted(&spec, options, size, &[(1000, 5000), (size / 2, 9000)]);
+        let prepared = Prepared::encrypted(&spec, options, size, &[(1000, 5000), (size / 2, 9000)], false, &[]);
         // Odd bytes in most cases: part of a sector is read and written again.
         let align_bytes = if index % 3 == 1 { 512 } else { 1 };
         let steps = OpGen { align_bytes, ..prepared.requests() }.steps(seed, 30);
@@ -46,6 +51,7 @@ fn encrypted_images_survive_power_cuts() {
             queues,
             plan: CrashPlan { max_distinct: 60, ..CrashPlan::new(seed) },
             sample_qemu: 25,
+            amend: "",
         };
         let report = prepared.crash_or_shrink(&trial);
         total.add(&report.unwrap_or_else(|complaint| panic!("case {index} ({spec:?}, {options}): {complaint}")));

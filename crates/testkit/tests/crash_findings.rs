@@ -25,6 +25,7 @@ fn survives(layers: Vec<Layer>, config: &Config, faults: &[Fault], requests: &st
             queues: 1,
             plan: CrashPlan { max_distinct: 300, ..CrashPlan::new(seed) },
             sample_qemu: 0,
+            amend: "",
         };
         let report = prepared.crash(&trial).unwrap_or_else(|complaint| panic!("seed {seed}: {complaint}"));
         assert!(report.distinct() > 2, "{report}");

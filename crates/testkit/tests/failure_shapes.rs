@@ -39,6 +39,7 @@ fn trial(seed: u64, requests: &str) -> Trial {
         queues: 1,
         plan: CrashPlan { max_distinct: 400, ..CrashPlan::new(seed) },
         sample_qemu: 150,
+        amend: "",
     }
 }
 

@@ -3,7 +3,11 @@
 //! the matrix of options; each against a plain copy of the disk's bytes.
 
 use cowshed_image::snapshots::{self, SnapshotOptions};
-use cowshed_image::{OpenRequest, open};
+use cowshed_image::{OpenRequest, Preallocation, open};
+use cowshed_jobs::amend::{self, AmendOptions};
+use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_layout::qcow2::{Header, Snapshot};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
@@ -177,4 +181,127 @@ fn qemu_and_we_take_turns_with_snapshots() {
         }
         subject.verify();
     });
+}
+
+/// The snapshots of an image.
+fn listed(path: &Path) -> Vec<Snapshot> {
+    rt::block_on(async {
+        let node = open(OpenRequest::file(path.to_str().expect("text path")).format("qcow2")).await.expect("open");
+        let driver = node.qcow2().expect("qcow2");
+        let listed = snapshots::list(driver.image_file(), &driver.header()).await.expect("a list");
+        node.close().await.expect("close");
+        listed
+    })
+}
+
+/// What an entry says besides where its table is.
+fn told(snapshot: &Snapshot) -> Snapshot {
+    Snapshot { l1_table_offset: 0, l1_size: 0, ..snapshot.clone() }
+}
+
+/// Gives the first snapshot of an image a past: dates, clocks, a state, and extra data that nobody here knows.
+fn age(path: &Path, is_v2: bool) -> Snapshot {
+    let mut bytes = std::fs::read(path).expect("the image");
+    let header = Header::parse(&bytes).expect("a header");
+    let mut all = listed(path);
+    let first = &mut all[0];
+    first.date_s = 1_234_567_890;
+    first.date_ns = 987_654_321;
+    first.vm_clock_ns = 3_723_004_000_000;
+    // Size of the state, of the disk, instructions, and what a later version may have added.
+    let fields = [0u64, SIZE, 77, 0x0123_4567_89ab_cdef, u64::MAX];
+    let count = if is_v2 { 0 } else { fields.len() };
+    first.extra_data = fields[..count].iter().flat_map(|field| field.to_be_bytes()).collect();
+    let aged = first.clone();
+    let table: Vec<u8> = all.iter().flat_map(|snapshot| snapshot.encode().expect("an entry")).collect();
+    let at = header.snapshots_offset as usize;
+    bytes.resize(bytes.len().max(at + table.len()), 0);
+    bytes[at..at + table.len()].copy_from_slice(&table);
+    std::fs::write(path, bytes).expect("the image");
+    aged
+}
+
+/// Each change of an image writes its snapshots' entries again, or leaves them: as they were.
+#[test]
+fn dates_clocks_and_extra_data_of_a_snapshot_are_kept() {
+    let qemu = Qemu::system();
+    for options in ["compat=1.1", "compat=0.10", "cluster_size=64k,extended_l2=on,refcount_bits=64"] {
+        let folder = temp_dir();
+        let path = folder.path().join("image.qcow2");
+        let name = path.to_str().expect("text path");
+        let is_v2 = options.contains("0.10");
+        qemu.create(&path, "qcow2", options, SIZE);
+        qemu.io_commands(&path, "qcow2", &["write -P 1 0 100k".to_owned()]);
+        qemu.img(["snapshot", "-c", "old", name]).expect_ok();
+        let aged = age(&path, is_v2);
+        let line = |path: &Path| {
+            let said = qemu.img(["snapshot", "-l", path.to_str().expect("text path")]).expect_ok().stdout;
+            said.lines().find(|line| line.contains("old")).expect("the snapshot").to_owned()
+        };
+        let shown = line(&path);
+        assert!(shown.contains("2009-02-1") && shown.contains("01:02:03.004"), "{shown}");
+        let spec = || ImageSpec::file(name).format("qcow2");
+        let amended = async |option: &str| {
+            let options = vec![option.to_owned()];
+            amend::run(&AmendOptions { image: spec(), options, ..AmendOptions::default() }, &JobHandle::new()).await
+        };
+        let snapshot = async |what: &str, of: &[u8]| {
+            let (file, defaults) = (locked(&path), SnapshotOptions::default());
+            match what {
+                "create" => snapshots::create(&file, of, &defaults, &|_, _| true).await.map(drop),
+                "apply" => snapshots::apply(&file, of, &defaults, &|_, _| true).await,
+                _ => snapshots::delete(&file, of, &defaults, &|_, _| true).await,
+            }
+        };
+        let steps: &[&str] =
+            &["write", "create", "apply", "write", "delete", "amend", "bitmap", "grow", "unmark", "older", "newer"];
+        for step in steps {
+            if is_v2 && ["bitmap", "grow", "unmark", "older", "newer"].contains(step) {
+                continue;
+            }
+            let done = rt::block_on(async {
+                match *step {
+                    "create" => snapshot("create", b"new").await,
+                    "apply" => snapshot("apply", b"old").await,
+                    "delete" => snapshot("delete", b"new").await,
+                    "amend" if is_v2 => amended("compat=1.1").await,
+                    "amend" => amended("refcount_bits=32").await,
+                    // Back to 16 bits, which version 2 has.
+                    "older" if options.contains("extended_l2") => amended("refcount_bits=8").await,
+                    "older" => amended("refcount_bits=16,lazy_refcounts=on").await,
+                    "newer" => amended("lazy_refcounts=off").await,
+                    "bitmap" | "unmark" => {
+                        let action = if *step == "bitmap" { BitmapAction::Add } else { BitmapAction::Remove };
+                        let options = BitmapOptions {
+                            image: spec(),
+                            name: "b".to_owned(),
+                            actions: vec![action],
+                            granularity_bytes: None,
+                            source: None,
+                        };
+                        bitmap::run(&options, &JobHandle::new()).await.map_err(|(_, error)| error)
+                    }
+                    _ => {
+                        let node = open(OpenRequest::file(name).format("qcow2").writable(true)).await?;
+                        if *step == "grow" {
+                            node.resize(2 * SIZE, Preallocation::Off).await?;
+                        }
+                        node.write(5000, IoBuf::copy_from(&[7; 9000])).await.0?;
+                        node.close().await
+                    }
+                }
+            });
+            done.unwrap_or_else(|error| panic!("{step} on {options}: {error}"));
+            let now = listed(&path);
+            let mut found = told(&now[0]);
+            if is_v2 && *step == "amend" {
+                // Version 3 wants the sizes there.
+                assert!(found.extra_data.len() >= 16, "{step} on {options}: {found:?}");
+                found.extra_data.clear();
+            }
+            assert_eq!(found, told(&aged), "{step} on {options}");
+            assert_eq!(line(&path), shown, "{step} on {options}");
+            qemu.expect_clean(&path);
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //!
 //! `table.rs` lists the commands; `arguments.rs` takes their words apart, `text.rs` words their reports. The rest
 //! carries them out: `transfer.rs` at once, `background.rs` without waiting, `image.rs` what is no transfer, `session.rs`
-//! opens and closes, `faults.rs` holds requests up, `prompt.rs` asks for lines.
+//! opens and closes, `faults.rs` holds requests up, `zone.rs` refuses what needs a zoned device, `prompt.rs` asks for lines.
 
 mod arguments;
 mod background;
@@ -15,6 +15,7 @@ mod session;
 mod table;
 mod text;
 mod transfer;
+mod zone;
 
 pub use session::{OpenSpec, Session};
 

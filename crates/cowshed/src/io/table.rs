@@ -3,7 +3,7 @@
 
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
-use super::{Shell, background, faults, image, session, transfer};
+use super::{Shell, background, faults, image, session, transfer, zone};
 use std::pin::Pin;
 
 /// Carries a command out.
@@ -70,6 +70,8 @@ const VM_STATE: &str = " -b       the state of a virtual machine, behind the dis
 
 const BACKGROUND: &str = " The command succeeds once the request is under way; errors and wrong data are only printed.
  -i       only say so: for other programs' statistics";
+
+const ZONES: &str = " Only zoned block devices have zones, and no driver here speaks to one: this always fails.";
 
 /// All of them, in the order of `help`.
 pub const COMMANDS: &[Command] = &[
@@ -359,6 +361,73 @@ pub const COMMANDS: &[Command] = &[
         about: "writes a range from several buffers",
         details: &[WRITE, REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::writev(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_append",
+        short: "zap",
+        least: 3,
+        most: 4,
+        flags: "p",
+        syntax: "offset len [len..]",
+        about: "appends to a zone",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::append(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_close",
+        short: "zc",
+        least: 2,
+        most: 2,
+        syntax: "offset len",
+        about: "closes a range of zones",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::manage(shell, "close", arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_finish",
+        short: "zf",
+        least: 2,
+        most: 2,
+        syntax: "offset len",
+        about: "finishes a range of zones",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::manage(shell, "finish", arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_open",
+        short: "zo",
+        least: 2,
+        most: 2,
+        syntax: "offset len",
+        about: "opens a range of zones",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::manage(shell, "open", arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_report",
+        short: "zrp",
+        least: 2,
+        most: 2,
+        syntax: "offset number",
+        about: "tells the state of zones",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::report(shell, arguments)),
+        ..BASE
+    },
+    Command {
+        name: "zone_reset",
+        short: "zrs",
+        least: 2,
+        most: 2,
+        syntax: "offset len",
+        about: "resets the write pointers of a range of zones",
+        details: &[ZONES],
+        run: |shell, arguments| Box::pin(zone::manage(shell, "reset", arguments)),
         ..BASE
     },
 ];

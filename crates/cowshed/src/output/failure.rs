@@ -58,7 +58,12 @@ impl Failure {
 
     /// As [`Failure::open`], for the one of several images that the error names.
     pub fn open_either(persona: Persona, names: &[&str], error: &Error) -> Self {
-        let named = error.file_name().and_then(|file| names.iter().find(|name| **name == file));
+        // Image options name the file in one of their values.
+        let names_it = |name: &str, file: &str| {
+            let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
+            name == file || values.any(|(_, value)| value == file)
+        };
+        let named = error.file_name().and_then(|file| names.iter().find(|name| names_it(name, file)));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
             _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(error.to_string())),

@@ -5,7 +5,7 @@
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -267,4 +267,141 @@ fn our_own_name_says_more_of_an_error() {
     assert!(code == Some(1) && out.contains("not supported"), "{out}{err}");
     let (code, out, _) = run(&["io", "-c", "help", "-c", "help write"]);
     assert!(code == Some(0) && out.contains("aio_flush -- ") && out.contains("-s FILE"), "{out}");
+}
+
+/// As qemu-io 11.1 says it; the installed one may not know these commands yet.
+#[test]
+fn zones_are_of_no_image() {
+    let mut pair = Pair::new();
+    let place = pair.place("own");
+    let run = |command: &str, image: &str, format: &str| {
+        let ours = run(&pair.ours, &place, &["-f", format, "-c", command, image], "");
+        (ours.code, ours.out + &ours.err)
+    };
+    for (image, format) in [("image.qcow2", "qcow2"), ("raw.img", "raw")] {
+        for (command, text) in [
+            ("zone_report 0 1", "zone report failed: Operation not supported\n"),
+            ("zrp 8M 1", "zone report failed: Operation not supported\n"),
+            ("zone_open 0 64k", "zone open failed: Operation not supported\n"),
+            ("zo 1 5", "zone open failed: Operation not supported\n"),
+            ("zone_open 8M 64k", "zone open failed: Input/output error\n"),
+            ("zone_close 0 64k", "zone close failed: Operation not supported\n"),
+            ("zf 0 64k", "zone finish failed: Operation not supported\n"),
+            ("zone_reset 0 64k", "zone reset failed: Operation not supported\n"),
+            ("zone_append -p 0 4k", "zone append failed: Operation not supported\n"),
+            ("zone_append 0 4k 4k", "zone append failed: Operation not supported\n"),
+            ("zap 0 4k", "bad argument count 2 to zap, expected between 3 and 4 arguments\n"),
+            ("zone_report 0", "bad argument count 1 to zone_report, expected 2 arguments\n"),
+        ] {
+            assert_eq!(run(command, image, format), (Some(1), text.to_owned()), "{command}");
+        }
+        let (code, text) = run("zone_open x 1", image, format);
+        assert!(code == Some(1) && text.starts_with("Parsing error: non-numeric argument"), "{text}");
+    }
+    pair.compare(&["-c", "help zone_nothing"], "");
+    pair.verdict();
+}
+
+const SECRET: &str = "secret,id=s,data=geheim";
+
+/// Parts of sectors, zeroes and what is durable at once, on images whose bytes are encrypted: the real one reads it.
+#[test]
+fn encrypted_images_are_written_and_the_real_one_reads_them() {
+    let pair = Pair::new();
+    let place = pair.place("own");
+    for (number, options) in ["encrypt.format=luks,encrypt.iter-time=10", "encrypt.format=aes"].iter().enumerate() {
+        let name = format!("encrypted{number}.qcow2");
+        let created = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(["create", "-q", "-f", "qcow2", "--object", SECRET, "-o"])
+            .args([&format!("{options},encrypt.key-secret=s"), &name, "4M"])
+            .current_dir(&place)
+            .status();
+        assert!(created.unwrap().success(), "{options}");
+        let image = format!("driver=qcow2,encrypt.key-secret=s,file.filename={name}");
+        let with = |commands: &[&str]| -> Vec<String> {
+            let mut arguments: Vec<String> = ["--object", SECRET, "--image-opts", &image].map(str::to_owned).to_vec();
+            arguments.extend(commands.iter().flat_map(|command| ["-c".to_owned(), (*command).to_owned()]));
+            arguments
+        };
+        let io = |tool: &Path, commands: &[&str]| {
+            let arguments = with(commands);
+            run(tool, &place, &arguments.iter().map(String::as_str).collect::<Vec<_>>(), "")
+        };
+        for cache in ["writeback", "writethrough", "none"] {
+            let mut arguments = vec!["-t".to_owned(), cache.to_owned()];
+            arguments.extend(with(&[
+                "write -f -P 5 100 3000",
+                "write -f -P 6 64k 64k",
+                "writev -f -P 7 200k 512 1024",
+                "aio_write -f -P 8 300k 4k 3k",
+                "aio_flush",
+                "write -f -z 70k 4k",
+                "write -fzu 80k 100",
+            ]));
+            let ours = run(&pair.ours, &place, &arguments.iter().map(String::as_str).collect::<Vec<_>>(), "");
+            assert_eq!((ours.code, ours.err.as_str()), (Some(0), ""), "{options} {cache}: {}", ours.out);
+        }
+        let reads = [
+            "read -P 0 0 100",
+            "read -P 5 100 3000",
+            "read -P 0 3100 1k",
+            "read -P 6 64k 6k",
+            "read -P 0 70k 4k",
+            "read -P 6 74k 6k",
+            "read -P 0 80k 100",
+            "read -P 7 200k 1536",
+            "read -P 8 300k 7k",
+            "read -v 3090 20",
+        ];
+        let (real, ours) = (io(pair.qemu.io_path(), &reads), io(&pair.ours, &reads));
+        assert_eq!(real.code, Some(0), "{options}: {}{}", real.out, real.err);
+        assert_eq!(real, ours, "{options}");
+    }
+}
+
+/// Two sittings at a terminal: the second one finds the first one's command by a step back.
+#[test]
+fn the_history_outlives_the_shell() {
+    let pair = Pair::new();
+    let place = pair.place("own");
+    let state = pair.place("state");
+    // Keys are struck when the shell asks for them: what comes earlier is lost when it takes the terminal over.
+    let sit = |lines: &[&[u8]]| {
+        let command = format!("{} io -r image.qcow2", env!("CARGO_BIN_EXE_cowshed"));
+        let mut child = Command::new("script")
+            .args(["-q", "-e", "-c", &command, "/dev/null"])
+            .current_dir(&place)
+            .env("XDG_STATE_HOME", &state)
+            .env("TERM", "xterm")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("script(1) gives a terminal");
+        let (mut keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let mut said = Vec::new();
+        for line in lines {
+            let from = said.len();
+            // The last thing before keys are read: the prompt, then the end of its update.
+            let asks = |said: &[u8]| {
+                let text = String::from_utf8_lossy(&said[from..]).into_owned();
+                text.rfind("cowshed> ").is_some_and(|at| text[at..].contains("\u{1b}[?2026l"))
+            };
+            while !asks(&said) {
+                let mut some = [0; 4096];
+                let count = screen.read(&mut some).unwrap();
+                assert!(count > 0, "it ended: {}", String::from_utf8_lossy(&said));
+                said.extend_from_slice(&some[..count]);
+            }
+            keys.write_all(line).unwrap();
+        }
+        screen.read_to_end(&mut said).unwrap();
+        (child.wait().unwrap().code(), String::from_utf8_lossy(&said).into_owned())
+    };
+    let (code, said) = sit(&[b"read -P 1 0 8k\r", b"length\r", b"quit\r"]);
+    assert!(code == Some(0) && said.contains("4 MiB"), "{said}");
+    let history = fs::read_to_string(state.join("cowshed/io-history")).expect("a history");
+    assert!(history.contains("read -P 1 0 8k") && history.contains("length"), "{history}");
+    // Control-P, twice: past "quit" to "length".
+    let (code, said) = sit(&[b"\x10\x10\r", b"quit\r"]);
+    assert!(code == Some(0) && said.contains("4 MiB"), "{said}");
 }

@@ -4,7 +4,7 @@
 use super::session::Session;
 use cowshed_block::Result;
 use cowshed_layout::qcow2::{L1Entry, features, offset};
-use cowshed_qcow2::check::{Finding, FindingKind, give_up_l1, give_up_l2};
+use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, give_up_l1, give_up_l2};
 
 impl Session<'_> {
     /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.
@@ -19,6 +19,37 @@ impl Session<'_> {
             self.barrier().await?;
         }
         Ok(changed | self.edit_snapshot_l1s(edit).await?)
+    }
+
+    /// Bitmaps can't say what of the disk is given up, so they go first, durably: who copies by them would miss it.
+    /// Says so when it was done.
+    pub(super) async fn distrust_bitmaps(&mut self) -> Result<Option<String>> {
+        if self.bitmaps.is_empty() || self.stale_bitmaps || !self.gives_up_parts_of_the_disk().await? {
+            return Ok(None);
+        }
+        let gone = features::AUTOCLEAR_BITMAPS | features::AUTOCLEAR_BITMAP_JOURNAL;
+        let left = self.header.autoclear_features & !gone;
+        self.write(offset::AUTOCLEAR_FEATURES, &left.to_be_bytes()).await?;
+        self.barrier().await?;
+        self.header.autoclear_features = left;
+        let count = self.bitmaps.len();
+        self.bitmaps.clear();
+        self.stale_bitmaps = true;
+        Ok(Some(format!("dirty bitmaps were removed ({count}): they don't know what was given up")))
+    }
+
+    async fn gives_up_parts_of_the_disk(&self) -> Result<bool> {
+        let has_backing = self.header.backing_file.is_some();
+        if self.l1.iter().any(|raw| give_up_l1(&self.context, has_backing, L1Entry(*raw)).0 != *raw) {
+            return Ok(true);
+        }
+        for table in self.tables.iter().filter(|table| table.weight != 0 && table.l1_index != INACTIVE) {
+            let bytes = self.read(table.offset, self.geometry.cluster_size() as usize).await?;
+            if !give_up_l2(&self.context, has_backing, &bytes).is_empty() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn give_up_in_tables(&self, has_backing: bool) -> Result<bool> {

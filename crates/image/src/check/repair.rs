@@ -88,6 +88,7 @@ impl Session<'_> {
             changed |= self.normalise_snapshot_l1s().await?;
             changed |= self.end_raw_data(&before.findings).await?;
             if self.options.lossy {
+                notes.extend(self.distrust_bitmaps().await?);
                 changed |= self.give_up().await?;
             }
         }

@@ -5,7 +5,8 @@ use super::journal::Journal;
 use super::{CheckOptions, Watch};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
-    BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, features, limits,
+    BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
+    limits,
 };
 use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
 use cowshed_storage::{File, IoBuf};
@@ -111,8 +112,8 @@ impl<'a> Session<'a> {
             self.obstacles.push(format!("unknown autoclear features {unknown:#x} may own clusters"));
         }
         for extension in &self.header.extensions {
-            if let Extension::Unknown { .. } = extension {
-                let kind = extension.kind();
+            let kind = extension.kind();
+            if matches!(extension, Extension::Unknown { .. }) && kind != extension_type::PADDING {
                 self.obstacles.push(format!("the unknown header extension {kind:#010x} may own clusters"));
             }
         }

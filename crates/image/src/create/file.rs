@@ -3,7 +3,7 @@
 
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
-use crate::encryption::{Cipher, NewEncryption, NewVolume, SectorsOf, encrypt};
+use crate::encryption::{Cipher, NewEncryption, encrypt};
 use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
@@ -87,14 +87,14 @@ fn same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// Zeroes for the guest, sectors numbered by their place in the file.
-async fn write_encrypted_zeroes(file: &File, volume: &NewVolume, offset: u64, len: u64) -> Result<()> {
-    let cipher: Arc<dyn Cipher> = Arc::new(SectorsOf { cipher: volume.cipher()?, by_host: true });
-    let mut at = offset;
-    while at < offset + len {
-        let bytes = ZERO_CHUNK_BYTES.min(offset + len - at);
-        let zeroes = encrypt(&cipher, GuestOffset(0), HostOffset(at), IoBuf::zeroed(bytes as usize)).await;
-        file.write_at(zeroes, at).await.0?;
+/// Zeroes for the guest: `len` bytes from its byte `guest` on, which stand at `host`.
+async fn write_encrypted_zeroes(file: &File, cipher: &Arc<dyn Cipher>, guest: u64, host: u64, len: u64) -> Result<()> {
+    let mut at = 0;
+    while at < len {
+        let bytes = ZERO_CHUNK_BYTES.min(len - at);
+        let zeroes = IoBuf::zeroed(bytes as usize);
+        let zeroes = encrypt(cipher, GuestOffset(guest + at), HostOffset(host + at), zeroes).await;
+        file.write_at(zeroes, host + at).await.0?;
         at += bytes;
     }
     Ok(())
@@ -169,7 +169,7 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
     options.check()?;
     let layout = FreshLayout::of(options)?;
     let mut header = layout.header(options)?;
-    let volume = match &options.encryption {
+    let made = match &options.encryption {
         Some(encryption) => Some(encryption.make().await?),
         None => None,
     };
@@ -195,18 +195,18 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         let start = layout.mapped_start << options.cluster_bits;
         reserve(file, start, layout.file_bytes - start, options.preallocation).await?;
     }
-    if let Some(volume) = &volume {
+    if let Some(volume) = made.as_ref().and_then(|made| made.volume.as_ref()) {
         volume.write_rest(file, layout.encryption_offset).await?;
         volume.write_first_sector(file, layout.encryption_offset).await?;
     }
     for index in 0..layout.l2_tables() {
         let (offset, table) = layout.l2_table(options, index);
         write(file, offset, &table).await?;
-        if let Some(volume) = volume.as_ref().filter(|_| options.version < 3) {
+        if let Some(made) = made.as_ref().filter(|_| options.version < 3) {
             // There is no zero flag: what the guest is to read as zeroes must stand there.
-            let tables_clusters = layout.l2_data_clusters(options, index);
-            let start = offset + options.cluster_bytes();
-            write_encrypted_zeroes(file, volume, start, tables_clusters << options.cluster_bits).await?;
+            let bytes = layout.l2_data_clusters(options, index) << options.cluster_bits;
+            let guest = index * options.l2_entries() * options.cluster_bytes();
+            write_encrypted_zeroes(file, &made.cipher, guest, offset + options.cluster_bytes(), bytes).await?;
         }
     }
     // The magic number goes last, with the one sector that it is in: what is torn is no image.

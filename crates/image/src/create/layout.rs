@@ -6,7 +6,7 @@
 //! stand behind it, and at the end each preallocated L2 table with its data clusters.
 
 use super::qcow2::{Qcow2CreateOptions, too_large};
-use crate::encryption::NewEncryption;
+use crate::encryption::ImageEncryption;
 use cowshed_block::{Compression, Result, name_of_text};
 use cowshed_layout::qcow2::{EncryptionHeader, Extension, Header, features, refcount};
 use std::collections::BTreeMap;
@@ -17,6 +17,8 @@ const SMALL_HEADER_CLUSTER_BYTES: u64 = 4096;
 const COPIED: u64 = 1 << 63;
 /// "Reads as zeroes", in L2 entries of version 3.
 const READS_ZERO: u64 = 1;
+/// `crypt_method` of the legacy AES method.
+const CRYPT_AES: u32 = 1;
 /// `crypt_method` of LUKS.
 const CRYPT_LUKS: u32 = 2;
 
@@ -67,7 +69,7 @@ impl FreshLayout {
         let cluster = options.cluster_bytes();
         let per_block = (cluster * 8) >> options.refcount_order;
         let first_block = 1 + table_clusters;
-        let encryption_bytes = options.encryption.as_ref().map_or(0, NewEncryption::header_bytes);
+        let encryption_bytes = options.encryption.as_ref().map_or(0, ImageEncryption::header_bytes);
         let l1_start = first_block + 1;
         let l1_bytes = l1_entries * 8;
         let encryption_start = l1_start + l1_bytes.div_ceil(cluster);
@@ -147,10 +149,14 @@ impl FreshLayout {
         if let Some(format) = &options.backing_format {
             header.extensions.insert(0, Extension::BackingFormat(format.as_bytes().to_vec()));
         }
-        if let Some(encryption) = &options.encryption {
-            header.crypt_method = CRYPT_LUKS;
-            let pointer = EncryptionHeader { offset: self.encryption_offset, length: encryption.header_bytes() };
-            header.set_extension(Extension::EncryptionHeader(pointer));
+        match &options.encryption {
+            Some(encryption @ ImageEncryption::Luks(_)) => {
+                header.crypt_method = CRYPT_LUKS;
+                let pointer = EncryptionHeader { offset: self.encryption_offset, length: encryption.header_bytes() };
+                header.set_extension(Extension::EncryptionHeader(pointer));
+            }
+            Some(ImageEncryption::LegacyAes { .. }) => header.crypt_method = CRYPT_AES,
+            None => {}
         }
         header.backing_file = options.backing_file.as_ref().map(|name| name_of_text(name).into_owned());
         header.encode()

@@ -2,7 +2,7 @@
 //! The options of a fresh qcow2 image and their rules.
 
 use super::schema::OptionValues;
-use crate::encryption::NewEncryption;
+use crate::encryption::ImageEncryption;
 use crate::node::Preallocation;
 use crate::secret::Secret;
 use cowshed_block::{Compression, Error, Result, name_of_text};
@@ -44,8 +44,8 @@ pub struct Qcow2CreateOptions {
     pub backing_format: Option<String>,
     /// How its files should lie on the disk.
     pub hints: LayoutHints,
-    /// LUKS encryption, its header in the image.
-    pub encryption: Option<NewEncryption>,
+    /// How its clusters are encrypted.
+    pub encryption: Option<ImageEncryption>,
 }
 
 impl Default for Qcow2CreateOptions {
@@ -66,37 +66,6 @@ impl Default for Qcow2CreateOptions {
             backing_format: None,
             hints: LayoutHints::default(),
             encryption: None,
-        }
-    }
-}
-
-/// The encryption that the options ask for.
-fn encryption_of(values: &OptionValues) -> Result<Option<NewEncryption>> {
-    let format = values.get("encrypt.format");
-    let legacy = |option| {
-        let message = "the legacy AES encryption is unsafe by design, no images are created with it: take LUKS \
-                       ('encrypt.format=luks')";
-        Err(Error::unsupported(message).field(option))
-    };
-    if values.switch("encryption") {
-        return match format {
-            Some(_) => Err(Error::invalid_argument(
-                "Options encryption and encrypt.format are mutually exclusive: give encrypt.format only",
-            )),
-            None => legacy("encryption"),
-        };
-    }
-    match format {
-        None => match values.given_with("encrypt.").next() {
-            Some(option) => {
-                Err(Error::invalid_argument(format!("Parameter 'encrypt.format' is missing: '{option}' needs it")))
-            }
-            None => Ok(None),
-        },
-        Some("luks") => NewEncryption::from_values(values, "encrypt.").map(Some),
-        Some("aes") => legacy("encrypt.format"),
-        Some(other) => {
-            Err(Error::invalid_argument(format!("Parameter 'encrypt.format' does not accept value '{other}'")))
         }
     }
 }
@@ -179,7 +148,7 @@ impl Qcow2CreateOptions {
             backing_file: text("backing_file"),
             backing_format: text("backing_fmt"),
             hints: layout_hints(values)?,
-            encryption: encryption_of(values)?,
+            encryption: ImageEncryption::from_values(values)?,
         };
         options.check()?;
         Ok(options)
@@ -187,7 +156,7 @@ impl Qcow2CreateOptions {
 
     /// With the passphrase that the options name.
     pub fn with_secrets(mut self, secrets: &[(String, Secret)]) -> Result<Self> {
-        self.encryption = self.encryption.map(|new| new.with_secrets("encrypt.key-secret", secrets)).transpose()?;
+        self.encryption = self.encryption.map(|new| new.with_secrets(secrets)).transpose()?;
         Ok(self)
     }
 
@@ -217,9 +186,6 @@ impl Qcow2CreateOptions {
         }
         if self.data_file_raw && self.data_file.is_none() {
             return refuse("data_file_raw", "data_file_raw requires data_file");
-        }
-        if self.data_file_raw && self.encryption.is_some() {
-            return refuse("data_file_raw", "an encrypted data file is no raw image of the disk");
         }
         if self.data_file_raw && self.backing_file.is_some() {
             return refuse("data_file_raw", "a backing file and data_file_raw cannot be used at the same time");

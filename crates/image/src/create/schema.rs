@@ -42,8 +42,12 @@ use OptionKind::{Number, Size, Switch, Text};
 
 /// Options of a qcow2 image, in the order in which `summary` lines name them.
 pub const QCOW2: &[CreateOption] = &[
-    option("encryption", Switch, "the old spelling of encrypt.format=aes"),
-    option("encrypt.format", Text, "how to encrypt: luks (it hides the data; it does not notice damage to it)"),
+    option("encryption", Switch, "the old spelling of encrypt.format=aes, which is unsafe"),
+    option(
+        "encrypt.format",
+        Text,
+        "how to encrypt: luks (it hides the data; it does not notice damage to it), or aes (unsafe: for old readers)",
+    ),
     option("encrypt.key-secret", Text, "id of the secret object with the passphrase"),
     option("encrypt.cipher-alg", Text, "cipher of the data [default: aes-256]"),
     option("encrypt.cipher-mode", Text, "mode of that cipher [default: xts]"),

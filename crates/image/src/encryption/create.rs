@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The encryption of a new image: its options, and the LUKS header that they come to.
 
+use super::{Cipher, SectorsOf};
 use crate::create::schema::OptionValues;
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
 use cowshed_crypto::luks::{self, MasterKey, Volume, iterations_for};
-use cowshed_crypto::{Algorithm, Chaining, CipherSpec, Hash, InitialVector, SectorCipher};
+use cowshed_crypto::{Algorithm, Chaining, CipherSpec, Hash, InitialVector, SectorCipher, legacy_aes};
 use cowshed_layout::luks::HEADER_BYTES;
 use cowshed_storage::{File, IoBuf, rt};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// QEMU's `iter-time` where none is given, in milliseconds.
@@ -15,7 +17,7 @@ const DEFAULT_ITERATION_MS: u64 = 2000;
 /// The digest of the master key costs this part of a key slot: it is looked at once for each slot.
 const DIGEST_SHARE: u32 = 8;
 
-/// Ciphers by QEMU's names: with their key length in bytes, `None` for those that only QEMU has.
+/// Ciphers by QEMU's names: with their key length in bytes, `None` for those that LUKS has no name for.
 const CIPHERS: &[(&str, Option<(Algorithm, u32)>)] = &[
     ("aes-128", Some((Algorithm::Aes, 16))),
     ("aes-192", Some((Algorithm::Aes, 24))),
@@ -26,10 +28,10 @@ const CIPHERS: &[(&str, Option<(Algorithm, u32)>)] = &[
     ("twofish-128", Some((Algorithm::Twofish, 16))),
     ("twofish-192", Some((Algorithm::Twofish, 24))),
     ("twofish-256", Some((Algorithm::Twofish, 32))),
-    ("cast5-128", None),
+    ("cast5-128", Some((Algorithm::Cast5, 16))),
+    ("sm4", Some((Algorithm::Sm4, 16))),
     ("des", None),
     ("3des", None),
-    ("sm4", None),
 ];
 
 /// A new LUKS volume, inside of a qcow2 image or alone.
@@ -47,6 +49,109 @@ pub struct NewEncryption {
     pub key_secret: Option<String>,
     /// The passphrase. Needed to create, not to measure.
     pub secret: Option<Secret>,
+}
+
+/// How a new qcow2 image is encrypted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageEncryption {
+    /// LUKS, its header in the image.
+    Luks(NewEncryption),
+    /// The legacy AES method, for the sake of old readers only: it is unsafe by design.
+    LegacyAes {
+        /// Id of the secret with the passphrase.
+        key_secret: Option<String>,
+        /// The passphrase. Needed to create, not to measure.
+        secret: Option<Secret>,
+    },
+}
+
+/// What a new image is encrypted with.
+pub(crate) struct MadeEncryption {
+    /// Of LUKS.
+    pub volume: Option<NewVolume>,
+    /// The cipher of the data.
+    pub cipher: Arc<dyn Cipher>,
+}
+
+impl ImageEncryption {
+    /// From the `-o` values of a qcow2 image; `None` when they ask for none.
+    pub fn from_values(values: &OptionValues) -> Result<Option<ImageEncryption>> {
+        const ALIAS: &str = "'encrypt.format' and its alias 'encryption' can't be used at the same time";
+        let format = match (values.is_given("encryption"), values.get("encrypt.format")) {
+            (true, Some(_)) => return Err(Error::invalid_argument(ALIAS)),
+            (true, None) if values.switch("encryption") => Some("aes"),
+            (_, format) => format,
+        };
+        match format {
+            None => match values.given_with("encrypt.").next() {
+                Some(option) => {
+                    Err(Error::invalid_argument(format!("Parameter 'encrypt.format' is missing: '{option}' needs it")))
+                }
+                None => Ok(None),
+            },
+            Some("luks") => NewEncryption::from_values(values, "encrypt.").map(|new| Some(ImageEncryption::Luks(new))),
+            Some("aes") => {
+                let known = ["encrypt.format", "encrypt.key-secret"];
+                if let Some(option) = values.given_with("encrypt.").find(|option| !known.contains(option)) {
+                    return Err(Error::invalid_argument(format!("Parameter '{option}' is unexpected")));
+                }
+                let key_secret = values.get("encrypt.key-secret").map(str::to_owned);
+                Ok(Some(ImageEncryption::LegacyAes { key_secret, secret: None }))
+            }
+            Some(other) => Err(not_accepted("encrypt.format", other)),
+        }
+    }
+
+    /// With the passphrase that its options name.
+    pub fn with_secrets(self, secrets: &[(String, Secret)]) -> Result<ImageEncryption> {
+        const OPTION: &str = "encrypt.key-secret";
+        match self {
+            ImageEncryption::Luks(new) => new.with_secrets(OPTION, secrets).map(ImageEncryption::Luks),
+            ImageEncryption::LegacyAes { key_secret, secret: None } => {
+                let secret = Some(secret_of(OPTION, key_secret.as_deref(), secrets)?);
+                Ok(ImageEncryption::LegacyAes { key_secret, secret })
+            }
+            has_one => Ok(has_one),
+        }
+    }
+
+    /// Bytes of the LUKS header with all key slots; the legacy method has none.
+    pub fn header_bytes(&self) -> u64 {
+        match self {
+            ImageEncryption::Luks(new) => new.header_bytes(),
+            ImageEncryption::LegacyAes { .. } => 0,
+        }
+    }
+
+    /// Makes keys and key slots: takes about [`NewEncryption::iteration_time`].
+    pub(crate) async fn make(&self) -> Result<MadeEncryption> {
+        match self {
+            ImageEncryption::Luks(new) => {
+                let volume = new.make().await?;
+                let cipher = Arc::new(SectorsOf { cipher: volume.cipher()?, by_host: true });
+                Ok(MadeEncryption { volume: Some(volume), cipher })
+            }
+            ImageEncryption::LegacyAes { secret, .. } => {
+                let secret = secret.as_ref().ok_or_else(needs_secret)?;
+                let cipher = Arc::new(SectorsOf { cipher: legacy_aes(secret.as_bytes())?, by_host: false });
+                Ok(MadeEncryption { volume: None, cipher })
+            }
+        }
+    }
+}
+
+fn needs_secret() -> Error {
+    Error::invalid_argument("an encrypted image needs the secret with its passphrase")
+}
+
+/// The secret of this id. `option` is what names it.
+fn secret_of(option: &str, id: Option<&str>, secrets: &[(String, Secret)]) -> Result<Secret> {
+    let Some(id) = id else {
+        return Err(Error::invalid_argument(format!("Parameter '{option}' is required for cipher")));
+    };
+    let found = secrets.iter().find(|(known, _)| known == id);
+    let (_, secret) = found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?;
+    Ok(secret.clone())
 }
 
 /// The volume, its master key, and what to write.
@@ -67,7 +172,7 @@ impl NewEncryption {
             "xts" => Chaining::Xts,
             "cbc" => Chaining::Cbc,
             "ecb" => Chaining::Ecb,
-            "ctr" => return Err(only_qemu(&name("cipher-mode"), "ctr")),
+            "ctr" => Chaining::Ctr,
             other => return Err(not_accepted(&name("cipher-mode"), other)),
         };
         let vector_hash = get("ivgen-hash-alg").map(|hash| hash_of(&name("ivgen-hash-alg"), hash)).transpose()?;
@@ -98,12 +203,7 @@ impl NewEncryption {
         if self.secret.is_some() {
             return Ok(self);
         }
-        let Some(id) = &self.key_secret else {
-            return Err(Error::invalid_argument(format!("Parameter '{option}' is required for cipher")));
-        };
-        let found = secrets.iter().find(|(known, _)| known == id);
-        let (_, secret) = found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?;
-        self.secret = Some(secret.clone());
+        self.secret = Some(secret_of(option, self.key_secret.as_deref(), secrets)?);
         Ok(self)
     }
 
@@ -119,9 +219,7 @@ impl NewEncryption {
 
     /// Makes the volume: takes about [`NewEncryption::iteration_time`].
     pub(crate) async fn make(&self) -> Result<NewVolume> {
-        let Some(secret) = self.secret.clone() else {
-            return Err(Error::invalid_argument("an encrypted image needs the secret with its passphrase"));
-        };
+        let secret = self.secret.clone().ok_or_else(needs_secret)?;
         let NewEncryption { spec, key_bytes, hash, iteration_time, .. } = *self;
         rt::offload(move || {
             let iterations = iterations_for(hash, key_bytes, iteration_time);
@@ -165,23 +263,19 @@ impl NewVolume {
 fn cipher(option: &str, name: &str) -> Result<(Algorithm, u32)> {
     match CIPHERS.iter().find(|(known, _)| *known == name) {
         Some((_, Some(cipher))) => Ok(*cipher),
-        Some((_, None)) => Err(only_qemu(option, name)),
+        Some((_, None)) => {
+            // LUKS has no name for it.
+            Err(Error::unsupported(format!("Algorithm '{name}' not supported")).field("cipher-alg"))
+        }
         None => Err(not_accepted(option, name)),
     }
 }
 
 fn hash_of(option: &str, name: &str) -> Result<Hash> {
-    match (Hash::ALL.iter().find(|(known, _)| *known == name), name) {
-        (Some((_, hash)), _) => Ok(*hash),
-        (None, "md5" | "sm3") => Err(only_qemu(option, name)),
-        (None, _) => Err(not_accepted(option, name)),
-    }
+    let found = Hash::ALL.iter().find(|(known, _)| *known == name);
+    found.map(|(_, hash)| *hash).ok_or_else(|| not_accepted(option, name))
 }
 
 fn not_accepted(option: &str, value: &str) -> Error {
     Error::invalid_argument(format!("Parameter '{option}' does not accept value '{value}'"))
-}
-
-fn only_qemu(option: &str, value: &str) -> Error {
-    Error::unsupported(format!("'{option}={value}' is known to QEMU only"))
 }

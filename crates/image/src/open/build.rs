@@ -65,6 +65,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         resizes: request.resizes,
         backing: request.backing,
         check: request.check,
+        try_keys: request.try_keys,
         snapshot: request.snapshot,
         opened: RefCell::default(),
         warnings: RefCell::default(),
@@ -161,6 +162,8 @@ pub(crate) struct Opener {
     resizes: bool,
     pub backing: BackingPolicy,
     pub check: bool,
+    /// Keys that are given must fit, also where nothing is decrypted.
+    pub try_keys: bool,
     pub snapshot: Option<SnapshotName>,
     opened: RefCell<Vec<OpenedFile>>,
     warnings: RefCell<Vec<String>>,

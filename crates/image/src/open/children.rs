@@ -68,7 +68,7 @@ impl Opener {
 
     /// False for who only asks what an image says of itself.
     pub(crate) fn needs_keys(&self) -> bool {
-        !self.no_io && !self.check
+        !self.no_io && (!self.check || self.try_keys)
     }
 
     /// The secret with this id.

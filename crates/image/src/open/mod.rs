@@ -57,6 +57,7 @@ pub struct OpenRequest {
     discard: bool,
     backing: BackingPolicy,
     check: bool,
+    try_keys: bool,
     snapshot: Option<SnapshotName>,
     no_io: bool,
     share_raw: bool,
@@ -79,6 +80,7 @@ impl OpenRequest {
             discard: true,
             backing: BackingPolicy::Open,
             check: false,
+            try_keys: false,
             snapshot: None,
             no_io: false,
             share_raw: false,
@@ -172,6 +174,13 @@ impl OpenRequest {
     pub fn for_check(mut self) -> Self {
         self.check = true;
         self.no_backing()
+    }
+
+    /// With [`OpenRequest::for_check`]: a key that is given must fit all the same, though nothing is decrypted.
+    #[must_use]
+    pub fn trying_keys(mut self) -> Self {
+        self.try_keys = true;
+        self
     }
 
     /// The caller reads no data, only what the format says of the image (`info`): a raw image may then be in use by a

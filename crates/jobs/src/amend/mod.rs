@@ -91,7 +91,7 @@ fn in_turns(amendment: &Amendment) -> (Amendment, Amendment) {
 
 async fn open_bare(image: &ImageSpec) -> Result<Arc<Node>> {
     let request: OpenRequest = image.request()?.force_share(false).writable(true);
-    image.open(request.for_check()).await
+    image.open(request.for_check().trying_keys()).await
 }
 
 /// A LUKS volume has nothing but its key slots.

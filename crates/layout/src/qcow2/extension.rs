@@ -16,6 +16,8 @@ pub mod extension_type {
     pub const DATA_FILE: u32 = 0x4441_5441;
     /// Ours ("CWBJ"): see `docs/formats/bitmap-journal.md`.
     pub const BITMAP_JOURNAL: u32 = 0x4357_424a;
+    /// Ours ("CWPD"): what it holds means nothing; it keeps what stands behind it in its place.
+    pub const PADDING: u32 = 0x4357_5044;
 }
 use extension_type as types;
 

@@ -4,20 +4,27 @@
 //! The header's fixed fields are in the first sector, whose write is atomic; extensions and the name may reach beyond it.
 //! So what lies beyond is written first, to bytes that the old header doesn't use, and then the first sector.
 
-use super::{Header, extension_type, offset};
+use super::{Extension, Header, extension_type, offset};
 use cowshed_block::Result;
 use std::ops::Range;
 
 /// Bytes of which a write is atomic.
 const SECTOR_BYTES: usize = 512;
 
+/// Type and length of an extension; the end mark is one without data.
+const HEAD_BYTES: usize = 8;
+
 /// Writes within the first cluster, as offset and bytes; a barrier belongs behind each stage.
 pub type HeaderStages = Vec<Vec<(u64, Vec<u8>)>>;
 
 /// The stages that turn `cluster`, the file's first cluster with the header `old`, into one with `new`, whose
-/// `backing_file_offset` doesn't count. Only where the cluster is too small for both of two long names at once the change is a
-/// single write of several sectors.
+/// `backing_file_offset` doesn't count. Only where the cluster is too small for the old and the new of long names at once the
+/// change is a single write of several sectors.
 pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages> {
+    // It comes again where it is needed.
+    let mut new = new.clone();
+    new.remove_extension(extension_type::PADDING);
+    let new = &new;
     // Also refuses what doesn't fit.
     let whole = new.encode()?;
     let mut format_last = new.clone();
@@ -28,6 +35,9 @@ pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages
         }
     }
     if let Some(stages) = without_names_between(cluster, old, new)? {
+        return Ok(stages);
+    }
+    if let Some(stages) = long_ones_last(cluster, old, new)? {
         return Ok(stages);
     }
     let mut bytes = whole;
@@ -59,6 +69,39 @@ fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<O
         stages.extend(second);
     }
     Ok(Some(stages))
+}
+
+/// What is short and changes often comes first, within the first sector; what is long (the name of a data file) stands
+/// beyond it and stays there, whatever becomes of the others: an extension that means nothing fills the gap.
+fn long_ones_last(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
+    let is_short = |extension: &Extension| {
+        let short = [
+            extension_type::BACKING_FORMAT,
+            extension_type::ENCRYPTION_HEADER,
+            extension_type::BITMAPS,
+            extension_type::BITMAP_JOURNAL,
+        ];
+        short.contains(&extension.kind())
+    };
+    let (short, long): (Vec<Extension>, Vec<Extension>) = new.extensions.iter().cloned().partition(is_short);
+    let bytes = |extensions: &[Extension]| -> usize {
+        extensions.iter().map(|extension| HEAD_BYTES + extension.data().len().next_multiple_of(8)).sum()
+    };
+    let (long_bytes, old_end) = (bytes(&long), extensions_end(old)?);
+    let gap_at = extensions_end(new)? - HEAD_BYTES - long_bytes;
+    let stays = old.extensions.ends_with(&long) && old_end - HEAD_BYTES - long_bytes >= SECTOR_BYTES;
+    let place = match stays {
+        true => Some(old_end - HEAD_BYTES - long_bytes),
+        false => find_place(cluster.len(), long_bytes + HEAD_BYTES, &[&(0..old_end), &old_name(old)]),
+    };
+    let Some(place) = place.filter(|place| gap_at + HEAD_BYTES <= SECTOR_BYTES.min(*place)) else { return Ok(None) };
+    // Bytes beyond the first sector stay as they are.
+    let mut data = cluster[gap_at + HEAD_BYTES..place].to_vec();
+    let within = (SECTOR_BYTES - gap_at - HEAD_BYTES).min(data.len());
+    data[..within].fill(0);
+    let padding = Extension::Unknown { kind: extension_type::PADDING, data };
+    let extensions = short.into_iter().chain([padding]).chain(long).collect();
+    atomic(cluster, old, &Header { extensions, ..new.clone() })
 }
 
 /// The stages with a single switch in the first sector, where the space allows it.
@@ -205,6 +248,7 @@ mod tests {
                     header.extensions.sort_by_key(Extension::kind);
                     // A courtesy, which may be away for a moment.
                     header.remove_extension(extension_type::FEATURE_NAMES);
+                    header.remove_extension(extension_type::PADDING);
                 }
                 sorted.0 == sorted.1
             };
@@ -223,8 +267,15 @@ mod tests {
                 cluster[*at as usize..][..bytes.len()].copy_from_slice(bytes);
             }
         }
-        let found = parsed(&cluster);
+        let mut found = parsed(&cluster);
+        found.remove_extension(extension_type::PADDING);
         assert_eq!((&found.backing_file, found.backing_format()), (&new.backing_file, new.backing_format()));
+        let mut new = new.clone();
+        if new.extensions.iter().any(|extension| matches!(extension, Extension::DataFile(_))) {
+            // Beside a long name there may be no room for the courtesy.
+            found.remove_extension(extension_type::FEATURE_NAMES);
+            new.remove_extension(extension_type::FEATURE_NAMES);
+        }
         assert_eq!(found.extensions.len(), new.extensions.len());
     }
 
@@ -241,6 +292,36 @@ mod tests {
             for (next, bitmaps) in chain[1..].iter().zip(&bitmaps[1..]) {
                 let old = Header::parse(&cluster).unwrap();
                 let new = with_bitmaps(header(cluster_bits, names, next), *bitmaps);
+                let stages = switch(&cluster, &old, &new).unwrap();
+                check_stages(cluster.clone(), &stages, &old, &new);
+                for (at, bytes) in stages.into_iter().flatten() {
+                    cluster[at as usize..][..bytes.len()].copy_from_slice(&bytes);
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// A name that fills the first sector alone: whatever else changes, no state is between old and new.
+        #[test]
+        fn long_names_of_data_files_are_in_nobodys_way(
+            cluster_bits in 13u32..17,
+            names in any::<bool>(),
+            name_len in 1usize..1023,
+            backing in proptest::option::of((1usize..1023, any::<bool>())),
+            bitmaps in proptest::collection::vec(proptest::option::of((0u32..9, any::<bool>())), 2..8),
+        ) {
+            let with = |bitmaps| {
+                let mut header = with_bitmaps(header(cluster_bits, names, &backing), bitmaps);
+                header.incompatible_features |= crate::qcow2::features::INCOMPAT_DATA_FILE;
+                header.set_extension(Extension::DataFile(vec![b'd'; name_len]));
+                header
+            };
+            let mut cluster = with(bitmaps[0]).encode().unwrap();
+            cluster.resize(1 << cluster_bits, 0);
+            for bitmaps in &bitmaps[1..] {
+                let old = Header::parse(&cluster).unwrap();
+                let new = with(*bitmaps);
                 let stages = switch(&cluster, &old, &new).unwrap();
                 check_stages(cluster.clone(), &stages, &old, &new);
                 for (at, bytes) in stages.into_iter().flatten() {

@@ -33,10 +33,6 @@ pub(super) async fn cipher_of(context: &OpenContext, header: &Header) -> Result<
     }
     let Some(secret) = context.encryption.secret.clone() else { return Ok(None) };
     match header.crypt_method {
-        METHOD_AES if context.writable && !context.check => {
-            let message = "the legacy AES encryption is unsafe and only read: convert the image to LUKS";
-            Err(Error::unsupported(message).field("crypt_method").value(METHOD_AES))
-        }
         METHOD_AES => Ok(Some(Arc::new(SectorsOf { cipher: legacy_aes(secret.as_bytes())?, by_host: false }))),
         METHOD_LUKS => {
             let (_, cipher) = luks_area(&context.file, header)?.unlock(&secret).await?;

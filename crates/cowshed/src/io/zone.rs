@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Zones of zoned block devices. No format and no driver here has any, so what is left of the commands is what qemu-io
+//! says of all other devices.
+
+use super::Shell;
+use super::arguments::{self, Arguments};
+use super::outcome::{Done, Failed};
+
+fn unsupported(what: &str) -> Failed {
+    Failed::output(format!("zone {what} failed: Operation not supported"))
+}
+
+pub(super) async fn report(_shell: &mut Shell, arguments: Arguments) -> Done {
+    sizes(&arguments)?;
+    Err(unsupported("report"))
+}
+
+/// Opens, closes, finishes or resets zones.
+pub(super) async fn manage(shell: &mut Shell, what: &str, arguments: Arguments) -> Done {
+    let [offset, len] = sizes(&arguments)?[..] else { return Err(Failed::usage()) };
+    let size = shell.session()?.node.size();
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Err(unsupported(what)),
+        _ => Err(Failed::output(format!("zone {what} failed: Input/output error"))),
+    }
+}
+
+pub(super) async fn append(_shell: &mut Shell, arguments: Arguments) -> Done {
+    sizes(&arguments)?;
+    Err(unsupported("append"))
+}
+
+fn sizes(arguments: &Arguments) -> Result<Vec<u64>, Failed> {
+    arguments.operands.iter().map(|text| arguments::size(text)).collect()
+}
