@@ -218,11 +218,17 @@ impl SectorCipher {
             if let Some(cipher) = &self.tweak {
                 cipher.encrypt(vectors.as_flattened_mut());
             }
+            if let (Chaining::Cbc, Direction::Encrypt) = (self.chaining, direction) {
+                match self.data.block_bytes() {
+                    BLOCK_BYTES => self.cbc_encrypt::<BLOCK_BYTES>(vectors, group),
+                    _ => self.cbc_encrypt::<8>(vectors, group),
+                }
+                continue;
+            }
             for (sector, vector) in group.chunks_exact_mut(SECTOR_BYTES).zip(vectors) {
                 match (self.chaining, direction) {
                     (Chaining::Xts, _) => self.xts(*vector, sector, direction),
-                    (Chaining::Cbc, Direction::Encrypt) => self.cbc_encrypt(*vector, sector),
-                    (Chaining::Cbc, Direction::Decrypt) => self.cbc_decrypt(*vector, sector),
+                    (Chaining::Cbc, _) => self.cbc_decrypt(*vector, sector),
                     (Chaining::Ctr, _) => self.ctr(*vector, sector),
                     (Chaining::Ecb, _) => self.blocks(sector, direction),
                 }
@@ -252,13 +258,22 @@ impl SectorCipher {
         whiten(sector, &tweaks);
     }
 
-    fn cbc_encrypt(&self, vector: Vector, sector: &mut [u8]) {
-        let mut last = vector;
-        let len = self.data.block_bytes();
-        for block in sector.chunks_exact_mut(len) {
-            block.iter_mut().zip(&last).for_each(|(byte, before)| *byte ^= before);
-            self.data.encrypt(block);
-            last[..len].copy_from_slice(block);
+    /// Within a sector each block waits for the one before it; so one block of each sector at a time goes through the
+    /// cipher, which takes several at once. `LEN`: bytes of a block.
+    fn cbc_encrypt<const LEN: usize>(&self, vectors: &[Vector], sectors: &mut [u8]) {
+        let mut lanes = [0; SECTORS_AT_ONCE * BLOCK_BYTES];
+        let lanes = &mut lanes.as_chunks_mut::<LEN>().0[..vectors.len()];
+        for (lane, vector) in lanes.iter_mut().zip(vectors) {
+            lane.copy_from_slice(&vector[..LEN]);
+        }
+        for at in (0..SECTOR_BYTES).step_by(LEN) {
+            for (lane, sector) in lanes.iter_mut().zip(sectors.chunks_exact(SECTOR_BYTES)) {
+                mix(lane, &sector[at..at + LEN]);
+            }
+            self.data.encrypt(lanes.as_flattened_mut());
+            for (lane, sector) in lanes.iter().zip(sectors.chunks_exact_mut(SECTOR_BYTES)) {
+                sector[at..at + LEN].copy_from_slice(lane);
+            }
         }
     }
 
@@ -266,9 +281,9 @@ impl SectorCipher {
         let mut stored = [0; SECTOR_BYTES];
         stored.copy_from_slice(sector);
         self.data.decrypt(sector);
-        let len = self.data.block_bytes();
-        let before = vector[..len].iter().chain(&stored[..SECTOR_BYTES - len]);
-        sector.iter_mut().zip(before).for_each(|(byte, before)| *byte ^= before);
+        let (first, others) = sector.split_at_mut(self.data.block_bytes());
+        mix(first, &vector);
+        mix(others, &stored);
     }
 
     /// All counters go through the cipher together; both directions are one.
@@ -283,8 +298,13 @@ impl SectorCipher {
             counter = counter.wrapping_add(one);
         }
         self.data.encrypt(&mut stream);
-        sector.iter_mut().zip(stream).for_each(|(byte, key)| *byte ^= key);
+        mix(sector, &stream);
     }
+}
+
+/// Adds `others` bit by bit, as far as both go.
+fn mix(bytes: &mut [u8], others: &[u8]) {
+    bytes.iter_mut().zip(others).for_each(|(byte, other)| *byte ^= other);
 }
 
 fn whiten(sector: &mut [u8], tweaks: &[u128]) {
