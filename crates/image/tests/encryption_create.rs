@@ -409,6 +409,30 @@ fn a_header_may_be_detached() {
     let node = rt::block_on(open(request())).unwrap();
     assert!(read_all(&node)[3..9003] == pattern(9000, 4));
     close(&node);
+    // cryptsetup opens it, and we what it makes.
+    std::fs::write(at.join("pass"), "geheim").unwrap();
+    let test = ["open", "--type", "luks1", "--test-passphrase", "--key-file", "pass", "--header"];
+    run("cryptsetup", at, &[&test[..], &[NAME, "payload"]].concat());
+    std::fs::write(at.join("other"), vec![0; SIZE]).unwrap();
+    let format = ["-q", "luksFormat", "--type", "luks1", "--pbkdf-force-iterations", "1000", "--key-file", "pass"];
+    run("cryptsetup", at, &[&format[..], &["--header", "theirs", "other"]].concat());
+    let others = options.replace("/payload", "/other").replace(&format!("/{NAME}"), "/theirs");
+    let node = rt::block_on(open(OpenRequest::image_opts(&others).unwrap().secrets(secrets()).writable(true))).unwrap();
+    write(&node, 3, &pattern(9000, 4));
+    assert!(read_all(&node)[3..9003] == pattern(9000, 4));
+    close(&node);
+    // A header needs no size.
+    let request = CreateRequest {
+        filename: at.join("sizeless").display().to_string(),
+        format: "luks".to_owned(),
+        options: vec![options_of("detached-header=on", "")],
+        secrets: secrets(),
+        ..CreateRequest::default()
+    };
+    let plan = rt::block_on(prepare(&request)).unwrap();
+    assert!(plan.summary().contains("fmt=luks size=-1 key-secret=s"), "{}", plan.summary());
+    rt::block_on(plan.run()).unwrap();
+    assert_eq!(std::fs::metadata(at.join("sizeless")).unwrap().len(), 4040 * 512);
     // The header alone is no volume.
     let alone = OpenRequest::image_opts(&image_opts("luks", &at.join(NAME).display().to_string())).unwrap();
     let error = rt::block_on(open(alone.secrets(secrets()))).expect_err("there is no payload");

@@ -90,8 +90,11 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     if let Some(backing) = values.get("backing_file").map(str::to_owned) {
         check_backing(request, &backing, &mut values).await?;
     }
+    // A header alone has no disk.
+    let least = values.switch("detached-header").then_some(0);
     let size = values
         .number("size")
+        .or(least)
         .ok_or_else(|| Error::invalid_argument("image creation needs a size parameter").field("size"))?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
     Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone() })
@@ -153,7 +156,9 @@ fn path_of(filename: &str) -> Result<PathBuf> {
 impl CreatePlan {
     /// `Formatting 'a.qcow2', fmt=qcow2 cluster_size=65536 …`, as qemu-img prints it.
     pub fn summary(&self) -> String {
-        format!("Formatting '{}', fmt={}{}", self.filename, self.format, self.values.summary())
+        // As qemu-img shows that there is none.
+        let none = if self.values.get("size").is_none() { " size=-1" } else { "" };
+        format!("Formatting '{}', fmt={}{none}{}", self.filename, self.format, self.values.summary())
     }
 
     /// Virtual size in bytes, as asked for (images hold whole sectors of 512).
