@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Failed requests of exports and corrupt images as events: `BLOCK_IO_ERROR` and `BLOCK_IMAGE_CORRUPTED`.
+//! What happens to nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED` and `BLOCK_WRITE_THRESHOLD`.
 
 use crate::control::Message;
 use crate::events::EventBus;
@@ -10,13 +10,19 @@ use cowshed_image::stats::IoKind;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Tells the monitors' clients of failed requests and corrupt images from now on.
+/// Tells the monitors' clients of failed requests, corrupt images and crossed thresholds from now on.
 pub(crate) fn watch(graph: &Arc<Graph>, events: EventBus, control: Sender<Message>) {
     let (bus, weak) = (events.clone(), Arc::downgrade(graph));
     graph.observe_corruptions(Arc::new(move |corruption| {
         if let Some(graph) = weak.upgrade() {
             bus.emit("BLOCK_IMAGE_CORRUPTED", corrupted(&graph, corruption));
         }
+    }));
+    let bus = events.clone();
+    graph.observe_thresholds(Arc::new(move |crossed| {
+        let data = json!({"node-name": crossed.node_name, "amount-exceeded": crossed.exceeded_bytes,
+                          "write-threshold": crossed.threshold_bytes});
+        bus.emit("BLOCK_WRITE_THRESHOLD", data);
     }));
     graph.on_failed(move |failed| {
         let data = io_error(failed);

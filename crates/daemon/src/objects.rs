@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `object-add` makes: throttle groups, credentials, secrets, threads.
+//! What `object-add` makes: throttle groups, credentials, secrets, threads; and of what types that is.
 
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
@@ -22,6 +22,8 @@ pub(crate) enum Object {
     Secret(Secret),
     /// `tls-creds-x509`: a folder with certificates.
     TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool },
+    /// `monitor-qmp`: a monitor on a character device.
+    Monitor { chardev: String, pretty: bool },
 }
 
 impl Object {
@@ -32,26 +34,15 @@ impl Object {
             Object::ThrottleGroup(_) => "throttle-group",
             Object::Secret(_) => "secret",
             Object::TlsCreds { .. } => "tls-creds-x509",
+            Object::Monitor { .. } => "monitor-qmp",
         }
     }
 
-    /// The names and types of its properties.
+    /// The names and types of its properties that have a value.
     pub fn properties(&self) -> Vec<(String, &'static str)> {
-        match self {
-            Object::IoThread => Vec::new(),
-            Object::ThrottleGroup(_) => {
-                let names = Limits::option_names().map(|name| (format!("x-{name}"), "int"));
-                std::iter::once(("limits".to_owned(), "ThrottleLimits")).chain(names).collect()
-            }
-            Object::Secret(secret) => {
-                let file = secret.file.iter().map(|_| ("file".to_owned(), "string"));
-                file.chain([("format".to_owned(), "QCryptoSecretFormat")]).collect()
-            }
-            Object::TlsCreds { .. } => {
-                let names = [("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")];
-                names.map(|(name, kind)| (name.to_owned(), kind)).into()
-            }
-        }
+        let mut properties = properties_of(self.kind());
+        properties.retain(|(name, _)| self.get(name).is_some());
+        properties
     }
 
     /// The value of a property.
@@ -66,6 +57,8 @@ impl Object {
                 Some(if *is_server { "server" } else { "client" }.into())
             }
             (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
+            (Object::Monitor { chardev, .. }, "chardev") => Some(chardev.as_str().into()),
+            (Object::Monitor { pretty, .. }, "pretty") => Some((*pretty).into()),
             _ => None,
         }
     }
@@ -96,6 +89,68 @@ impl Object {
             }
         }
         group.set_limits(limits).map_err(failed)
+    }
+}
+
+/// A type of objects, or one that others are built on.
+pub(crate) struct TypeInfo {
+    pub name: &'static str,
+    pub parent: Option<&'static str>,
+    /// There are no objects of it, only of types that are built on it.
+    pub is_abstract: bool,
+    /// Made by `object-add`.
+    pub is_creatable: bool,
+}
+
+const fn creatable(name: &'static str, parent: &'static str) -> TypeInfo {
+    TypeInfo { name, parent: Some(parent), is_abstract: false, is_creatable: true }
+}
+
+const fn base(name: &'static str) -> TypeInfo {
+    TypeInfo { name, parent: Some("object"), is_abstract: true, is_creatable: false }
+}
+
+/// All types, with QEMU's names and kinship.
+pub(crate) const TYPES: &[TypeInfo] = &[
+    TypeInfo { name: "container", parent: Some("object"), is_abstract: false, is_creatable: false },
+    base("event-loop-base"),
+    creatable("iothread", "event-loop-base"),
+    base("monitor"),
+    creatable("monitor-qmp", "monitor"),
+    TypeInfo { name: "object", parent: None, is_abstract: true, is_creatable: false },
+    creatable("secret", "secret_common"),
+    base("secret_common"),
+    creatable("throttle-group", "object"),
+    base("tls-creds"),
+    creatable("tls-creds-x509", "tls-creds"),
+];
+
+impl TypeInfo {
+    pub fn find(name: &str) -> Option<&'static TypeInfo> {
+        TYPES.iter().find(|one| one.name == name)
+    }
+
+    /// True when it is the type `name`, is built on it, or can do what the interface of that name says.
+    pub fn is_a(&self, name: &str) -> bool {
+        let kin = std::iter::successors(Some(self), |one| one.parent.and_then(TypeInfo::find));
+        (name == "user-creatable" && self.is_creatable) || kin.map(|one| one.name).any(|one| one == name)
+    }
+}
+
+/// The names and types of the properties that objects of a type can have, `type` left out.
+pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
+    let named = |names: &[(&str, &'static str)]| names.iter().map(|(name, kind)| ((*name).to_owned(), *kind)).collect();
+    match kind {
+        "throttle-group" => {
+            let names = Limits::option_names().map(|name| (format!("x-{name}"), "int"));
+            std::iter::once(("limits".to_owned(), "ThrottleLimits")).chain(names).collect()
+        }
+        "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool")]),
+        "secret" => named(&[("file", "string"), ("format", "QCryptoSecretFormat")]),
+        "tls-creds-x509" => {
+            named(&[("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")])
+        }
+        _ => Vec::new(),
     }
 }
 

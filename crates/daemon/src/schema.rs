@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
 
-use crate::commands::GROUPS;
+use crate::commands::{GROUPS, REFUSED_BACKENDS};
 use crate::options::REFUSED_OBJECTS;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{COMMON, DRIVERS, Key, KeyType, REQUIRED};
@@ -30,6 +30,9 @@ pub(crate) fn build() -> Result<Schema> {
     }
     for (kind, reason) in REFUSED_EXPORTS {
         schema.refuse("BlockExportType", kind, *reason);
+    }
+    for (kind, reason) in REFUSED_BACKENDS {
+        schema.refuse("ChardevBackendKind", kind, *reason);
     }
     match schema.dangling().as_slice() {
         [] => Ok(schema),

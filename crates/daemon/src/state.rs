@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the daemon holds. It lives on the control thread.
 
+use crate::chardevs::{Backend, Devices};
 use crate::control::{Message, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::jobs::Jobs;
-use crate::monitor::{self, Listening, MonitorAddress, MonitorContext};
+use crate::monitor::{Bound, MonitorAddress, MonitorContext};
 use crate::nbd::{Exported, Nbd};
 use crate::objects::Objects;
 use cowshed_block::Result;
@@ -35,7 +36,8 @@ pub(crate) struct Daemon {
     /// Stop when the last client goes.
     pub stop_when_idle: bool,
     nbd: RefCell<Option<Rc<Nbd>>>,
-    monitors: RefCell<Vec<Listening>>,
+    /// Where monitors are and can be.
+    pub chardevs: Devices,
     metrics: RefCell<Vec<String>>,
 }
 
@@ -51,21 +53,33 @@ impl Daemon {
             queues: setup.queues,
             stop_when_idle: setup.stop_when_idle,
             nbd: RefCell::default(),
-            monitors: RefCell::default(),
+            chardevs: Devices::default(),
             metrics: RefCell::default(),
         }
     }
 
-    /// Starts a monitor.
-    pub fn add_monitor(&self, address: &MonitorAddress, pretty: bool) -> Result<()> {
+    /// Adds a character device where a monitor can be.
+    pub fn add_chardev(&self, id: &str, address: &MonitorAddress) -> Result<()> {
+        self.chardevs.check_new(id)?;
+        self.chardevs.add(id, Backend::Place(Bound::new(address)?))
+    }
+
+    /// Starts a monitor on a character device.
+    pub fn start_monitor(&self, chardev: &str, pretty: bool) -> Result<()> {
         let context = MonitorContext {
             control: self.control.clone(),
             schema: Arc::clone(&self.schema),
             events: self.events.clone(),
             pretty,
         };
-        self.monitors.borrow_mut().push(monitor::listen(address, context)?);
-        Ok(())
+        self.chardevs.start_monitor(chardev, context)
+    }
+
+    /// Starts a monitor at an address, on a character device of its own.
+    pub fn add_monitor(&self, address: &MonitorAddress, pretty: bool) -> Result<()> {
+        let id = self.chardevs.free_id("compat_monitor");
+        self.add_chardev(&id, address)?;
+        self.start_monitor(&id, pretty)
     }
 
     /// Starts a metrics endpoint.
@@ -82,7 +96,7 @@ impl Daemon {
 
     /// Where the monitors are.
     pub fn monitor_addresses(&self) -> Vec<MonitorAddress> {
-        self.monitors.borrow().iter().map(|monitor| monitor.address.clone()).collect()
+        self.chardevs.monitors()
     }
 
     /// The NBD server, while it runs.
@@ -140,7 +154,7 @@ impl Daemon {
         for error in [&result, &closed].into_iter().filter_map(|result| result.as_ref().err()) {
             tracing::error!(%error, "could not stop in order");
         }
-        self.monitors.borrow_mut().clear();
+        self.chardevs.clear();
         result.and(closed)
     }
 }

@@ -3,7 +3,8 @@
 
 use cowshed_image::Node;
 use cowshed_image::graph::Attachment;
-use cowshed_image::stats::{AttachmentStats, IntervalStats, IoKind, KindStats, NodeStats};
+use cowshed_image::stats::{AttachmentStats, HistogramSnapshot, IntervalStats, IoKind, KindStats, NodeStats};
+use cowshed_storage::rt;
 use serde_json::{Map, Value, json};
 
 /// Kinds of requests under QEMU's names: writes of zeroes are writes there.
@@ -51,17 +52,26 @@ pub(crate) fn of_export(stats: &AttachmentStats) -> Value {
     map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
     map.insert("account_invalid".into(), stats.accounting.invalid.into());
     map.insert("account_failed".into(), stats.accounting.failed.into());
-    if let Some(idle_ns) = stats.idle_ns {
+    add_latencies(&mut map, stats.idle_ns, &stats.intervals, &stats.histograms);
+    Value::Object(map)
+}
+
+fn add_latencies(
+    map: &mut Map<String, Value>,
+    idle_ns: Option<u64>,
+    intervals: &[IntervalStats],
+    histograms: &[Option<HistogramSnapshot>],
+) {
+    if let Some(idle_ns) = idle_ns {
         map.insert("idle_time_ns".into(), idle_ns.into());
     }
-    map.insert("timed_stats".into(), stats.intervals.iter().map(interval).collect());
+    map.insert("timed_stats".into(), intervals.iter().map(interval).collect());
     for (name, kind) in [("rd", IoKind::Read), ("wr", IoKind::Write), ("flush", IoKind::Flush)] {
-        if let Some(histogram) = &stats.histograms[kind as usize] {
+        if let Some(histogram) = &histograms[kind as usize] {
             let value = json!({"boundaries": histogram.bounds_ns, "bins": histogram.bins});
             map.insert(format!("{name}_latency_histogram"), value);
         }
     }
-    Value::Object(map)
 }
 
 /// A `BlockDeviceTimedStats`.
@@ -85,10 +95,11 @@ fn interval(stats: &IntervalStats) -> Value {
 fn of_node_counters(stats: &NodeStats) -> Value {
     let mut map = counters(|kind| *stats.kind(kind));
     map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
-    // Of nodes there are neither latencies nor idle times, so nothing is left out of them.
+    // What an export leaves out of its latencies is its own affair.
     map.insert("account_invalid".into(), true.into());
     map.insert("account_failed".into(), true.into());
-    map.insert("timed_stats".into(), json!([]));
+    let idle_ns = (stats.last_end_ns != 0).then(|| rt::round_now_ns().saturating_sub(stats.last_end_ns));
+    add_latencies(&mut map, idle_ns, &stats.intervals, &stats.histograms);
     Value::Object(map)
 }
 

@@ -3,6 +3,7 @@
 
 use cowshed_block::{ErrorKind, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
+use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
@@ -290,7 +291,7 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
     for (change, part) in [
         ("driver=raw", "'driver'"),
         ("file.filename=x", "'file"),
-        ("l2-cache-entry-size=512", "'l2-cache-entry-size'"),
+        ("l2-cache-entry-size=1000", "L2 cache entry size"),
         ("data-file=n", "'data-file'"),
         ("backing=zz", "'zz'"),
         ("foo=1", "'foo'"),
@@ -305,6 +306,59 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
     rt::block_on(graph.close_all()).unwrap();
     assert_eq!(locks(&path), [0u64; 0]);
     qemu_img(&["check", "-q", &path]);
+}
+
+#[test]
+fn the_caches_change_their_shape_and_the_page_cache_its_use_under_writers() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "16M", "cluster_size=4k");
+    let graph = Graph::new();
+    let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path}")).unwrap();
+    let attachment = export(&graph, &node, "e", true).unwrap();
+    let hammer = Hammer::start(&attachment, 2, 64);
+    let file = node.child(ChildRole::File).unwrap();
+    let mode = || file.file().unwrap().cache_mode();
+    for (round, slice) in [512, 4096, 1024, 2048, 512, 4096].into_iter().enumerate() {
+        let direct = if round % 2 == 0 { "on" } else { "off" };
+        let changes = format!("l2-cache-entry-size={slice},cache.direct={direct},cache.no-flush={direct}");
+        reopen(&graph, &[changed(&node, &changes)]).unwrap();
+        let statistics = node.qcow2().unwrap().statistics();
+        assert_eq!((mode().direct, mode().no_flush), (round % 2 == 0, round % 2 == 0), "round {round}");
+        assert!(statistics.l2_limit_bytes >= 2 * slice);
+        hammer.go_on(20);
+    }
+    let versions = hammer.stop();
+    check_all(&attachment, &versions);
+    // By the file's node alone, too; and what is described beside the image is left alone then.
+    let name = file.name().to_owned();
+    let direct = format!("driver=file,node-name={name},filename={path},cache.direct=on");
+    reopen(&graph, &[BlockdevOptions::from_keyval(&direct).unwrap()]).unwrap();
+    assert!(mode().direct);
+    check_all(&attachment, &versions);
+    reopen(&graph, &[changed(&node, "")]).unwrap();
+    assert!(mode().direct, "the image's own setting did not change");
+    // One that can't be takes the others back.
+    let all = [changed(&node, "l2-cache-entry-size=512,cache.direct=on"), changed(&node, "backing=zz")];
+    assert!(reopen(&graph, &all).is_err());
+    rt::block_on(attachment.detach()).unwrap();
+    rt::block_on(graph.close_all()).unwrap();
+    qemu_img(&["check", "-q", &path]);
+}
+
+#[test]
+fn a_mapping_that_images_share_keeps_its_shape() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=4k");
+    let graph = Graph::new();
+    let nodes = ["a", "b"]
+        .map(|name| add(&graph, &format!("driver=qcow2,node-name={name},file.filename={path},read-only=on")).unwrap());
+    let smaller = [changed(&nodes[0], "read-only=on,l2-cache-entry-size=512")];
+    let error = reopen(&graph, &smaller).unwrap_err().to_string();
+    assert!(error.contains("elsewhere in this process"), "{error}");
+    drop(nodes);
+    rt::block_on(graph.delete("b")).unwrap();
+    reopen(&graph, &smaller).unwrap();
+    rt::block_on(graph.close_all()).unwrap();
 }
 
 #[test]

@@ -107,6 +107,12 @@ impl Writer {
     }
 }
 
+/// What the job wants of its target, under this name.
+fn writer_of(name: String) -> AttachRequest {
+    let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
+    AttachRequest::job(name, Permissions { used, ..Permissions::READ })
+}
+
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
 enum Ends<'a> {
     Queues(&'a Queue, &'a Queue),
@@ -166,11 +172,7 @@ impl Mirror {
         }
         let writer = match &options.write_blocking {
             Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),
-            None => {
-                let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
-                let request = AttachRequest::job(format!("{id}-target"), Permissions { used, ..Permissions::READ });
-                Writer::Job(graph.attach(target, request).await?)
-            }
+            None => Writer::Job(graph.attach(target, writer_of(format!("{id}-target"))).await?),
         };
         match Self::observe(graph, id, source, options.granularity_bytes, writer.filter()).await {
             Ok((reader, dirty)) => {
@@ -312,8 +314,45 @@ impl Mirror {
         self.dirty.dirty_bytes().min(self.source.size())
     }
 
+    /// From now on writes to the source go to the target too before they are over, by a filter of this name; as if the mirror
+    /// had been started so. On an error it goes on as before.
+    pub async fn hold_writes(&mut self, name: &str) -> Result<()> {
+        let Writer::Job(writer) = &self.writer else { return Ok(()) };
+        if self.opened.is_some() {
+            return Err(Error::unsupported("a commit into a base copies in the background only"));
+        }
+        // Nothing is written between the moment when the job lets the target go and the filter's having it.
+        let _drained = self.graph.drain(&[&self.source, &self.target]).await;
+        self.check_place()?;
+        let id = writer.name().to_owned();
+        writer.detach().await?;
+        match self.graph.insert_write_blocking(&self.source, &self.target, name).await {
+            Ok(filter) => {
+                if let Some(holding) = filter.write_blocking() {
+                    holding.activate(Arc::clone(&self.dirty));
+                }
+                self.writer = Writer::Filter(filter);
+                Ok(())
+            }
+            Err(error) => {
+                self.writer = Writer::Job(self.graph.attach(&self.target, writer_of(id)).await?);
+                Err(error)
+            }
+        }
+    }
+
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
+        self.catch_up_unless(job, judge, &|| false).await
+    }
+
+    /// As [`Mirror::catch_up`], but returns between two pieces as soon as `is_wanted` says that something else is.
+    pub async fn catch_up_unless(
+        &self,
+        job: &JobHandle,
+        judge: &dyn Judge,
+        is_wanted: &dyn Fn() -> bool,
+    ) -> Result<()> {
         let source = self.reader.queue();
         let target = match &self.writer {
             Writer::Job(writer) => Some(writer.queue()),
@@ -322,6 +361,9 @@ impl Mirror {
         let mut from = 0;
         loop {
             job.pause_point().await?;
+            if is_wanted() {
+                return Ok(());
+            }
             self.check_place()?;
             let most = self.chunk_bytes;
             let found = self.dirty.next(from, most).or_else(|| self.dirty.next(0, most));

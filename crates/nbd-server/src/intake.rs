@@ -62,6 +62,7 @@ impl Intake {
             .map_err(|Malformed(why)| Error::new(ErrorKind::Io, format!("the client breaks the protocol: {why}")))?;
         self.receiver.consume(header_bytes);
         let payload_bytes = request.payload_bytes(terms.headers);
+        self.receiver.note_data(payload_bytes);
         if payload_bytes > terms.block_sizes.maximum.max(PORTABLE_PAYLOAD_BYTES).into() {
             let message = format!("the client announced {payload_bytes} bytes of data");
             return Err(Error::new(ErrorKind::Limit, message));

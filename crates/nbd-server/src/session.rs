@@ -35,6 +35,8 @@ pub(crate) struct Session<D: Disk> {
     idle: Cell<usize>,
     /// A worker has its turn: it waits for a request, or for the rest of one.
     reading: Cell<bool>,
+    /// Behind the request that was taken last there is more that has been received.
+    has_more: Cell<bool>,
     /// The last worker has ended.
     ended: Watched<bool>,
     error: RefCell<Option<Error>>,
@@ -61,6 +63,7 @@ pub(crate) async fn run<D: Disk>(
         workers: Cell::new(0),
         idle: Cell::new(0),
         reading: Cell::new(false),
+        has_more: Cell::new(false),
         ended: Watched::new(false),
         error: RefCell::default(),
     });
@@ -96,7 +99,8 @@ impl<D: Disk> Session<D> {
             }
             self.carry_out(job).await;
             let busy = self.workers.get() - self.idle.get() - usize::from(self.reading.get());
-            let crowded = busy > 1;
+            // What needs no waiting is carried out at once, so that the next one's reply may come as soon.
+            let crowded = busy > 1 || self.has_more.get();
             self.outbox.send(&self.stream, crowded).await;
         }
     }
@@ -111,6 +115,7 @@ impl<D: Disk> Session<D> {
         self.reading.set(true);
         let next = intake.next(&self.stream, &self.stay, &self.terms, &self.budget).await;
         self.reading.set(false);
+        self.has_more.set(!intake.receiver.is_empty());
         match next {
             Ok(Some(job)) => return Some(job),
             Ok(None) => {}

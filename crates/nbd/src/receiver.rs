@@ -14,11 +14,17 @@ pub struct Receiver {
     buffer: IoBuf,
     start: usize,
     end: usize,
+    /// The last message was followed by much data, so the next one probably is: what goes into the buffer of it must be
+    /// copied once more.
+    expects_data: bool,
 }
+
+/// Data that is worth a system call of its own rather than a copy, in bytes.
+const MUCH_DATA_BYTES: u64 = 16 << 10;
 
 impl Default for Receiver {
     fn default() -> Self {
-        Receiver { buffer: IoBuf::scratch(BUFFER_BYTES), start: 0, end: 0 }
+        Receiver { buffer: IoBuf::scratch(BUFFER_BYTES), start: 0, end: 0, expects_data: false }
     }
 }
 
@@ -33,6 +39,11 @@ impl Receiver {
         self.start == self.end
     }
 
+    /// The message that was just looked at is followed by so many bytes of data.
+    pub fn note_data(&mut self, data_bytes: u64) {
+        self.expects_data = data_bytes >= MUCH_DATA_BYTES;
+    }
+
     /// Receives until `len` bytes (at most 64 KiB) are there, and shows them; they stay. `None` when the peer has closed
     /// before the first of them.
     pub async fn peek(&mut self, stream: &Stream, len: usize) -> Result<Option<&[u8]>> {
@@ -43,9 +54,12 @@ impl Receiver {
                 self.buffer.copy_within(self.start..self.end, 0);
                 (self.start, self.end) = (0, self.end - self.start);
             }
-            let tail = self.buffer.split_off(self.end);
-            let (result, tail) = stream.receive(tail, Want::Some).await;
-            if self.buffer.unsplit(tail).is_err() {
+            let mut tail = self.buffer.split_off(self.end);
+            // Of a message before much data, nothing but the message.
+            let most = if self.expects_data { len - (self.end - self.start) } else { tail.len() };
+            let unused = tail.split_off(most);
+            let (result, mut tail) = stream.receive(tail, Want::Some).await;
+            if tail.unsplit(unused).is_err() || self.buffer.unsplit(tail).is_err() {
                 return Err(Error::internal("the parts of a split buffer did not join"));
             }
             match result? {

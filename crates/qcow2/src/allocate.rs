@@ -333,7 +333,7 @@ impl Engine {
     }
 
     fn set_slices_busy(&self, state: &mut State, clusters: &Range<u64>, busy: bool) {
-        let per_slice = self.config.l2_slice_bytes / self.geometry.l2_entry_size();
+        let per_slice = self.slice_bytes() / self.geometry.l2_entry_size();
         for number in clusters.start / per_slice..=(clusters.end - 1) / per_slice {
             state.tables.set_busy(number, busy);
         }

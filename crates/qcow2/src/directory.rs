@@ -7,7 +7,7 @@
 use crate::interleaving;
 use crate::slice::Slice;
 use arc_swap::{ArcSwap, ArcSwapOption};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// L1 entries per chunk.
@@ -27,7 +27,7 @@ type Chunk = Box<[Table]>;
 /// See the module's text.
 pub(crate) struct Directory {
     chunks: ArcSwap<Vec<Arc<Chunk>>>,
-    slices_per_table: usize,
+    slices_per_table: AtomicUsize,
 }
 
 fn new_chunk() -> Arc<Chunk> {
@@ -37,12 +37,26 @@ fn new_chunk() -> Arc<Chunk> {
 impl Directory {
     /// From the L1 table of the image.
     pub(crate) fn new(l1: &[u64], slices_per_table: usize) -> Self {
-        let directory = Directory { chunks: ArcSwap::from_pointee(Vec::new()), slices_per_table };
-        directory.grow(l1.len());
-        for (index, entry) in l1.iter().enumerate() {
-            directory.set_l1(index, *entry);
-        }
+        let directory = Directory {
+            chunks: ArcSwap::from_pointee(Vec::new()),
+            slices_per_table: AtomicUsize::new(slices_per_table),
+        };
+        directory.fill(l1);
         directory
+    }
+
+    /// Begins anew with this L1 table and no slice. Only the owner calls this, while nobody looks.
+    pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) {
+        self.chunks.store(Arc::new(Vec::new()));
+        self.slices_per_table.store(slices_per_table, Ordering::Release);
+        self.fill(l1);
+    }
+
+    fn fill(&self, l1: &[u64]) {
+        self.grow(l1.len());
+        for (index, entry) in l1.iter().enumerate() {
+            self.set_l1(index, *entry);
+        }
     }
 
     /// Makes room for `l1_entries` entries. Only the owner calls this.
@@ -94,7 +108,7 @@ impl Directory {
     /// Puts a slice in, or takes it out. Only the owner calls this.
     pub(crate) fn set_slice(&self, l1_index: usize, slice: usize, value: Option<Arc<Slice>>) {
         self.with_table(l1_index, |table| {
-            let count = self.slices_per_table;
+            let count = self.slices_per_table.load(Ordering::Relaxed);
             let slices = table.slices.get_or_init(|| (0..count).map(|_| ArcSwapOption::empty()).collect());
             slices[slice].store(value);
         });

@@ -296,8 +296,8 @@ impl Engine {
         // Dirty slices can't make room for others. Where there is room for all of them, nothing is won by writing early:
         // random writes touch the same slices again and again.
         let share = if cache_bytes >= mapping_bytes { MOST_DIRTY_BYTES } else { cache_bytes / 2 };
-        let limit = share.min(MOST_DIRTY_BYTES).max(8 * self.config.l2_slice_bytes);
-        state.tables.dirty_slices() as u64 * self.config.l2_slice_bytes > limit
+        let limit = share.min(MOST_DIRTY_BYTES).max(8 * self.slice_bytes());
+        state.tables.dirty_slices() as u64 * self.slice_bytes() > limit
             || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)
     }
 

@@ -21,6 +21,11 @@ impl Inflight {
         self.ranges.range(clusters).next().map(|(start, _)| *start)
     }
 
+    /// True when nothing is locked.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
     /// Locks clusters that are free.
     pub(crate) fn lock(&mut self, clusters: Range<u64>) {
         debug_assert!(self.first_in(clusters.clone()).is_none());

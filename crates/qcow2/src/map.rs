@@ -140,7 +140,7 @@ impl Engine {
         out: &mut ExtentList,
     ) -> Result<(u64, bool), Error> {
         let cluster_bits = self.geometry.cluster_bits();
-        let words = self.config.l2_slice_bytes as usize / 8;
+        let words = self.slice_bytes() as usize / 8;
         let step = self.geometry.l2_entry_size() as usize / 8;
         let mut done = 0;
         while done < len && word < words {

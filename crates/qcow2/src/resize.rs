@@ -112,7 +112,7 @@ impl Engine {
         let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
         let step = self.geometry.l2_entry_size() as usize / 8;
         let mut lost = Vec::new();
-        let words = self.config.l2_slice_bytes as usize / 8;
+        let words = self.slice_bytes() as usize / 8;
         for word in (word..words).step_by(step) {
             let old = self.entry_of(&slice, word);
             if old != (0, 0) {

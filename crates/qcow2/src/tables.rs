@@ -84,8 +84,8 @@ pub(crate) struct Tables {
     slices_per_table: u64,
 }
 
-fn cap_of(config: &Config, bytes: u64) -> u64 {
-    bytes.max(2 * config.l2_slice_bytes)
+fn cap_of(slice_bytes: u64, bytes: u64) -> u64 {
+    bytes.max(2 * slice_bytes)
 }
 
 /// What became of a slice that the clock's hand came to.
@@ -107,15 +107,15 @@ impl Tables {
             l1_offset: config.l1_offset,
             l1_len,
             moving: BTreeSet::new(),
-            cap_bytes: cap_of(config, config.l2_cache_bytes),
+            cap_bytes: cap_of(config.l2_slice_bytes, config.l2_cache_bytes),
             counted_bytes: 0,
             slice_bytes: config.l2_slice_bytes,
             slices_per_table: config.geometry().cluster_size() / config.l2_slice_bytes,
         }
     }
 
-    pub(crate) fn set_cap(&mut self, config: &Config, bytes: u64) {
-        self.cap_bytes = cap_of(config, bytes);
+    pub(crate) fn set_cap(&mut self, bytes: u64) {
+        self.cap_bytes = cap_of(self.slice_bytes, bytes);
     }
 
     pub(crate) fn memory_bytes(&self) -> u64 {
@@ -181,7 +181,7 @@ impl Tables {
 
 impl Engine {
     pub(crate) fn slices_per_table(&self) -> u64 {
-        self.geometry.cluster_size() / self.config.l2_slice_bytes
+        self.geometry.cluster_size() / self.slice_bytes()
     }
 
     pub(crate) fn slice_shape(&self) -> Shape {
@@ -192,7 +192,7 @@ impl Engine {
     /// Index of the slice in its table and of the entry's first word in the slice, for an index into an L2 table.
     pub(crate) fn slice_position(&self, l2_index: u64) -> (usize, usize) {
         let byte = l2_index * self.geometry.l2_entry_size();
-        ((byte / self.config.l2_slice_bytes) as usize, (byte % self.config.l2_slice_bytes / 8) as usize)
+        ((byte / self.slice_bytes()) as usize, (byte % self.slice_bytes() / 8) as usize)
     }
 
     /// Number of a slice over the whole disk.
@@ -307,11 +307,11 @@ impl Engine {
         }
         let number = self.slice_number(l1_index, slice);
         if state.tables.fresh.contains_key(&l1_index) {
-            let zero = Slice::zeroed(self.config.l2_slice_bytes as usize / 8, self.slice_shape());
+            let zero = Slice::zeroed(self.slice_bytes() as usize / 8, self.slice_shape());
             return Ok(self.insert_slice(state, number, zero));
         }
-        let host = self.l2_table(state, l1_index)?.unwrap_or_default() + slice as u64 * self.config.l2_slice_bytes;
-        let load = Load { table: TableId::L2Slice(number), host, len: self.config.l2_slice_bytes as usize };
+        let host = self.l2_table(state, l1_index)?.unwrap_or_default() + slice as u64 * self.slice_bytes();
+        let load = Load { table: TableId::L2Slice(number), host, len: self.slice_bytes() as usize };
         Err(Engine::stall_for(state, load))
     }
 

@@ -16,6 +16,7 @@ pub(crate) struct Tuning {
     discard_no_unref: AtomicBool,
     overlap: AtomicU16,
     l2_cache_bytes: AtomicU64,
+    l2_slice_bytes: AtomicU64,
     refcount_cache_bytes: AtomicU64,
 }
 
@@ -27,6 +28,7 @@ impl Tuning {
             discard_no_unref: AtomicBool::new(config.discard_no_unref),
             overlap: AtomicU16::new(config.overlap.bits()),
             l2_cache_bytes: AtomicU64::new(config.l2_cache_bytes),
+            l2_slice_bytes: AtomicU64::new(config.l2_slice_bytes),
             refcount_cache_bytes: AtomicU64::new(config.refcount_cache_bytes),
         }
     }
@@ -79,6 +81,17 @@ impl Engine {
         }
     }
 
+    /// Bytes of an L2 slice.
+    #[inline]
+    pub fn slice_bytes(&self) -> u64 {
+        self.tuning.l2_slice_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Only [`Engine::set_slice_bytes`] calls this.
+    pub(crate) fn note_slice_bytes(&self, bytes: u64) {
+        self.tuning.l2_slice_bytes.store(bytes, Ordering::Release);
+    }
+
     /// Most bytes of L2 slices and of refcount blocks in memory.
     pub fn cache_limits(&self) -> (u64, u64) {
         let limit = |of: &AtomicU64| of.load(Ordering::Relaxed);
@@ -90,7 +103,7 @@ impl Engine {
         self.tuning.l2_cache_bytes.store(l2_cache_bytes, Ordering::Relaxed);
         self.tuning.refcount_cache_bytes.store(refcount_cache_bytes, Ordering::Relaxed);
         let mut state = self.own();
-        state.tables.set_cap(&self.config, l2_cache_bytes);
+        state.tables.set_cap(l2_cache_bytes);
         state.refcounts.set_cap(refcount_cache_bytes);
         self.shrink_caches(&mut state);
     }

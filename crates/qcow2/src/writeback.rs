@@ -79,7 +79,7 @@ impl Engine {
     }
 
     fn collect_slices(&self, state: &mut State, cycle: &mut Cycle) {
-        let slice_bytes = self.config.l2_slice_bytes;
+        let slice_bytes = self.slice_bytes();
         // Tables that nothing points to yet are written whole: slices that aren't cached are zero.
         for (l1_index, host) in &cycle.fresh {
             let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
@@ -210,7 +210,7 @@ impl Engine {
 }
 
 /// True when something in memory differs from the disk.
-fn holds_changes(state: &State) -> bool {
+pub(crate) fn holds_changes(state: &State) -> bool {
     !state.tables.dirty.is_empty()
         || !state.tables.fresh.is_empty()
         || !state.tables.l1_dirty.is_empty()

@@ -2,7 +2,8 @@
 //! Counters that many threads add to, spread so that they don't share cache lines; and those of a file.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// Threads share a shard when there are more of them than shards.
 const SHARDS: usize = 8;
@@ -43,7 +44,7 @@ fn shard_of_thread() -> usize {
 }
 
 impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
-    /// A row, for this thread to add to (never to store: threads may share it).
+    /// A row, for this thread to add to (not to store what must not be lost: threads may share it).
     #[inline]
     pub fn row(&self, row: usize) -> &[AtomicU64; COLUMNS] {
         &self.0[shard_of_thread()].0[row]
@@ -60,6 +61,12 @@ impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
             }
         }
         sums
+    }
+
+    /// The largest value that any thread has in this column: for columns that are stored, not added to.
+    pub fn largest(&self, column: usize) -> u64 {
+        let rows = self.0.iter().flat_map(|shard| shard.0.iter());
+        rows.map(|row| row[column].load(Ordering::Relaxed)).max().unwrap_or(0)
     }
 }
 
@@ -87,6 +94,8 @@ pub struct FileOpStats {
     pub bytes: u64,
     /// Operations that failed.
     pub failed: u64,
+    /// Time that all of them took, also those that failed, in nanoseconds.
+    pub total_ns: u64,
 }
 
 /// What reached a file.
@@ -95,6 +104,8 @@ pub struct FileStats {
     kinds: [FileOpStats; 5],
     /// End of the furthest byte written or zeroed.
     pub highest_written_byte: u64,
+    /// When the last operation ended, by the clock of [`crate::rt::round_now_ns`]; 0 before the first one.
+    pub last_end_ns: u64,
 }
 
 impl FileStats {
@@ -104,37 +115,99 @@ impl FileStats {
     }
 }
 
+/// An operation on a file that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndedOp {
+    /// What it was.
+    pub op: FileOp,
+    /// First byte behind it; 0 for barriers.
+    pub end: u64,
+    /// It was carried out.
+    pub done: bool,
+    /// How long it took, in nanoseconds.
+    pub latency_ns: u64,
+    /// When it ended, by the clock of [`crate::rt::round_now_ns`].
+    pub end_ns: u64,
+}
+
+/// Who looks at each operation of a file, on the operation's thread: must be quick.
+pub trait FileObserver: Send + Sync {
+    /// An operation has ended.
+    fn ended(&self, ended: &EndedOp);
+}
+
+/// Columns of the table of a file.
+const OPERATIONS: usize = 0;
+const BYTES: usize = 1;
+const FAILED: usize = 2;
+const TOTAL_NS: usize = 3;
+const LAST_END_NS: usize = 4;
+
 /// The counters of one file.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct FileCounters {
-    table: ShardedCounters<5, 3>,
+    table: ShardedCounters<5, 5>,
     highest_written_byte: AtomicU64,
+    /// There is an observer.
+    is_observed: AtomicBool,
+    observer: RwLock<Option<Arc<dyn FileObserver>>>,
 }
 
 impl FileCounters {
+    /// Counts an operation that began at `start_ns`, by the clock of [`crate::rt::round_now_ns`].
     #[inline]
-    pub(crate) fn count(&self, op: FileOp, offset: u64, len: u64, done: bool) {
-        if !done {
-            return self.count_failed(op);
-        }
-        let [operations, bytes, _] = self.table.row(op as usize);
-        operations.fetch_add(1, Ordering::Relaxed);
-        bytes.fetch_add(len, Ordering::Relaxed);
+    pub(crate) fn count(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, done: bool) {
+        let end_ns = crate::rt::round_now_ns();
+        let latency_ns = end_ns.saturating_sub(start_ns);
         let end = offset.saturating_add(len);
-        if matches!(op, FileOp::Write | FileOp::Zero) && self.highest_written_byte.load(Ordering::Relaxed) < end {
-            self.highest_written_byte.fetch_max(end, Ordering::Relaxed);
+        let row = self.table.row(op as usize);
+        row[TOTAL_NS].fetch_add(latency_ns, Ordering::Relaxed);
+        row[LAST_END_NS].store(end_ns, Ordering::Relaxed);
+        if done {
+            row[OPERATIONS].fetch_add(1, Ordering::Relaxed);
+            row[BYTES].fetch_add(len, Ordering::Relaxed);
+            if matches!(op, FileOp::Write | FileOp::Zero) && self.highest_written_byte.load(Ordering::Relaxed) < end {
+                self.highest_written_byte.fetch_max(end, Ordering::Relaxed);
+            }
+        } else {
+            row[FAILED].fetch_add(1, Ordering::Relaxed);
+        }
+        if self.is_observed.load(Ordering::Relaxed) {
+            self.tell(&EndedOp { op, end, done, latency_ns, end_ns });
         }
     }
 
     #[cold]
-    fn count_failed(&self, op: FileOp) {
-        self.table.row(op as usize)[2].fetch_add(1, Ordering::Relaxed);
+    fn tell(&self, ended: &EndedOp) {
+        let observer = self.observer.read().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(observer) = observer {
+            observer.ended(ended);
+        }
+    }
+
+    /// Has each operation shown to `observer` from now on, instead of to the one before; `None`: to nobody.
+    pub(crate) fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
+        self.is_observed.store(observer.is_some(), Ordering::Relaxed);
+        *self.observer.write().unwrap_or_else(PoisonError::into_inner) = observer;
     }
 
     pub(crate) fn snapshot(&self) -> FileStats {
+        let kinds = self.table.sums().map(|sums| FileOpStats {
+            operations: sums[OPERATIONS],
+            bytes: sums[BYTES],
+            failed: sums[FAILED],
+            total_ns: sums[TOTAL_NS],
+        });
         FileStats {
-            kinds: self.table.sums().map(|[operations, bytes, failed]| FileOpStats { operations, bytes, failed }),
+            kinds,
             highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed),
+            last_end_ns: self.table.largest(LAST_END_NS),
         }
+    }
+}
+
+impl std::fmt::Debug for FileCounters {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("FileCounters").field(&self.snapshot()).finish()
     }
 }

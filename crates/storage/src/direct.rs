@@ -23,17 +23,17 @@ const BOUNCE_BYTES: u64 = 1 << 20;
 
 impl Inner {
     fn align_down(&self, offset: u64) -> u64 {
-        offset & !(self.alignment.offset - 1)
+        offset & !(self.alignment.get().offset - 1)
     }
 
     /// Offsets are below 2^63 and blocks small, so this can't overflow.
     fn align_up(&self, offset: u64) -> u64 {
-        self.align_down(offset + (self.alignment.offset - 1))
+        self.align_down(offset + (self.alignment.get().offset - 1))
     }
 
     /// Locks the blocks of a range of bytes; `None` where there is no need, because the medium has no blocks.
     pub(crate) async fn lock_blocks(&self, start: u64, end: u64, access: Access) -> Option<BlockGuard> {
-        if self.alignment.offset == 1 {
+        if self.alignment.get().offset == 1 {
             return None;
         }
         let end = if end > i64::MAX as u64 { u64::MAX } else { self.align_up(end) };
@@ -82,7 +82,7 @@ impl Inner {
         let guard = self.lock_rewrite(offset, end).await;
         let len = self.len.load(Ordering::Acquire);
         let mut bounce = IoBuf::zeroed((stop - start) as usize);
-        let block = self.alignment.offset as usize;
+        let block = self.alignment.get().offset as usize;
         if offset > start {
             self.fill_block(&mut bounce[..block], start).await?;
         }

@@ -2,7 +2,8 @@
 //! A file that holds an image.
 
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
-use crate::counters::{FileCounters, FileOp, FileStats};
+use crate::cache::LiveAlignment;
+use crate::counters::{FileCounters, FileObserver, FileOp, FileStats};
 use crate::fault::{Faults, FaultyFile};
 use crate::flush::{FlushGate, Turn};
 use crate::host::HostFile;
@@ -33,8 +34,8 @@ pub struct File(Arc<Inner>);
 pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) is_writable: AtomicBool,
-    pub(crate) no_flush: bool,
-    pub(crate) alignment: Alignment,
+    pub(crate) no_flush: AtomicBool,
+    pub(crate) alignment: LiveAlignment,
     pub(crate) len: AtomicU64,
     pub(crate) medium: Medium,
     pub(crate) flush: FlushGate,
@@ -53,7 +54,7 @@ impl File {
         {
             let mut file = Self::from_sim(opened?);
             if let Some(inner) = Arc::get_mut(&mut file.0) {
-                inner.no_flush = options.cache.no_flush;
+                inner.no_flush = AtomicBool::new(options.cache.no_flush);
             }
             return Ok(file);
         }
@@ -75,8 +76,8 @@ impl File {
         let file = Inner {
             name: text_of_path(path),
             is_writable: AtomicBool::new(is_writable),
-            no_flush: options.cache.no_flush,
-            alignment: host.alignment(),
+            no_flush: AtomicBool::new(options.cache.no_flush),
+            alignment: LiveAlignment::new(host.alignment()),
             len: AtomicU64::new(len),
             medium: Medium::Host(host),
             flush: FlushGate::default(),
@@ -113,8 +114,9 @@ impl File {
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
         self.check_change(offset, len, false)?;
+        let start_ns = rt::round_now_ns();
         let result = file.discard(offset, len).await;
-        self.0.counters.count(FileOp::Discard, offset, len, result.is_ok());
+        self.0.counters.count(FileOp::Discard, offset, len, start_ns, result.is_ok());
         result.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
@@ -122,8 +124,8 @@ impl File {
         File(Arc::new(Inner {
             name,
             is_writable: AtomicBool::new(is_writable),
-            no_flush: false,
-            alignment: medium.alignment(),
+            no_flush: AtomicBool::new(false),
+            alignment: LiveAlignment::new(medium.alignment()),
             len: AtomicU64::new(len),
             medium,
             flush: FlushGate::default(),
@@ -142,7 +144,7 @@ impl File {
         alignment: Option<u64>,
         max_transfer_bytes: Option<u64>,
     ) -> Result<File> {
-        let wanted = alignment.unwrap_or(1).max(self.0.alignment.offset);
+        let wanted = alignment.unwrap_or(1).max(self.alignment().offset);
         if !wanted.is_power_of_two() || wanted > MAX_FAULTY_ALIGNMENT_BYTES {
             let message = format!("the alignment must be a power of two up to {MAX_FAULTY_ALIGNMENT_BYTES}");
             return Err(Error::invalid_argument(message).value(wanted).file(self.name()));
@@ -152,13 +154,13 @@ impl File {
             let message = format!("the largest transfer must be a multiple of the alignment, {wanted} bytes");
             return Err(Error::invalid_argument(message).value(transfer).file(self.name()));
         }
-        let alignment = Alignment { offset: wanted, ..self.0.alignment };
+        let alignment = Alignment { offset: wanted, ..self.alignment() };
         let medium = Medium::Faulty(Box::new(FaultyFile::new(self.clone(), faults, alignment, transfer)));
         Ok(File(Arc::new(Inner {
             name: self.0.name.clone(),
             is_writable: AtomicBool::new(self.is_writable()),
-            no_flush: self.0.no_flush,
-            alignment,
+            no_flush: AtomicBool::new(self.cache_mode().no_flush),
+            alignment: LiveAlignment::new(alignment),
             len: AtomicU64::new(self.len()),
             medium,
             flush: FlushGate::default(),
@@ -197,6 +199,11 @@ impl File {
     /// What reached the file, by whomever, since it was opened.
     pub fn statistics(&self) -> FileStats {
         self.0.counters.snapshot()
+    }
+
+    /// Has each operation of the file shown to `observer` from now on, in place of the one before; `None`: to nobody.
+    pub fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
+        self.0.counters.observe(observer);
     }
 
     /// The name for messages.
@@ -254,7 +261,7 @@ impl File {
 
     /// The alignment that the *medium* wants; `File` itself accepts any offset and length and bounces where needed.
     pub fn alignment(&self) -> Alignment {
-        self.0.alignment
+        self.0.alignment.get()
     }
 
     /// Current length in bytes (cached; kept up to date by our own writes and `set_len`).
@@ -285,9 +292,9 @@ impl File {
 
     /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
-        let len = buf.len() as u64;
+        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
         let (result, payload) = self.0.read(Payload::one(buf), offset).await;
-        self.0.counters.count(FileOp::Read, offset, len, result.is_ok());
+        self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_one())
     }
 
@@ -295,9 +302,9 @@ impl File {
     /// past the end of the file reads as zeroes.
     pub async fn read_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
         let payload = Payload { bufs: Bufs::Many(bufs), guard: None };
-        let len = payload.len() as u64;
+        let (len, start_ns) = (payload.len() as u64, rt::round_now_ns());
         let (result, payload) = self.0.read(payload, offset).await;
-        self.0.counters.count(FileOp::Read, offset, len, result.is_ok());
+        self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_many())
     }
 
@@ -314,12 +321,12 @@ impl File {
     }
 
     async fn write(&self, payload: Payload, offset: u64) -> (Result<()>, Payload) {
-        let len = payload.len() as u64;
+        let (len, start_ns) = (payload.len() as u64, rt::round_now_ns());
         if let Err(error) = self.check_change(offset, len, true) {
             return (Err(error), payload);
         }
         let (result, payload) = self.0.write(payload, offset).await;
-        self.0.counters.count(FileOp::Write, offset, len, result.is_ok());
+        self.0.counters.count(FileOp::Write, offset, len, start_ns, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not write", offset)), payload)
     }
 
@@ -327,14 +334,14 @@ impl File {
     /// the length). The first failure poisons the file: every later `sync` and every write that grows the file fails
     /// with that error until the file is closed and opened again.
     pub async fn sync(&self) -> Result<()> {
-        if self.0.no_flush {
+        if self.0.no_flush.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let ticket = self.0.flush.request();
+        let (ticket, start_ns) = (self.0.flush.request(), rt::round_now_ns());
         loop {
             match std::future::poll_fn(|context| self.0.flush.poll(ticket, context)).await {
                 Turn::Done(result) => {
-                    self.0.counters.count(FileOp::Sync, 0, 0, result.is_ok());
+                    self.0.counters.count(FileOp::Sync, 0, 0, start_ns, result.is_ok());
                     return result;
                 }
                 Turn::Lead => {
@@ -373,15 +380,15 @@ impl File {
         if len == 0 {
             return Ok(());
         }
-        let grows = space != Space::Punch;
+        let (grows, start_ns) = (space != Space::Punch, rt::round_now_ns());
         self.check_change(offset, len, grows)?;
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         // The lock is kept until the new length is noted: see `direct`.
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.fallocate(space, offset, len, shared).await;
         match space {
-            Space::Punch => self.0.counters.count(FileOp::Discard, offset, len, result.is_ok()),
-            Space::Zero => self.0.counters.count(FileOp::Zero, offset, len, result.is_ok()),
+            Space::Punch => self.0.counters.count(FileOp::Discard, offset, len, start_ns, result.is_ok()),
+            Space::Zero => self.0.counters.count(FileOp::Zero, offset, len, start_ns, result.is_ok()),
             // Nothing is read or written.
             Space::Allocate => {}
         }
@@ -426,12 +433,13 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
+        let start_ns = rt::round_now_ns();
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;
         if let Ok(copied) = result {
-            source.0.counters.count(FileOp::Read, source_offset, copied, true);
-            self.0.counters.count(FileOp::Write, offset, copied, true);
+            source.0.counters.count(FileOp::Read, source_offset, copied, start_ns, true);
+            self.0.counters.count(FileOp::Write, offset, copied, start_ns, true);
         }
         let copied = result.map_err(|errno| self.error(errno, "could not copy", offset))?;
         self.0.note_end(offset + copied);

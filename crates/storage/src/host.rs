@@ -2,6 +2,7 @@
 //! Files and block devices of the host.
 
 use crate::blocklock::BlockGuard;
+use crate::cache::LiveAlignment;
 use crate::medium::Space;
 use crate::payload::Payload;
 use crate::ring::{Direction, Ring, RingOp};
@@ -13,7 +14,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxF
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 /// An open file or block device.
@@ -22,10 +23,26 @@ pub(crate) struct HostFile {
     fd: Arc<OwnedFd>,
     engine: Engine,
     is_device: bool,
-    alignment: Alignment,
+    is_direct: AtomicBool,
+    alignment: LiveAlignment,
     /// For reads and writes: what is in the page cache is done at once, where the kernel can say that it is.
     tries_now: [AtomicBool; 2],
+    /// A write on a ring's thread had to wait: until then (by [`rt::now`], in nanoseconds) the kernel's workers do them.
+    rests_until_ns: AtomicU64,
+    /// Reads that are not tried in the page cache, because the last one was not there.
+    reads_past_cache: AtomicU32,
 }
+
+/// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
+const NOW_BYTES: usize = 256 << 10;
+/// After a read that the page cache didn't have, so many are not tried there.
+const READS_PAST_CACHE: u32 = 15;
+/// Parts of pages that aren't in the cache must be read first.
+const PAGE_BYTES: u64 = 4096;
+/// A write to the page cache that takes longer than this has waited for something: the disk, the journal.
+const WAITED_NS: u64 = 5_000_000;
+/// So long are the kernel's workers to do the writes then.
+const REST_NS: u64 = 100_000_000;
 
 /// Who carries out the next operation.
 enum Worker {
@@ -60,11 +77,50 @@ impl HostFile {
         };
         let cached = !options.cache.direct;
         let tries_now = [AtomicBool::new(cached), AtomicBool::new(cached)];
-        Ok(HostFile { fd: Arc::new(fd), engine, is_device, alignment, tries_now })
+        let (is_direct, alignment) = (AtomicBool::new(options.cache.direct), LiveAlignment::new(alignment));
+        Ok(HostFile {
+            fd: Arc::new(fd),
+            engine,
+            is_device,
+            is_direct,
+            alignment,
+            tries_now,
+            rests_until_ns: AtomicU64::new(0),
+            reads_past_cache: AtomicU32::new(0),
+        })
     }
 
     pub(crate) fn alignment(&self) -> Alignment {
-        self.alignment
+        self.alignment.get()
+    }
+
+    /// True when it bypasses the page cache.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.is_direct.load(Ordering::Relaxed)
+    }
+
+    /// Bypasses the page cache from now on, or no longer; returns what is asked of memory and offsets then. The kernel
+    /// sees to it that either way reads what the other one wrote.
+    pub(crate) fn set_direct(&self, direct: bool) -> Result<Alignment> {
+        let before =
+            rustix::fs::fcntl_getfl(&self.fd).map_err(|error| os_error(error, "could not read the file's flags"))?;
+        let flags = if direct { before | OFlags::DIRECT } else { before - OFlags::DIRECT };
+        rustix::fs::fcntl_setfl(&self.fd, flags).map_err(|error| match error {
+            rustix::io::Errno::INVAL if direct => no_direct_io(error),
+            error => os_error(error, "could not set the file's flags"),
+        })?;
+        let alignment = match direct {
+            true => direct_alignment(&self.fd, self.is_device),
+            false => Ok(Alignment { memory: 1, offset: 1 }),
+        };
+        let alignment = alignment.inspect_err(|_| {
+            // Setting what was set a moment ago does not fail.
+            let _ = rustix::fs::fcntl_setfl(&self.fd, before);
+        })?;
+        self.alignment.set(alignment);
+        self.is_direct.store(direct, Ordering::Release);
+        self.tries_now.iter().for_each(|tries| tries.store(!direct, Ordering::Relaxed));
+        Ok(alignment)
     }
 
     /// Opens the same file for writing under the same descriptor number. `prepare` sees the new description before the
@@ -155,6 +211,53 @@ impl HostFile {
                 None => Err(payload),
             },
         }
+    }
+
+    /// A read of what is in the page cache, on a ring's thread: less than asking the ring for it, and waiting for the answer.
+    /// `None`: it isn't there, or is not looked for.
+    pub(crate) fn read_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
+        if self.engine == Engine::Threads || payload.len() > NOW_BYTES {
+            return None;
+        }
+        let past = self.reads_past_cache.load(Ordering::Relaxed);
+        if past > 0 {
+            self.reads_past_cache.store(past - 1, Ordering::Relaxed);
+            return None;
+        }
+        let done = self.transfer_now(Direction::Read, payload, 0, offset);
+        if done.is_none() {
+            self.reads_past_cache.store(READS_PAST_CACHE, Ordering::Relaxed);
+        }
+        done
+    }
+
+    /// A write to the page cache on a ring's thread. Where the file system can't promise not to wait (ext4), the ring has a
+    /// worker of the kernel do it, which costs several times what the write does; and whole pages hardly ever wait. When one
+    /// did, the workers have the next ones for a while. `None`: not this one.
+    pub(crate) fn write_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
+        let len = payload.len();
+        if self.is_direct() || self.is_device || self.engine == Engine::Threads || len > NOW_BYTES {
+            return None;
+        }
+        if self.tries_now[usize::from(true)].load(Ordering::Relaxed) {
+            return self.transfer_now(Direction::Write, payload, 0, offset);
+        }
+        if !offset.is_multiple_of(PAGE_BYTES)
+            || !(len as u64).is_multiple_of(PAGE_BYTES)
+            || rt::current_ring().is_none()
+        {
+            return None;
+        }
+        let start_ns = now_ns();
+        if start_ns < self.rests_until_ns.load(Ordering::Relaxed) {
+            return None;
+        }
+        let result = sys::transfer(&self.fd, Direction::Write, payload, 0, offset);
+        let end_ns = now_ns();
+        if end_ns.saturating_sub(start_ns) > WAITED_NS {
+            self.rests_until_ns.store(end_ns + REST_NS, Ordering::Relaxed);
+        }
+        Some(result)
     }
 
     /// Runs a system call that may block, away from this thread where there is somewhere else.
@@ -378,8 +481,16 @@ impl AsFd for HostFile {
     }
 }
 
+fn now_ns() -> u64 {
+    u64::try_from(rt::now().as_nanos()).unwrap_or(u64::MAX)
+}
+
 fn os_error(error: rustix::io::Errno, doing: &str) -> Error {
     Error::os(sys::errno(error), doing)
+}
+
+fn no_direct_io(error: rustix::io::Errno) -> Error {
+    Error::unsupported("the file system does not support O_DIRECT").with_errno(sys::errno(error))
 }
 
 fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
@@ -415,7 +526,7 @@ fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
             return Error::new(ErrorKind::PermissionDenied, message);
         }
         if error == rustix::io::Errno::INVAL && options.cache.direct {
-            return Error::unsupported("the file system does not support O_DIRECT").with_errno(sys::errno(error));
+            return no_direct_io(error);
         }
         os_error(error, "could not open")
     })

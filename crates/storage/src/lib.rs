@@ -5,6 +5,7 @@
 
 mod blocklock;
 pub mod buf;
+mod cache;
 pub mod confine;
 mod counters;
 mod direct;
@@ -28,7 +29,7 @@ mod sys;
 mod transfer;
 
 pub use buf::IoBuf;
-pub use counters::{FileOp, FileOpStats, FileStats, ShardedCounters};
+pub use counters::{EndedOp, FileObserver, FileOp, FileOpStats, FileStats, ShardedCounters};
 pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, sync_folder_of, text_of_path};

@@ -57,6 +57,17 @@ impl Medium {
         }
     }
 
+    /// A whole transfer on this thread, where that costs least; it may be short. `None` leaves it to [`Medium::start`].
+    pub(crate) fn transfer_now(&self, direction: Direction, payload: &Payload, offset: u64) -> Option<i32> {
+        let result = match self {
+            Medium::Host(host) if direction == Direction::Read => host.read_now(payload, offset),
+            Medium::Host(host) => host.write_now(payload, offset),
+            Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) | Medium::Remote(_) => None,
+        };
+        // As the ring says it.
+        result.map(|result| result.map_or_else(|errno| -errno.0, |done| i32::try_from(done).unwrap_or(i32::MAX)))
+    }
+
     /// One read into the payload behind its first `skip` bytes; 0 bytes at the end of the file.
     pub(crate) async fn read(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
         match self {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! System calls that `rustix` lacks, and the blocking forms of the operations that the ring also has.
 
-use crate::payload::Payload;
+use crate::payload::{Bufs, MAX_TRANSFER, Payload};
 use crate::ring::{Direction, Message};
 use cowshed_block::Errno;
 use std::io;
@@ -58,9 +58,22 @@ pub(crate) fn transfer(
     skip: usize,
     offset: u64,
 ) -> SysResult<usize> {
-    let vectors = payload.bufs.vectors(skip);
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
+    if let Bufs::One(buf) = &payload.bufs {
+        let (start, len) = (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(MAX_TRANSFER));
+        return retry(|| {
+            // SAFETY: `skip` is within the buffer; the rest as below.
+            let done = unsafe {
+                match direction {
+                    Direction::Read => libc::pread(fd, start.cast(), len, offset),
+                    Direction::Write => libc::pwrite(fd, start.cast_const().cast(), len, offset),
+                }
+            };
+            usize::try_from(done).map_err(|_| last_errno())
+        });
+    }
+    let vectors = payload.bufs.vectors(skip);
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
         // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
@@ -84,9 +97,20 @@ pub(crate) fn transfer_now(
     skip: usize,
     offset: u64,
 ) -> SysResult<usize> {
-    let vectors = payload.bufs.vectors(skip);
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
+    let (one, many);
+    let vectors: &[libc::iovec] = match &payload.bufs {
+        Bufs::One(buf) => {
+            let len = (buf.len() - skip).min(MAX_TRANSFER);
+            one = [libc::iovec { iov_base: buf.as_raw().wrapping_add(skip).cast(), iov_len: len }];
+            &one
+        }
+        bufs @ Bufs::Many(_) => {
+            many = bufs.vectors(skip);
+            &many
+        }
+    };
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
         // SAFETY: as in `transfer`.

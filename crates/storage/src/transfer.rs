@@ -21,9 +21,12 @@ impl Inner {
         if !self.is_aligned(&payload, offset) {
             return Box::pin(self.read_bounced(payload, offset)).await;
         }
-        let (done, payload) = match self.medium.start(Direction::Read, payload, offset) {
-            Ok(operation) => operation.await,
-            Err(payload) => (0, payload),
+        let (done, payload) = match self.medium.transfer_now(Direction::Read, &payload, offset) {
+            Some(done) => (done, payload),
+            None => match self.medium.start(Direction::Read, payload, offset) {
+                Ok(operation) => operation.await,
+                Err(payload) => (0, payload),
+            },
         };
         match usize::try_from(done) {
             Ok(done) if done == payload.len() => (Ok(()), payload),
@@ -39,9 +42,12 @@ impl Inner {
         }
         let end = offset + payload.len() as u64;
         payload.guard = self.lock_blocks(offset, end, Access::Shared).await;
-        let (done, payload) = match self.medium.start(Direction::Write, payload, offset) {
-            Ok(operation) => operation.await,
-            Err(payload) => (0, payload),
+        let (done, payload) = match self.medium.transfer_now(Direction::Write, &payload, offset) {
+            Some(done) => (done, payload),
+            None => match self.medium.start(Direction::Write, payload, offset) {
+                Ok(operation) => operation.await,
+                Err(payload) => (0, payload),
+            },
         };
         let (result, mut payload) = match usize::try_from(done) {
             Ok(done) if done == payload.len() => {
@@ -57,7 +63,7 @@ impl Inner {
 
     /// True when the medium takes it as it is.
     fn is_aligned(&self, payload: &Payload, offset: u64) -> bool {
-        let alignment = self.alignment;
+        let alignment = self.alignment.get();
         if alignment.offset == 1 && alignment.memory == 1 {
             return true;
         }
@@ -126,7 +132,7 @@ impl Inner {
 
     /// A read that stops inside of a block has met the end of the file; going on from there would not be aligned.
     fn stops_in_block(&self, done: usize) -> bool {
-        !(done as u64).is_multiple_of(self.alignment.offset)
+        !(done as u64).is_multiple_of(self.alignment.get().offset)
     }
 
     /// The file reaches at least to `end`.

@@ -3,7 +3,7 @@
 
 use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::rt::{block_on, spawn, yield_now};
-use cowshed_storage::{CacheMode, Engine, File, IoBuf, OpenOptions};
+use cowshed_storage::{CacheMode, EndedOp, Engine, File, FileObserver, FileOp, IoBuf, OpenOptions};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use std::path::PathBuf;
@@ -406,4 +406,84 @@ fn futures_of_transfers_are_small() {
         std::mem::size_of_val(&file.write_at(IoBuf::zeroed(1), 0)),
     ];
     assert!(sizes.iter().all(|&bytes| bytes <= 512), "{sizes:?} bytes");
+}
+
+#[test]
+fn the_use_of_the_page_cache_changes_while_a_file_is_open() {
+    for engine in [Engine::IoUring, Engine::Threads] {
+        let dir = disk_dir();
+        let path = dir.path().join("image");
+        block_on(async {
+            let options = OpenOptions { write: true, create: true, engine, ..OpenOptions::default() };
+            let file = File::open(&path, &options).unwrap();
+            let mut model = pattern(1, 100_000);
+            write(&file, &model, 0).await;
+            for round in 0..6_u64 {
+                let mode = CacheMode { direct: round % 2 == 0, no_flush: round % 3 == 0 };
+                file.set_cache_mode(mode).unwrap();
+                assert_eq!(file.cache_mode(), mode);
+                assert_eq!(file.alignment().offset > 1, mode.direct);
+                // What the one wrote the other reads, also parts of blocks and the odd tail.
+                assert_eq!(read(&file, model.len(), 0).await, model);
+                let (at, bytes) = (round as usize * 5_000 + 123, pattern(round + 7, 9_001));
+                write(&file, &bytes, at as u64).await;
+                model[at..at + bytes.len()].copy_from_slice(&bytes);
+                let tail = pattern(round + 70, 777);
+                write(&file, &tail, model.len() as u64).await;
+                model.extend(tail);
+                assert_eq!(read(&file, 20_000, 100).await, model[100..20_100]);
+                file.sync().await.unwrap();
+            }
+            assert_eq!(file.len(), model.len() as u64);
+            assert_eq!(std::fs::read(&path).unwrap(), model);
+        });
+    }
+}
+
+#[test]
+fn whole_pages_and_their_parts_are_written_to_the_page_cache_in_any_order() {
+    each_mode(async |file, path| {
+        let mut model = vec![0; 1 << 20];
+        write(&file, &model, 0).await;
+        let writes = (0..200_u64).map(|n| {
+            let (page, len) = (n * 37 % 200, if n % 3 == 0 { 4096 } else { 512 + n as usize });
+            (page * 5000 / 4096 * 4096 + if n % 3 == 0 { 0 } else { n % 7 * 512 }, pattern(n, len))
+        });
+        for (offset, bytes) in writes {
+            write(&file, &bytes, offset).await;
+            model[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+        }
+        assert!(read(&file, model.len(), 0).await == model);
+        file.sync().await.unwrap();
+        assert!(std::fs::read(path).unwrap() == model);
+    });
+}
+
+/// Keeps what it is shown.
+#[derive(Default)]
+struct Notes(std::sync::Mutex<Vec<EndedOp>>);
+
+impl FileObserver for Notes {
+    fn ended(&self, ended: &EndedOp) {
+        self.0.lock().unwrap().push(*ended);
+    }
+}
+
+#[test]
+fn an_observer_sees_each_operation_with_its_time() {
+    each_mode(async |file, _| {
+        let notes = std::sync::Arc::new(Notes::default());
+        file.observe(Some(notes.clone()));
+        write(&file, &pattern(1, 8192), 4096).await;
+        read(&file, 4096, 0).await;
+        file.sync().await.unwrap();
+        file.observe(None);
+        read(&file, 4096, 0).await;
+        let seen: Vec<(FileOp, u64, bool)> =
+            notes.0.lock().unwrap().iter().map(|op| (op.op, op.end, op.done)).collect();
+        assert_eq!(seen, [(FileOp::Write, 12288, true), (FileOp::Read, 4096, true), (FileOp::Sync, 0, true)]);
+        let stats = file.statistics();
+        assert_eq!((stats.of(FileOp::Read).operations, stats.of(FileOp::Write).bytes), (2, 8192));
+        assert!(stats.last_end_ns > 0 && stats.of(FileOp::Sync).total_ns > 0, "{stats:?}");
+    });
 }

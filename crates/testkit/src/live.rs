@@ -11,11 +11,12 @@ use crate::qemu::Qemu;
 use crate::random::Random;
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use crate::scenario::{ImageDisk, Prepared, Trial};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::create::{CreateRequest, prepare_sized};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::{Preallocation, ZeroFlags};
+use cowshed_image::snapshots::SnapshotName;
+use cowshed_image::{Node, Preallocation, ZeroFlags};
 use cowshed_storage::IoBuf;
 use cowshed_storage::sim::{Fault, World};
 use std::path::Path;
@@ -63,9 +64,16 @@ struct LiveDisk {
     graph: Arc<Graph>,
     attachment: Arc<Attachment>,
     world: World,
-    overlay_options: String,
+    /// Of overlays; `None`: snapshots are internal ones.
+    overlay_options: Option<String>,
     tried: AtomicUsize,
     history: Mutex<History>,
+    /// Internal snapshots that were taken.
+    internal: AtomicUsize,
+}
+
+fn has_narrow_counts(node: &Node) -> bool {
+    node.qcow2().is_some_and(|qcow2| qcow2.header().refcount_order <= 1)
 }
 
 fn driver_options(name: &str, file: &str, direct: bool, more: &str) -> Result<BlockdevOptions> {
@@ -76,13 +84,14 @@ fn driver_options(name: &str, file: &str, direct: bool, more: &str) -> Result<Bl
 }
 
 impl LiveDisk {
-    async fn open(world: &World, top: &str, trial: &Trial, overlay_options: &str) -> Result<LiveDisk> {
+    async fn open(world: &World, top: &str, trial: &Trial, overlay_options: Option<&str>) -> Result<LiveDisk> {
         let graph = Graph::new();
         let node = graph.add(driver_options("n0", top, trial.config.direct, "")?).await?;
         let attachment = graph.attach(&node, AttachRequest::export("guest", true)).await?;
         let history = Mutex::new(History { bottom: top.to_owned(), taken: Vec::new() });
-        let overlay_options = overlay_options.to_owned();
-        Ok(LiveDisk { graph, attachment, world: world.clone(), overlay_options, tried: AtomicUsize::new(0), history })
+        let overlay_options = overlay_options.map(str::to_owned);
+        let (world, tried, internal) = (world.clone(), AtomicUsize::new(0), AtomicUsize::new(0));
+        Ok(LiveDisk { graph, attachment, world, overlay_options, tried, history, internal })
     }
 
     fn history(&self) -> MutexGuard<'_, History> {
@@ -94,7 +103,31 @@ impl LiveDisk {
         detached.and(self.graph.close_all().await)
     }
 
-    async fn take(&self) -> Result<()> {
+    /// Takes an internal snapshot; every third time it deletes the one before instead.
+    async fn take_internal(&self) -> Result<()> {
+        let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
+        let node = self.attachment.node();
+        let changed = match number % 3 {
+            0 => {
+                let before = SnapshotName::of_name(format!("live{}", number - 1));
+                self.graph.delete_internal_snapshot(&node, &before).await.map(drop)
+            }
+            _ => self.graph.take_internal_snapshot(&node, &format!("live{number}")).await.map(drop),
+        };
+        match changed {
+            Ok(()) => {
+                self.internal.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+            // Images with a data file have none; and where none was taken there is none to delete.
+            Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::NotFound) => Ok(()),
+            // Where a count has one or two bits a cluster can't belong to many.
+            Err(error) if has_narrow_counts(&node) && error.to_string().contains("can't count more") => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn take(&self, overlay_options: &str) -> Result<()> {
         let began = self.world.position();
         let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
         let node = self.attachment.node();
@@ -103,7 +136,7 @@ impl LiveDisk {
         let request = CreateRequest {
             filename: top.clone(),
             format: "qcow2".to_owned(),
-            options: vec![self.overlay_options.clone()],
+            options: vec![overlay_options.to_owned()],
             backing_file: Some(below),
             backing_format: Some("qcow2".to_owned()),
             backing_unchecked: true,
@@ -158,7 +191,10 @@ impl GuestDisk for LiveDisk {
     }
 
     async fn snapshot(&self) -> Result<()> {
-        self.take().await
+        match &self.overlay_options {
+            Some(options) => self.take(options).await,
+            None => self.take_internal().await,
+        }
     }
 }
 
@@ -166,10 +202,15 @@ impl GuestDisk for LiveDisk {
 pub struct LiveScene {
     scene: CrashScene,
     prepared: Prepared,
-    overlay_options: String,
+    overlay_options: Option<String>,
 }
 
 impl LiveScene {
+    /// The case of a seed, with internal snapshots instead of overlays.
+    pub fn internal(seed: u64) -> Self {
+        LiveScene { overlay_options: None, ..LiveScene::new(seed) }
+    }
+
     /// The case of a seed.
     pub fn new(seed: u64) -> Self {
         let mut scene = CrashScene::new(seed);
@@ -185,12 +226,16 @@ impl LiveScene {
             "cluster_size=4k,compat=0.10",
         ]);
         let prepared = Prepared::with(&scene.chain, scene.snapshots, &[]);
-        LiveScene { scene, prepared, overlay_options: overlay_options.to_owned() }
+        LiveScene { scene, prepared, overlay_options: Some(overlay_options.to_owned()) }
     }
 
     /// What makes the case special, in words.
     pub fn features(&self) -> String {
-        format!("{}, overlays of {}", self.scene.features().join(", "), self.overlay_options)
+        let snapshots = self
+            .overlay_options
+            .as_ref()
+            .map_or("internal snapshots".to_owned(), |options| format!("overlays of {options}"));
+        format!("{}, {snapshots}", self.scene.features().join(", "))
     }
 
     /// Requests of the guest with three snapshots among them.
@@ -240,7 +285,8 @@ impl LiveScene {
         let world = self.prepared.world(&trial);
         let model = Model::new(self.prepared.content.clone());
         let failed = |error: Error| format!("the run itself: {error}");
-        let disk = match world.run(LiveDisk::open(&world, &self.prepared.top, &trial, &self.overlay_options)) {
+        let disk = match world.run(LiveDisk::open(&world, &self.prepared.top, &trial, self.overlay_options.as_deref()))
+        {
             Err(_) if trial.may_fail() => return Ok((CrashReport::default(), 0)),
             disk => disk.map_err(failed)?,
         };
@@ -260,6 +306,7 @@ impl LiveScene {
             return Err(format!("the run itself: {complaint}"));
         }
         let history = disk.history().clone();
+        let taken = history.taken.len() + disk.internal.load(Ordering::Relaxed);
         let report = explore(&world.trace(), &trial.plan, |case| {
             self.verify(&outcome, &history, case, &trial)?;
             match effort.sample_qemu > 0 && case.number % effort.sample_qemu == effort.sample_qemu - 1 {
@@ -267,7 +314,7 @@ impl LiveScene {
                 false => Ok(()),
             }
         });
-        report.map(|report| (report, history.taken.len())).map_err(|failure| failure.to_string())
+        report.map(|report| (report, taken)).map_err(|failure| failure.to_string())
     }
 
     /// Every image that is surely part of the chain is whole, and the disk is what the guest was promised. While a

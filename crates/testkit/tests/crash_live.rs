@@ -18,11 +18,15 @@ use cowshed_testkit::scenario::{Prepared, Trial};
 use futures_util::future::join;
 use std::time::Duration;
 
-fn run_all(default: u64, effort: &Effort, faults: impl Fn(u64) -> Vec<Fault>) -> (CrashReport, usize) {
+fn run_all(
+    default: u64,
+    scene: impl Fn(u64) -> LiveScene,
+    effort: &Effort,
+    faults: impl Fn(u64) -> Vec<Fault>,
+) -> (CrashReport, usize) {
     let (mut total, mut snapshots) = (CrashReport::default(), 0);
     for seed in seeds(default) {
-        let (report, taken) =
-            LiveScene::new(seed).run(effort, &faults(seed)).unwrap_or_else(|complaint| panic!("{complaint}"));
+        let (report, taken) = scene(seed).run(effort, &faults(seed)).unwrap_or_else(|complaint| panic!("{complaint}"));
         total.add(&report);
         snapshots += taken;
     }
@@ -33,21 +37,36 @@ fn run_all(default: u64, effort: &Effort, faults: impl Fn(u64) -> Vec<Fault>) ->
 #[test]
 fn no_power_cut_around_a_live_snapshot_harms_an_image() {
     let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
-    let (total, snapshots) = run_all(12, &effort, |_| Vec::new());
+    let (total, snapshots) = run_all(12, LiveScene::new, &effort, |_| Vec::new());
     assert!(snapshots >= 3 && total.distinct() > 20, "{snapshots} snapshots, {total}");
+}
+
+fn fault(seed: u64) -> Vec<Fault> {
+    let (kind, effect) = match seed % 3 {
+        0 => (OpKind::Sync, Effect::Fail(Errno::EIO)),
+        1 => (OpKind::Write, Effect::Torn(Errno::EIO)),
+        _ => (OpKind::Write, Effect::Fail(Errno::ENOSPC)),
+    };
+    vec![Fault::new(effect).kind(kind).skip(seed * 5 % 60)]
 }
 
 #[test]
 fn no_failed_live_snapshot_harms_an_image() {
     let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: None };
-    run_all(12, &effort, |seed| {
-        let (kind, effect) = match seed % 3 {
-            0 => (OpKind::Sync, Effect::Fail(Errno::EIO)),
-            1 => (OpKind::Write, Effect::Torn(Errno::EIO)),
-            _ => (OpKind::Write, Effect::Fail(Errno::ENOSPC)),
-        };
-        vec![Fault::new(effect).kind(kind).skip(seed * 5 % 60)]
-    });
+    run_all(12, LiveScene::new, &effort, fault);
+}
+
+#[test]
+fn no_power_cut_around_an_internal_snapshot_under_clients_harms_an_image() {
+    let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
+    let (total, snapshots) = run_all(10, LiveScene::internal, &effort, |_| Vec::new());
+    assert!(snapshots >= 10 && total.distinct() > 20, "{snapshots} snapshots, {total}");
+}
+
+#[test]
+fn no_failed_internal_snapshot_under_clients_harms_an_image() {
+    let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: None };
+    run_all(10, LiveScene::internal, &effort, fault);
 }
 
 #[test]

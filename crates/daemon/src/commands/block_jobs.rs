@@ -3,7 +3,7 @@
 
 use super::snapshot::{free_name, image_of};
 use super::{Arguments, Group, command, failed, nothing};
-use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream};
+use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream, then_close};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
@@ -94,9 +94,20 @@ pub(super) fn node_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let source = image_of(&daemon, arguments.text("device"))?;
     let target = node_named(&daemon, arguments.text("target"))?;
-    daemon.jobs.check_free(&source)?;
-    daemon.jobs.check_free(&target)?;
-    let common = Common::of(&daemon, &arguments)?;
+    mirror_to(&daemon, &arguments, &source, &target, false).await
+}
+
+/// Starts a mirror. `closes_target`: a target that nobody uses is closed at its end.
+pub(super) async fn mirror_to(
+    daemon: &Rc<Daemon>,
+    arguments: &Arguments,
+    source: &Arc<Node>,
+    target: &Arc<Node>,
+    closes_target: bool,
+) -> QmpResult<Value> {
+    daemon.jobs.check_free(source)?;
+    daemon.jobs.check_free(target)?;
+    let common = Common::of(daemon, arguments)?;
     let mut options = MirrorOptions {
         sync: match arguments.text("sync") {
             "top" => Sync::Top,
@@ -115,14 +126,19 @@ async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     if let Some(bytes) = arguments.number("buf-size")?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
     }
-    options.target_is_zero = arguments.flag("target-is-zero", false);
-    options.replaces = replaced(&daemon, &arguments, &source)?;
-    if arguments.maybe_text("copy-mode") == Some("write-blocking") {
-        options.write_blocking = Some(filter_name(&daemon, &arguments));
+    if closes_target && let Some(qcow2) = target.qcow2() {
+        // A part of a cluster would be filled up with what stands below the target, and nothing may.
+        options.granularity_bytes = options.granularity_bytes.max(qcow2.cluster_size());
     }
-    let mirror = Mirror::start(&daemon.graph, &common.id, (&source, &target), options).await.map_err(failed)?;
-    let policies = (on_error(&arguments, "on-source-error"), on_error(&arguments, "on-target-error"));
-    start_mirror(&daemon, mirror, |nodes| common.spec("mirror", nodes, policies))
+    options.target_is_zero = arguments.flag("target-is-zero", false);
+    options.replaces = replaced(daemon, arguments, source)?;
+    if arguments.maybe_text("copy-mode") == Some("write-blocking") {
+        options.write_blocking = Some(filter_name(daemon, arguments));
+    }
+    let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await.map_err(failed)?;
+    let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
+    let closed = closes_target.then(|| Arc::clone(target));
+    start_mirror(daemon, mirror, closed, |nodes| common.spec("mirror", nodes, policies))
 }
 
 /// The node whose place the target of a mirror takes. What its users see must not change with that, so it is the disk, or a
@@ -141,11 +157,21 @@ fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpRe
     }
 }
 
-fn start_mirror(daemon: &Rc<Daemon>, mirror: Mirror, spec: impl FnOnce(Vec<Arc<Node>>) -> JobSpec) -> QmpResult<Value> {
+/// `closed`: a node that is closed at the end of the job, unless it is in use then.
+fn start_mirror(
+    daemon: &Rc<Daemon>,
+    mirror: Mirror,
+    closed: Option<Arc<Node>>,
+    spec: impl FnOnce(Vec<Arc<Node>>) -> JobSpec,
+) -> QmpResult<Value> {
     let job = daemon.jobs.add(spec(mirror.nodes()), &daemon.events)?;
     job.handle.set_progress(0, mirror.remaining_bytes());
     job.follow_target(mirror.active_map());
-    daemon.jobs.start(Rc::clone(&job), run_mirror(job, mirror));
+    let work = run_mirror(Rc::clone(&job), mirror);
+    match closed {
+        Some(node) => daemon.jobs.start(job, then_close(work, Arc::clone(&daemon.graph), node)),
+        None => daemon.jobs.start(job, work),
+    }
     nothing()
 }
 
@@ -179,7 +205,7 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         }
         let options = MirrorOptions { buffer_bytes: u64::MAX, ..MirrorOptions::default() };
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
-        return start_mirror(&daemon, mirror, |nodes| common.spec("commit", nodes, (policy, policy)));
+        return start_mirror(&daemon, mirror, None, |nodes| common.spec("commit", nodes, (policy, policy)));
     };
     daemon.jobs.check_free(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map_or_else(|| header_name(&base), str::to_owned);
@@ -335,6 +361,12 @@ impl BackupPlan {
 impl BackupStarted {
     pub(super) fn run(self, daemon: &Rc<Daemon>) {
         daemon.jobs.start(Rc::clone(&self.job), run_backup(self.job, self.backup));
+    }
+
+    /// Runs it; `target` is closed at its end.
+    pub(super) fn run_and_close(self, daemon: &Rc<Daemon>, target: Arc<Node>) {
+        let work = run_backup(Rc::clone(&self.job), self.backup);
+        daemon.jobs.start(self.job, then_close(work, Arc::clone(&daemon.graph), target));
     }
 
     /// As if it had not been started.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs: starting, steering, listing.
 
-use super::{Arguments, Group, command, nothing};
-use crate::jobs::Wish;
+use super::{Arguments, Group, command, free_name, nothing};
+use crate::jobs::{Status, Wish};
 use crate::state::Daemon;
-use cowshed_qmp::QmpResult;
+use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
 use std::rc::Rc;
 
@@ -34,6 +34,9 @@ command block-job-complete: device: str
 command block-job-dismiss: id: str
 command block-job-finalize: id: str
 command block-job-set-speed: device: str, speed: int
+object BlockJobChangeOptionsMirror: copy-mode: MirrorCopyMode
+object BlockJobChangeOptions: id: str, type: JobType | type = mirror: BlockJobChangeOptionsMirror
+command block-job-change(BlockJobChangeOptions)
 event BLOCK_JOB_ERROR: device: str, operation: IoOperationType, action: BlockErrorAction
 event JOB_STATUS_CHANGE: id: str, status: JobStatus
 event BLOCK_JOB_COMPLETED: type: JobType, device: str, len: int, offset: int, speed: int, error?: str
@@ -57,6 +60,7 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
         command!("block-job-dismiss", job_dismiss),
         command!("block-job-finalize", job_finalize),
         command!("block-job-set-speed", block_job_set_speed),
+        command!("block-job-change", block_job_change),
     ],
 };
 
@@ -128,5 +132,32 @@ async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     let speed = arguments.number("speed")?.unwrap_or(0);
     job.speed.set(speed);
     job.handle.set_speed(Some(speed));
+    nothing()
+}
+
+/// A mirror that copies in the background may be told to hold writes until they are on both ends; not the other way.
+async fn block_job_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let job = daemon.jobs.find_block(arguments.text("id"))?;
+    let kind = arguments.text("type");
+    if job.kind != kind {
+        return Err(QmpError::generic(format!("Job '{}' is '{}' job, not '{kind}'", job.id, job.kind)));
+    }
+    if kind != "mirror" {
+        return Err(QmpError::generic(format!("Job type '{kind}' does not support change")));
+    }
+    match (arguments.text("copy-mode"), job.holds_writes()) {
+        ("write-blocking", false)
+            if !matches!(job.status(), Status::Running | Status::Paused | Status::Ready | Status::Standby) =>
+        {
+            let status = job.status().as_str();
+            return Err(QmpError::generic(format!(
+                "Job '{}' in state '{status}' cannot accept command verb 'change'",
+                job.id
+            )));
+        }
+        ("write-blocking", false) => job.hold_writes(free_name(&daemon, "job-filter")),
+        ("write-blocking", true) | ("background", false) => {}
+        _ => return Err(QmpError::generic("Change to copy mode 'background' is not implemented")),
+    }
     nothing()
 }

@@ -4,9 +4,12 @@
 mod arguments;
 mod bitmaps;
 mod block_jobs;
+mod chardevs;
 mod create;
+mod drives;
 mod exports;
 mod general;
+mod internal;
 mod jobs;
 mod nodes;
 mod objects;
@@ -15,6 +18,7 @@ mod stats;
 mod throttle;
 
 pub(crate) use arguments::{Arguments, failed};
+pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::start_nbd;
 pub(crate) use nodes::add_node;
 pub(crate) use snapshot::free_name;
@@ -51,10 +55,13 @@ pub(crate) const GROUPS: &[&Group] = &[
     &throttle::GROUP,
     &stats::GROUP,
     &snapshot::GROUP,
+    &internal::GROUP,
     &jobs::GROUP,
     &block_jobs::GROUP,
+    &drives::GROUP,
     &create::GROUP,
     &bitmaps::GROUP,
+    &chardevs::GROUP,
 ];
 
 /// A line of a group's table.

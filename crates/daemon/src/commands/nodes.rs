@@ -5,9 +5,11 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
+use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::{CacheMode, File};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -128,13 +130,14 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         .iter()
         .map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()}))
         .collect();
+    let cache = cache_of(node);
     let mut info = json!({
         "file": node.filename(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
         "backing_file_depth": depth, "children": children, "active": true,
         "encrypted": image["encrypted"].as_bool().unwrap_or(false),
-        "detect_zeroes": "off", "write_threshold": 0,
+        "detect_zeroes": node.options().text("detect-zeroes").unwrap_or("off"), "write_threshold": node.write_threshold(),
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
-        "cache": {"writeback": !node.is_writethrough(), "direct": false, "no-flush": false},
+        "cache": {"writeback": !node.is_writethrough(), "direct": cache.direct, "no-flush": cache.no_flush},
     });
     let bitmaps = super::bitmaps::list(node).await;
     if !bitmaps.is_empty() {
@@ -175,6 +178,12 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         Value::Object(map) => Ok(map),
         _ => Err(QmpError::generic("a node's description is no object")),
     }
+}
+
+/// How the file that stores a node uses the host's page cache.
+fn cache_of(node: &Arc<Node>) -> CacheMode {
+    let mut below = std::iter::successors(Some(Arc::clone(node)), |node| node.child(ChildRole::File));
+    below.find_map(|node| node.file().map(File::cache_mode)).unwrap_or_default()
 }
 
 /// An `ImageInfo`.

@@ -2,7 +2,7 @@
 //! Objects, and their properties.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::objects::{Object, Secret, duplicate};
+use crate::objects::{Object, Secret, TYPES, TypeInfo, duplicate, properties_of};
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
@@ -13,7 +13,8 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum ObjectType: iothread secret throttle-group tls-creds-x509
+enum ObjectType: iothread secret throttle-group tls-creds-x509 monitor-qmp
+object MonitorQMPProperties: chardev: str, pretty?: bool
 enum QCryptoSecretFormat: raw base64
 object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
 enum QCryptoTLSCredsEndpoint: client server
@@ -33,12 +34,19 @@ object ThrottleGroupProperties: limits?: ThrottleLimits, x-bps-total?: int, x-bp
 object ObjectOptions: qom-type: ObjectType, id: str | qom-type = iothread: IothreadProperties
   , secret: SecretProperties
   , throttle-group: ThrottleGroupProperties, tls-creds-x509: TlsCredsX509Properties
+  , monitor-qmp: MonitorQMPProperties
 object ObjectPropertyInfo: name: str, type: str, description?: str, default-value?: any
 command object-add(ObjectOptions)
 command object-del: id: str
 command qom-list: path: str -> [ObjectPropertyInfo]
 command qom-get: path: str, property: str -> any
 command qom-set: path: str, property: str, value: any
+object ObjectTypeInfo: name: str, abstract?: bool, parent?: str
+command qom-list-types: implements?: str, abstract?: bool -> [ObjectTypeInfo]
+command qom-list-properties: typename: str -> [ObjectPropertyInfo]
+object ObjectPropertyValue: name: str, type: str, value?: any
+object ObjectPropertiesValues: properties: [ObjectPropertyValue]
+command qom-list-get: paths: [str] -> [ObjectPropertiesValues]
 ",
     commands: &[
         command!("object-add", object_add),
@@ -46,6 +54,9 @@ command qom-set: path: str, property: str, value: any
         command!("qom-list", qom_list),
         command!("qom-get", qom_get),
         command!("qom-set", qom_set),
+        command!("qom-list-types", qom_list_types),
+        command!("qom-list-properties", qom_list_properties),
+        command!("qom-list-get", qom_list_get),
     ],
 };
 
@@ -59,6 +70,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         "iothread" => Object::IoThread,
         "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
+        "monitor-qmp" => {
+            Object::Monitor { chardev: arguments.text("chardev").to_owned(), pretty: arguments.flag("pretty", false) }
+        }
         _ => Object::TlsCreds {
             dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
             is_server: arguments.maybe_text("endpoint") == Some("server"),
@@ -78,6 +92,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
             daemon.graph.set_tls_credentials(id, Some(credentials));
         }
         Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),
+        Object::Monitor { chardev, pretty } => daemon.start_monitor(chardev, *pretty).map_err(failed)?,
         Object::IoThread | Object::ThrottleGroup(_) => {}
     }
     daemon.objects.add(id, object)?;
@@ -119,26 +134,88 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
         Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
+        Some(Object::Monitor { chardev, .. }) => daemon.chardevs.stop_monitor(&chardev).map_err(failed)?,
         Some(Object::IoThread) => {}
     }
     daemon.objects.remove(id);
     nothing()
 }
 
-async fn qom_list(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let mut entries = vec![json!({"name": "type", "type": "string"})];
-    match arguments.text("path").trim_end_matches('/') {
-        "" => entries.push(json!({"name": "objects", "type": "child<container>"})),
+/// Its name and its type.
+type Property = (String, String);
+
+/// Names and types of what stands at a path, and the object itself where it is one.
+fn properties_at(daemon: &Daemon, path: &str) -> QmpResult<(Vec<Property>, Option<Object>)> {
+    let mut properties = vec![("type".to_owned(), "string".to_owned())];
+    match path.trim_end_matches('/') {
+        "" => properties.push(("objects".to_owned(), "child<container>".to_owned())),
         "/objects" => {
-            let objects = daemon.objects.list();
-            entries.extend(objects.iter().map(|(id, kind)| json!({"name": id, "type": format!("child<{kind}>")})));
+            let objects = daemon.objects.list().into_iter();
+            properties.extend(objects.map(|(id, kind)| (id, format!("child<{kind}>"))));
         }
         path => {
             let (_, object) = daemon.objects.at_path(path)?;
-            entries.extend(object.properties().iter().map(|(name, kind)| json!({"name": name, "type": kind})));
+            let own = object.properties().into_iter();
+            properties.extend(own.map(|(name, kind)| (name, kind.to_owned())));
+            return Ok((properties, Some(object)));
         }
     }
-    Ok(Value::Array(entries))
+    Ok((properties, None))
+}
+
+async fn qom_list(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let (properties, _) = properties_at(&daemon, arguments.text("path"))?;
+    Ok(properties.into_iter().map(|(name, kind)| json!({"name": name, "type": kind})).collect())
+}
+
+/// [`qom_list`] and `qom-get` of several paths at once.
+async fn qom_list_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let paths = arguments.get("paths").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
+    let mut list = Vec::new();
+    for path in paths {
+        let (properties, object) = properties_at(&daemon, path)?;
+        let with_value = |(name, kind): Property| {
+            let mut property = json!({"name": name, "type": kind});
+            let value = match (&object, name.as_str()) {
+                (Some(object), "type") => Some(json!(object.kind())),
+                (Some(object), name) => object.get(name),
+                (None, "type") => Some(json!("container")),
+                (None, _) => None,
+            };
+            if let Some(value) = value {
+                property["value"] = value;
+            }
+            property
+        };
+        list.push(json!({"properties": properties.into_iter().map(with_value).collect::<Vec<_>>()}));
+    }
+    Ok(Value::Array(list))
+}
+
+async fn qom_list_types(_daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let (wanted, abstract_too) = (arguments.maybe_text("implements"), arguments.flag("abstract", false));
+    let found =
+        TYPES.iter().filter(|one| (abstract_too || !one.is_abstract) && wanted.is_none_or(|wanted| one.is_a(wanted)));
+    let described = found.map(|one| {
+        let mut described = json!({"name": one.name});
+        if one.is_abstract {
+            described["abstract"] = json!(true);
+        }
+        if let Some(parent) = one.parent {
+            described["parent"] = json!(parent);
+        }
+        described
+    });
+    Ok(described.collect())
+}
+
+async fn qom_list_properties(_daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let name = arguments.text("typename");
+    if TypeInfo::find(name).is_none() {
+        return Err(QmpError::new(ErrorClass::DeviceNotFound, format!("Class '{name}' not found")));
+    }
+    let properties = std::iter::once(("type".to_owned(), "string")).chain(properties_of(name));
+    Ok(properties.map(|(name, kind)| json!({"name": name, "type": kind})).collect())
 }
 
 async fn qom_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

@@ -3,6 +3,8 @@
 
 use super::bitmaps::{self, BitmapAction, BitmapChanged};
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
+use super::drives::{self, DrivePlan, DriveStarted};
+use super::internal::{self, InternalPlan, InternalTaken};
 use super::{Arguments, Group, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -25,12 +27,14 @@ object BlockdevSnapshotSyncWrapper: data: BlockdevSnapshotSync
 object Abort:
 object AbortWrapper: data: Abort
 object BlockdevBackupWrapper: data: BlockdevBackup
-enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync blockdev-backup block-dirty-bitmap-add
+enum TransactionActionKind: abort blockdev-snapshot blockdev-snapshot-sync blockdev-snapshot-internal-sync
+  blockdev-backup drive-backup block-dirty-bitmap-add
   block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable
   block-dirty-bitmap-merge
 object TransactionAction: type: TransactionActionKind | type = abort: AbortWrapper
   , blockdev-snapshot: BlockdevSnapshotWrapper, blockdev-snapshot-sync: BlockdevSnapshotSyncWrapper
-  , blockdev-backup: BlockdevBackupWrapper, block-dirty-bitmap-add: BlockDirtyBitmapAddWrapper
+  , blockdev-snapshot-internal-sync: BlockdevSnapshotInternalWrapper
+  , blockdev-backup: BlockdevBackupWrapper, drive-backup: DriveBackupWrapper, block-dirty-bitmap-add: BlockDirtyBitmapAddWrapper
   , block-dirty-bitmap-remove: BlockDirtyBitmapWrapper, block-dirty-bitmap-clear: BlockDirtyBitmapWrapper
   , block-dirty-bitmap-enable: BlockDirtyBitmapWrapper, block-dirty-bitmap-disable: BlockDirtyBitmapWrapper
   , block-dirty-bitmap-merge: BlockDirtyBitmapMergeWrapper
@@ -86,14 +90,18 @@ async fn blockdev_snapshot_sync(daemon: Rc<Daemon>, arguments: Arguments) -> Qmp
 /// An action of a transaction that is ready to be carried out.
 pub(super) enum Action {
     Snapshot(Prepared),
+    Internal(InternalPlan),
     Backup(Box<BackupPlan>),
+    Drive(Box<DrivePlan>),
     Bitmap(BitmapAction),
 }
 
 /// An action that has been carried out.
 enum Done {
     Snapshot(Prepared),
+    Internal(InternalTaken),
     Backup(Box<BackupStarted>),
+    Drive(Box<DriveStarted>),
     Bitmap(BitmapChanged),
 }
 
@@ -107,10 +115,12 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
         let one = match action["type"].as_str().unwrap_or_default() {
             "blockdev-snapshot" => prepare_blockdev(&daemon, &data).map(Action::Snapshot),
             "blockdev-snapshot-sync" => prepare_sync(&daemon, &data).await.map(Action::Snapshot),
-            "blockdev-backup" if grouped => {
-                Err(QmpError::generic("completion-mode 'grouped' is not supported with 'blockdev-backup'"))
+            "blockdev-snapshot-internal-sync" => internal::plan(&daemon, &data).map(Action::Internal),
+            kind @ ("blockdev-backup" | "drive-backup") if grouped => {
+                Err(QmpError::generic(format!("completion-mode 'grouped' is not supported with '{kind}'")))
             }
             "blockdev-backup" => plan_backup(&daemon, &data).map(|plan| Action::Backup(Box::new(plan))),
+            "drive-backup" => drives::plan(&daemon, data).await.map(|plan| Action::Drive(Box::new(plan))),
             kind if bitmaps::ACTIONS.contains(&kind) => bitmaps::prepare(&daemon, kind, &data).map(Action::Bitmap),
             _ => Err(QmpError::generic("Transaction aborted using Abort action")),
         };
@@ -133,14 +143,18 @@ impl Action {
     fn node(&self) -> Arc<Node> {
         match self {
             Action::Snapshot(one) => Arc::clone(&one.node),
+            Action::Internal(plan) => Arc::clone(plan.node()),
             Action::Backup(plan) => Arc::clone(plan.source()),
+            Action::Drive(plan) => Arc::clone(plan.source()),
             Action::Bitmap(action) => Arc::clone(action.node()),
         }
     }
 
     async fn discard(self, daemon: &Rc<Daemon>) {
-        if let Action::Snapshot(one) = self {
-            one.discard(daemon).await;
+        match self {
+            Action::Snapshot(one) => one.discard(daemon).await,
+            Action::Drive(plan) => plan.discard(daemon).await,
+            Action::Internal(_) | Action::Backup(_) | Action::Bitmap(_) => {}
         }
     }
 
@@ -154,7 +168,9 @@ impl Action {
                     Err(failed(error))
                 }
             },
+            Action::Internal(plan) => plan.run(daemon).await.map(Done::Internal),
             Action::Backup(plan) => plan.start(daemon).await.map(|started| Done::Backup(Box::new(started))),
+            Action::Drive(plan) => plan.start(daemon).await.map(|started| Done::Drive(Box::new(started))),
             Action::Bitmap(action) => action.run().await.map(Done::Bitmap),
         }
     }
@@ -169,7 +185,13 @@ impl Done {
                 }
                 one.discard(daemon).await;
             }
+            Done::Internal(taken) => {
+                if let Err(error) = taken.take_back(daemon).await {
+                    tracing::error!(%error, "could not take an internal snapshot back");
+                }
+            }
             Done::Backup(started) => started.take_back(daemon).await,
+            Done::Drive(started) => started.take_back(daemon).await,
             Done::Bitmap(changed) => changed.take_back().await,
         }
     }
@@ -208,7 +230,8 @@ pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpR
                 tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
             }
             Done::Backup(started) => started.run(daemon),
-            Done::Bitmap(_) => {}
+            Done::Drive(started) => started.run(daemon),
+            Done::Internal(_) | Done::Bitmap(_) => {}
         }
     }
     nothing()

@@ -5,10 +5,12 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::Exported;
 use crate::state::Daemon;
 use crate::statistics;
+use cowshed_image::Node;
 use cowshed_image::stats::{Histogram, IoKind};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -20,12 +22,15 @@ command query-block: flat?: bool -> [BlockInfo]
 command block-latency-histogram-set: id: str, boundaries?: [int], boundaries-read?: [int], boundaries-write?: [int]
   , boundaries-flush?: [int]
 command x-block-stats-intervals-set: id: str, intervals: [int]
+command block-set-write-threshold: node-name: str, write-threshold: int
+event BLOCK_WRITE_THRESHOLD: node-name: str, amount-exceeded: int, write-threshold: int
 ",
     commands: &[
         command!("query-blockstats", query_blockstats),
         command!("query-block", query_block),
         command!("block-latency-histogram-set", histogram_set),
         command!("x-block-stats-intervals-set", intervals_set),
+        command!("block-set-write-threshold", set_write_threshold),
     ],
 };
 
@@ -54,11 +59,6 @@ async fn query_block(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
     Ok(Value::Array(list))
 }
 
-fn export(daemon: &Daemon, id: &str) -> QmpResult<Exported> {
-    let not_found = || QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found"));
-    daemon.find_export(id).ok_or_else(not_found)
-}
-
 fn numbers(arguments: &Arguments, key: &str) -> QmpResult<Option<Vec<u64>>> {
     let Some(list) = arguments.get(key).and_then(Value::as_array) else { return Ok(None) };
     let number = |value: &Value| {
@@ -67,8 +67,38 @@ fn numbers(arguments: &Arguments, key: &str) -> QmpResult<Option<Vec<u64>>> {
     list.iter().map(number).collect::<QmpResult<Vec<u64>>>().map(Some)
 }
 
+/// Whose latencies are kept: an export's, by its id, else a node's, by its name.
+enum Observed {
+    Export(Exported),
+    Node(Arc<Node>),
+}
+
+fn observed(daemon: &Daemon, id: &str) -> QmpResult<Observed> {
+    let export = daemon.find_export(id).map(Observed::Export);
+    let found = export.or_else(|| daemon.graph.find(id).map(Observed::Node));
+    found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found")))
+}
+
+impl Observed {
+    fn set_histogram(&self, kind: IoKind, bounds_ns: &[u64]) -> QmpResult<()> {
+        let set = match self {
+            Observed::Export(export) => export.attachment.set_histogram(kind, bounds_ns),
+            Observed::Node(node) => node.set_histogram(kind, bounds_ns),
+        };
+        set.map_err(failed)
+    }
+
+    fn set_intervals(&self, lengths_seconds: &[u64]) -> QmpResult<()> {
+        let set = match self {
+            Observed::Export(export) => export.attachment.set_intervals(lengths_seconds),
+            Observed::Node(node) => node.set_intervals(lengths_seconds),
+        };
+        set.map_err(failed)
+    }
+}
+
 async fn histogram_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let export = export(&daemon, arguments.text("id"))?;
+    let target = observed(&daemon, arguments.text("id"))?;
     let all = numbers(&arguments, "boundaries")?;
     let mut wanted = Vec::new();
     for (key, kind) in
@@ -85,15 +115,19 @@ async fn histogram_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Va
     if wanted.is_empty() {
         wanted = [IoKind::Read, IoKind::Write, IoKind::Flush].map(|kind| (kind, Vec::new())).into();
     }
-    for (kind, bounds) in wanted {
-        export.attachment.set_histogram(kind, &bounds).map_err(failed)?;
-    }
+    wanted.into_iter().try_for_each(|(kind, bounds)| target.set_histogram(kind, &bounds))?;
     nothing()
 }
 
 async fn intervals_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let export = export(&daemon, arguments.text("id"))?;
-    let lengths = numbers(&arguments, "intervals")?.unwrap_or_default();
-    export.attachment.set_intervals(&lengths).map_err(failed)?;
+    let target = observed(&daemon, arguments.text("id"))?;
+    target.set_intervals(&numbers(&arguments, "intervals")?.unwrap_or_default())?;
+    nothing()
+}
+
+/// One threshold for each node; it is off again when a write has crossed it.
+async fn set_write_threshold(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let node = daemon.node(arguments.text("node-name"))?;
+    node.set_write_threshold(arguments.number("write-threshold")?.unwrap_or(0));
     nothing()
 }

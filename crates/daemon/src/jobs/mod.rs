@@ -3,7 +3,7 @@
 
 mod work;
 
-pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream};
+pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close};
 
 use crate::events::EventBus;
 use cowshed_block::{ErrorKind, Result};
@@ -77,7 +77,7 @@ pub(crate) struct Job {
     /// Bytes a second; 0 is no limit.
     pub speed: Cell<u64>,
     /// Nodes that others must leave as they are.
-    pub nodes: Vec<Arc<Node>>,
+    nodes: RefCell<Vec<Arc<Node>>>,
     /// What becomes of errors of the source, and of the target.
     on_error: (OnError, OnError),
     /// A `BlockDeviceIoStatus`.
@@ -88,6 +88,8 @@ pub(crate) struct Job {
     error: RefCell<Option<String>>,
     /// What the target of a mirror lacks whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
+    /// Writes are to go to both ends of this mirror, by a filter of this name.
+    change: RefCell<Option<String>>,
     events: EventBus,
 }
 
@@ -95,6 +97,29 @@ impl Job {
     /// From now on tells whether the target has everything.
     pub fn follow_target(&self, lacking: Option<Arc<DirtyMap>>) {
         *self.lacking.borrow_mut() = lacking;
+    }
+
+    /// It works on these nodes now.
+    fn work_on(&self, nodes: Vec<Arc<Node>>) {
+        *self.nodes.borrow_mut() = nodes;
+    }
+
+    /// True for a mirror whose writes go to both ends, or are about to.
+    pub fn holds_writes(&self) -> bool {
+        self.lacking.borrow().is_some() || self.has_change()
+    }
+
+    /// Has writes go to both ends, from the job's next step on, by a filter of this name.
+    pub fn hold_writes(&self, filter_name: String) {
+        *self.change.borrow_mut() = Some(filter_name);
+    }
+
+    fn has_change(&self) -> bool {
+        self.change.borrow().is_some()
+    }
+
+    fn take_change(&self) -> Option<String> {
+        self.change.take()
     }
 
     pub fn status(&self) -> Status {
@@ -294,7 +319,7 @@ impl Jobs {
     pub fn check_free(&self, node: &Arc<Node>) -> QmpResult<()> {
         let uses = |job: &&Rc<Job>| {
             !matches!(job.status(), Status::Concluded | Status::Null)
-                && job.nodes.iter().any(|used| Arc::ptr_eq(used, node))
+                && job.nodes.borrow().iter().any(|used| Arc::ptr_eq(used, node))
         };
         match self.list.borrow().iter().find(uses) {
             Some(job) => Err(QmpError::generic(format!(
@@ -320,7 +345,7 @@ impl Jobs {
             auto_finalize: spec.auto_finalize,
             auto_dismiss: spec.auto_dismiss,
             speed: Cell::new(spec.speed),
-            nodes: spec.nodes,
+            nodes: RefCell::new(spec.nodes),
             on_error: spec.on_error,
             io_status: Cell::new("ok"),
             status: Cell::new(Status::Created),
@@ -328,6 +353,7 @@ impl Jobs {
             finalize: Cell::new(false),
             error: RefCell::default(),
             lacking: RefCell::default(),
+            change: RefCell::default(),
             events: events.clone(),
         });
         self.list.borrow_mut().push(Rc::clone(&job));

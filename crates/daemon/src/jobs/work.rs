@@ -3,24 +3,41 @@
 
 use super::{Finish, Job, LOOK, Status, Wish};
 use cowshed_block::Result;
+use cowshed_image::Node;
+use cowshed_image::graph::Graph;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
 use cowshed_jobs::stream::Stream;
 use cowshed_storage::rt;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Copies until both are the same, then goes on doing so until the user says what to do.
-pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Mirror) -> (Result<()>, Finish) {
+pub(crate) async fn run_mirror(job: Rc<Job>, mut mirror: Mirror) -> (Result<()>, Finish) {
     let handle = job.handle.clone();
-    let mut result = mirror.catch_up(&handle, &*job).await;
-    if result.is_ok() {
-        job.enter(Status::Ready);
-        job.block_event("BLOCK_JOB_READY");
-    }
+    let mut result = Ok(());
+    let mut is_ready = false;
     while result.is_ok() && job.wish.get() == Wish::None {
-        rt::sleep(LOOK).await;
-        result = mirror.catch_up(&handle, &*job).await;
+        if let Some(filter_name) = job.take_change() {
+            match mirror.hold_writes(&filter_name).await {
+                Ok(()) => {
+                    job.follow_target(mirror.active_map());
+                    job.work_on(mirror.nodes());
+                }
+                // It copies as before, and says so in `query-block-jobs`.
+                Err(error) => tracing::warn!(job = job.id, %error, "could not change the job"),
+            }
+        }
+        if is_ready {
+            rt::sleep(LOOK).await;
+        }
+        result = mirror.catch_up_unless(&handle, &*job, &|| job.has_change()).await;
+        if result.is_ok() && !is_ready && !job.has_change() {
+            is_ready = true;
+            job.enter(Status::Ready);
+            job.block_event("BLOCK_JOB_READY");
+        }
     }
     let pivot = job.wish.get() == Wish::Complete;
     let finish: Finish = Box::new(move |complete| {
@@ -63,4 +80,23 @@ pub(crate) async fn run_stream(job: Rc<Job>, stream: Stream) -> (Result<()>, Fin
 /// Copies a disk as it was at the start.
 pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Finish) {
     copy_once!(job, backup)
+}
+
+/// Closes a node at the end of a job, which was opened for it, unless somebody uses it by then.
+pub(crate) async fn then_close(
+    work: impl Future<Output = (Result<()>, Finish)>,
+    graph: Arc<Graph>,
+    node: Arc<Node>,
+) -> (Result<()>, Finish) {
+    let (result, finish) = work.await;
+    let finish: Finish = Box::new(move |complete| {
+        Box::pin(async move {
+            let finished = finish(complete).await;
+            match node.user_names().is_empty() {
+                true => finished.and(graph.delete(node.name()).await),
+                false => finished,
+            }
+        })
+    });
+    (result, finish)
 }

@@ -4,11 +4,15 @@
 use super::{MonitorContext, serve};
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
+use cowshed_storage::Socket;
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 /// Clients of one monitor at a time; further ones are turned away.
@@ -40,40 +44,87 @@ impl fmt::Display for MonitorAddress {
     }
 }
 
-/// A monitor that listens; dropping it takes its socket out of the file system.
-#[derive(Debug)]
-pub struct Listening {
-    /// Where it is: with the port that was found free.
-    pub address: MonitorAddress,
-    _file: Option<SocketFile>,
-}
-
 enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
 }
 
-/// Starts a monitor: listens, and serves its clients on threads of their own.
-pub fn listen(address: &MonitorAddress, context: MonitorContext) -> Result<Listening> {
-    let failed = |error: io::Error| Error::io(&error, "could not listen").file(address.to_string());
-    let (listener, address, file) = match address {
-        MonitorAddress::Stdio => {
-            start("monitor-stdio", move || serve(&context, io::stdin(), io::stdout(), || ()))?;
-            return Ok(Listening { address: MonitorAddress::Stdio, _file: None });
+/// A place for a monitor: bound already, so that a monitor can be started there. Dropping it takes its socket out of the
+/// file system.
+pub struct Bound {
+    address: MonitorAddress,
+    /// `None` for the standard streams.
+    listener: Option<Arc<Listener>>,
+    file: Option<SocketFile>,
+}
+
+/// A monitor that runs. Dropped, it takes no further client; those that it has stay.
+pub struct Listening {
+    listener: Option<Arc<Listener>>,
+    stopped: Arc<AtomicBool>,
+}
+
+impl Bound {
+    /// Binds a socket; a port that was 0 is the one that was found free.
+    pub fn new(address: &MonitorAddress) -> Result<Bound> {
+        let failed = |error: io::Error| Error::io(&error, "could not listen").file(address.to_string());
+        let (listener, address, file) = match address {
+            MonitorAddress::Stdio => (None, MonitorAddress::Stdio, None),
+            MonitorAddress::Unix(path) => {
+                let (listener, file) = bind_unix(path)?;
+                (Some(Listener::Unix(listener)), address.clone(), Some(file))
+            }
+            MonitorAddress::Tcp { host, port } => {
+                let shown = if host.is_empty() { "::" } else { host };
+                let listener = TcpListener::bind((shown, *port)).map_err(failed)?;
+                let port = listener.local_addr().map_err(failed)?.port();
+                (Some(Listener::Tcp(listener)), MonitorAddress::Tcp { host: host.clone(), port }, None)
+            }
+        };
+        Ok(Bound { address, listener: listener.map(Arc::new), file })
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> &MonitorAddress {
+        &self.address
+    }
+
+    /// Starts a monitor: serves its clients on threads of their own.
+    pub fn start(&self, context: MonitorContext) -> Result<Listening> {
+        let stopped = Arc::new(AtomicBool::new(false));
+        match self.listener.clone() {
+            None => start("monitor-stdio", move || serve(&context, io::stdin(), io::stdout(), || ()))?,
+            Some(listener) => {
+                let stopped = Arc::clone(&stopped);
+                start("monitor", move || accept(&listener, &context, &stopped))?;
+            }
         }
-        MonitorAddress::Unix(path) => {
-            let (listener, file) = bind_unix(path)?;
-            (Listener::Unix(listener), address.clone(), Some(file))
+        Ok(Listening { listener: self.listener.clone(), stopped })
+    }
+
+    /// Listens once more, after the monitor that was here has ended: what was shut down stays so.
+    pub fn listen_again(&mut self) -> Result<()> {
+        self.listener = None;
+        self.file = None;
+        *self = Bound::new(&self.address)?;
+        Ok(())
+    }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.stopped.store(true, Ordering::SeqCst);
+        // Wakes the thread that waits for clients.
+        let copy = match self.listener.as_deref() {
+            Some(Listener::Unix(listener)) => listener.try_clone().map(OwnedFd::from),
+            Some(Listener::Tcp(listener)) => listener.try_clone().map(OwnedFd::from),
+            None => return,
+        };
+        match copy {
+            Ok(descriptor) => Socket::from_descriptor(descriptor).shutdown(),
+            Err(error) => tracing::warn!(%error, "a monitor's thread stays"),
         }
-        MonitorAddress::Tcp { host, port } => {
-            let shown = if host.is_empty() { "::" } else { host };
-            let listener = TcpListener::bind((shown, *port)).map_err(failed)?;
-            let port = listener.local_addr().map_err(failed)?.port();
-            (Listener::Tcp(listener), MonitorAddress::Tcp { host: host.clone(), port }, None)
-        }
-    };
-    start("monitor", move || accept(&listener, &context))?;
-    Ok(Listening { address, _file: file })
+    }
 }
 
 fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -81,14 +132,17 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     started.map(drop).map_err(|error| Error::io(&error, "could not start a thread"))
 }
 
-/// The threads end with the process.
-fn accept(listener: &Listener, context: &MonitorContext) {
-    let clients = std::sync::Arc::new(());
+/// Takes clients until the monitor is stopped.
+fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
+    let clients = Arc::new(());
     loop {
         let connection = match listener {
             Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::Unix(stream)),
             Listener::Tcp(listener) => listener.accept().map(|(stream, _)| Connection::Tcp(stream)),
         };
+        if stopped.load(Ordering::SeqCst) {
+            return;
+        }
         let connection = match connection {
             Ok(connection) => connection,
             Err(error) => {
@@ -98,11 +152,11 @@ fn accept(listener: &Listener, context: &MonitorContext) {
                 continue;
             }
         };
-        if std::sync::Arc::strong_count(&clients) > MAX_CLIENTS {
+        if Arc::strong_count(&clients) > MAX_CLIENTS {
             tracing::warn!("a monitor has {MAX_CLIENTS} clients; one more is turned away");
             continue;
         }
-        let (context, counted) = (context.clone(), std::sync::Arc::clone(&clients));
+        let (context, counted) = (context.clone(), Arc::clone(&clients));
         let started = start("monitor-in", move || {
             connection.serve(&context);
             drop(counted);

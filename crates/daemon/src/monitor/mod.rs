@@ -6,7 +6,7 @@ mod client;
 mod listen;
 
 pub use client::serve;
-pub use listen::{Listening, MonitorAddress, listen};
+pub use listen::{Bound, Listening, MonitorAddress};
 
 use crate::control::Message;
 use crate::events::EventBus;

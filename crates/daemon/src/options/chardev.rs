@@ -19,8 +19,8 @@ const IGNORED: &[&str] = &["nodelay", "delay", "signal", "reconnect", "reconnect
 
 impl Chardevs {
     /// Takes `socket,id=ID,path=PATH,server=on,wait=off`, `socket,id=ID,host=HOST,port=PORT,server=on,wait=off` or
-    /// `stdio,id=ID`.
-    pub fn add(&mut self, text: &str) -> Result<()> {
+    /// `stdio,id=ID`. Returns the id and the place.
+    pub fn add(&mut self, text: &str) -> Result<(String, MonitorAddress)> {
         self.parse(text).map_err(|error| error.file(format!("--chardev {text}")))
     }
 
@@ -29,7 +29,7 @@ impl Chardevs {
         self.0.get(id)
     }
 
-    fn parse(&mut self, text: &str) -> Result<()> {
+    fn parse(&mut self, text: &str) -> Result<(String, MonitorAddress)> {
         let refused = |message: String| Err(Error::invalid_argument(message));
         let first = text.split(',').next().unwrap_or_default();
         let text = if first.contains('=') { text.to_owned() } else { format!("backend={text}") };
@@ -45,10 +45,10 @@ impl Chardevs {
         if let Some(unknown) = pairs.keys().next() {
             return refused(format!("unknown option '{unknown}'"));
         }
-        if self.0.insert(id.clone(), address).is_some() {
+        if self.0.insert(id.clone(), address.clone()).is_some() {
             return refused(format!("there are two character devices '{id}'"));
         }
-        Ok(())
+        Ok((id, address))
     }
 }
 

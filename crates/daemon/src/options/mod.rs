@@ -39,8 +39,19 @@ enum What {
         arguments: Map<String, Value>,
         strictness: Strictness,
     },
+    /// A monitor at an address.
     Monitor {
         address: MonitorAddress,
+        pretty: bool,
+    },
+    /// A character device where a monitor can be.
+    Chardev {
+        id: String,
+        address: MonitorAddress,
+    },
+    /// A monitor on such a device.
+    MonitorOn {
+        chardev: String,
         pretty: bool,
     },
     Metrics(String),
@@ -179,6 +190,12 @@ impl Step {
         Step { option: option.to_owned(), what }
     }
 
+    /// `--chardev BACKEND,id=ID,…`: the device is there from now on, also for [`Step::monitor`].
+    pub fn chardev(text: &str, chardevs: &mut Chardevs) -> Result<Step> {
+        let (id, address) = chardevs.add(text)?;
+        Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, address } })
+    }
+
     /// `--monitor [chardev=]ID[,mode=control][,pretty=on|off]`: the character device must have been named before.
     pub fn monitor(text: &str, chardevs: &Chardevs) -> Result<Step> {
         let option = format!("--monitor {text}");
@@ -200,7 +217,7 @@ impl Step {
         }
         let id = map.get("chardev").and_then(Value::as_str).unwrap_or_default();
         match chardevs.find(id) {
-            Some(address) => Ok(Step { option, what: What::Monitor { address: address.clone(), pretty } }),
+            Some(_) => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), pretty } }),
             None => refused(format!("there is no character device '{id}'")),
         }
     }
@@ -249,6 +266,8 @@ impl Step {
             What::Controls(id, controls) => controls.apply(daemon, &id).await,
             What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
+            What::Chardev { id, address } => return daemon.add_chardev(&id, &address),
+            What::MonitorOn { chardev, pretty } => return daemon.start_monitor(&chardev, pretty),
             What::Command { name, object, arguments, strictness } => {
                 match daemon.schema.check(object, arguments, strictness) {
                     Ok(arguments) => commands::call(daemon, name, arguments).await.map(drop),
@@ -289,8 +308,8 @@ mod tests {
     #[test]
     fn monitors_name_their_character_device() {
         let mut chardevs = Chardevs::default();
-        chardevs.add("socket,path=/run/m,id=m,server=on,wait=off").unwrap();
-        chardevs.add("stdio,id=s").unwrap();
+        Step::chardev("socket,path=/run/m,id=m,server=on,wait=off", &mut chardevs).unwrap();
+        Step::chardev("stdio,id=s", &mut chardevs).unwrap();
         assert!(Step::monitor("m", &chardevs).is_ok());
         assert!(Step::monitor("chardev=s,mode=control,pretty=on", &chardevs).is_ok());
         for wrong in ["x", "m,mode=readline", "m,pretty=maybe", "m,foo=1"] {

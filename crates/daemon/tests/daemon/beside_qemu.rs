@@ -14,7 +14,7 @@ const IMAGES: [&str; 4] = ["a.qcow2", "b.qcow2", "o.qcow2", "t.qcow2"];
 /// Members that only one side has, by the end of their path: of ours those that came with later versions of QEMU than the
 /// one that Debian has, or that are our own (`x-`).
 const OURS_ONLY: &[&str] =
-    &["active", "children[].child", "children[].node-name", "actively-synced", "format-specific.data"];
+    &["active", "children[].child", "children[].node-name", "actively-synced", "format-specific.data", "idle_time_ns"];
 
 /// QEMU's daemon with a monitor, ended when dropped.
 struct Theirs {
@@ -188,6 +188,11 @@ fn objects(both: &mut Both) {
         ("qom-get", json!({"path": "/objects/zz", "property": "limits"})),
         ("object-del", json!({"id": "zz"})),
         ("object-del", json!({"id": "s"})),
+        ("qom-list-types", json!({"implements": "throttle-group"})),
+        ("qom-list-types", json!({"implements": "user-creatable"})),
+        ("qom-list-types", json!({"implements": "nosuch"})),
+        ("qom-list-properties", json!({"typename": "throttle-group"})),
+        ("qom-list-properties", json!({"typename": "nosuch"})),
         ("blockdev-add", json!({"driver": "throttle", "node-name": "th", "throttle-group": "g", "file": "q"})),
         ("object-del", json!({"id": "g"})),
         ("blockdev-add", json!({"driver": "throttle", "node-name": "th2", "throttle-group": "zz", "file": "q"})),
@@ -282,6 +287,25 @@ fn chains(both: &mut Both) {
     ]);
 }
 
+fn internal(both: &mut Both) {
+    let taken = |device: &str, name: &str| json!({"device": device, "name": name});
+    both.all([
+        ("blockdev-snapshot-internal-sync", taken("o", "s")),
+        ("blockdev-snapshot-internal-sync", taken("o", "s")),
+        ("blockdev-snapshot-internal-sync", taken("o", "")),
+        ("blockdev-snapshot-internal-sync", taken("zz", "s")),
+        ("query-named-block-nodes", json!({"flat": true})),
+        ("blockdev-snapshot-delete-internal-sync", json!({"device": "o", "name": "zz"})),
+        ("blockdev-snapshot-delete-internal-sync", json!({"device": "o"})),
+        ("blockdev-snapshot-delete-internal-sync", json!({"device": "o", "name": "s"})),
+        ("block-set-write-threshold", json!({"node-name": "o", "write-threshold": 1 << 20})),
+        ("block-set-write-threshold", json!({"node-name": "zz", "write-threshold": 1 << 20})),
+        ("block-set-write-threshold", json!({"node-name": "o", "write-threshold": 0})),
+        ("drive-backup", json!({"device": "zz", "target": "x.qcow2", "sync": "full"})),
+        ("drive-mirror", json!({"device": "zz", "target": "x.qcow2", "sync": "full"})),
+    ]);
+}
+
 fn copies(both: &mut Both) {
     let backup = |from: &str, to: &str| json!({"device": from, "target": to, "sync": "full", "job-id": "b"});
     both.all([
@@ -328,6 +352,7 @@ fn both_daemons_answer_alike() {
     exports(&mut both);
     mirror(&mut both);
     chains(&mut both);
+    internal(&mut both);
     copies(&mut both);
     daemon.stop().expect("stopped in order");
 }

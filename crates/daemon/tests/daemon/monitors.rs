@@ -115,3 +115,68 @@ fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
     daemon.client();
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn monitors_come_and_go_on_character_devices() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let socket = |path: &std::path::Path| {
+        let address = json!({"type": "unix", "data": {"path": path}});
+        json!({"type": "socket", "data": {"addr": address, "server": true, "wait": false}})
+    };
+    let path = daemon.path("second.sock");
+    client.command("chardev-add", json!({"id": "c", "backend": socket(&path)}));
+    assert!(path.exists());
+    assert!(client.refusal("chardev-add", json!({"id": "c", "backend": socket(&path)})).contains("already exists"));
+    for _ in 0..2 {
+        client.command("object-add", json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "c"}));
+        let mut second = Client::connect(&path);
+        second.command("query-version", json!({}));
+        let again = json!({"qom-type": "monitor-qmp", "id": "m3", "chardev": "c"});
+        assert!(client.refusal("object-add", again).contains("Chardev 'c' is busy"));
+        assert!(client.refusal("chardev-remove", json!({"id": "c"})).contains("Chardev 'c' is busy"));
+        let listed = client.command("query-chardev", json!({}));
+        let known: Vec<_> = listed.as_array().expect("a list").iter().map(|one| &one["frontend-open"]).collect();
+        assert_eq!(known, [true, true], "{listed}");
+        client.command("object-del", json!({"id": "m2"}));
+        // Who is there stays, for those who come there is nobody.
+        second.command("query-version", json!({}));
+    }
+    client.command("chardev-remove", json!({"id": "c"}));
+    assert!(!path.exists());
+    assert!(client.refusal("chardev-remove", json!({"id": "c"})).contains("Chardev 'c' not found"));
+    let missing = json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "c"});
+    assert!(client.refusal("object-add", missing).contains("Chardev 'c' not found"));
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn ring_buffers_keep_what_was_written_last() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let ring = |size: u64| json!({"type": "ringbuf", "data": {"size": size}});
+    client.command("chardev-add", json!({"id": "r", "backend": ring(8)}));
+    client.command("ringbuf-write", json!({"device": "r", "data": "0123456789"}));
+    assert_eq!(client.command("ringbuf-read", json!({"device": "r", "size": 3})), "234");
+    client.command("ringbuf-write", json!({"device": "r", "data": "YQ==", "format": "base64"}));
+    assert_eq!(client.command("ringbuf-read", json!({"device": "r", "size": 100, "format": "base64"})), "NTY3ODlh");
+    assert_eq!(client.command("ringbuf-read", json!({"device": "r", "size": 100})), "");
+    client.command("chardev-change", json!({"id": "r", "backend": {"type": "null", "data": {}}}));
+    client.command("chardev-send-break", json!({"id": "r"}));
+    for (command, arguments, reason) in [
+        ("ringbuf-read", json!({"device": "r", "size": 1}), "not a ringbuf"),
+        ("ringbuf-write", json!({"device": "zz", "data": ""}), "'zz' not found"),
+        ("ringbuf-read", json!({"device": "r", "size": 0}), "greater than zero"),
+        ("chardev-add", json!({"id": "s", "backend": ring(1000)}), "power of two"),
+        ("chardev-add", json!({"id": "s", "backend": {"type": "pty", "data": {}}}), "a monitor is on a socket"),
+        ("chardev-send-break", json!({"id": "zz"}), "'zz' not found"),
+        ("chardev-change", json!({"id": "zz", "backend": ring(8)}), "'zz' not found"),
+        ("object-add", json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "r"}), "no place for a monitor"),
+    ] {
+        let refusal = client.refusal(command, arguments);
+        assert!(refusal.contains(reason), "{refusal}");
+    }
+    let backends = client.command("query-chardev-backends", json!({}));
+    assert!(backends.as_array().expect("a list").contains(&json!({"name": "socket"})));
+    daemon.stop().expect("stopped in order");
+}

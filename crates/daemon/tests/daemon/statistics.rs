@@ -5,7 +5,7 @@ use super::exports::{serving, uri};
 use super::running::Running;
 use cowshed_daemon::Step;
 use cowshed_testkit::qemu::Qemu;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
@@ -127,5 +127,94 @@ fn a_page_of_metrics_says_the_same() {
     let mut refused = String::new();
     other.read_to_string(&mut refused).expect("it answers");
     assert!(refused.starts_with("HTTP/1.1 405"), "{refused}");
+    daemon.stop().expect("stopped in order");
+}
+
+fn find<'a>(nodes: &'a Value, name: &str) -> &'a Value {
+    nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name).expect("is listed")
+}
+
+#[test]
+fn nodes_have_latencies_too() {
+    let (daemon, mut client) = serving();
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    assert!(find(&nodes, "q")["stats"].get("rd_latency_histogram").is_none());
+    let file = find(&nodes, "q")["parent"]["node-name"].as_str().expect("its file has a name").to_owned();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    // Both what an image is asked and what that means for its file.
+    for name in ["q", &file] {
+        client.command("block-latency-histogram-set", json!({"id": name, "boundaries": [1_000_000_000_000_u64]}));
+        client.command("x-block-stats-intervals-set", json!({"id": name, "intervals": [3600]}));
+    }
+    Qemu::system()
+        .io(["-f", "raw", "-c", "write 0 64k", "-c", "read 0 4k", "-c", "flush", &uri(&daemon, "q")])
+        .expect_ok();
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    for name in ["q", &file] {
+        let stats = &find(&nodes, name)["stats"];
+        let bins = |key: &str| stats[key]["bins"][0].as_u64();
+        assert!(bins("rd_latency_histogram") >= Some(1) && bins("wr_latency_histogram") >= Some(1), "{stats}");
+        assert!(bins("flush_latency_histogram") >= Some(1), "{stats}");
+        assert!(stats["wr_total_time_ns"].as_u64() > Some(0), "{stats}");
+        assert!(stats["idle_time_ns"].as_u64() > Some(0), "{stats}");
+        let timed = &stats["timed_stats"][0];
+        assert_eq!(timed["interval_length"], 3600);
+        assert!(timed["max_wr_latency_ns"].as_u64() >= timed["min_wr_latency_ns"].as_u64(), "{timed}");
+        assert!(timed["max_wr_latency_ns"].as_u64() > Some(0), "{timed}");
+    }
+    client.command("block-latency-histogram-set", json!({"id": file}));
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    assert!(find(&nodes, &file)["stats"].get("rd_latency_histogram").is_none());
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_write_past_its_threshold_is_told_once() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let file = nodes.as_array().expect("a list").iter().find(|node| node["drv"] == "file").expect("its file");
+    let file = file["node-name"].as_str().expect("a name").to_owned();
+    let threshold = |name: &str, bytes: u64| json!({"node-name": name, "write-threshold": bytes});
+    let write = |command: &str| drop(Qemu::system().io(["-f", "raw", "-c", command, &uri(&daemon, "q")]).expect_ok());
+    client.command("block-set-write-threshold", threshold("q", 1 << 20));
+    client.command("block-set-write-threshold", threshold(&file, 8 << 20));
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    assert_eq!(find(&nodes, "q")["write_threshold"], 1 << 20);
+    write("write 1020k 4k");
+    write("read 1M 4k");
+    assert!(client.events.iter().all(|event| event["event"] != "BLOCK_WRITE_THRESHOLD"));
+    write("write 1020k 8k");
+    let event = client.event("BLOCK_WRITE_THRESHOLD");
+    assert_eq!(event, json!({"node-name": "q", "amount-exceeded": 4096, "write-threshold": 1 << 20}));
+    // It is off then, until it is set anew; the file's is still on.
+    write("write -z 2M 4k");
+    write("write 4M 8M");
+    let event = client.event("BLOCK_WRITE_THRESHOLD");
+    assert_eq!((&event["node-name"], &event["write-threshold"]), (&json!(file), &json!(8 << 20)));
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    assert_eq!(
+        (&find(&nodes, "q")["write_threshold"], &find(&nodes, &file)["write_threshold"]),
+        (&json!(0), &json!(0))
+    );
+    client.command("block-set-write-threshold", threshold("q", 1 << 20));
+    client.command("block-set-write-threshold", threshold("q", 0));
+    write("write 12M 4k");
+    // Also past a throttle filter, whose own threshold counts for what goes past it.
+    client.command(
+        "block_set_io_throttle",
+        json!({"id": "q", "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 100_000,
+                                                  "iops_rd": 0, "iops_wr": 0}),
+    );
+    client.command("block-set-write-threshold", threshold("throttle-q", 512));
+    write("write 512 512");
+    assert_eq!(client.event("BLOCK_WRITE_THRESHOLD")["amount-exceeded"], 512);
+    assert!(client.refusal("block-set-write-threshold", threshold("zz", 1)).contains("zz"));
+    assert!(
+        client
+            .refusal("block-set-write-threshold", json!({"node-name": "q", "write-threshold": -1}))
+            .contains("at least 0")
+    );
+    assert!(client.events.iter().all(|event| event["event"] != "BLOCK_WRITE_THRESHOLD"), "{:?}", client.events);
     daemon.stop().expect("stopped in order");
 }

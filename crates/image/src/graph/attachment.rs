@@ -6,7 +6,7 @@ use super::queue::Queue;
 use super::{Drained, Graph};
 use crate::node::Node;
 use crate::open::Edge;
-use crate::stats::{Accounting, AttachmentStats, Histogram, Interval, IoKind, KINDS, KindStats};
+use crate::stats::{Accounting, AttachmentStats, IoKind, KINDS, KindStats, Observed};
 use arc_swap::ArcSwap;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions, rt};
@@ -75,12 +75,6 @@ struct Past {
     kinds: [KindStats; KINDS],
     highest_written_byte: u64,
     last_end_ns: u64,
-}
-
-#[derive(Default)]
-struct Observed {
-    intervals: Vec<Interval>,
-    histograms: [Option<Histogram>; KINDS],
 }
 
 /// The user of a node that stands for an attachment.
@@ -193,24 +187,16 @@ impl Attachment {
         let now = rt::round_now_ns();
         stats.idle_ns = (stats.in_flight == 0 && last_end_ns != 0).then(|| now.saturating_sub(last_end_ns));
         let observed = self.observed();
-        stats.intervals = observed.intervals.iter().map(|interval| interval.snapshot(now)).collect();
-        for (snapshot, histogram) in stats.histograms.iter_mut().zip(&observed.histograms) {
-            *snapshot = histogram.as_ref().map(Histogram::snapshot);
-        }
+        stats.intervals = observed.intervals(now);
+        stats.histograms = observed.histograms();
         stats
     }
 
     /// Keeps latencies over intervals of these lengths, in seconds, instead of those asked for before
     /// (`stats-intervals`).
     pub fn set_intervals(&self, lengths_seconds: &[u64]) -> Result<()> {
-        if lengths_seconds.contains(&0) || lengths_seconds.len() > 16 {
-            let message = "up to 16 intervals of at least one second can be kept";
-            return Err(Error::invalid_argument(message).field("stats-intervals"));
-        }
-        let now = rt::round_now_ns();
-        let length_ns = |seconds: &u64| seconds.saturating_mul(1_000_000_000);
         let mut observed = self.observed();
-        observed.intervals = lengths_seconds.iter().map(|length| Interval::new(length_ns(length), now)).collect();
+        observed.set_intervals(lengths_seconds, rt::round_now_ns())?;
         self.note_observing(&observed);
         Ok(())
     }
@@ -218,9 +204,8 @@ impl Attachment {
     /// Keeps a latency histogram for requests of a kind, a new one with these bounds in nanoseconds; an empty list ends
     /// it.
     pub fn set_histogram(&self, kind: IoKind, bounds_ns: &[u64]) -> Result<()> {
-        let histogram = if bounds_ns.is_empty() { None } else { Some(Histogram::new(bounds_ns)?) };
         let mut observed = self.observed();
-        observed.histograms[kind as usize] = histogram;
+        observed.set_histogram(kind, bounds_ns)?;
         self.note_observing(&observed);
         Ok(())
     }
@@ -239,8 +224,7 @@ impl Attachment {
     }
 
     fn note_observing(&self, observed: &Observed) {
-        let any = !observed.intervals.is_empty() || observed.histograms.iter().any(Option::is_some);
-        self.observing.store(any, Ordering::SeqCst);
+        self.observing.store(!observed.is_empty(), Ordering::SeqCst);
         self.gate.with_lanes(|lanes| lanes.iter().for_each(|lane| lane.set_plain(self.counts_plainly())));
     }
 
@@ -310,13 +294,7 @@ impl Attachment {
 
     #[cold]
     pub(super) fn observe(&self, kind: IoKind, latency_ns: u64, end_ns: u64) {
-        let mut observed = self.observed();
-        for interval in &mut observed.intervals {
-            interval.record(kind, latency_ns, end_ns);
-        }
-        if let Some(histogram) = &observed.histograms[kind as usize] {
-            histogram.record(latency_ns);
-        }
+        self.observed().record(kind, latency_ns, end_ns);
     }
 }
 

@@ -11,12 +11,14 @@ mod credentials;
 mod drain;
 mod failed;
 mod gate;
+mod internal;
 mod mirror;
 mod moves;
 mod owned;
 mod queue;
 mod reopen;
 mod snapshot;
+mod threshold;
 mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
@@ -26,6 +28,7 @@ pub use drain::{Drained, nodes_below};
 pub use failed::FailedRequest;
 pub use queue::Queue;
 pub(crate) use queue::outcome_of;
+pub use threshold::{ThresholdCrossed, ThresholdObserver};
 
 use crate::filters::throttle::Groups;
 use crate::node::Node;
@@ -55,6 +58,7 @@ pub struct Graph {
     /// Who hears of requests of exports that failed.
     on_failed: OnceLock<failed::Listener>,
     observers: corruption::Observers,
+    threshold_observers: threshold::Observers,
     /// Held for the time of a change: one at a time.
     change: futures_util::lock::Mutex<()>,
 }

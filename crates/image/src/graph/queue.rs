@@ -59,7 +59,9 @@ impl Standing {
     fn way(&self, direction: Direction, len: u64) -> Way<'_> {
         match &self.bypass {
             Some(bypass)
-                if (direction == Direction::Read || !self.node.is_tracked()) && self.pays(bypass, direction, len) =>
+                if !self.node.is_watched()
+                    && (direction == Direction::Read || !self.node.is_tracked())
+                    && self.pays(bypass, direction, len) =>
             {
                 Way { to: &bypass.behind, past: Some(bypass) }
             }
@@ -84,19 +86,19 @@ struct Way<'a> {
 
 impl Way<'_> {
     #[inline]
-    fn count(&self, kind: IoKind, direction: Direction, len: u64, result: &Result<()>) {
+    fn count(&self, kind: IoKind, direction: Direction, len: u64, start_ns: u64, result: &Result<()>) {
         let Some(bypass) = self.past else { return };
         match result {
-            Ok(()) => bypass.passed.count(kind, len),
-            Err(_) => bypass.count_refused(kind, direction, len, result),
+            Ok(()) => bypass.passed.count(kind, len, start_ns),
+            Err(_) => bypass.count_refused(kind, direction, len, start_ns, result),
         }
     }
 }
 
 impl Bypass {
     #[cold]
-    fn count_refused(&self, kind: IoKind, direction: Direction, len: u64, result: &Result<()>) {
-        self.filter.count(kind, len, result);
+    fn count_refused(&self, kind: IoKind, direction: Direction, len: u64, start_ns: u64, result: &Result<()>) {
+        self.filter.count(kind, 0, len, start_ns, result);
         if outcome_of(result) == Outcome::Invalid {
             // What can't be is no load.
             self.credits[direction as usize].give_back(len);
@@ -237,7 +239,7 @@ macro_rules! through_gate_with {
                 let way = standing.way($direction, len);
                 let $node = way.to;
                 let (result, buf) = $work.await;
-                way.count($kind, $direction, len, &result);
+                way.count($kind, $direction, len, start_ns, &result);
                 (result, buf)
             }
             Err(error) => (Err(error), $buf),

@@ -11,16 +11,18 @@ use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{ChildRole, DetectZeroes, Node};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{CacheMode, File};
 use serde_json::Value;
 use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
-const COMMON: &[&str] = &["read-only", "discard", "detect-zeroes"];
+const COMMON: &[&str] = &["read-only", "discard", "detect-zeroes", "cache"];
 /// Options of a qcow2 node that it changes, beside its backing file.
 const QCOW2: &[&str] = &[
     "lazy-refcounts",
     "l2-cache-size",
     "l2-cache-coverage",
+    "l2-cache-entry-size",
     "refcount-cache-size",
     "cache-size",
     "cache-clean-interval",
@@ -45,7 +47,17 @@ struct Plan {
     group: Option<Arc<Group>>,
     /// Of a raw node: first byte of its window, and length where it is given.
     window: Option<(u64, Option<u64>)>,
+    /// Use of the page cache, where it changes.
+    cache: Option<CacheMode>,
     backing: Backing,
+}
+
+/// What a node was before it was prepared.
+struct Before {
+    node: Arc<Node>,
+    read_only: bool,
+    /// Files whose use of the page cache has changed.
+    caches: Vec<(File, CacheMode)>,
 }
 
 enum Backing {
@@ -68,14 +80,13 @@ impl Graph {
         let _drained = self.drain(&nodes).await;
         let mut prepared = Vec::new();
         for plan in &plans {
-            let was_read_only = plan.node.is_read_only();
-            let result = self.prepare(plan).await;
+            let (node, read_only) = (Arc::clone(&plan.node), plan.node.is_read_only());
+            let mut before = Before { node, read_only, caches: Vec::new() };
+            let result = self.prepare(plan, &mut before).await;
             // Also one that failed half-way goes back.
-            prepared.push((Arc::clone(&plan.node), was_read_only));
+            prepared.push(before);
             if let Err(error) = result {
-                for (node, was_read_only) in prepared.into_iter().rev() {
-                    self.take_back(&node, was_read_only).await;
-                }
+                self.take_back(prepared).await;
                 return Err(error);
             }
         }
@@ -94,9 +105,7 @@ impl Graph {
                         tracing::error!("{error}");
                     }
                 }
-                for (node, was_read_only) in prepared.into_iter().rev() {
-                    self.take_back(&node, was_read_only).await;
-                }
+                self.take_back(prepared).await;
                 return Err(error);
             }
             relinked.push((Arc::clone(&plan.node), old));
@@ -162,7 +171,8 @@ impl Graph {
             _ => None,
         };
         let window = wanted_window(&node, &old, &options)?;
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, backing })
+        let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, cache, backing })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -181,8 +191,18 @@ impl Graph {
     }
 
     /// What can fail for reasons outside of this process.
-    async fn prepare(&self, plan: &Plan) -> Result<()> {
+    async fn prepare(&self, plan: &Plan, before: &mut Before) -> Result<()> {
         plan.node.complete().await?;
+        if let (Some(qcow2), Some(options)) = (plan.node.qcow2(), &plan.qcow2) {
+            qcow2.apply_slice_bytes(options)?;
+        }
+        if let Some(mode) = plan.cache {
+            for file in files_of(&plan.node, &plan.node.options()) {
+                let old = file.cache_mode();
+                file.set_cache_mode(mode)?;
+                before.caches.push((file, old));
+            }
+        }
         match (plan.node.is_read_only(), plan.read_only) {
             (false, true) if plan.node.has_writer() => {
                 let message = format!("Read-only block node '{}' cannot support read-write users", plan.node.name());
@@ -194,15 +214,51 @@ impl Graph {
         }
     }
 
-    async fn take_back(&self, node: &Arc<Node>, was_read_only: bool) {
-        let result = match was_read_only {
-            true => self.make_read_only(node).await,
-            false => self.make_writable(node).await,
-        };
-        if let Err(error) = result {
-            tracing::error!("could not take a failed reopen back: {error}");
+    async fn take_back(&self, prepared: Vec<Before>) {
+        for Before { node, read_only, caches } in prepared.into_iter().rev() {
+            let mut result = match read_only {
+                true => self.make_read_only(&node).await,
+                false => self.make_writable(&node).await,
+            };
+            for (file, mode) in caches {
+                result = result.and(file.set_cache_mode(mode));
+            }
+            if let Some(qcow2) = node.qcow2() {
+                let options = options::qcow2_options(&node.options(), node.discards());
+                result = result.and(options.and_then(|options| qcow2.apply_slice_bytes(&options)));
+            }
+            if let Err(error) = result {
+                tracing::error!("could not take a failed reopen back: {error}");
+            }
         }
     }
+}
+
+/// How options say that the page cache is used.
+fn cache_mode(options: &BlockdevOptions) -> CacheMode {
+    let flag = |key: &str| options.get("cache").and_then(|cache| cache.get(key)).and_then(Value::as_bool) == Some(true);
+    CacheMode { direct: flag("direct"), no_flush: flag("no-flush") }
+}
+
+/// The files that get a node's use of the page cache: its own, or those of the children that were described with it and said
+/// nothing of their own.
+fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<File> {
+    if node.driver_name() != "raw"
+        && let Some(file) = node.file()
+    {
+        return vec![file.clone()];
+    }
+    let mut files = Vec::new();
+    for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+        let Some(Value::Object(described)) = options.get(child.role.as_str()) else { continue };
+        if described.contains_key("cache") {
+            continue;
+        }
+        if let Ok(described) = BlockdevOptions::from_map(described.clone()) {
+            files.extend(files_of(&child.node, &described));
+        }
+    }
+    files
 }
 
 /// The window that a raw node is to have, where it changes.

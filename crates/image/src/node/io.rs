@@ -7,7 +7,7 @@ use crate::formats::{self, raw};
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -38,18 +38,30 @@ impl Node {
         self.counters.fold(gone);
     }
 
-    /// Counts a request of this node.
+    /// Counts a request of this node for `len` bytes at `offset` that began at `start_ns`.
     #[inline]
-    pub(crate) fn count(&self, kind: IoKind, len: u64, result: &Result<()>) {
+    pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        let end_ns = rt::round_now_ns();
         match result {
-            Ok(()) => self.counters.count_done(kind, len),
-            Err(error) => self.count_failed(kind, outcome_of(result), error),
+            Ok(()) => self.counters.count_done(kind, len, start_ns, end_ns),
+            Err(error) => self.count_failed(kind, end_ns.saturating_sub(start_ns), end_ns, error),
+        }
+        if self.is_watched() {
+            self.note_watched(kind, offset + len, start_ns, end_ns, outcome_of(result));
         }
     }
 
+    /// Counts a request that is impossible.
     #[cold]
-    fn count_failed(&self, kind: IoKind, outcome: Outcome, error: &Error) {
-        self.counters.count_refused(kind, outcome);
+    fn count_invalid(&self, kind: IoKind) {
+        self.counters.count_refused(kind, Outcome::Invalid, 0, rt::round_now_ns());
+    }
+
+    #[cold]
+    fn count_failed(&self, kind: IoKind, latency_ns: u64, end_ns: u64, error: &Error) {
+        let outcome = outcome_of::<()>(&Err(error.clone()));
+        let latency_ns = if outcome == Outcome::Failed { latency_ns } else { 0 };
+        self.counters.count_refused(kind, outcome, latency_ns, end_ns);
         if error.kind() == ErrorKind::InvalidImage {
             self.tell_corrupt(error);
         }
@@ -73,9 +85,9 @@ impl Node {
 
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let len = buf.len() as u64;
+        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
         if let Err(error) = self.check_range(offset, len) {
-            self.counters.count_refused(IoKind::Read, Outcome::Invalid);
+            self.count_invalid(IoKind::Read);
             return (Err(error), buf);
         }
         let (result, buf) = match &self.driver {
@@ -87,7 +99,7 @@ impl Node {
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
         };
-        self.count(IoKind::Read, len, &result);
+        self.count(IoKind::Read, offset, len, start_ns, &result);
         (result, buf)
     }
 
@@ -119,9 +131,9 @@ impl Node {
 
     /// Writes `buf` at `offset`; it is durable after the next [`Node::flush`] (at once in a writethrough mode).
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let len = buf.len() as u64;
+        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
         if let Err(error) = self.check_write(offset, len) {
-            self.counters.count_refused(IoKind::Write, Outcome::Invalid);
+            self.count_invalid(IoKind::Write);
             return (Err(error), buf);
         }
         if self.settings.is_probed_raw()
@@ -144,7 +156,7 @@ impl Node {
             Driver::File(file) => file.file.write_at(buf, offset).await,
             Driver::Filter(filter) => filter.write(offset, buf).await,
         };
-        self.count(IoKind::Write, len, &result);
+        self.count(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() {
             self.counters.note_written(offset + len);
         }
@@ -166,6 +178,7 @@ impl Node {
         if len == 0 {
             return Ok(());
         }
+        let start_ns = rt::round_now_ns();
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
@@ -175,7 +188,7 @@ impl Node {
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
         };
-        self.count(IoKind::WriteZeroes, len, &result);
+        self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
         if result.is_ok() {
             self.counters.note_written(offset + len);
         }
@@ -195,6 +208,7 @@ impl Node {
         if len == 0 || !self.settings.discards() {
             return Ok(());
         }
+        let start_ns = rt::round_now_ns();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
             // A hint: what was given back would read as garbage.
@@ -204,7 +218,7 @@ impl Node {
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
             Driver::Filter(filter) => filter.discard(offset, len).await,
         };
-        self.count(IoKind::Discard, len, &result);
+        self.count(IoKind::Discard, offset, len, start_ns, &result);
         self.tracking.written(offset, len);
         result?;
         self.flush_if_writethrough().await
@@ -221,6 +235,7 @@ impl Node {
         if self.settings.is_read_only() {
             return Ok(());
         }
+        let start_ns = rt::round_now_ns();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
             Driver::Luks(luks) => luks.flush().await,
@@ -229,7 +244,7 @@ impl Node {
             Driver::File(file) => file.file.sync().await,
             Driver::Filter(filter) => filter.flush().await,
         };
-        self.count(IoKind::Flush, 0, &result);
+        self.count(IoKind::Flush, 0, 0, start_ns, &result);
         result
     }
 
@@ -248,6 +263,7 @@ impl Node {
         for (offset, buf) in &clusters {
             self.check_write(*offset, buf.len() as u64)?;
         }
+        let start_ns = rt::round_now_ns();
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,
@@ -258,7 +274,7 @@ impl Node {
             }
         };
         for (offset, len) in spans {
-            self.count(IoKind::Write, len, &result);
+            self.count(IoKind::Write, offset, len, start_ns, &result);
             if result.is_ok() {
                 self.counters.note_written(offset + len);
             }

@@ -11,6 +11,7 @@ mod status;
 mod storage;
 mod tracking;
 mod users;
+mod watch;
 
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub use driver::LocalFuture;
@@ -124,6 +125,7 @@ pub struct Node {
     users: Mutex<Vec<Edge>>,
     counters: NodeCounters,
     tracking: Tracking,
+    watch: watch::Watch,
     graph: Arc<Graph>,
     warnings: Vec<String>,
     deadline: Option<Deadline>,
@@ -198,6 +200,7 @@ impl Node {
             users: Mutex::default(),
             counters: NodeCounters::default(),
             tracking: Tracking::default(),
+            watch: watch::Watch::default(),
             graph: parts.graph,
             warnings: parts.warnings,
             deadline: parts.deadline,
@@ -360,11 +363,12 @@ impl Node {
 
     /// Requests that reached this node so far; of a protocol node, the operations on its file, whoever asked for them.
     pub fn statistics(&self) -> NodeStats {
-        let stats = self.counters.snapshot();
-        match &self.driver {
-            Driver::File(file) => stats.with_file(&file.file.statistics()),
-            _ => stats,
+        let mut stats = self.counters.snapshot();
+        if let Driver::File(file) = &self.driver {
+            stats = stats.with_file(&file.file.statistics());
         }
+        (stats.intervals, stats.histograms) = self.observations();
+        stats
     }
 
     /// The options of the node as they count now.

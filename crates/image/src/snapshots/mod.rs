@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Internal snapshots: taken, applied and deleted while nobody has the image open.
+//! Internal snapshots: taken, applied and deleted while nobody has the image open, or whoever has it stands still
+//! (`formats/qcow2/internal.rs`).
 //!
 //! Each operation builds the image's new metadata beside the old: L2 tables whose COPIED flags change, L1 tables, the
 //! snapshot table, refcount blocks and table, all in clusters that are free. After a barrier one write within the header's
@@ -21,6 +22,7 @@ use plan::Change;
 use publish::Publication;
 pub(crate) use publish::write_all;
 use std::collections::HashSet;
+use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub use tree::read_l1;
 
@@ -101,6 +103,11 @@ impl SnapshotName {
         SnapshotName { name: id.into(), lookup: Lookup::Id, id: None }
     }
 
+    /// The snapshot with this ID and this name.
+    pub fn of_id_and_name(id: impl Into<String>, name: impl Into<String>) -> SnapshotName {
+        SnapshotName { id: Some(id.into()), ..SnapshotName::of_name(name) }
+    }
+
     /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME`, both with a comma between, or
     /// either of the two alone.
     pub fn parse(text: &str) -> SnapshotName {
@@ -126,6 +133,17 @@ impl SnapshotName {
                 let is_it = |snapshot: &Snapshot| snapshot.id == id.as_bytes() && snapshot.name == self.name.as_bytes();
                 snapshots.iter().position(is_it)
             }
+        }
+    }
+}
+
+impl fmt::Display for SnapshotName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.id, self.lookup) {
+            (Some(id), _) => write!(f, "id '{id}' and name '{}'", self.name),
+            (None, Lookup::Id) => write!(f, "id '{}'", self.name),
+            (None, Lookup::Name) => write!(f, "name '{}'", self.name),
+            (None, Lookup::IdOrName) => write!(f, "id or name '{}'", self.name),
         }
     }
 }
@@ -204,17 +222,37 @@ pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch:
 
 /// Deletes the first snapshot with this name; clusters that only it used are free afterwards.
 pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+    let is_it = |snapshots: &[Snapshot]| find(snapshots, name, Lookup::Name);
+    delete_where(file, name, is_it, options, watch).await.map(drop)
+}
+
+/// As [`delete`], of the snapshot that `wanted` stands for; what it was.
+pub async fn delete_one(
+    file: &File,
+    wanted: &SnapshotName,
+    options: &SnapshotOptions,
+    watch: Watch<'_>,
+) -> Result<Snapshot> {
+    delete_where(file, wanted.name.as_bytes(), |snapshots| wanted.find(snapshots), options, watch).await
+}
+
+async fn delete_where(
+    file: &File,
+    wanted: &[u8],
+    is_it: impl Fn(&[Snapshot]) -> Option<usize>,
+    options: &SnapshotOptions,
+    watch: Watch<'_>,
+) -> Result<Snapshot> {
     named(file, async {
         let mut image = Image::load(file).await?;
-        let Some(index) = find(&image.snapshots, name, Lookup::Name) else {
-            return Err(not_found(name));
-        };
+        let Some(index) = is_it(&image.snapshots) else { return Err(not_found(wanted)) };
         let snapshot = image.snapshots.remove(index);
         let stored = read_l1(file, &snapshot, image.header.version, image.header.cluster_bits).await?;
-        image.released = Some(snapshot);
+        image.released = Some(snapshot.clone());
         let active = image.l1.clone();
         let change = Change { raised: None, lowered: Some(stored), active, taken: None };
-        Publication::new(image, options, watch).run(change).await
+        Publication::new(image, options, watch).run(change).await?;
+        Ok(snapshot)
     })
     .await
 }

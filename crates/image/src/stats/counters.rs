@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Plain counters, spread so that threads don't share cache lines.
 
-use super::{IoKind, KINDS};
-use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters};
+use super::{HistogramSnapshot, IntervalStats, IoKind, KINDS};
+use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters, rt};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -150,13 +150,19 @@ impl LaneCounters {
     }
 }
 
-/// Counters of a node, by [`IoKind`] as index. Times are kept per attachment only: a node is below many of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What is known of the requests that reached one node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeStats {
-    /// Requests, bytes and failures; `merged` and `total_ns` stay 0.
+    /// Counters, by [`IoKind`] as index; `merged` stays 0: requests are joined before they reach a node.
     pub kinds: [KindStats; KINDS],
     /// End of the furthest byte written so far.
     pub highest_written_byte: u64,
+    /// When the last request ended, by the clock of [`cowshed_storage::rt::round_now_ns`]; 0 before the first one.
+    pub last_end_ns: u64,
+    /// The user-chosen intervals, in the order they were given.
+    pub intervals: Vec<IntervalStats>,
+    /// The latency histograms that were asked for, by [`IoKind`] as index.
+    pub histograms: [Option<HistogramSnapshot>; KINDS],
 }
 
 impl NodeStats {
@@ -176,11 +182,12 @@ impl NodeStats {
             (IoKind::Flush, FileOp::Sync),
         ];
         for (kind, op) in ops {
-            let FileOpStats { operations, bytes, failed } = *file.of(op);
+            let FileOpStats { operations, bytes, failed, total_ns } = *file.of(op);
             let invalid = self.kinds[kind as usize].invalid;
-            self.kinds[kind as usize] = KindStats { operations, bytes, failed, invalid, ..KindStats::default() };
+            self.kinds[kind as usize] = KindStats { operations, bytes, merged: 0, failed, invalid, total_ns };
         }
         self.highest_written_byte = file.highest_written_byte;
+        self.last_end_ns = file.last_end_ns;
         self
     }
 }
@@ -188,31 +195,41 @@ impl NodeStats {
 /// Reads and writes of one queue that went past a node which counts them all the same. One thread adds, any reads.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-pub(crate) struct PassedCounters([[AtomicU64; 2]; 2]);
+pub(crate) struct PassedCounters {
+    /// Operations, bytes and nanoseconds; of reads, and of writes.
+    sums: [[AtomicU64; 3]; 2],
+    last_end_ns: AtomicU64,
+}
 
 impl PassedCounters {
     /// Counts a read or a write that was carried out. Only the queue's thread calls this.
     #[inline]
-    pub(crate) fn count(&self, kind: IoKind, len: u64) {
-        let [operations, bytes] = &self.0[usize::from(kind != IoKind::Read)];
+    pub(crate) fn count(&self, kind: IoKind, len: u64, start_ns: u64) {
+        let end_ns = rt::round_now_ns();
+        let [operations, bytes, total_ns] = &self.sums[usize::from(kind != IoKind::Read)];
         bump(operations, 1);
         bump(bytes, len);
+        bump(total_ns, end_ns.saturating_sub(start_ns));
+        self.last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
-    /// What was counted for a kind: operations and bytes.
-    fn sums(&self, kind: IoKind) -> [u64; 2] {
+    /// What was counted for a kind: operations, bytes and nanoseconds.
+    fn sums(&self, kind: IoKind) -> [u64; 3] {
         match kind {
-            IoKind::Read => self.0[0].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
-            IoKind::Write => self.0[1].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
-            _ => [0; 2],
+            IoKind::Read => self.sums[0].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
+            IoKind::Write => self.sums[1].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
+            _ => [0; 3],
         }
     }
 }
 
-/// The counters of one node: operations, bytes, failed, invalid.
+/// Column of [`NodeCounters`] that is stored, not added to.
+const LAST_END_NS: usize = 5;
+
+/// The counters of one node: operations, bytes, failed, invalid, nanoseconds, end of the last.
 #[derive(Debug, Default)]
 pub(crate) struct NodeCounters {
-    table: ShardedCounters<KINDS, 4>,
+    table: ShardedCounters<KINDS, 6>,
     highest_written_byte: AtomicU64,
     /// Of queues whose requests go past the node.
     passed: Mutex<Vec<Arc<PassedCounters>>>,
@@ -221,21 +238,25 @@ pub(crate) struct NodeCounters {
 impl NodeCounters {
     /// Counts a request that was carried out.
     #[inline]
-    pub(crate) fn count_done(&self, kind: IoKind, len: u64) {
-        let [operations, bytes, ..] = self.table.row(kind as usize);
+    pub(crate) fn count_done(&self, kind: IoKind, len: u64, start_ns: u64, end_ns: u64) {
+        let [operations, bytes, _, _, total_ns, last_end_ns] = self.table.row(kind as usize);
         operations.fetch_add(1, Ordering::Relaxed);
         bytes.fetch_add(len, Ordering::Relaxed);
+        total_ns.fetch_add(end_ns.saturating_sub(start_ns), Ordering::Relaxed);
+        last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
-    /// Counts a request that was not.
+    /// Counts a request that was not; one that failed took `latency_ns`.
     #[cold]
-    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome) {
-        let [_, _, failed, invalid] = self.table.row(kind as usize);
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, latency_ns: u64, end_ns: u64) {
+        let [_, _, failed, invalid, total_ns, last_end_ns] = self.table.row(kind as usize);
         match outcome {
-            Outcome::Done => 0,
+            Outcome::Done => return,
             Outcome::Failed => failed.fetch_add(1, Ordering::Relaxed),
             Outcome::Invalid => invalid.fetch_add(1, Ordering::Relaxed),
         };
+        total_ns.fetch_add(latency_ns, Ordering::Relaxed);
+        last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
     /// Bytes up to `end` were written.
@@ -258,10 +279,12 @@ impl NodeCounters {
         let mut passed = self.passed();
         passed.retain(|known| !Arc::ptr_eq(known, gone));
         for kind in [IoKind::Read, IoKind::Write] {
-            let [operations, bytes] = gone.sums(kind);
-            let [all_operations, all_bytes, ..] = self.table.row(kind as usize);
+            let [operations, bytes, total_ns] = gone.sums(kind);
+            let [all_operations, all_bytes, _, _, all_ns, last_end_ns] = self.table.row(kind as usize);
             all_operations.fetch_add(operations, Ordering::Relaxed);
             all_bytes.fetch_add(bytes, Ordering::Relaxed);
+            all_ns.fetch_add(total_ns, Ordering::Relaxed);
+            last_end_ns.fetch_max(gone.last_end_ns.load(Ordering::Relaxed), Ordering::Relaxed);
         }
     }
 
@@ -274,14 +297,21 @@ impl NodeCounters {
         let passed = self.passed();
         let sums = self.table.sums();
         let kinds = IoKind::ALL.map(|kind| {
-            let [mut operations, mut bytes, failed, invalid] = sums[kind as usize];
-            for [more_operations, more_bytes] in passed.iter().map(|counters| counters.sums(kind)) {
+            let [mut operations, mut bytes, failed, invalid, mut total_ns, _] = sums[kind as usize];
+            for [more_operations, more_bytes, more_ns] in passed.iter().map(|counters| counters.sums(kind)) {
                 operations += more_operations;
                 bytes += more_bytes;
+                total_ns += more_ns;
             }
-            KindStats { operations, bytes, failed, invalid, ..KindStats::default() }
+            KindStats { operations, bytes, merged: 0, failed, invalid, total_ns }
         });
-        NodeStats { kinds, highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed) }
+        let passed_ends = passed.iter().map(|counters| counters.last_end_ns.load(Ordering::Relaxed));
+        NodeStats {
+            kinds,
+            highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed),
+            last_end_ns: passed_ends.fold(self.table.largest(LAST_END_NS), u64::max),
+            ..NodeStats::default()
+        }
     }
 }
 
@@ -308,16 +338,19 @@ mod tests {
     #[test]
     fn what_went_past_a_node_is_counted_once_whether_its_queue_is_there_or_gone() {
         let node = NodeCounters::default();
-        node.count_done(IoKind::Read, 1);
+        node.count_done(IoKind::Read, 1, 5, 7);
         let (queue, other) = (node.add_passed(), node.add_passed());
-        queue.count(IoKind::Read, 10);
-        queue.count(IoKind::Write, 20);
-        other.count(IoKind::Read, 100);
+        // What is past cannot have begun in the future.
+        queue.count(IoKind::Read, 10, u64::MAX);
+        queue.count(IoKind::Write, 20, u64::MAX);
+        other.count(IoKind::Read, 100, u64::MAX);
         for gone in [Some(&queue), Some(&other), None] {
             let stats = node.snapshot();
             assert_eq!((stats.kind(IoKind::Read).operations, stats.kind(IoKind::Read).bytes), (3, 111));
             assert_eq!((stats.kind(IoKind::Write).operations, stats.kind(IoKind::Write).bytes), (1, 20));
             assert_eq!(stats.kind(IoKind::Discard), &KindStats::default());
+            assert_eq!(stats.kind(IoKind::Read).total_ns, 2);
+            assert!(stats.last_end_ns > 0);
             gone.into_iter().for_each(|gone| node.fold(gone));
         }
     }
@@ -327,7 +360,7 @@ mod tests {
         let node = NodeCounters::default();
         std::thread::scope(|scope| {
             for _ in 0..12 {
-                scope.spawn(|| (0..1000).for_each(|_| node.count_done(IoKind::Read, 3)));
+                scope.spawn(|| (0..1000).for_each(|_| node.count_done(IoKind::Read, 3, 0, 1)));
             }
         });
         assert_eq!(

@@ -5,11 +5,13 @@
 mod counters;
 mod histogram;
 mod interval;
+mod observed;
 
 pub use counters::{Accounting, KindStats, NodeStats, Outcome};
 pub(crate) use counters::{LaneCounters, NodeCounters, PassedCounters};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
+pub(crate) use observed::Observed;
 
 /// Kinds of requests that are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -72,7 +72,7 @@ fn steps(matches: &ArgMatches) -> Result<Vec<Step>, Failure> {
     let mut steps = Vec::new();
     for (_, name, value) in given {
         match name {
-            "chardev" => chardevs.add(value)?,
+            "chardev" => steps.push(Step::chardev(value, &mut chardevs)?),
             "monitor" => steps.push(Step::monitor(value, &chardevs)?),
             "blockdev" => steps.push(Step::blockdev(value)?),
             "export" => steps.push(Step::export(value)?),

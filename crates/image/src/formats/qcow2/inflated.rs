@@ -178,6 +178,13 @@ impl Inflated {
         self.retain(|place| !is_hit(place));
     }
 
+    /// Drops all clusters of this image.
+    pub(super) fn clear(&self) {
+        if self.kept.load(Ordering::Relaxed) > 0 {
+            self.retain(|_| false);
+        }
+    }
+
     /// Keeps of this image's clusters only those for which `is_good` holds.
     fn retain(&self, is_good: impl Fn(&Place) -> bool) {
         let mut left = 0;
@@ -203,9 +210,7 @@ impl Inflated {
 
 impl Drop for Inflated {
     fn drop(&mut self) {
-        if self.kept.load(Ordering::Relaxed) > 0 {
-            self.retain(|_| false);
-        }
+        self.clear();
     }
 }
 

@@ -16,6 +16,7 @@ mod flush;
 mod header;
 mod holes;
 pub mod inflated;
+mod internal;
 mod lost;
 mod open;
 mod preallocate;

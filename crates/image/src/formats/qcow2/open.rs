@@ -80,7 +80,8 @@ impl Qcow2Driver {
         let l1 = read_l1(&context.file, &header).await?;
         let mut config = config_of(&header, &context)?;
         if context.writable && !context.check {
-            config.other_metadata.extend(snapshot_metadata(&context, &header).await?);
+            let inactive_l2 = context.options.overlap_check.inactive_l2;
+            config.other_metadata.extend(snapshot_metadata(&context.file, &header, inactive_l2).await?);
         }
         let punch = context.options.pass_discard_request;
         let core = Core::of(&context.file, config, &l1, !context.writable && !context.check);
@@ -163,7 +164,7 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
     Ok(header)
 }
 
-async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
+pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
     let bytes = header.l1_size as usize * 8;
     if bytes == 0 {
         return Ok(Vec::new());
@@ -178,12 +179,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     let format = L2Format::of(header)?;
     let cluster_size = format.geometry.cluster_size();
     let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, &format, header.size)?;
-    let l2_slice_bytes = options.l2_cache_entry_bytes.unwrap_or(L2_SLICE_BYTES.min(cluster_size));
-    if !l2_slice_bytes.is_power_of_two() || !(512..=cluster_size).contains(&l2_slice_bytes) {
-        let message =
-            format!("L2 cache entry size must be a power of two between 512 and the cluster size ({cluster_size})");
-        return Err(Error::invalid_argument(message).field("l2-cache-entry-size").value(l2_slice_bytes));
-    }
+    let l2_slice_bytes = slice_bytes(options, cluster_size)?;
     Ok(Config {
         format,
         size: header.size,
@@ -210,6 +206,17 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     })
 }
 
+/// Bytes of an L2 slice, by these options.
+pub(super) fn slice_bytes(options: &Qcow2RuntimeOptions, cluster_size: u64) -> Result<u64> {
+    let bytes = options.l2_cache_entry_bytes.unwrap_or(L2_SLICE_BYTES.min(cluster_size));
+    if bytes.is_power_of_two() && (512..=cluster_size).contains(&bytes) {
+        return Ok(bytes);
+    }
+    let message =
+        format!("L2 cache entry size must be a power of two between 512 and the cluster size ({cluster_size})");
+    Err(Error::invalid_argument(message).field("l2-cache-entry-size").value(bytes))
+}
+
 pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
     let checks = &options.overlap_check;
     OverlapSet::NONE
@@ -225,18 +232,22 @@ pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
 }
 
 /// What belongs to internal snapshots: their table, their L1 tables, and where asked for their L2 tables.
-async fn snapshot_metadata(context: &OpenContext, header: &Header) -> Result<Vec<(Structure, u64, u64)>> {
+pub(super) async fn snapshot_metadata(
+    file: &File,
+    header: &Header,
+    inactive_l2: bool,
+) -> Result<Vec<(Structure, u64, u64)>> {
     if header.nb_snapshots == 0 {
         return Ok(Vec::new());
     }
-    let snapshots = crate::snapshots::list(&context.file, header).await?;
+    let snapshots = crate::snapshots::list(file, header).await?;
     let table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
     let mut found = vec![(Structure::SnapshotTable, header.snapshots_offset, table_bytes)];
     for snapshot in &snapshots {
         snapshot.validate(header.version.min(2), header.cluster_bits)?;
         found.push((Structure::InactiveL1, snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8));
-        if context.options.overlap_check.inactive_l2 {
-            let l1 = crate::snapshots::read_l1(&context.file, snapshot, header.version, header.cluster_bits).await?;
+        if inactive_l2 {
+            let l1 = crate::snapshots::read_l1(file, snapshot, header.version, header.cluster_bits).await?;
             let tables = l1.iter().map(|raw| L1Entry(*raw).offset().0).filter(|host| *host != 0);
             found.extend(tables.map(|host| (Structure::InactiveL2, host, header.cluster_size())));
         }
@@ -245,7 +256,7 @@ async fn snapshot_metadata(context: &OpenContext, header: &Header) -> Result<Vec
 }
 
 /// Metadata that the header names and that an open image doesn't change.
-fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
+pub(super) fn other_metadata(header: &Header) -> Vec<(Structure, u64, u64)> {
     header
         .bitmaps()
         .map(|bitmaps| (Structure::BitmapDirectory, bitmaps.directory_offset, bitmaps.directory_size))

@@ -3,7 +3,7 @@
 
 use super::Qcow2Driver;
 use super::cleaner::clean_each;
-use super::open::{cache_sizes, check_may_write, overlap_set};
+use super::open::{cache_sizes, check_may_write, overlap_set, slice_bytes};
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -74,7 +74,7 @@ impl Qcow2Driver {
         started
     }
 
-    async fn prepare_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+    pub(super) async fn prepare_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         self.membership.make_exclusive().map_err(|error| self.error(error))?;
         self.engine.set_overlap(overlap_set(options));
         self.set_lazy(options);
@@ -88,6 +88,17 @@ impl Qcow2Driver {
     /// L2 and refcount cache in bytes, by these options.
     pub(crate) fn cache_sizes(&self, options: &Qcow2RuntimeOptions) -> Result<(u64, u64)> {
         cache_sizes(options, &self.engine.config().format, self.size()).map_err(|error| self.error(error))
+    }
+
+    /// Keeps tables in slices of the size that these options say. [`Qcow2Driver::complete`] has run before. An error when that
+    /// size can't be, or other images read by the same mapping; everything is as before then.
+    pub(crate) fn apply_slice_bytes(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        let bytes = slice_bytes(options, self.cluster_size()).map_err(|error| self.error(error))?;
+        if bytes == self.engine.slice_bytes() {
+            return Ok(());
+        }
+        self.membership.make_exclusive().map_err(|error| self.error(error.field("l2-cache-entry-size")))?;
+        self.engine.set_slice_bytes(bytes).map_err(|error| self.error(error))
     }
 
     /// Applies the run-time options. [`Qcow2Driver::complete`] has run before.

@@ -74,7 +74,8 @@ impl Membership {
         }
     }
 
-    /// Leaves, because the image is going to be written to. Refused while others read by the same mapping.
+    /// Leaves, because the image is going to be written to, or its mapping to be kept in another way. Refused while others
+    /// read by the same mapping.
     pub(super) fn make_exclusive(&self) -> Result<()> {
         let key = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if key.is_some_and(|key| known().get(&key).is_some_and(|core| core.members > 1)) {

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Character devices at run time: places for monitors (`object-add` of type `monitor-qmp`), and ring buffers.
+
+use super::{Arguments, Group, command, failed, nothing};
+use crate::chardevs::Backend;
+use crate::monitor::{Bound, MonitorAddress};
+use crate::state::Daemon;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+object ChardevInfo: label: str, filename: str, frontend-open: bool
+object ChardevBackendInfo: name: str
+enum DataFormat: utf8 base64
+enum ChardevBackendKind: socket null ringbuf memory
+object ChardevCommon:
+object ChardevCommonWrapper: data: ChardevCommon
+object ChardevRingbuf: size?: int
+object ChardevRingbufWrapper: data: ChardevRingbuf
+object ChardevSocket: addr: SocketAddressLegacy, server?: bool, wait?: bool, nodelay?: bool, telnet?: bool
+object ChardevSocketWrapper: data: ChardevSocket
+object ChardevBackend: type: ChardevBackendKind | type = socket: ChardevSocketWrapper, null: ChardevCommonWrapper
+  , ringbuf: ChardevRingbufWrapper, memory: ChardevRingbufWrapper
+object ChardevReturn: pty?: str
+command query-chardev -> [ChardevInfo]
+command query-chardev-backends -> [ChardevBackendInfo]
+command chardev-add: id: str, backend: ChardevBackend -> ChardevReturn
+command chardev-change: id: str, backend: ChardevBackend -> ChardevReturn
+command chardev-remove: id: str
+command chardev-send-break: id: str
+command ringbuf-write: device: str, data: str, format?: DataFormat
+command ringbuf-read: device: str, size: int, format?: DataFormat -> str
+",
+    commands: &[
+        command!("query-chardev", query_chardev),
+        command!("query-chardev-backends", query_backends),
+        command!("chardev-add", chardev_add),
+        command!("chardev-change", chardev_change),
+        command!("chardev-remove", chardev_remove),
+        command!("chardev-send-break", send_break),
+        command!("ringbuf-write", ringbuf_write),
+        command!("ringbuf-read", ringbuf_read),
+    ],
+};
+
+/// Backends that QEMU has, and why there are none here.
+pub(crate) const REFUSED_BACKENDS: &[(&str, &str)] = &[
+    ("file", NO_MONITOR),
+    ("pipe", NO_MONITOR),
+    ("pty", NO_MONITOR),
+    ("serial", NO_MONITOR),
+    ("parallel", NO_MONITOR),
+    ("udp", NO_MONITOR),
+    ("mux", NO_MONITOR),
+    ("hub", NO_MONITOR),
+    ("stdio", "the standard streams belong to the command line (--chardev stdio)"),
+];
+
+const NO_MONITOR: &str = "a monitor is on a socket or on the standard streams";
+
+/// Size of a ring buffer in bytes, unless it is given.
+const RING_BYTES: u64 = 65536;
+/// The largest one.
+const MAX_RING_BYTES: u64 = 64 << 20;
+
+async fn query_chardev(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    let describe = |device: crate::chardevs::Described| json!({"label": device.label, "filename": device.filename, "frontend-open": device.in_use});
+    Ok(daemon.chardevs.list().into_iter().map(describe).collect())
+}
+
+async fn query_backends(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    Ok(["memory", "null", "ringbuf", "socket", "stdio"].into_iter().map(|name| json!({"name": name})).collect())
+}
+
+/// Makes what the arguments describe; a socket listens then.
+fn backend(arguments: &Arguments) -> QmpResult<Backend> {
+    let described = arguments.object("backend").cloned().unwrap_or_default();
+    let kind = described.get("type").and_then(Value::as_str).unwrap_or_default();
+    let data = described.get("data").and_then(Value::as_object).cloned().unwrap_or_default();
+    match kind {
+        "null" => Ok(Backend::Null),
+        "ringbuf" | "memory" => {
+            let size = data.get("size").map_or(Some(RING_BYTES), Value::as_u64).unwrap_or(0);
+            if !size.is_power_of_two() {
+                return Err(QmpError::generic("size of ringbuf chardev must be power of two"));
+            }
+            if size > MAX_RING_BYTES {
+                return Err(QmpError::generic(format!("a ring buffer has {MAX_RING_BYTES} bytes at most")));
+            }
+            Ok(Backend::Ring { bytes: VecDeque::new(), size: size as usize })
+        }
+        _ => Ok(Backend::Place(Bound::new(&socket(&data)?).map_err(failed)?)),
+    }
+}
+
+fn socket(data: &Map<String, Value>) -> QmpResult<MonitorAddress> {
+    let flag = |key: &str, default: bool| data.get(key).and_then(Value::as_bool).unwrap_or(default);
+    for (key, wanted) in [("server", true), ("wait", false), ("telnet", false)] {
+        if flag(key, wanted) != wanted {
+            return Err(QmpError::generic(format!("a monitor is a server: '{key}' must be {wanted}")));
+        }
+    }
+    let address = data.get("addr").and_then(Value::as_object).cloned().unwrap_or_default();
+    let inner = address.get("data").and_then(Value::as_object).cloned().unwrap_or_default();
+    let text = |key: &str| inner.get(key).and_then(Value::as_str).unwrap_or_default();
+    match address.get("type").and_then(Value::as_str) {
+        Some("unix") => Ok(MonitorAddress::Unix(text("path").into())),
+        Some("inet") => {
+            let wrong = || QmpError::generic(format!("'port' expects a number up to 65535, not '{}'", text("port")));
+            let port = text("port").parse().map_err(|_| wrong())?;
+            Ok(MonitorAddress::Tcp { host: text("host").to_owned(), port })
+        }
+        _ => Err(QmpError::generic("a monitor's socket is of type 'unix' or 'inet'")),
+    }
+}
+
+async fn chardev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let id = arguments.text("id");
+    daemon.chardevs.check_new(id).map_err(failed)?;
+    let made = backend(&arguments);
+    let made =
+        made.map_err(|error| QmpError::generic(format!("Failed to add chardev '{id}': {}", error.description)))?;
+    daemon.chardevs.add(id, made).map_err(failed)?;
+    nothing()
+}
+
+/// What a device is made of changes only while no monitor is there.
+async fn chardev_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let id = arguments.text("id");
+    daemon.chardevs.check_free(id).map_err(failed)?;
+    let made = backend(&arguments)?;
+    daemon.chardevs.remove(id).map_err(failed)?;
+    daemon.chardevs.add(id, made).map_err(failed)?;
+    nothing()
+}
+
+async fn chardev_remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.chardevs.remove(arguments.text("id")).map_err(failed)?;
+    nothing()
+}
+
+/// A break is for serial lines; here it reaches nobody, as with QEMU's sockets and buffers.
+async fn send_break(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let id = arguments.text("id");
+    match daemon.chardevs.check_new(id) {
+        Ok(()) => Err(QmpError::generic(format!("Chardev '{id}' not found"))),
+        Err(_) => nothing(),
+    }
+}
+
+async fn ringbuf_write(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let data = match arguments.maybe_text("format") {
+        Some("base64") => {
+            let wrong = |error| QmpError::generic(format!("Parameter 'data' expects base64: {error}"));
+            STANDARD.decode(arguments.text("data")).map_err(wrong)?
+        }
+        _ => arguments.text("data").as_bytes().to_vec(),
+    };
+    let write = |bytes: &mut VecDeque<u8>, size: usize| {
+        bytes.extend(data);
+        // The oldest bytes give way.
+        let surplus = bytes.len().saturating_sub(size);
+        bytes.drain(..surplus);
+    };
+    daemon.chardevs.with_ring(arguments.text("device"), write).map_err(failed)?;
+    nothing()
+}
+
+async fn ringbuf_read(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let size = arguments.number("size").ok().flatten().filter(|&size| size > 0);
+    let Some(size) = size else { return Err(QmpError::generic("size must be greater than zero")) };
+    let take = |bytes: &mut VecDeque<u8>, _| -> Vec<u8> {
+        let count = bytes.len().min(usize::try_from(size).unwrap_or(usize::MAX));
+        bytes.drain(..count).collect()
+    };
+    let taken = daemon.chardevs.with_ring(arguments.text("device"), take).map_err(failed)?;
+    Ok(match arguments.maybe_text("format") {
+        Some("base64") => STANDARD.encode(&taken).into(),
+        _ => String::from_utf8_lossy(&taken).into(),
+    })
+}

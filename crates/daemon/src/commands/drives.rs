@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file, made for it where it isn't
+//! there, and closed again when the job ends.
+
+use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_to, plan_backup};
+use super::snapshot::image_of;
+use super::{Arguments, Group, command, failed, free_name, nothing};
+use crate::state::Daemon;
+use cowshed_image::Node;
+use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::open::options_of_name;
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::Value;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+object DriveBackup: job-id?: str, device: str, target: str, format?: str, sync: BackupSyncMode, mode?: NewImageMode
+  , speed?: int, compress?: bool, bitmap?: str, bitmap-mode?: BitmapSyncMode
+  , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
+  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+object DriveBackupWrapper: data: DriveBackup
+object DriveMirror: job-id?: str, device: str, target: str, format?: str, node-name?: str, replaces?: str
+  , sync: MirrorSyncMode, mode?: NewImageMode, speed?: int, granularity?: int, buf-size?: int
+  , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, unmap?: bool
+  , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
+command drive-backup(DriveBackup)
+command drive-mirror(DriveMirror)
+",
+    commands: &[command!("drive-backup", drive_backup), command!("drive-mirror", drive_mirror)],
+};
+
+/// An image that was opened for a job.
+struct Target {
+    node: Arc<Node>,
+    /// The file that was made for it.
+    created: Option<String>,
+}
+
+impl Target {
+    /// Opens the image that a job of `source` is to fill, made anew unless it is said to exist.
+    async fn open(daemon: &Rc<Daemon>, source: &Arc<Node>, arguments: &Arguments) -> QmpResult<Target> {
+        let file = arguments.text("target");
+        let name = match arguments.maybe_text("node-name") {
+            Some(name) if daemon.graph.find(name).is_some() => {
+                return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
+            }
+            Some(name) => name.to_owned(),
+            None => free_name(daemon, "drive-target"),
+        };
+        let exists = arguments.maybe_text("mode") == Some("existing");
+        let format = match arguments.maybe_text("format") {
+            None if !exists => Some(source.driver_name()),
+            format => format,
+        };
+        let below = match arguments.text("sync") {
+            "top" => source.backing(),
+            "none" => Some(Arc::clone(source)),
+            _ => None,
+        };
+        let created = match exists {
+            true => None,
+            false => Some(create(source, below.as_ref(), file, format.unwrap_or("raw")).await?),
+        };
+        let mut options = options_of_name(file, format).map_err(failed)?;
+        options.insert("node-name", name);
+        let is_discarding = arguments.flag("unmap", true);
+        options.insert("discard", if is_discarding { "unmap" } else { "ignore" });
+        if options.text("driver") == Some("qcow2") {
+            // The disk itself can't stand below: it is being written. What the copy lacks of it isn't read by the job.
+            let below = below.filter(|_| arguments.text("sync") == "top");
+            options.insert("backing", below.map_or(Value::Null, |node| node.name().into()));
+        }
+        match daemon.graph.add(options).await {
+            Ok(node) => Ok(Target { node, created }),
+            Err(error) => {
+                remove(created);
+                Err(failed(error))
+            }
+        }
+    }
+
+    /// As if it had not been opened.
+    async fn discard(self, daemon: &Rc<Daemon>) {
+        if let Err(error) = daemon.graph.delete(self.node.name()).await {
+            tracing::warn!(%error, "could not close the target of a job");
+        }
+        remove(self.created);
+    }
+}
+
+fn remove(created: Option<String>) {
+    if let Some(file) = created
+        && let Err(error) = std::fs::remove_file(&file)
+    {
+        tracing::warn!(file, %error, "could not remove the target of a job");
+    }
+}
+
+/// Makes an image as large as the source, on top of `below`; its file name. A file that is there already is left alone.
+async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, format: &str) -> QmpResult<String> {
+    if Path::new(file).exists() {
+        let message = format!("{file}: there is a file of this name already; mode 'existing' takes it as it is");
+        return Err(QmpError::generic(message));
+    }
+    let request = CreateRequest {
+        filename: file.to_owned(),
+        format: format.to_owned(),
+        size: Some(source.size()),
+        backing_file: below.map(|node| header_name(node)),
+        backing_format: below.map(|node| node.driver_name().to_owned()),
+        backing_unchecked: true,
+        ..CreateRequest::default()
+    };
+    prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
+    Ok(file.to_owned())
+}
+
+/// The arguments of the command that takes a node as its target.
+fn with_node(arguments: Arguments, target: &Target) -> Arguments {
+    let mut map = arguments.into_map();
+    for key in ["format", "mode", "node-name", "unmap"] {
+        map.remove(key);
+    }
+    map.insert("target".to_owned(), target.node.name().into());
+    Arguments::new(map)
+}
+
+/// A backup whose target is open.
+pub(super) struct DrivePlan {
+    backup: BackupPlan,
+    target: Target,
+}
+
+/// A backup whose moment has come.
+pub(super) struct DriveStarted {
+    backup: BackupStarted,
+    target: Target,
+}
+
+pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult<DrivePlan> {
+    let source = image_of(daemon, arguments.text("device"))?;
+    daemon.jobs.check_free(&source)?;
+    let target = Target::open(daemon, &source, &arguments).await?;
+    match plan_backup(daemon, &with_node(arguments, &target)) {
+        Ok(backup) => Ok(DrivePlan { backup, target }),
+        Err(error) => {
+            target.discard(daemon).await;
+            Err(error)
+        }
+    }
+}
+
+impl DrivePlan {
+    pub(super) fn source(&self) -> &Arc<Node> {
+        self.backup.source()
+    }
+
+    pub(super) async fn discard(self, daemon: &Rc<Daemon>) {
+        // What it holds of the target goes first.
+        let DrivePlan { backup, target } = self;
+        drop(backup);
+        target.discard(daemon).await;
+    }
+
+    pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<DriveStarted> {
+        let DrivePlan { backup, target } = self;
+        match backup.start(daemon).await {
+            Ok(backup) => Ok(DriveStarted { backup, target }),
+            Err(error) => {
+                target.discard(daemon).await;
+                Err(error)
+            }
+        }
+    }
+}
+
+impl DriveStarted {
+    pub(super) fn run(self, daemon: &Rc<Daemon>) {
+        self.backup.run_and_close(daemon, self.target.node);
+    }
+
+    pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
+        self.backup.take_back(daemon).await;
+        self.target.discard(daemon).await;
+    }
+}
+
+async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    plan(&daemon, arguments).await?.start(&daemon).await?.run(&daemon);
+    nothing()
+}
+
+async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let source = image_of(&daemon, arguments.text("device"))?;
+    daemon.jobs.check_free(&source)?;
+    let target = Target::open(&daemon, &source, &arguments).await?;
+    let started = mirror_to(&daemon, &with_node(arguments, &target), &source, &target.node, true).await;
+    if started.is_err() {
+        target.discard(&daemon).await;
+    }
+    started
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `drive-backup`, `drive-mirror` and `block-job-change`.
+
+use super::commits::{SIZE, backing_of, chain};
+use super::exports::{serving, uri};
+use super::load::Load;
+use cowshed_testkit::qemu::Qemu;
+use serde_json::json;
+
+#[test]
+fn a_drive_backup_makes_its_target_and_closes_it() {
+    for (number, (sync, format)) in [("full", "qcow2"), ("full", "raw"), ("top", "qcow2")].into_iter().enumerate() {
+        let (daemon, mut client, mut model) = chain("cluster_size=64k");
+        let (target, before) = (daemon.path("copy"), model.clone());
+        let arguments = json!({"job-id": "k", "device": "e", "target": target, "format": format, "sync": sync,
+                               "speed": 4 << 20});
+        client.command("drive-backup", arguments.clone());
+        let load = Load::start(&uri(&daemon, "t"), &mut model, number as u64);
+        assert!(client.refusal("drive-backup", arguments).contains("in use by block job"));
+        load.join();
+        let _ = client.execute("block-job-set-speed", json!({"device": "k", "speed": 0}));
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert!(completed.get("error").is_none(), "{completed}");
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let is_copy = |node: &serde_json::Value| node["file"].as_str().is_some_and(|file| file.ends_with("/copy"));
+        assert!(!nodes.as_array().expect("a list").iter().any(is_copy), "the target is closed: {nodes}");
+        // What is there is left alone, unless it is meant.
+        let again = json!({"job-id": "k", "device": "e", "target": target, "sync": "full"});
+        assert!(client.refusal("drive-backup", again).contains("mode 'existing'"));
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        let (qemu, copy) = (Qemu::system(), folder.path().join("copy"));
+        assert!(qemu.content(&copy, format) == before, "{sync} {format}: not as it was");
+        assert!(qemu.content(&folder.path().join("t"), "qcow2") == model, "the disk itself is wrong");
+        if sync == "top" {
+            assert_eq!(backing_of(&copy), json!(folder.path().join("m")));
+        }
+    }
+}
+
+#[test]
+fn a_transaction_starts_all_drive_backups_or_leaves_no_file() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    let backup = |target: &str, id: &str| {
+        let data = json!({"device": "e", "target": daemon.path(target), "sync": "full", "job-id": id});
+        json!({"type": "drive-backup", "data": data})
+    };
+    let abort = json!({"type": "abort", "data": {}});
+    client.refusal("transaction", json!({"actions": [backup("copy", "k"), abort]}));
+    assert!(!daemon.path("copy").exists());
+    assert_eq!(client.command("query-jobs", json!({})), json!([]));
+    let bitmap = json!({"type": "block-dirty-bitmap-add", "data": {"node": "t", "name": "since"}});
+    client.command("transaction", json!({"actions": [backup("copy", "k"), bitmap]}));
+    assert!(client.event("BLOCK_JOB_COMPLETED").get("error").is_none());
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert!(Qemu::system().content(&folder.path().join("copy"), "qcow2") == model);
+}
+
+#[test]
+fn a_drive_mirror_moves_a_disk_to_a_new_file() {
+    for (mode, sync) in [("absolute-paths", "full"), ("existing", "full"), ("absolute-paths", "top")] {
+        let (daemon, mut client, mut model) = chain("cluster_size=64k");
+        let (qemu, target) = (Qemu::system(), daemon.path("new"));
+        if mode == "existing" {
+            qemu.create(&target, "qcow2", "cluster_size=4k", SIZE);
+        }
+        let load = Load::start(&uri(&daemon, "t"), &mut model, 7);
+        let arguments = json!({"job-id": "k", "device": "e", "target": target, "mode": mode, "sync": sync,
+                               "format": "qcow2", "node-name": "moved", "unmap": false});
+        client.command("drive-mirror", arguments);
+        client.event("BLOCK_JOB_READY");
+        client.command("block-job-complete", json!({"device": "k"}));
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert!(completed.get("error").is_none(), "{completed}");
+        load.join();
+        assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "moved");
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        qemu.expect_clean(&folder.path().join("new"));
+        assert!(qemu.content(&folder.path().join("new"), "qcow2") == model, "{mode} {sync}");
+    }
+}
+
+#[test]
+fn a_drive_mirror_that_ends_as_a_copy_is_closed_and_one_that_cannot_start_leaves_nothing() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    let target = daemon.path("copy");
+    let arguments = |more: serde_json::Value| {
+        let mut all = json!({"job-id": "k", "device": "e", "target": target, "sync": "full"});
+        for (key, value) in more.as_object().expect("an object") {
+            all[key] = value.clone();
+        }
+        all
+    };
+    for (more, reason) in [
+        (json!({"granularity": 1000}), "power of two"),
+        (json!({"format": "nosuch"}), "nosuch"),
+        (json!({"node-name": "b"}), "Duplicate"),
+        (json!({"replaces": "b"}), "cannot be guaranteed"),
+        (json!({"mode": "existing"}), "copy"),
+    ] {
+        let refusal = client.refusal("drive-mirror", arguments(more));
+        assert!(refusal.contains(reason), "{refusal}");
+        assert!(!target.exists(), "{reason}");
+    }
+    client.command("drive-mirror", arguments(json!({})));
+    client.event("BLOCK_JOB_READY");
+    client.command("block-job-cancel", json!({"device": "k"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "t");
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let names = nodes.as_array().expect("a list").iter().filter_map(|node| node["node-name"].as_str());
+    assert!(!names.clone().any(|name| name.starts_with("drive-target")), "{nodes}");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert!(Qemu::system().content(&folder.path().join("copy"), "qcow2") == model);
+}
+
+#[test]
+fn a_mirror_is_told_to_hold_writes_while_it_runs() {
+    let (daemon, mut client) = serving();
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    qemu.io(["-f", "raw", "-c", "write -P 99 0 16M", &uri]).expect_ok();
+    // Slow, so that it is told in the middle.
+    let arguments = json!({"job-id": "m", "device": "e", "target": daemon.path("copy"), "sync": "full",
+                           "speed": 4 << 20});
+    client.command("drive-mirror", arguments);
+    let change = |id: &str, kind: &str, mode: &str| match kind {
+        "mirror" => json!({"id": id, "type": kind, "copy-mode": mode}),
+        _ => json!({"id": id, "type": kind}),
+    };
+    assert!(client.refusal("block-job-change", change("zz", "mirror", "background")).contains("zz"));
+    assert!(client.refusal("block-job-change", change("m", "commit", "")).contains("commit"));
+    client.command("block-job-change", change("m", "mirror", "background"));
+    client.command("block-job-change", change("m", "mirror", "write-blocking"));
+    assert!(client.refusal("block-job-change", change("m", "mirror", "background")).contains("background"));
+    client.command("block-job-change", change("m", "mirror", "write-blocking"));
+    let mut model = vec![99; 16 << 20];
+    let load = Load::start(&uri, &mut model, 3);
+    client.command("block-job-set-speed", json!({"device": "m", "speed": 0}));
+    client.event("BLOCK_JOB_READY");
+    load.join();
+    let in_step = |client: &mut super::running::Client| {
+        client.command("query-block-jobs", json!({}))[0]["actively-synced"].clone()
+    };
+    while in_step(&mut client) != json!(true) {
+        std::thread::yield_now();
+    }
+    qemu.io(["-f", "raw", "-c", "write -P 7 12345 100000", &uri]).expect_ok();
+    model[12345..112_345].fill(7);
+    assert_eq!(in_step(&mut client), json!(true), "a write that is over is on the target");
+    client.command("job-complete", json!({"id": "m"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&folder.path().join("copy"));
+    assert!(qemu.content(&folder.path().join("copy"), "qcow2") == model);
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Internal snapshots of an image that is open for writing.
+//!
+//! The image is made complete on disk, the snapshot is taken or deleted there as if nobody had it open, and then the mapping
+//! begins anew: nothing that was cached before is believed afterwards. A power cut meets either a complete image or what
+//! [`crate::snapshots`] may leave. The graph sees to it that no request runs.
+
+use super::Qcow2Driver;
+use super::open::{other_metadata, read_l1, snapshot_metadata};
+use crate::formats::{Qcow2RuntimeOptions, read_header};
+use crate::snapshots::{self, SnapshotName, SnapshotOptions};
+use cowshed_block::{Error, Result};
+use cowshed_layout::qcow2::Snapshot;
+use cowshed_qcow2::Restart;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+impl Qcow2Driver {
+    /// The internal snapshots, in the order of the image's table.
+    pub async fn internal_snapshots(&self) -> Result<Vec<Snapshot>> {
+        snapshots::list(&self.file, &self.header()).await
+    }
+
+    /// Takes a snapshot called `name`; its ID.
+    pub(crate) async fn take_internal_snapshot(&self, name: &str, options: &Qcow2RuntimeOptions) -> Result<String> {
+        let snapshot_options = snapshot_options(options);
+        let work = snapshots::create(&self.file, name.as_bytes(), &snapshot_options, &|_, _| true);
+        self.at_rest(options, work).await
+    }
+
+    /// Deletes a snapshot; what it was.
+    pub(crate) async fn delete_internal_snapshot(
+        &self,
+        wanted: &SnapshotName,
+        options: &Qcow2RuntimeOptions,
+    ) -> Result<Snapshot> {
+        let snapshot_options = snapshot_options(options);
+        let work = snapshots::delete_one(&self.file, wanted, &snapshot_options, &|_, _| true);
+        self.at_rest(options, work).await
+    }
+
+    /// Does something to the bare file, and goes on with the image that it leaves, also after an error.
+    async fn at_rest<T>(&self, options: &Qcow2RuntimeOptions, work: impl Future<Output = Result<T>>) -> Result<T> {
+        self.check_writable()?;
+        self.settle_all().await?;
+        self.writable.store(false, Ordering::Release);
+        let result = work.await;
+        let again = self.begin_anew(options).await;
+        if again.is_err() {
+            // Nobody knows what the image is now. Reads go on by the old mapping, whose clusters nobody takes.
+            self.abandoned.store(true, Ordering::Relaxed);
+            self.writable.store(true, Ordering::Release);
+        }
+        let done = result?;
+        again.map(|()| done)
+    }
+
+    async fn begin_anew(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        let header = read_header(&self.file).await?;
+        if header.size != self.size() {
+            return Err(self.error(Error::internal("the size of the disk has changed")));
+        }
+        let l1 = read_l1(&self.file, &header).await?;
+        let mut metadata = other_metadata(&header);
+        metadata.extend(snapshot_metadata(&self.file, &header, options.overlap_check.inactive_l2).await?);
+        let facts = Restart {
+            l1_offset: header.l1_table_offset,
+            refcount_table_offset: header.refcount_table_offset,
+            refcount_table_clusters: u64::from(header.refcount_table_clusters),
+            file_len: self.file.len(),
+            other_metadata: metadata,
+        };
+        self.engine.restart(facts, &l1).map_err(|error| self.error(error))?;
+        self.inflated.clear();
+        *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
+        self.writable.store(true, Ordering::Release);
+        self.prepare_writing(options).await
+    }
+}
+
+fn snapshot_options(options: &Qcow2RuntimeOptions) -> SnapshotOptions {
+    SnapshotOptions { discard: options.pass_discard_snapshot, ..SnapshotOptions::default() }
+}

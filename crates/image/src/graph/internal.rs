@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Internal snapshots of images in use: requests wait meanwhile.
+
+use super::Graph;
+use crate::formats::Qcow2RuntimeOptions;
+use crate::formats::qcow2::Qcow2Driver;
+use crate::node::Node;
+use crate::options;
+use crate::snapshots::SnapshotName;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::qcow2::Snapshot;
+use std::sync::Arc;
+
+impl Graph {
+    /// Takes an internal snapshot of an image under its users; its ID. The name must be new. What was written before is in
+    /// the snapshot, and durable.
+    pub async fn take_internal_snapshot(self: &Arc<Self>, node: &Arc<Node>, name: &str) -> Result<String> {
+        if name.is_empty() {
+            return Err(Error::invalid_argument("Name is empty"));
+        }
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[node]).await;
+        let (qcow2, options) = writable(node)?;
+        let known = qcow2.internal_snapshots().await?;
+        if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
+            let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        qcow2.take_internal_snapshot(name, &options).await
+    }
+
+    /// Deletes an internal snapshot of an image under its users; what it was.
+    pub async fn delete_internal_snapshot(
+        self: &Arc<Self>,
+        node: &Arc<Node>,
+        wanted: &SnapshotName,
+    ) -> Result<Snapshot> {
+        let _one_change = self.changing().await;
+        let _drained = self.drain(&[node]).await;
+        let (qcow2, options) = writable(node)?;
+        if wanted.find(&qcow2.internal_snapshots().await?).is_none() {
+            let message = format!("Snapshot with {wanted} does not exist on device '{}'", node.name());
+            return Err(Error::new(ErrorKind::NotFound, message));
+        }
+        qcow2.delete_internal_snapshot(wanted, &options).await
+    }
+}
+
+/// The driver of an image that has internal snapshots and may get more, with its options.
+fn writable(node: &Node) -> Result<(&Qcow2Driver, Qcow2RuntimeOptions)> {
+    let Some(qcow2) = node.qcow2() else {
+        let (driver, name) = (node.driver_name(), node.name());
+        let message = format!("Block format '{driver}' used by device '{name}' does not support internal snapshots");
+        return Err(Error::unsupported(message));
+    };
+    if node.is_read_only() {
+        return Err(Error::new(ErrorKind::ReadOnly, format!("Device '{}' is read only", node.name())));
+    }
+    Ok((qcow2, options::qcow2_options(&node.options(), node.discards())?))
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Beginning anew while the image stays open: with slices of another size, or with an image that was changed on disk.
+
+use crate::config::Config;
+use crate::engine::{Engine, State};
+use crate::overlap::Structure;
+use crate::refcounts::Refcounts;
+use crate::tables::Tables;
+use crate::writeback::holds_changes;
+use cowshed_block::{Error, Result};
+
+/// What an operation on the bare image file may have changed.
+#[derive(Clone, Debug)]
+pub struct Restart {
+    /// Offset of the active L1 table.
+    pub l1_offset: u64,
+    /// Offset of the refcount table.
+    pub refcount_table_offset: u64,
+    /// Clusters that the refcount table takes.
+    pub refcount_table_clusters: u64,
+    /// Length of the image file in bytes.
+    pub file_len: u64,
+    /// Further metadata in the image file: what, offset and length in bytes.
+    pub other_metadata: Vec<(Structure, u64, u64)>,
+}
+
+impl Engine {
+    /// Keeps L2 tables in slices of so many bytes from now on: a power of two from 512 to the cluster size. What is cached
+    /// of them goes. No request may run; an error when something isn't on disk yet.
+    pub fn set_slice_bytes(&self, bytes: u64) -> Result<()> {
+        let state = &mut *self.own();
+        self.check_at_rest(state)?;
+        self.note_slice_bytes(bytes);
+        let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
+        self.restart_tables(state, &self.config_now(state), &l1);
+        self.account(state);
+        Ok(())
+    }
+
+    /// Forgets everything, and begins anew with the image as it is on disk now. Sizes and options stay. No request may run;
+    /// an error when something isn't on disk yet.
+    pub fn restart(&self, facts: Restart, l1: &[u64]) -> Result<()> {
+        let state = &mut *self.own();
+        self.check_at_rest(state)?;
+        let config = Config {
+            l1_offset: facts.l1_offset,
+            refcount_table_offset: facts.refcount_table_offset,
+            refcount_table_clusters: facts.refcount_table_clusters,
+            file_len: facts.file_len,
+            ..self.config_now(state)
+        };
+        self.restart_tables(state, &config, l1);
+        state.refcounts = Refcounts::new(&config);
+        state.other_metadata = facts.other_metadata;
+        state.pack_next = None;
+        self.metadata.clear();
+        state.overlapping_tables = self.mark_known(state, l1);
+        self.account(state);
+        Ok(())
+    }
+
+    fn restart_tables(&self, state: &mut State, config: &Config, l1: &[u64]) {
+        self.directory.restart(l1, self.slices_per_table() as usize);
+        state.tables = Tables::new(config, l1.len());
+    }
+
+    /// The facts of the opening, with what has changed since.
+    fn config_now(&self, state: &State) -> Config {
+        let (l2_cache_bytes, refcount_cache_bytes) = self.cache_limits();
+        Config {
+            l1_offset: state.tables.l1_offset,
+            l2_cache_bytes,
+            l2_slice_bytes: self.slice_bytes(),
+            refcount_cache_bytes,
+            ..self.config.clone()
+        }
+    }
+
+    fn check_at_rest(&self, state: &State) -> Result<()> {
+        let is_busy = state.cycle_runs || !state.inflight.is_empty() || !state.loading.is_empty();
+        match is_busy || !state.freed.is_empty() || holds_changes(state) {
+            true => Err(Error::internal("the mapping of the image is not at rest")),
+            false => Ok(()),
+        }
+    }
+}
