@@ -221,6 +221,24 @@ fn serve_goes_into_the_background() {
 }
 
 #[test]
+fn a_log_for_machines_is_json_line_by_line() {
+    let folder = folder_with_disk();
+    let mut serving = Serving::start(folder.path(), &["serve", "--log-format", "json", "-k", "n.sock", "disk.qcow2"]);
+    serving.line();
+    reads_sevens(&format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock"))));
+    serving.await_log("client left");
+    serving.signal("TERM");
+    assert!(serving.child().wait().expect("a child").success());
+    let log = serving.log();
+    let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    for line in &lines {
+        assert!(line["timestamp"].is_string() && line["level"].is_string() && line["message"].is_string(), "{line}");
+    }
+    let client = lines.iter().find(|line| line["message"] == "client uses export").expect("who connects is told");
+    assert!(client["peer"].is_string() && client["export"].is_string(), "{client}");
+}
+
+#[test]
 fn a_socket_that_a_killed_daemon_left_is_taken_over_and_a_living_one_is_not() {
     let folder = folder_with_disk();
     let arguments = ["serve", "-k", "n.sock", "--monitor", "m.sock", "disk.qcow2"];

@@ -294,7 +294,6 @@ fn internal(both: &mut Both) {
         ("blockdev-snapshot-internal-sync", taken("o", "s")),
         ("blockdev-snapshot-internal-sync", taken("o", "")),
         ("blockdev-snapshot-internal-sync", taken("zz", "s")),
-        ("query-named-block-nodes", json!({"flat": true})),
         ("blockdev-snapshot-delete-internal-sync", json!({"device": "o", "name": "zz"})),
         ("blockdev-snapshot-delete-internal-sync", json!({"device": "o"})),
         ("blockdev-snapshot-delete-internal-sync", json!({"device": "o", "name": "s"})),

@@ -15,9 +15,8 @@ fn a_drive_backup_makes_its_target_and_closes_it() {
         let arguments = json!({"job-id": "k", "device": "e", "target": target, "format": format, "sync": sync,
                                "speed": 4 << 20});
         client.command("drive-backup", arguments.clone());
-        let load = Load::start(&uri(&daemon, "t"), &mut model, number as u64);
         assert!(client.refusal("drive-backup", arguments).contains("in use by block job"));
-        load.join();
+        Load::start(&uri(&daemon, "t"), &mut model, number as u64).join();
         let _ = client.execute("block-job-set-speed", json!({"device": "k", "speed": 0}));
         let completed = client.event("BLOCK_JOB_COMPLETED");
         assert!(completed.get("error").is_none(), "{completed}");

@@ -36,11 +36,13 @@ pub struct SnapshotOptions {
     pub memory_bytes: u64,
     /// Give the space of what is freed back to the file system (`pass-discard-snapshot`).
     pub discard: bool,
+    /// Instruction count that a new snapshot notes; `u64::MAX` says that none was kept. 0 unless set, as qemu-img does it.
+    pub icount: u64,
 }
 
 impl Default for SnapshotOptions {
     fn default() -> Self {
-        SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true }
+        SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true, icount: 0 }
     }
 }
 
@@ -177,7 +179,7 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
             vm_clock_ns: 0,
             vm_state_size_32: 0,
             // VM state and disk size in 64 bits, and the instruction count.
-            extra_data: [0u64.to_be_bytes(), image.header.size.to_be_bytes(), 0u64.to_be_bytes()].concat(),
+            extra_data: [0u64.to_be_bytes(), image.header.size.to_be_bytes(), options.icount.to_be_bytes()].concat(),
             id: id.clone().into_bytes(),
             name: name.to_vec(),
         });

@@ -79,5 +79,5 @@ impl Qcow2Driver {
 }
 
 fn snapshot_options(options: &Qcow2RuntimeOptions) -> SnapshotOptions {
-    SnapshotOptions { discard: options.pass_discard_snapshot, ..SnapshotOptions::default() }
+    SnapshotOptions { discard: options.pass_discard_snapshot, icount: u64::MAX, ..SnapshotOptions::default() }
 }
