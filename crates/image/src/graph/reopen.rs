@@ -194,7 +194,7 @@ impl Graph {
     async fn prepare(&self, plan: &Plan, before: &mut Before) -> Result<()> {
         plan.node.complete().await?;
         if let (Some(qcow2), Some(options)) = (plan.node.qcow2(), &plan.qcow2) {
-            qcow2.apply_slice_bytes(options)?;
+            qcow2.apply_slice_bytes(options).await?;
         }
         if let Some(mode) = plan.cache {
             for file in files_of(&plan.node, &plan.node.options()) {
@@ -225,7 +225,10 @@ impl Graph {
             }
             if let Some(qcow2) = node.qcow2() {
                 let options = options::qcow2_options(&node.options(), node.discards());
-                result = result.and(options.and_then(|options| qcow2.apply_slice_bytes(&options)));
+                result = match (result, options) {
+                    (Ok(()), Ok(options)) => qcow2.apply_slice_bytes(&options).await,
+                    (result, options) => result.and(options.map(drop)),
+                };
             }
             if let Err(error) = result {
                 tracing::error!("could not take a failed reopen back: {error}");

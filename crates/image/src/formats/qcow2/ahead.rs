@@ -186,6 +186,13 @@ impl Ahead {
     }
 }
 
+impl Ahead {
+    /// Reads ahead again, after [`Ahead::end`].
+    pub(super) fn go_on(&self) {
+        self.is_off.store(false, Ordering::SeqCst);
+    }
+}
+
 impl Stream {
     /// The clusters to read ahead now that the reader is at `cluster`, of `clusters` in all; none while enough of them are
     /// under way.

@@ -42,6 +42,18 @@ impl Qcow2Driver {
     /// Does something to the bare file, and goes on with the image that it leaves, also after an error.
     async fn at_rest<T>(&self, options: &Qcow2RuntimeOptions, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.check_writable()?;
+        // What is read ahead goes by the mapping, and is not a request that the graph waits for.
+        self.ahead.end().await;
+        let done = self.at_rest_alone(options, work).await;
+        self.ahead.go_on();
+        done
+    }
+
+    async fn at_rest_alone<T>(
+        &self,
+        options: &Qcow2RuntimeOptions,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
         self.settle_all().await?;
         self.writable.store(false, Ordering::Release);
         let result = work.await;

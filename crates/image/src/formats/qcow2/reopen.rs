@@ -92,13 +92,17 @@ impl Qcow2Driver {
 
     /// Keeps tables in slices of the size that these options say. [`Qcow2Driver::complete`] has run before. An error when that
     /// size can't be, or other images read by the same mapping; everything is as before then.
-    pub(crate) fn apply_slice_bytes(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+    pub(crate) async fn apply_slice_bytes(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         let bytes = slice_bytes(options, self.cluster_size()).map_err(|error| self.error(error))?;
         if bytes == self.engine.slice_bytes() {
             return Ok(());
         }
         self.membership.make_exclusive().map_err(|error| self.error(error.field("l2-cache-entry-size")))?;
-        self.engine.set_slice_bytes(bytes).map_err(|error| self.error(error))
+        // What is read ahead goes by the mapping, and is not a request that the graph waits for.
+        self.ahead.end().await;
+        let set = self.engine.set_slice_bytes(bytes);
+        self.ahead.go_on();
+        set.map_err(|error| self.error(error))
     }
 
     /// Applies the run-time options. [`Qcow2Driver::complete`] has run before.
