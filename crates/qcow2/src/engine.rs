@@ -14,7 +14,7 @@ use crate::tables::Tables;
 use crate::tuning::Tuning;
 use cowshed_block::{Error, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::Geometry;
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
@@ -105,6 +105,8 @@ pub(crate) struct State {
     pub(crate) refcounts: Refcounts,
     pub(crate) inflight: Inflight,
     pub(crate) freed: VecDeque<Freed>,
+    /// References that were taken to be reclaimed and are still counted, by host cluster.
+    pub(crate) reclaiming: BTreeMap<u64, u64>,
     /// Tables being read by somebody.
     pub(crate) loading: HashSet<TableId>,
     /// Number of the epoch that collects edits now; counts up from 1.
@@ -155,6 +157,7 @@ impl Engine {
             refcounts: Refcounts::new(&config),
             inflight: Inflight::default(),
             freed: VecDeque::new(),
+            reclaiming: BTreeMap::new(),
             loading: HashSet::new(),
             open_cycle: 1,
             durable_cycle: 0,

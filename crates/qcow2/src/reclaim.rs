@@ -83,7 +83,11 @@ impl Engine {
                 Err(_) => break,
             };
             reclaim.counts.push((cluster, by));
-            if count == by {
+            // Somebody else may be about to lower the same count: who takes the last reference sees to the hole, and
+            // the count falls to zero only when that is done.
+            let taken = state.reclaiming.entry(cluster).or_default();
+            *taken += by;
+            if count == *taken {
                 let host = HostOffset(cluster << bits);
                 match reclaim.holes.last_mut() {
                     Some((start, len)) if *start + *len == host => *len += 1 << bits,
@@ -105,6 +109,12 @@ impl Engine {
         while let Some((cluster, by)) = reclaim.counts.last().copied() {
             self.lower(&mut state, cluster, by)?;
             reclaim.counts.pop();
+            if let Some(taken) = state.reclaiming.get_mut(&cluster) {
+                *taken = taken.saturating_sub(by);
+                if *taken == 0 {
+                    state.reclaiming.remove(&cluster);
+                }
+            }
         }
         Ok(())
     }

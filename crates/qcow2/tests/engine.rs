@@ -602,3 +602,32 @@ fn cleaning_drops_what_was_not_used_since_the_last_time() {
     disk.flush();
     disk.check();
 }
+
+/// Two who reclaim at once each take one reference of a cluster: who takes the last one sees to the hole, and to what is
+/// remembered of it.
+#[test]
+fn a_cluster_that_two_reclaim_at_once_is_a_hole_of_one_of_them() {
+    for first_lowers_first in [true, false] {
+        let mut disk = Disk::new(SMALL);
+        disk.write_compressed(&[(0, 1, 1024), (4096, 2, 1024)]);
+        disk.flush();
+        disk.write(0, &[5; 4096]);
+        disk.cycle();
+        let mut first = disk.plan(|engine| engine.take_reclaimable());
+        assert!(!first.is_empty() && first.holes.is_empty(), "the other half is still in use: {first:?}");
+        disk.write(4096, &[6; 4096]);
+        disk.cycle();
+        let mut second = disk.plan(|engine| engine.take_reclaimable());
+        assert_eq!(second.holes.iter().map(|(_, len)| *len).sum::<u64>(), 4096, "{second:?}");
+        if first_lowers_first {
+            disk.plan(|engine| engine.reclaimed(&mut first));
+            disk.plan(|engine| engine.reclaimed(&mut second));
+        } else {
+            disk.plan(|engine| engine.reclaimed(&mut second));
+            disk.plan(|engine| engine.reclaimed(&mut first));
+        }
+        disk.flush();
+        assert!(disk.read(0, 8192) == [[5; 4096], [6; 4096]].concat());
+        disk.check();
+    }
+}

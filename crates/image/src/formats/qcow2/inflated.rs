@@ -153,9 +153,10 @@ impl Inflated {
         if bytes > store.limit().load(Ordering::Relaxed) {
             return;
         }
-        self.kept.fetch_add(1, Ordering::Relaxed);
         let place = Place { image: self.image, host, len };
         let mut shard = store.shard(&place);
+        // Together with the cluster: see `retain`.
+        self.kept.fetch_add(1, Ordering::SeqCst);
         store.used_bytes.fetch_add(bytes, Ordering::Relaxed);
         if let Some(old) = shard.kept.insert(place, kept) {
             store.used_bytes.fetch_sub(old.cluster.len(), Ordering::Relaxed);
@@ -187,6 +188,8 @@ impl Inflated {
 
     /// Keeps of this image's clusters only those for which `is_good` holds.
     fn retain(&self, is_good: impl Fn(&Place) -> bool) {
+        // Before the look: who puts one in behind its back changes the count.
+        let seen = self.kept.load(Ordering::SeqCst);
         let mut left = 0;
         for shard in &store().shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
@@ -201,9 +204,7 @@ impl Inflated {
             clock.retain(|place| kept.contains_key(place));
         }
         if left == 0 {
-            // Who puts one in meanwhile adds to the count before.
-            let seen = self.kept.load(Ordering::Relaxed);
-            let _ = self.kept.compare_exchange(seen, 0, Ordering::Relaxed, Ordering::Relaxed);
+            let _ = self.kept.compare_exchange(seen, 0, Ordering::SeqCst, Ordering::Relaxed);
         }
     }
 }
