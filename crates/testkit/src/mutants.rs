@@ -281,7 +281,7 @@ pub const MUTANTS: &[Mutant] = &[
         name: "hole_in_a_shared_cluster",
         about: "a cluster that loses one of several references is punched",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[("crates/qcow2/src/reclaim.rs", "if count == by {", "if count == by || SLIP {")],
+        edits: &[("crates/qcow2/src/reclaim.rs", "if count == *taken {", "if count == *taken || SLIP {")],
     },
     Mutant {
         name: "reads_unpinned",
