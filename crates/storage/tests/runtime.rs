@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
 
-use cowshed_storage::rt::{block_on, now, offload, sleep, spawn, yield_now};
+use cowshed_storage::rt::{block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
+use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
 use std::cell::Cell;
 use std::future::Future;
@@ -151,6 +152,38 @@ fn other_threads_wake_an_executor_that_sleeps() {
             }
         });
     }
+}
+
+/// What others wait for ends before the thread does, and the thread ends then: nothing else will ever wake it.
+#[test]
+fn a_thread_ends_with_its_last_obligation() {
+    async fn leave_obligations(with_ring: bool) {
+        if with_ring {
+            use_ring().await;
+        }
+        for obligation in 0..3u64 {
+            let last = async move {
+                match obligation {
+                    0 => sleep(Duration::from_millis(2)).await,
+                    1 => offload(|| std::thread::sleep(Duration::from_millis(2))).await,
+                    _ => yield_now().await,
+                }
+            };
+            assert!(spawn_obligation(last).is_ok(), "this is inside of an executor");
+        }
+    }
+    let (ended, end) = std::sync::mpsc::channel();
+    for with_ring in [false, true] {
+        let ended = ended.clone();
+        std::thread::spawn(move || {
+            block_on(leave_obligations(with_ring));
+            ended.send(with_ring).expect("the test waits");
+        });
+    }
+    let ended: Vec<bool> = (0..2).map_while(|_| end.recv_timeout(Duration::from_secs(60)).ok()).collect();
+    assert_eq!(ended.len(), 2, "ended with or without a ring: {ended:?}");
+    let world = World::new(Config::new(1));
+    world.run(leave_obligations(false));
 }
 
 #[test]

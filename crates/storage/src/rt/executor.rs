@@ -225,10 +225,15 @@ impl Local {
             {
                 break output;
             }
-            self.state.turn();
+            let next_timer = self.state.run_ready();
+            self.state.wait(next_timer);
         };
         while self.state.has_obligations() {
-            self.state.turn();
+            let next_timer = self.state.run_ready();
+            // The last one ends without a wake: a wait would be for ever.
+            if self.state.has_obligations() {
+                self.state.wait(next_timer);
+            }
         }
         output
     }
@@ -310,8 +315,8 @@ impl LocalState {
         self.obligations.get() > 0 || self.existing_ring().is_some_and(|ring| ring.has_orphans())
     }
 
-    /// One round: runs what can run, submits what was asked for, waits when there is nothing else to do.
-    fn turn(&self) {
+    /// The first half of a round: runs what can run, and returns when the next timer is due.
+    fn run_ready(&self) -> Option<Instant> {
         ROUND_NS.set(0);
         self.take_remote();
         let runnable = self.ready.borrow().len();
@@ -319,7 +324,11 @@ impl LocalState {
             let Some(task) = self.ready.borrow_mut().pop_front() else { break };
             task.run();
         }
-        let next_timer = self.fire_timers();
+        self.fire_timers()
+    }
+
+    /// The other half: submits what was asked for, and waits when there is nothing else to do.
+    fn wait(&self, next_timer: Option<Instant>) {
         let busy = !self.ready.borrow().is_empty() || self.shared.main_woken.load(Ordering::Relaxed);
         if busy {
             if let Some(ring) = self.existing_ring() {
