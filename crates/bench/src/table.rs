@@ -66,7 +66,7 @@ pub enum Outcome {
         ours: Vec<Written>,
         /// Theirs.
         theirs: Vec<Written>,
-        /// Ours on a raw file of the same kind.
+        /// Ours on a raw file of the same kind; where requests copy blocks, whole blocks, in requests of the case.
         limit: Option<Vec<Written>>,
     },
     /// Requests per second from one and from two queues.
