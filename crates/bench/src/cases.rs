@@ -2,6 +2,7 @@
 //! The cases, one line each in [`CASES`].
 
 use crate::Settings;
+use crate::copies;
 use crate::fixture;
 use crate::large;
 use crate::luks;
@@ -36,6 +37,8 @@ pub const CASES: &[Case] = &[
     Case { name: "check-scattered", about: "the same with every cluster far from the next", run: check_scattered },
     Case { name: "raw-to-qcow2", about: "convert a half-full raw image to qcow2", run: raw_to_qcow2 },
     Case { name: "qcow2-to-raw", about: "convert a half-full qcow2 image to raw", run: qcow2_to_raw },
+    Case { name: "copies", about: "convert of full, sparse and hole-rich images", run: copies::here },
+    Case { name: "copies-xfs", about: "the same on XFS, which can share clusters (as root)", run: copies::xfs },
     Case { name: "compress", about: "convert -c with zlib and zstd", run: compress },
     Case { name: "decompress", about: "convert compressed images to raw", run: decompress },
     Case { name: "luks", about: "encrypted images to raw and back", run: luks::run },
@@ -132,7 +135,8 @@ fn decompress(settings: &Settings) -> Result<Vec<Row>, String> {
     ])
 }
 
-fn convert(
+/// A conversion of `source` by both sides.
+pub fn convert(
     settings: &Settings,
     name: &str,
     target: &'static str,
@@ -152,7 +156,7 @@ fn convert(
     };
     let prepared = |program: &Path, options: &[&str], output: &Path| {
         clear()?;
-        memory::back(settings.size_mib)?;
+        memory::back(3 * settings.size_mib / 2)?;
         Ok(command(program, &[&["convert"], options].concat(), &[source, output]))
     };
     let bytes_of = |recipe: &dyn Fn() -> Result<Command, String>, output: &Path| {

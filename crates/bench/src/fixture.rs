@@ -21,6 +21,48 @@ pub fn full(settings: &Settings) -> Result<PathBuf, String> {
     raw(settings, &format!("full-{size_mib}.raw"), size_mib, |_| true)
 }
 
+/// How data and holes lie in an image.
+#[derive(Clone, Copy)]
+pub enum Kind {
+    /// No holes.
+    Full,
+    /// A MiB of data in 64.
+    Sparse,
+    /// In turns 64 KiB of data and of hole.
+    HoleRich,
+}
+
+/// Their names.
+pub const KINDS: &[(&str, Kind)] = &[("full", Kind::Full), ("sparse", Kind::Sparse), ("hole-rich", Kind::HoleRich)];
+
+/// A raw image of half `size_mib`.
+pub fn of_kind(settings: &Settings, kind: Kind) -> Result<PathBuf, String> {
+    let size_mib = settings.size_mib / 2;
+    match kind {
+        Kind::Full => raw(settings, &format!("copy-full-{size_mib}.raw"), size_mib, |_| true),
+        Kind::Sparse => raw(settings, &format!("copy-sparse-{size_mib}.raw"), size_mib, |mib| mib % 64 == 0),
+        Kind::HoleRich => {
+            let path = settings.folder.join(format!("copy-hole-rich-{size_mib}.raw"));
+            if path.exists() {
+                return Ok(path);
+            }
+            let fail = |e: std::io::Error| format!("{}: {e}", path.display());
+            let partial = path.with_extension("partial");
+            let file = File::create(&partial).map_err(fail)?;
+            file.set_len(size_mib * MIB).map_err(fail)?;
+            let mut bytes = RealBytes::new()?;
+            let mut buffer = vec![0; 64 << 10];
+            for pair in 0..size_mib * MIB / (128 << 10) {
+                bytes.fill(&mut buffer)?;
+                file.write_all_at(&buffer, pair * (128 << 10)).map_err(fail)?;
+            }
+            file.sync_all().map_err(fail)?;
+            std::fs::rename(&partial, &path).map_err(fail)?;
+            Ok(path)
+        }
+    }
+}
+
 /// `source` (raw) converted by qemu-img with `options`, so that no side reads what it wrote itself.
 pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str]) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("{name}-{}.qcow2", settings.size_mib));

@@ -83,6 +83,8 @@ pub fn served(settings: &Settings) -> Result<Vec<Row>, String> {
             name,
             image: &image,
             options: "encrypt.format=luks,encrypt.key-secret=s",
+            their_options: None,
+            direct: false,
             limit: Some(&source),
             load,
             target: "≥ 2×",

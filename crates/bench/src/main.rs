@@ -3,7 +3,9 @@
 //!
 //! `cargo run --release -p cowshed-bench -- [OPTION]... CASE...`, see [`USAGE`].
 
+mod bare;
 mod cases;
+mod copies;
 mod fixture;
 mod large;
 mod luks;
@@ -38,6 +40,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
 Build the tool first: cargo build --release -p cowshed";
 
 /// What the command line says.
+#[derive(Clone)]
 pub struct Settings {
     /// Our tool.
     pub cowshed: PathBuf,
@@ -72,6 +75,11 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
         && option == memory::TOUCH
     {
         return memory::touch(mib);
+    }
+    if let [option, socket, file] = arguments.as_slice()
+        && option == bare::SERVE
+    {
+        return bare::serve(socket, file);
     }
     let (settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {

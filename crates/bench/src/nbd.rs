@@ -2,6 +2,7 @@
 //! NBD servers side by side under the load of fio: operations per second, and CPU time of the server for each.
 
 use crate::Settings;
+use crate::bare;
 use crate::fixture;
 use crate::table::{Outcome, Row};
 use serde_json::Value;
@@ -199,18 +200,27 @@ pub fn daemon_direct(settings: &Settings) -> Result<Vec<Row>, String> {
 /// Both servers stay up, each with a copy of the image; the loads go to them in turns.
 fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<Vec<Row>, String> {
     let source = fixture::converted(settings, &fixture::full(settings)?, "allocated", &["-S", "0"])?;
-    let (our_image, their_image) = (settings.folder.join("ours.served"), settings.folder.join("theirs.served"));
-    for image in [&our_image, &their_image] {
-        std::fs::copy(&source, image).map_err(|e| format!("{}: {e}", image.display()))?;
+    let images = ["ours.served", "theirs.served", "bare.served"].map(|name| settings.folder.join(name));
+    let [our_image, their_image, bare_image] = &images;
+    let raw = fixture::full(settings)?;
+    for (source, image) in [(&source, our_image), (&source, their_image), (&raw, bare_image)] {
+        std::fs::copy(source, image).map_err(|e| format!("{}: {e}", image.display()))?;
     }
     let sockets = [settings.folder.join("ours.sock"), settings.folder.join("theirs.sock")];
     let [our_socket, their_socket] = sockets;
     let mut command = Command::new(&settings.cowshed);
-    command.arg(program.name()).args(program.arguments(&our_image, &our_socket, direct));
+    command.arg(program.name()).args(program.arguments(our_image, &our_socket, direct));
     let ours = Server::start(command, our_socket)?;
     let mut command = Command::new(settings.qemu.with_file_name(program.name()));
-    command.args(program.arguments(&their_image, &their_socket, direct));
+    command.args(program.arguments(their_image, &their_socket, direct));
     let theirs = Server::start(command, their_socket)?;
+    // It reads and writes through the page cache.
+    let bare_socket = settings.folder.join("bare.sock");
+    let bare = match direct {
+        true => None,
+        false => Some(Server::start(bare::command(&bare_socket, bare_image)?, bare_socket)?),
+    };
+    let servers: Vec<&Server> = [&ours, &theirs].into_iter().chain(&bare).collect();
     let mut rows = Vec::new();
     let wanted = |name: &str| settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
     for load in LOADS {
@@ -219,25 +229,29 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
         if !wanted(&name) {
             continue;
         }
-        let (mut our_runs, mut their_runs) = (Vec::new(), Vec::new());
-        for server in [&ours, &theirs] {
+        let mut runs = vec![Vec::new(); servers.len()];
+        for server in &servers {
             server.run(settings, load, 1)?;
         }
         for round in 0..settings.rounds {
-            for side in [round % 2, 1 - round % 2] {
-                match side {
-                    0 => our_runs.push(ours.run(settings, load, settings.seconds)?),
-                    _ => their_runs.push(theirs.run(settings, load, settings.seconds)?),
-                }
+            for turn in 0..servers.len() {
+                let side = (round + turn) % servers.len();
+                runs[side].push(servers[side].run(settings, load, settings.seconds)?);
             }
         }
+        let mut runs = runs.into_iter();
+        let (our_runs, their_runs) = (runs.next().unwrap_or_default(), runs.next().unwrap_or_default());
         let mode = if direct { "direct" } else { "cached" };
         let name = format!("{} {mode}: {name}", program.name());
         let target = if direct { "CPU ≤ 0.5" } else { load.target };
-        rows.push(Row { name, target, result: Outcome::Served { ours: our_runs, theirs: their_runs } });
+        rows.push(Row {
+            name,
+            target,
+            result: Outcome::Served { ours: our_runs, theirs: their_runs, bare: runs.next() },
+        });
     }
-    drop((ours, theirs));
-    for image in [&our_image, &their_image] {
+    drop((ours, theirs, bare));
+    for image in &images {
         std::fs::remove_file(image).map_err(|e| format!("{}: {e}", image.display()))?;
     }
     Ok(rows)

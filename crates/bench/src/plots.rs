@@ -38,7 +38,7 @@ fn group(row: &Row) -> Option<Group<'_>> {
     let rate = |runs: &[Served]| median(runs.iter().map(|run| run.per_second));
     let wall = |runs: &[Sample]| median(runs.iter().map(|run| run.wall.as_secs_f64()));
     let (values, unit) = match &row.result {
-        Outcome::Served { ours, theirs } => (vec![rate(ours), rate(theirs)], "requests a second"),
+        Outcome::Served { ours, theirs, .. } => (vec![rate(ours), rate(theirs)], "requests a second"),
         Outcome::Beside { ours, theirs, limit } => {
             let limit = limit.as_ref().map(|limit| rate(limit));
             (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), "requests a second")

@@ -50,6 +50,8 @@ pub enum Outcome {
         ours: Vec<Served>,
         /// Theirs.
         theirs: Vec<Served>,
+        /// A server that does nothing but the system calls, on a raw file.
+        bare: Option<Vec<Served>>,
     },
     /// A load on two servers, and on ours with a raw file.
     Beside {
@@ -111,7 +113,7 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         "a ratio is theirs / ours of the same round, so above 1 we are faster.",
     );
     section(
-        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | target |",
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | bare server: IOPS, CPU | CPU, bare / theirs (min–max) | target |",
         &served,
         "a ratio is of the same round.",
     );
@@ -152,10 +154,17 @@ fn line(result: &Outcome) -> String {
             let ratio = median(library_ns.iter().zip(file_ns).map(|(library, file)| library / file));
             format!("{library:.0} ns a request | raw file: {file:.0} ns | – | **{ratio:.2}** × the raw file | –")
         }
-        Outcome::Served { ours, theirs } => {
+        Outcome::Served { ours, theirs, bare } => {
             let rate = quotients(ours, theirs, |run| run.per_second);
             let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
-            format!("{} | {} | {rate} | {cpu}", loaded(ours), loaded(theirs))
+            let bare = match bare {
+                Some(bare) => {
+                    let ratio = quotients(bare, theirs, |run| run.cpu_microseconds);
+                    format!("{} | {ratio}", loaded(bare))
+                }
+                None => "– | –".to_owned(),
+            };
+            format!("{} | {} | {rate} | {cpu} | {bare}", loaded(ours), loaded(theirs))
         }
         Outcome::Beside { ours, theirs, limit } => {
             let rate = quotients(ours, theirs, |run| run.per_second);

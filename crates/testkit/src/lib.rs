@@ -7,6 +7,7 @@ pub mod bigimage;
 pub mod campaign;
 pub mod crash;
 pub mod damage;
+pub mod dirty;
 pub mod images;
 pub mod journal;
 pub mod live;

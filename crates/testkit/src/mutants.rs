@@ -284,6 +284,16 @@ pub const MUTANTS: &[Mutant] = &[
         edits: &[("crates/qcow2/src/reclaim.rs", "if count == *taken {", "if count == *taken || SLIP {")],
     },
     Mutant {
+        name: "two_last_parts_without_a_hole",
+        about: "two who give the last two parts of a cluster back at once each leave its hole to the other",
+        test: ("failure_shapes", "a_cluster_whose_last_two_parts_go_at_once_is_punched_before_it_is_used_again"),
+        edits: &[(
+            "crates/qcow2/src/reclaim.rs",
+            "            *taken += by;",
+            "            if SLIP { *taken = by } else { *taken += by }",
+        )],
+    },
+    Mutant {
         name: "reads_unpinned",
         about: "a read gives its pin back before its I/O",
         test: ("failure_shapes", "a_read_beside_a_discard_never_sees_the_next_owner"),

@@ -5,6 +5,7 @@
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
 use serde_json::Value;
@@ -14,39 +15,12 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a bitmap must hold.
-#[derive(Clone, Debug)]
-struct Expected {
-    granularity: u64,
-    enabled: bool,
-    dirty: BTreeSet<u64>,
-}
-
-impl Expected {
-    fn mark(&mut self, start: u64, len: u64) {
-        self.dirty.extend(start / self.granularity..(start + len).div_ceil(self.granularity));
-    }
-
-    /// The dirty ranges in bytes, joined.
-    fn ranges(&self, size: u64) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        for granule in &self.dirty {
-            let (start, end) = (granule * self.granularity, ((granule + 1) * self.granularity).min(size));
-            match ranges.last_mut() {
-                Some(last) if last.1 == start => last.1 = end,
-                _ => ranges.push((start, end)),
-            }
-        }
-        ranges
-    }
-}
-
 struct Subject<'a> {
     qemu: &'a Qemu,
     path: &'a Path,
     random: Random,
     size: u64,
-    bitmaps: BTreeMap<String, Expected>,
+    bitmaps: BTreeMap<String, DirtyModel>,
     next: u64,
     snapshots: u64,
     has_data_file: bool,
@@ -158,7 +132,7 @@ impl Subject<'_> {
             arguments.extend([self.text_path(), &name]);
             self.by_qemu(&arguments);
         }
-        self.bitmaps.insert(name, Expected { granularity, enabled, dirty: BTreeSet::new() });
+        self.bitmaps.insert(name, DirtyModel::new(granularity, enabled));
     }
 
     fn alter(&mut self) {

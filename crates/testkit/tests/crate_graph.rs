@@ -67,6 +67,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
             "cowshed-image",
             "cowshed-jobs",
+            "cowshed-nbd-proto",
             "cowshed-testkit",
         ],
     ),

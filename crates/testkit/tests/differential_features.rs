@@ -13,36 +13,15 @@ use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle, create};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Output, Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const SIZE: u64 = 1 << 20;
 const OBJECT: &str = "secret,id=s,data=geheim";
-
-/// What a bitmap must hold.
-#[derive(Clone, Debug)]
-struct Expected {
-    granularity: u64,
-    enabled: bool,
-    dirty: BTreeSet<u64>,
-}
-
-impl Expected {
-    fn ranges(&self, size: u64) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        for granule in &self.dirty {
-            let (start, end) = (granule * self.granularity, ((granule + 1) * self.granularity).min(size));
-            match ranges.last_mut() {
-                Some(last) if last.1 == start => last.1 = end,
-                _ => ranges.push((start, end)),
-            }
-        }
-        ranges
-    }
-}
 
 /// The features of one image.
 #[derive(Clone, Debug)]
@@ -109,7 +88,7 @@ struct Subject<'a> {
     current: Vec<u8>,
     /// Name and bytes.
     taken: Vec<(String, Vec<u8>)>,
-    bitmaps: BTreeMap<String, Expected>,
+    bitmaps: BTreeMap<String, DirtyModel>,
     next: u64,
 }
 
@@ -204,7 +183,7 @@ impl<'a> Subject<'a> {
 
     fn mark(&mut self, start: u64, len: u64) {
         for bitmap in self.bitmaps.values_mut().filter(|bitmap| bitmap.enabled) {
-            bitmap.dirty.extend(start / bitmap.granularity..(start + len).div_ceil(bitmap.granularity));
+            bitmap.mark(start, len);
         }
     }
 
@@ -326,7 +305,7 @@ impl<'a> Subject<'a> {
             self.theirs(&[&["bitmap", option], more].concat(), &[&name]);
         }
         match what {
-            0 => drop(self.bitmaps.insert(name, Expected { granularity, enabled: true, dirty: BTreeSet::new() })),
+            0 => drop(self.bitmaps.insert(name, DirtyModel::new(granularity, true))),
             1 => drop(self.bitmaps.remove(&name)),
             _ => {
                 let bitmap = self.bitmaps.get_mut(&name).expect("a bitmap");

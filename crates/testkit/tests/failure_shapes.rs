@@ -159,6 +159,34 @@ fn a_cluster_is_not_allocated_again_before_its_hole_is_punched() {
 }
 
 #[test]
+fn a_cluster_whose_last_two_parts_go_at_once_is_punched_before_it_is_used_again() {
+    let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
+    let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
+    // Two compressed clusters in one of the host.
+    let first = format!("0 compressed 0x10000 0x1000 {one}; 0 compressed 0x11000 0x1000 {two}; 0 flush; 0 flush");
+    let packed = survives(&prepared, &trial(1, &first)).end(&prepared);
+    let host = |cluster: u64| l2_entry(&packed, cluster) & ((1 << 58) - 1) & !0xfff;
+    assert_eq!(host(16), host(17), "not in one host cluster");
+    let shared = host(16)..host(16) + 4096;
+    // One part is given back together with a whole cluster whose hole takes long, and the other part meanwhile.
+    let other = host_range(&prepared, 0, 4096);
+    let reads = "1 read 0x8000 0x200; ".repeat(100);
+    let requests = format!(
+        "{first}; 0 write 0x10000 0x1000 3; 0 discard 0x0 0x1000; 0 flush; 0 read 0x10000 0x2000; {reads} \
+         1 write 0x11000 0x1000 4; 1 flush; 1 write 0x20200 0x200 5; 1 read 0x20000 0x1000; 1 write 0x22200 0x200 6; \
+         1 flush; 1 read 0x20000 0x3000"
+    );
+    for seed in 0..4 {
+        let trial = Trial { faults: vec![slow(OpKind::PunchHole, other.clone())], ..trial(seed, &requests) };
+        let run = survives(&prepared, &trial);
+        let (changes, has_barrier) = meanwhile(&run.world.trace(), &other, is_hole);
+        assert!(has_barrier, "the second part was given back later: {changes:?}");
+        let holes = changes.iter().filter(|change| is_hole(change) && touches(change, &shared)).count();
+        assert_eq!(holes, 1, "{changes:?}");
+    }
+}
+
+#[test]
 fn two_queues_never_allocate_the_same_cluster() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
     // Parts of the same new clusters and of different ones, from four queues at once.

@@ -110,6 +110,21 @@ fn what_is_written_of_encrypted_images() {
 }
 
 #[test]
+fn nothing_is_compressed_into_encrypted_images() {
+    let oracle = Oracle::new();
+    gallery(&oracle);
+    let existing = QCOW2.trim_start_matches("--image-opts ");
+    for line in [
+        format!("convert -c {OBJECT} -O qcow2 -o {LUKS} r.raw n.qcow2"),
+        format!("convert -c {OBJECT} -O luks -o key-secret=s,iter-time=10 r.raw n.luks"),
+        format!("convert -c -n {OBJECT} r.raw --target-image-opts {existing}"),
+    ] {
+        oracle.compare_writing(&line, |_, _| panic!("{line} is no error"));
+    }
+    oracle.verdict();
+}
+
+#[test]
 fn passphrases_are_in_no_message() {
     let oracle = Oracle::new();
     gallery(&oracle);
