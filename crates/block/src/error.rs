@@ -29,6 +29,7 @@ impl Errno {
     pub const EROFS: Errno = Errno(30);
     pub const ENOSYS: Errno = Errno(38);
     pub const ENOTSUP: Errno = Errno(95);
+    pub const ETIMEDOUT: Errno = Errno(110);
     pub const ECANCELED: Errno = Errno(125);
 }
 

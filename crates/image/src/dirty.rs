@@ -127,6 +127,17 @@ impl DirtyMap {
         self.bits().find(parts.start, true).is_some_and(|found| found < parts.end)
     }
 
+    /// Whether the part at `offset` is dirty, and up to where, at most `end` (bytes), the parts behind it are the same.
+    pub fn run_at(&self, offset: u64, end: u64) -> (bool, u64) {
+        let first = offset >> self.granularity_bits;
+        let bits = self.bits();
+        let found = bits.find(first, true);
+        let is_dirty = found == Some(first);
+        let stop = if is_dirty { bits.find(first, false) } else { found };
+        let stop = stop.and_then(|part| part.checked_mul(self.granularity_bytes())).unwrap_or(u64::MAX);
+        (is_dirty, stop.min(end))
+    }
+
     /// Dirty bytes, in whole parts.
     pub fn dirty_bytes(&self) -> u64 {
         self.bits().count << self.granularity_bits
@@ -152,6 +163,10 @@ mod tests {
         assert_eq!(map.take_next(1, 1), Some(0..4096));
         assert_eq!(map.take_next(0, 1), Some(1 << 20..(1 << 20) + 4096));
         assert_eq!((map.take_next(0, 1), map.dirty_bytes()), (None, 0));
+        assert_eq!(map.run_at(100, 1 << 40), (false, 1 << 40));
+        map.mark(8192, 8192);
+        assert_eq!((map.run_at(100, 1 << 40), map.run_at(8192, 1 << 40)), ((false, 8192), (true, 16384)));
+        assert_eq!((map.run_at(9000, 10_000), map.run_at(16384, u64::MAX)), ((true, 10_000), (false, u64::MAX)));
         for wrong in [0, 100, 256, 4 << 30] {
             assert!(DirtyMap::new(wrong).is_err(), "{wrong}");
         }

@@ -32,6 +32,8 @@ pub struct BackupRequest {
     pub sync: Sync,
     /// Compress what is written to the target.
     pub compress: bool,
+    /// Discard on the disk what has been copied: for a disk that is only there to be copied.
+    pub discard_source: bool,
     /// A write whose old data can't be saved fails; else it passes and the job fails.
     pub breaks_writes: bool,
     /// The node-name of the filter.
@@ -99,6 +101,10 @@ impl Backup {
             let message = format!("Compression is not supported for this drive {}", target.name());
             return Err(Error::unsupported(message));
         }
+        if request.discard_source && source.is_read_only() {
+            let message = format!("what is copied can't be discarded: node '{}' is read-only", source.name());
+            return Err(Error::new(ErrorKind::ReadOnly, message));
+        }
         // What is written from the moment of the start on is told apart from what was written before.
         let drained = graph.drain(&[source]).await;
         let bitmap = match &request.bitmap {
@@ -117,6 +123,7 @@ impl Backup {
             Ok(user) => {
                 let backup = Backup { graph: Arc::clone(graph), request, filter, user, bitmap };
                 backup.saver()?.set_compress(backup.request.compress);
+                backup.saver()?.set_discard_source(backup.request.discard_source);
                 Ok(backup)
             }
             Err(error) => graph.remove_filter(&filter).await.and(Err(error)),

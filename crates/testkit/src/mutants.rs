@@ -20,6 +20,26 @@ pub struct Mutant {
 /// The list.
 pub const MUTANTS: &[Mutant] = &[
     Mutant {
+        name: "readers_of_the_past_overtaken",
+        about: "a write doesn't wait for those who read its place as it was",
+        test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
+        edits: &[(
+            "crates/image/src/filters/copy_before_write.rs",
+            "        self.saver.readers_left(offset, len).await;",
+            "        if !SLIP { self.saver.readers_left(offset, len).await; }",
+        )],
+    },
+    Mutant {
+        name: "given_up_parts_still_readable",
+        about: "a part of a disk as it was is given up, and what the target has there counts as saved",
+        test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
+        edits: &[(
+            "crates/image/src/filters/saver.rs",
+            "        self.kept.clear(start, len);",
+            "        if !SLIP { self.kept.clear(start, len); }",
+        )],
+    },
+    Mutant {
         name: "bitmap_data_named_before_their_count",
         about: "a bitmap table points to a cluster whose raised count is not durable",
         test: ("crash_engine", "no_power_cut_harms_an_image"),

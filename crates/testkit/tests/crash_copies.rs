@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while a disk in use is copied: by a backup (copy-before-write), by a mirror, and by a mirror whose writes go
-//! to both ends. At every moment both images have nothing wrong but leaked clusters and the disk is what its clients were
-//! promised; once the job is over, its copy is there, whole. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
+//! Power cuts while a disk in use is copied: by a backup (copy-before-write), by a mirror, by a mirror whose writes go
+//! to both ends, and while its past is read (snapshot-access). At every moment both images have nothing wrong but leaked
+//! clusters and the disk is what its clients were promised; once the job is over, its copy is there, whole. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
@@ -22,6 +22,8 @@ use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
 use cowshed_testkit::scenario::{ImageDisk, Prepared};
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 const SIZE: u64 = 192 << 10;
@@ -32,6 +34,7 @@ enum Job {
     Backup,
     Mirror,
     WriteBlocking,
+    Fleecing,
 }
 
 /// A client's disk.
@@ -90,6 +93,47 @@ async fn content(node: &Node) -> Result<Vec<u8>> {
     result.map(|()| buf.to_vec())
 }
 
+/// Reads the disk as it was, and gives it up part by part, until `over` is set.
+async fn read_past(past: Arc<Attachment>, before: Vec<u8>, over: Rc<Cell<bool>>) -> Result<()> {
+    let queue = past.queue();
+    while !over.get() {
+        for start in (0..SIZE).step_by(12 << 10) {
+            let len = (20 << 10).min(SIZE - start) as usize;
+            let (result, buf) = queue.read(start, IoBuf::zeroed(len)).await;
+            result?;
+            if *buf != before[start as usize..start as usize + len] {
+                return Err(Error::internal(format!("the past has changed at {start}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Guests write above a copy-before-write filter while its past is read, and in the end given up.
+async fn fleece(world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Run> {
+    let graph = Graph::new();
+    drop((add(&graph, "source", &prepared.top).await?, add(&graph, "target", TARGET).await?));
+    let keyval = "driver=copy-before-write,node-name=filter,file=source,target=target";
+    let filter = graph.add(BlockdevOptions::from_keyval(keyval)?).await?;
+    let user = graph.attach(&filter, AttachRequest::export("guest", true)).await?;
+    let keyval = "driver=snapshot-access,node-name=past,file=filter,discard=unmap";
+    let past = graph.add(BlockdevOptions::from_keyval(keyval)?).await?;
+    let past = graph.attach(&past, AttachRequest::export("reader", true)).await?;
+    let over = Rc::new(Cell::new(false));
+    let reading = rt::spawn(read_past(Arc::clone(&past), prepared.content.clone(), Rc::clone(&over)));
+    let model = Model::new(prepared.content.clone());
+    let (outcome, _) = run_steps(Disk(Arc::clone(&user)), world, model, steps).await;
+    over.set(true);
+    reading.await?;
+    past.queue().discard(0, SIZE).await?;
+    past.detach().await?;
+    user.detach().await?;
+    drop(filter);
+    graph.close_all().await?;
+    // There is no copy that anybody was promised.
+    Ok(Run { outcome, finished: usize::MAX, expected: Vec::new() })
+}
+
 async fn run(job: Job, world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Run> {
     let graph = Graph::new();
     let (source, target) = (add(&graph, "source", &prepared.top).await?, add(&graph, "target", TARGET).await?);
@@ -103,6 +147,7 @@ async fn run(job: Job, world: &World, prepared: &Prepared, steps: &[Step]) -> Re
             sync: Sync::Full,
             bitmap: None,
             compress: false,
+            discard_source: false,
             breaks_writes: true,
             filter_name: "filter".to_owned(),
         };
@@ -176,7 +221,10 @@ fn case(job: Job, seed: u64) -> CrashReport {
     let sector_bytes = if seed % 3 == 2 { 4096 } else { 512 };
     let world = World::with_files(Config { sector_bytes, ..Config::new(seed) }, &files);
     let steps = OpGen { compressed: false, resizes: false, ..prepared.requests() }.steps(seed, 25);
-    let run = world.run(run(job, &world, &prepared, &steps));
+    let run = match job {
+        Job::Fleecing => world.run(fleece(&world, &prepared, &steps)),
+        _ => world.run(run(job, &world, &prepared, &steps)),
+    };
     let run = run.unwrap_or_else(|error| panic!("{job:?}, seed {seed}: {error}"));
     assert!(run.outcome.errors.is_empty(), "{job:?}, seed {seed}: {:?}", run.outcome.errors);
     assert!(run.outcome.wrong_reads.is_empty(), "{job:?}, seed {seed}: {:?}", run.outcome.wrong_reads);
@@ -209,4 +257,9 @@ fn no_power_cut_during_a_mirror_harms_the_disk_or_the_copy() {
 #[test]
 fn no_power_cut_during_a_write_blocking_mirror_harms_the_disk_or_the_copy() {
     all(Job::WriteBlocking);
+}
+
+#[test]
+fn no_power_cut_while_the_past_is_read_harms_the_disk() {
+    all(Job::Fleecing);
 }

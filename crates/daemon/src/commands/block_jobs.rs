@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub(super) const GROUP: Group = Group {
     schema: "
 enum BlockdevOnError: report ignore enospc stop auto
-enum MirrorSyncMode: top full none
+enum MirrorSyncMode: top full incremental none bitmap
 enum MirrorCopyMode: background write-blocking
 command blockdev-mirror: job-id?: str, device: str, target: str, replaces?: str, sync: MirrorSyncMode, speed?: int
   , granularity?: int, target-is-zero?: bool, buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
@@ -34,7 +34,7 @@ enum BackupSyncMode: top full incremental none bitmap
 enum OnCbwError: break-guest-write break-snapshot
 enum BitmapSyncMode: on-success never always
 object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
-  , bitmap?: str, bitmap-mode?: BitmapSyncMode
+  , bitmap?: str, bitmap-mode?: BitmapSyncMode, discard-source?: bool
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
   , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
 command blockdev-backup(BlockdevBackup)
@@ -97,6 +97,16 @@ async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     mirror_to(&daemon, &arguments, &source, &target, false).await
 }
 
+/// What a mirror is to copy at first. It has no use for bitmaps, as in QEMU.
+pub(super) fn mirror_sync(arguments: &Arguments) -> QmpResult<Sync> {
+    match arguments.text("sync") {
+        "top" => Ok(Sync::Top),
+        "none" => Ok(Sync::None),
+        "full" => Ok(Sync::Full),
+        other => Err(QmpError::generic(format!("Sync mode '{other}' not supported"))),
+    }
+}
+
 /// Starts a mirror. `closes_target`: a target that nobody uses is closed at its end.
 pub(super) async fn mirror_to(
     daemon: &Rc<Daemon>,
@@ -108,14 +118,7 @@ pub(super) async fn mirror_to(
     daemon.jobs.check_free(source)?;
     daemon.jobs.check_free(target)?;
     let common = Common::of(daemon, arguments)?;
-    let mut options = MirrorOptions {
-        sync: match arguments.text("sync") {
-            "top" => Sync::Top,
-            "none" => Sync::None,
-            _ => Sync::Full,
-        },
-        ..MirrorOptions::default()
-    };
+    let mut options = MirrorOptions { sync: mirror_sync(arguments)?, ..MirrorOptions::default() };
     if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
         if !granularity.is_power_of_two() || !(512..=64 << 20).contains(&granularity) {
             let message = "Parameter 'granularity' expects a power of two in range [512B, 64MB]";
@@ -296,6 +299,7 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
         target,
         sync,
         compress: arguments.flag("compress", false),
+        discard_source: arguments.flag("discard-source", false),
         breaks_writes: arguments.maybe_text("on-cbw-error") != Some("break-snapshot"),
         filter_name: filter_name(daemon, arguments),
         bitmap,

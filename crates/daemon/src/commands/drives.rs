@@ -2,7 +2,7 @@
 //! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file, made for it where it isn't
 //! there, and closed again when the job ends.
 
-use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_to, plan_backup};
+use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_sync, mirror_to, plan_backup};
 use super::snapshot::image_of;
 use super::{Arguments, Group, command, failed, free_name, nothing};
 use crate::state::Daemon;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub(super) const GROUP: Group = Group {
     schema: "
 object DriveBackup: job-id?: str, device: str, target: str, format?: str, sync: BackupSyncMode, mode?: NewImageMode
-  , speed?: int, compress?: bool, bitmap?: str, bitmap-mode?: BitmapSyncMode
+  , speed?: int, compress?: bool, bitmap?: str, bitmap-mode?: BitmapSyncMode, discard-source?: bool
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
   , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
 object DriveBackupWrapper: data: DriveBackup
@@ -196,6 +196,7 @@ async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let source = image_of(&daemon, arguments.text("device"))?;
     daemon.jobs.check_free(&source)?;
+    mirror_sync(&arguments)?;
     let target = Target::open(&daemon, &source, &arguments).await?;
     let started = mirror_to(&daemon, &with_node(arguments, &target), &source, &target.node, true).await;
     if started.is_err() {

@@ -229,6 +229,9 @@ fn mirror(both: &mut Both) {
         ("blockdev-mirror", mirror("zz", "t")),
         ("blockdev-mirror", mirror("q", "zz")),
         ("blockdev-mirror", with(mirror("q", "t"), "granularity", json!(1000))),
+        ("blockdev-mirror", with(mirror("q", "t"), "sync", json!("bitmap"))),
+        ("blockdev-mirror", with(mirror("q", "t"), "sync", json!("incremental"))),
+        ("drive-mirror", json!({"device": "q", "target": "x.qcow2", "sync": "bitmap"})),
         ("blockdev-mirror", with(mirror("q", "t"), "copy-mode", json!("write-blocking"))),
     ]);
     both.await_event("BLOCK_JOB_READY");
@@ -305,6 +308,56 @@ fn internal(both: &mut Both) {
     ]);
 }
 
+fn fleecing(both: &mut Both) {
+    let filter = |more: Value| {
+        let mut options = json!({"driver": "copy-before-write", "node-name": "cbw", "file": "o", "target": "t"});
+        options.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        options
+    };
+    let past = |file: &str| json!({"driver": "snapshot-access", "node-name": "past", "file": file});
+    let throttle = |file: &str| json!({"driver": "throttle", "node-name": "ft", "throttle-group": "g", "file": file});
+    let export = |node: &str| json!({"type": "nbd", "id": node, "node-name": node, "name": node, "writable": true});
+    both.run("block-export-del", json!({"id": "e"}));
+    both.await_event("BLOCK_EXPORT_DELETED");
+    both.all([
+        ("block-dirty-bitmap-add", json!({"node": "o", "name": "dirty"})),
+        ("blockdev-add", throttle("o")),
+        ("block-export-add", export("ft")),
+        ("blockdev-add", filter(json!({"on-cbw-error": "nosuch"}))),
+        ("blockdev-add", filter(json!({"cbw-timeout": -1}))),
+        ("blockdev-add", filter(json!({"cbw-timeout": 1_u64 << 32}))),
+        ("blockdev-add", filter(json!({"bitmap": {"node": "o", "name": "zz"}}))),
+        ("blockdev-add", filter(json!({"bitmap": {"node": "zz", "name": "dirty"}}))),
+        ("blockdev-add", filter(json!({"bitmap": {"node": "o"}}))),
+        ("blockdev-add", past("zz")),
+        ("blockdev-add", filter(json!({"cbw-timeout": 10, "bitmap": {"node": "o", "name": "dirty"}}))),
+        // Somebody writes past the filter.
+        ("blockdev-add", past("cbw")),
+        ("blockdev-reopen", json!({"options": [throttle("cbw")]})),
+        ("blockdev-add", past("cbw")),
+        ("block-export-add", export("past")),
+        ("blockdev-reopen", json!({"options": [throttle("o")]})),
+        ("blockdev-reopen", json!({"options": [throttle("ft")]})),
+        ("blockdev-reopen", json!({"options": [throttle("zz")]})),
+        ("blockdev-reopen", json!({"options": [filter(json!({"cbw-timeout": 3}))]})),
+        ("blockdev-del", json!({"node-name": "cbw"})),
+        ("block-dirty-bitmap-remove", json!({"node": "o", "name": "dirty"})),
+        ("block-export-del", json!({"id": "past"})),
+    ]);
+    both.await_event("BLOCK_EXPORT_DELETED");
+    both.all([
+        ("blockdev-del", json!({"node-name": "past"})),
+        ("blockdev-reopen", json!({"options": [throttle("o")]})),
+        ("blockdev-del", json!({"node-name": "cbw"})),
+        ("block-export-del", json!({"id": "ft"})),
+    ]);
+    both.await_event("BLOCK_EXPORT_DELETED");
+    both.all([
+        ("blockdev-del", json!({"node-name": "ft"})),
+        ("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "o", "writable": true})),
+    ]);
+}
+
 fn copies(both: &mut Both) {
     let backup = |from: &str, to: &str| json!({"device": from, "target": to, "sync": "full", "job-id": "b"});
     both.all([
@@ -352,6 +405,7 @@ fn both_daemons_answer_alike() {
     mirror(&mut both);
     chains(&mut both);
     internal(&mut both);
+    fleecing(&mut both);
     copies(&mut both);
     daemon.stop().expect("stopped in order");
 }

@@ -24,6 +24,7 @@ fn the_examples_of_the_page_are_true() {
     client.command("blockdev-add", node(&daemon.path("disk.qcow2"), "disk"));
     client.command("block-export-add", json!({"type": "nbd", "id": "disk", "node-name": "disk", "writable": true}));
     Qemu::system().create(&daemon.path("second.qcow2"), "qcow2", "", 1 << 20);
+    Qemu::system().create(&daemon.path("scratch.qcow2"), "qcow2", "", 1 << 20);
     let examples = page.split("```qmp\n").skip(1).map(|text| text.split("```").next().unwrap_or_default());
     let lines: Vec<&str> = examples.flat_map(str::lines).collect();
     let mut checked = 0;

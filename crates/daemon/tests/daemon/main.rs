@@ -8,6 +8,7 @@ mod commits;
 mod documents;
 mod drives;
 mod exports;
+mod fleecing;
 mod internal;
 mod jobs;
 mod limits;

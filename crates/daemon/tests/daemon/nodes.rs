@@ -139,6 +139,7 @@ fn every_driver_is_added_by_name_and_serves() {
         ("throttle", json!({"file": "raw", "throttle-group": "g"}), Some(7)),
         ("copy-on-read", json!({"file": raw("c.raw")}), Some(7)),
         ("copy-before-write", json!({"file": raw("s.raw"), "target": raw("d.raw")}), Some(7)),
+        ("snapshot-access", json!({"file": "copy-before-write"}), Some(7)),
         ("blkdebug", json!({"image": file("c.raw"), "read-only": true, "force-share": true}), None),
         ("fault", json!({"file": "null-co"}), Some(0)),
         ("host_device", json!({"filename": path("a.raw")}), None),

@@ -2,77 +2,102 @@
 //! Copy-before-write: the disk as it was when the filter came goes to a target, part by part: what is about to be
 //! overwritten at once, the rest when a job asks for it.
 
-use super::ranges::Ranges;
+use super::saver::Saver;
 use super::{Below, CopyFailure};
-use crate::dirty::DirtyMap;
-use crate::node::{Link, Node, Preallocation, ZeroFlags};
-use cowshed_block::{Error, Result};
-use cowshed_storage::IoBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::events::Events;
+use crate::node::{ChildRole, Link, Node, Preallocation, StatusExtent, ZeroFlags};
+use cowshed_block::{Errno, Error, Result};
+use cowshed_qcow2::DirtyBits;
+use cowshed_storage::{IoBuf, rt};
+use futures_util::future::{Either, select};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-/// What is copied in one piece is at most this long, in bytes, or one part.
-const MOST_COPIED_BYTES: u64 = 1 << 20;
 /// Smallest part in bytes; a target with larger clusters makes it larger.
 const LEAST_PART_BYTES: u64 = 64 << 10;
-/// Zeroes on the target may be holes.
-const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
-/// The filter.
-///
-/// A part of the disk is pending until the target has it. Whoever copies a part has it claimed, so a write to a part that
-/// isn't pending may pass at once: nobody reads it any more.
-pub struct CopyBeforeWrite {
-    below: Below,
-    target: Arc<Link>,
-    pending: DirtyMap,
-    ranges: Arc<Ranges>,
-    compress: AtomicBool,
+/// How to save, and what.
+#[derive(Clone, Debug)]
+pub(crate) struct SavingOptions {
     /// A write whose old data can't be saved fails; else it passes and the copy is spoiled.
+    pub breaks_writes: bool,
+    /// Saving that takes longer has failed.
+    pub timeout: Option<Duration>,
+    /// Smallest part in bytes, 0 or a power of two up to 2 GiB.
+    pub least_part_bytes: u64,
+    /// Only what is dirty here is saved.
+    pub bits: Option<Arc<DirtyBits>>,
+}
+
+/// The filter. A write to a part that isn't pending, and that nobody reads as it was, passes at once.
+pub struct CopyBeforeWrite {
+    saver: Arc<Saver>,
     breaks_writes: bool,
-    /// Why the target will never hold the disk as it was.
-    broken: Mutex<Option<Error>>,
+    timeout: Option<Duration>,
+}
+
+/// What became of a copy that goes on by itself.
+#[derive(Default)]
+struct Attempt {
+    result: Mutex<Option<Result<(), CopyFailure>>>,
+    ended: Events,
+}
+
+impl Attempt {
+    fn settle(&self, result: Result<(), CopyFailure>) {
+        *self.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        self.ended.notify();
+    }
+
+    async fn settled(&self) -> Result<(), CopyFailure> {
+        loop {
+            let seen = self.ended.now();
+            if let Some(result) = self.result.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                return result;
+            }
+            self.ended.wait(seen).await;
+        }
+    }
 }
 
 impl CopyBeforeWrite {
-    pub(crate) fn new(below: Below, target: Arc<Link>, breaks_writes: bool) -> Result<CopyBeforeWrite> {
-        let cluster = target.get().and_then(|node| node.qcow2().map(|qcow2| qcow2.cluster_size())).unwrap_or(0);
-        let pending = DirtyMap::new(cluster.max(LEAST_PART_BYTES))?;
-        pending.mark(0, below.size());
-        Ok(CopyBeforeWrite {
-            below,
-            target,
-            pending,
-            ranges: Arc::default(),
-            compress: AtomicBool::new(false),
-            breaks_writes,
-            broken: Mutex::default(),
-        })
+    pub(crate) fn new(below: Below, target: Arc<Link>, options: SavingOptions) -> Result<CopyBeforeWrite> {
+        let cluster_bytes = target.get().map_or(0, |node| cluster_bytes(&node));
+        let part_bytes = cluster_bytes.max(LEAST_PART_BYTES).max(options.least_part_bytes);
+        let saver = Saver::new(below, target, (part_bytes, cluster_bytes), options.bits.as_deref())?;
+        let SavingOptions { breaks_writes, timeout, .. } = options;
+        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout })
     }
 
     pub(crate) fn below(&self) -> &Below {
-        &self.below
+        self.saver.below()
     }
 
     /// Writes to the target compressed from now on. The target must be able to.
     pub fn set_compress(&self, compress: bool) {
-        self.compress.store(compress, Ordering::Relaxed);
+        self.saver.set_compress(compress);
+    }
+
+    /// Discards on the disk what has been copied, from now on. What guests didn't write of a part is lost to them.
+    pub fn set_discard_source(&self, discard: bool) {
+        self.saver.set_discard_source(discard);
     }
 
     /// Size of a part in bytes.
     pub fn part_bytes(&self) -> u64 {
-        self.pending.granularity_bytes()
+        self.saver.pending().granularity_bytes()
     }
 
     /// What the target still lacks, in bytes.
     pub fn pending_bytes(&self) -> u64 {
-        self.pending.dirty_bytes().min(self.below.size())
+        self.saver.pending().dirty_bytes().min(self.below().size())
     }
 
     /// The next pending run at or behind `from`: offset and length in bytes, in whole parts but for the disk's end.
     pub fn next_pending(&self, from: u64) -> Option<(u64, u64)> {
-        let range = self.pending.next(from, MOST_COPIED_BYTES)?;
-        let end = range.end.min(self.below.size());
+        let range = self.saver.pending().next(from, self.part_bytes().max(1 << 20))?;
+        let end = range.end.min(self.below().size());
         (range.start < end).then(|| (range.start, end - range.start))
     }
 
@@ -80,7 +105,7 @@ impl CopyBeforeWrite {
     pub fn pending_ranges(&self) -> Vec<std::ops::Range<u64>> {
         let mut ranges = Vec::new();
         let mut at = 0;
-        while let Some(range) = self.pending.next(at, u64::MAX) {
+        while let Some(range) = self.saver.pending().next(at, u64::MAX) {
             at = range.end;
             ranges.push(range);
         }
@@ -89,92 +114,87 @@ impl CopyBeforeWrite {
 
     /// Why the target will never hold the disk as it was, when that is so.
     pub fn broken(&self) -> Option<Error> {
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn node(&self, link: &Link) -> Result<Arc<Node>> {
-        link.get().ok_or_else(|| Error::internal("a filter without a target"))
+        self.saver.broken()
     }
 
     /// Copies what is pending of a range, in whole parts.
     pub async fn copy(&self, offset: u64, len: u64) -> Result<(), CopyFailure> {
-        let (start, len) = self.whole_parts(offset, len);
-        let _claim = self.ranges.claim(start, len).await;
-        self.copy_claimed(start, len).await
+        self.saver.copy(offset, len).await
     }
 
     /// Takes the parts of a range out that the target doesn't need.
     pub async fn skip(&self, offset: u64, len: u64) {
-        let (start, len) = self.whole_parts(offset, len);
-        let _claim = self.ranges.claim(start, len).await;
-        self.pending.clear(start, len);
+        self.saver.skip(offset, len).await;
     }
 
-    fn whole_parts(&self, offset: u64, len: u64) -> (u64, u64) {
-        let part = self.part_bytes();
-        let start = offset / part * part;
-        let end = offset.saturating_add(len).checked_next_multiple_of(part).unwrap_or(u64::MAX);
-        (start, end - start)
+    /// Waits until nothing is copied for requests that ended without waiting for it.
+    pub(crate) async fn idle(&self) {
+        self.saver.idle().await;
     }
 
-    async fn copy_claimed(&self, start: u64, len: u64) -> Result<(), CopyFailure> {
-        let end = start.saturating_add(len);
-        let size = self.below.size();
-        let source = self.below.node().map_err(CopyFailure::reading)?;
-        let target = self.node(&self.target).map_err(CopyFailure::writing)?;
-        let mut at = start;
-        while let Some(range) = self.pending.next(at, MOST_COPIED_BYTES).filter(|range| range.start < end.min(size)) {
-            if self.broken().is_some() {
-                return Ok(());
-            }
-            let stop = range.end.min(end).min(size);
-            self.copy_run(&source, &target, range.start, stop).await?;
-            self.pending.clear(range.start, stop - range.start);
-            at = stop;
-        }
-        Ok(())
+    pub(crate) async fn read_kept(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.saver.read(offset, buf).await
     }
 
-    async fn copy_run(&self, source: &Node, target: &Node, start: u64, end: u64) -> Result<(), CopyFailure> {
-        let len = usize::try_from(end - start).map_err(|_| CopyFailure::reading(Error::internal("a run too long")))?;
-        let (result, buf) = source.read_boxed(start, IoBuf::zeroed(len)).await;
-        result.map_err(CopyFailure::reading)?;
-        let written = if crate::node::is_zero(&buf) {
-            target.write_zeroes_boxed(start, end - start, ZEROES).await
-        } else if self.compress.load(Ordering::Relaxed) {
-            let cluster = target.qcow2().map_or(self.part_bytes(), |qcow2| qcow2.cluster_size()) as usize;
-            let places = (start..).step_by(cluster);
-            let clusters = places.zip(buf.chunks(cluster)).map(|(at, bytes)| (at, IoBuf::copy_from(bytes))).collect();
-            target.write_compressed_boxed(clusters).await
-        } else {
-            target.write_boxed(start, buf).await.0
-        };
-        written.map_err(CopyFailure::writing)
+    pub(crate) async fn kept_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        self.saver.block_status(offset, len, max_runs).await
+    }
+
+    pub(crate) async fn give_up(&self, offset: u64, len: u64) -> Result<()> {
+        self.saver.give_up(offset, len).await
     }
 
     /// Saves what a request is about to change.
     async fn save(&self, offset: u64, len: u64) -> Result<()> {
-        if len == 0 || !self.pending.is_dirty(offset, len) {
+        // Once the copy is spoiled nobody trusts it.
+        if len == 0 || self.broken().is_some() {
             return Ok(());
         }
-        match self.copy(offset, len).await {
-            Ok(()) => Ok(()),
-            Err(failure) if self.breaks_writes => Err(failure.error),
-            Err(failure) => {
-                let mut broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner);
-                broken.get_or_insert(failure.error);
-                Ok(())
+        if self.saver.pending().is_dirty(offset, len) {
+            let copied = match self.timeout {
+                None => self.saver.copy(offset, len).await,
+                Some(timeout) => self.copy_within(timeout, offset, len).await,
+            };
+            match copied {
+                Ok(()) => {}
+                Err(failure) if self.breaks_writes => return Err(failure.error),
+                Err(failure) => self.saver.break_with(failure.error),
+            }
+        }
+        self.saver.readers_left(offset, len).await;
+        Ok(())
+    }
+
+    /// Copies, and waits no longer than `timeout` for it. The copy runs to its end all the same: others may wait for it.
+    async fn copy_within(&self, timeout: Duration, offset: u64, len: u64) -> Result<(), CopyFailure> {
+        let attempt = Arc::new(Attempt::default());
+        let copying = {
+            let (saver, attempt, running) = (Arc::clone(&self.saver), Arc::clone(&attempt), self.saver.begin_copy());
+            async move {
+                attempt.settle(saver.copy(offset, len).await);
+                drop(running);
+            }
+        };
+        if let Err(copying) = rt::spawn_obligation(copying) {
+            copying.await;
+        }
+        let (settled, time) = (pin!(attempt.settled()), pin!(rt::sleep(timeout)));
+        match select(settled, time).await {
+            Either::Left((result, _)) => result,
+            Either::Right(_) => {
+                let message = format!("old data was not saved within {} s", timeout.as_secs());
+                Err(CopyFailure::writing(Error::os(Errno::ETIMEDOUT, message)))
             }
         }
     }
 
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.read(offset, buf).await
+        self.below().read(offset, buf).await
     }
 
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match self.save(offset, buf.len() as u64).await {
-            Ok(()) => self.below.write(offset, buf).await,
+            Ok(()) => self.below().write(offset, buf).await,
             Err(error) => (Err(error), buf),
         }
     }
@@ -183,25 +203,34 @@ impl CopyBeforeWrite {
         for (offset, buf) in &clusters {
             self.save(*offset, buf.len() as u64).await?;
         }
-        self.below.write_compressed(clusters).await
+        self.below().write_compressed(clusters).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.save(offset, len).await?;
-        self.below.write_zeroes(offset, len, flags).await
+        self.below().write_zeroes(offset, len, flags).await
     }
 
     pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.save(offset, len).await?;
-        self.below.discard(offset, len).await
+        self.below().discard(offset, len).await
     }
 
     pub(crate) async fn flush(&self) -> Result<()> {
         // The target is flushed by who completes it.
-        self.below.flush().await
+        self.below().flush().await
     }
 
     pub(crate) async fn resize(&self, _size: u64, _preallocation: Preallocation) -> Result<()> {
         Err(Error::unsupported("a disk can't be resized while it is copied before it is written"))
+    }
+}
+
+/// Size of a cluster of the image at `node` or behind the filters there, in bytes; 0 where there are none.
+fn cluster_bytes(node: &Arc<Node>) -> u64 {
+    match (node.qcow2(), node.child(ChildRole::File)) {
+        (Some(qcow2), _) => qcow2.cluster_size(),
+        (None, Some(child)) if node.is_filter() => cluster_bytes(&child),
+        _ => 0,
     }
 }

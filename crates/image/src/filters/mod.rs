@@ -5,12 +5,16 @@ mod copy_before_write;
 mod copy_on_read;
 mod fault;
 mod ranges;
+mod saver;
+mod snapshot_access;
 pub mod throttle;
 mod write_blocking;
 
 pub use copy_before_write::CopyBeforeWrite;
+pub(crate) use copy_before_write::SavingOptions;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
+pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 

@@ -3,6 +3,8 @@
 
 use crate::events::Events;
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The ranges that are taken.
@@ -42,6 +44,79 @@ impl Ranges {
                     busy.insert(start, end);
                     return Claim { ranges: Arc::clone(self), start };
                 }
+            }
+            self.changes.wait(seen).await;
+        }
+    }
+}
+
+/// Who reads which ranges, several at the same time.
+#[derive(Default)]
+pub(super) struct Readers {
+    /// How many there are: without any, nobody takes the lock.
+    count: AtomicUsize,
+    list: Mutex<ReaderList>,
+    changes: Events,
+}
+
+#[derive(Default)]
+struct ReaderList {
+    next_id: u64,
+    ranges: BTreeMap<u64, Range<u64>>,
+}
+
+/// A reader, until dropped.
+pub(super) struct Reading {
+    readers: Arc<Readers>,
+    id: u64,
+}
+
+impl Reading {
+    /// It goes no further than `end` (bytes).
+    pub(super) fn up_to(self, end: u64) -> Reading {
+        if let Some(range) = self.readers.list().ranges.get_mut(&self.id) {
+            range.end = range.end.min(end);
+        }
+        self
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.readers.list().ranges.remove(&self.id);
+        self.readers.count.fetch_sub(1, Ordering::SeqCst);
+        self.readers.changes.notify();
+    }
+}
+
+impl Readers {
+    fn list(&self) -> MutexGuard<'_, ReaderList> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes a reader of a range of bytes.
+    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64) -> Reading {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        let mut list = self.list();
+        let id = list.next_id;
+        list.next_id += 1;
+        list.ranges.insert(id, start..end);
+        drop(list);
+        Reading { readers: Arc::clone(self), id }
+    }
+
+    /// Waits until those have left who are in a range of bytes now.
+    pub(super) async fn left(&self, offset: u64, len: u64) {
+        if self.count.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let end = offset.saturating_add(len);
+        let touches = |range: &Range<u64>| range.start < end && offset < range.end;
+        let before = self.list().next_id;
+        loop {
+            let seen = self.changes.now();
+            if !self.list().ranges.range(..before).any(|(_, range)| touches(range)) {
+                return;
             }
             self.changes.wait(seen).await;
         }

@@ -73,10 +73,16 @@ pub(super) fn reaches(top: &Arc<Node>, node: &Arc<Node>) -> bool {
 impl Graph {
     /// Drains everything that can send requests to one of these nodes.
     pub async fn drain(&self, nodes: &[&Arc<Node>]) -> Drained {
-        let affected = |attachment: &Arc<Attachment>| {
-            let below = nodes_below(&attachment.node());
+        let is_above = |top: &Arc<Node>| {
+            let below = nodes_below(top);
             nodes.iter().any(|node| below.iter().any(|known| Arc::ptr_eq(known, node)))
         };
-        Drained::of(self.attachments().into_iter().filter(affected).collect()).await
+        let affected = self.attachments().into_iter().filter(|attachment| is_above(&attachment.node()));
+        let drained = Drained::of(affected.collect()).await;
+        // What requests left behind goes on without them. No new ones come to these nodes.
+        for node in self.snapshot().nodes().filter(is_above) {
+            node.settle().await;
+        }
+        drained
     }
 }

@@ -172,6 +172,34 @@ impl Graph {
         Ok(old.filter(|old| old.release(name)))
     }
 
+    /// Puts a filter above another node, drained already, or leaves it where it is. Returns the node that it stood on.
+    pub(super) fn set_filter_child(&self, filter: &Arc<Node>, new: &Arc<Node>) -> Result<Arc<Node>> {
+        let name = filter.name();
+        let link = filter.child_links().into_iter().find(|child| child.role == ChildRole::File).map(|child| child.link);
+        let (link, old) = match link.and_then(|link| link.get().map(|old| (link, old))) {
+            Some(found) => found,
+            None => return Err(Error::internal(format!("node '{name}' has no file"))),
+        };
+        if reaches(new, filter) {
+            let message = format!("putting '{name}' above '{}' would make a loop", new.name());
+            return Err(Error::invalid_argument(message));
+        }
+        let edge = Edge { user: name.to_owned(), permissions: old.permissions_of(name).unwrap_or(Permissions::NONE) };
+        // It leaves before it comes: `new` may pass what it grants on to `old`.
+        old.release(name);
+        if let Err(error) = new.attach(edge.clone()) {
+            // It had these permissions a moment ago.
+            if let Err(error) = old.attach(edge) {
+                tracing::error!("{error}");
+            }
+            return Err(error);
+        }
+        link.set(Some(Arc::clone(new)));
+        filter.set_option("file", new.name().into());
+        raise_heights(self.snapshot().nodes());
+        Ok(old)
+    }
+
     pub(super) fn owns(&self, node: &Arc<Node>) -> bool {
         self.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node))
     }

@@ -50,6 +50,8 @@ struct Plan {
     /// Use of the page cache, where it changes.
     cache: Option<CacheMode>,
     backing: Backing,
+    /// What this filter is to stand on, where that changes.
+    file: Option<Arc<Node>>,
 }
 
 /// What a node was before it was prepared.
@@ -58,6 +60,13 @@ struct Before {
     read_only: bool,
     /// Files whose use of the page cache has changed.
     caches: Vec<(File, CacheMode)>,
+}
+
+/// A child that was another one before.
+struct Relinked {
+    node: Arc<Node>,
+    role: ChildRole,
+    old: Option<Arc<Node>>,
 }
 
 enum Backing {
@@ -90,25 +99,31 @@ impl Graph {
                 return Err(error);
             }
         }
-        // Backing files are the last thing that can be refused; each is put back when a later one is.
-        let mut relinked: Vec<(Arc<Node>, Option<Arc<Node>>)> = Vec::new();
+        // Children are the last thing that can be refused; each is put back when a later one is.
+        let mut relinked: Vec<Relinked> = Vec::new();
         for plan in &plans {
-            let old = plan.node.backing();
-            let result = match &plan.backing {
-                Backing::Keep => continue,
-                Backing::None => self.set_backing_drained(&plan.node, None),
-                Backing::Node(node) => self.set_backing_drained(&plan.node, Some(node)),
-            };
-            if let Err(error) = result {
-                for (node, old) in relinked.into_iter().rev() {
-                    if let Err(error) = self.set_backing_drained(&node, old.as_ref()) {
-                        tracing::error!("{error}");
-                    }
+            let (node, before) = (Arc::clone(&plan.node), plan.node.backing());
+            let result = match (&plan.backing, &plan.file) {
+                (Backing::Keep, None) => continue,
+                (Backing::Keep, Some(file)) => self.set_filter_child(&node, file).map(|old| Relinked {
+                    node,
+                    role: ChildRole::File,
+                    old: Some(old),
+                }),
+                (backing, _) => {
+                    let wanted = if let Backing::Node(node) = backing { Some(node) } else { None };
+                    let relinked = self.set_backing_drained(&node, wanted);
+                    relinked.map(|_| Relinked { node, role: ChildRole::Backing, old: before })
                 }
-                self.take_back(prepared).await;
-                return Err(error);
+            };
+            match result {
+                Ok(one) => relinked.push(one),
+                Err(error) => {
+                    self.link_back(relinked);
+                    self.take_back(prepared).await;
+                    return Err(error);
+                }
             }
-            relinked.push((Arc::clone(&plan.node), old));
         }
         for plan in plans {
             if let Some((offset, size)) = plan.window {
@@ -116,7 +131,7 @@ impl Graph {
             }
             plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.qcow2.as_ref(), plan.group);
         }
-        for old in relinked.into_iter().filter_map(|(_, old)| old) {
+        for old in relinked.into_iter().filter_map(|one| one.old) {
             if old.is_unused() {
                 old.close().await?;
             }
@@ -144,6 +159,7 @@ impl Graph {
             }
         }
         let backing = self.wanted_backing(&node, &options)?;
+        let file = self.wanted_file(&node, &options)?;
         schema.check(&mut options, "")?;
         check_unchanged(&node, &old, &options)?;
         let read_only = options.flag("read-only").unwrap_or(false);
@@ -172,7 +188,7 @@ impl Graph {
         };
         let window = wanted_window(&node, &old, &options)?;
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, cache, backing })
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, cache, backing, file })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -187,6 +203,28 @@ impl Graph {
             // By its options, as it was when the node was added.
             Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),
             Some(_) => Err(cannot_change("backing")),
+        }
+    }
+
+    /// The node that a filter is to stand on, when the options name another one than it stands on. What is saved of a disk is
+    /// of that disk, so copy-before-write stays where it is.
+    fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
+        let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
+        if !moves_freely(node) || node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
+            return Ok(None);
+        }
+        self.find(name).ok_or_else(|| no_such_node(name)).map(Some)
+    }
+
+    fn link_back(&self, relinked: Vec<Relinked>) {
+        for Relinked { node, role, old } in relinked.into_iter().rev() {
+            let result = match (role, old) {
+                (ChildRole::File, Some(old)) => self.set_filter_child(&node, &old).map(drop),
+                (_, old) => self.set_backing_drained(&node, old.as_ref()).map(drop),
+            };
+            if let Err(error) = result {
+                tracing::error!("{error}");
+            }
         }
     }
 
@@ -289,6 +327,11 @@ fn cannot_change(key: &str) -> Error {
     Error::invalid_argument(format!("Cannot change the option '{key}'"))
 }
 
+/// True for filters that keep nothing of the node below them.
+fn moves_freely(node: &Node) -> bool {
+    node.throttle().is_some() || node.copy_on_read().is_some() || node.fault().is_some()
+}
+
 fn is_child(key: &str) -> bool {
     [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Header, ChildRole::Backing, ChildRole::Target]
         .iter()
@@ -302,6 +345,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || (node.qcow2().is_some() && (QCOW2.contains(&key) || key == "backing"))
             || (node.throttle().is_some() && key == "throttle-group")
             || (node.driver_name() == "raw" && RAW.contains(&key))
+            || (moves_freely(node) && key == "file" && new.text(key).is_some())
     };
     let keys = old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
     for key in keys.filter(|key| !changeable(key) && *key != "node-name") {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers behind a node: static dispatch over one enum.
 
-use crate::filters::Filter;
+use crate::filters::{Filter, SnapshotAccess};
 use crate::formats::luks::LuksDriver;
 use crate::formats::mapped::MappedDriver;
 use crate::formats::qcow2::Qcow2Driver;
@@ -35,6 +35,8 @@ pub(crate) enum Driver {
     /// Every format that is only read.
     Mapped(MappedDriver),
     Filter(Filter),
+    /// What a copy-before-write filter keeps.
+    Snapshot(SnapshotAccess),
 }
 
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
@@ -54,6 +56,7 @@ impl Driver {
             Driver::Luks(_) => "luks",
             Driver::Mapped(mapped) => mapped.name(),
             Driver::Filter(filter) => filter.name(),
+            Driver::Snapshot(_) => "snapshot-access",
         }
     }
 
@@ -66,6 +69,7 @@ impl Driver {
             Driver::Luks(luks) => luks.size(),
             Driver::Mapped(mapped) => mapped.size(),
             Driver::Filter(filter) => filter.below().size(),
+            Driver::Snapshot(snapshot) => snapshot.size(),
         }
     }
 
@@ -74,7 +78,7 @@ impl Driver {
         match self {
             Driver::File(file) => Some(&file.file),
             Driver::Raw(raw) => raw.whole_file(),
-            Driver::Qcow2(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) => None,
+            Driver::Qcow2(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => None,
         }
     }
 
@@ -90,9 +94,13 @@ impl Driver {
                 throttle.leave();
                 Ok(())
             }
+            Driver::Filter(Filter::CopyBeforeWrite(copy)) => {
+                copy.idle().await;
+                Ok(())
+            }
             Driver::Luks(_) if read_only => Ok(()),
             Driver::Luks(luks) => luks.flush().await,
-            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) => Ok(()),
+            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => Ok(()),
         }
     }
 }

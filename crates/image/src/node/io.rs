@@ -3,6 +3,7 @@
 
 use super::driver::{Driver, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
+use crate::filters::SnapshotAccess;
 use crate::formats::{self, raw};
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
@@ -73,7 +74,7 @@ impl Node {
         let is_told = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.is_corrupt(),
             Driver::Mapped(_) => false,
-            Driver::Raw(_) | Driver::Luks(_) | Driver::File(_) | Driver::Filter(_) => true,
+            Driver::Raw(_) | Driver::Luks(_) | Driver::File(_) | Driver::Filter(_) | Driver::Snapshot(_) => true,
         };
         if !own || is_told || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
@@ -98,6 +99,7 @@ impl Node {
             Driver::Raw(raw) => raw.read(offset, buf).await,
             Driver::File(file) => file.file.read_at(buf, offset).await,
             Driver::Filter(filter) => filter.read(offset, buf).await,
+            Driver::Snapshot(snapshot) => Box::pin(snapshot.read(offset, buf)).await,
         };
         self.count(IoKind::Read, offset, len, start_ns, &result);
         (result, buf)
@@ -155,6 +157,7 @@ impl Node {
             Driver::Raw(raw) => raw.write(offset, buf).await,
             Driver::File(file) => file.file.write_at(buf, offset).await,
             Driver::Filter(filter) => filter.write(offset, buf).await,
+            Driver::Snapshot(_) => (Err(SnapshotAccess::write_error()), buf),
         };
         self.count(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() {
@@ -187,6 +190,7 @@ impl Node {
             Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
             Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
             Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
+            Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
         };
         self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
         if result.is_ok() {
@@ -217,6 +221,7 @@ impl Node {
             Driver::Raw(raw) => raw.discard(offset, len).await,
             Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
             Driver::Filter(filter) => filter.discard(offset, len).await,
+            Driver::Snapshot(snapshot) => Box::pin(snapshot.discard(offset, len)).await,
         };
         self.count(IoKind::Discard, offset, len, start_ns, &result);
         self.tracking.written(offset, len);
@@ -239,7 +244,7 @@ impl Node {
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
             Driver::Luks(luks) => luks.flush().await,
-            Driver::Mapped(_) => Ok(()),
+            Driver::Mapped(_) | Driver::Snapshot(_) => Ok(()),
             Driver::Raw(raw) => raw.flush().await,
             Driver::File(file) => file.file.sync().await,
             Driver::Filter(filter) => filter.flush().await,
@@ -268,7 +273,7 @@ impl Node {
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,
             Driver::Filter(filter) => filter.write_compressed(clusters).await,
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::File(_) => {
+            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::File(_) | Driver::Snapshot(_) => {
                 let message = format!("driver '{}' can't write compressed data", self.driver_name());
                 return Err(Error::unsupported(message).file(self.filename.clone()));
             }
@@ -304,6 +309,7 @@ impl Node {
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
             Driver::Filter(filter) => filter.resize(size, preallocation).await,
+            Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
         };
         if resized.is_ok() {
             self.tracking.resized(size);

@@ -33,7 +33,7 @@ impl Node {
         match &self.driver {
             Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
             Driver::Qcow2(qcow2) => qcow2.stop_writing(),
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) => {}
+            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => {}
         }
         self.settings.set_read_only(true);
         self.set_option("read-only", true.into());
@@ -81,7 +81,7 @@ impl Node {
                 qcow2.start_writing(&options).await?;
             }
             Driver::Mapped(_) => return Err(self.read_only_error()),
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Filter(_) => {}
+            Driver::Raw(_) | Driver::Luks(_) | Driver::Filter(_) | Driver::Snapshot(_) => {}
         }
         self.settings.set_read_only(false);
         self.set_option("read-only", false.into());

@@ -340,6 +340,15 @@ impl Node {
         }
     }
 
+    /// Waits for what goes on behind requests that have ended.
+    pub(crate) async fn settle(&self) {
+        match &self.driver {
+            Driver::Filter(Filter::CopyBeforeWrite(copy)) => copy.idle().await,
+            Driver::Qcow2(qcow2) => qcow2.read_ahead_ended().await,
+            _ => {}
+        }
+    }
+
     /// The filter of a mirror that holds writes back, when this node is one.
     pub fn write_blocking(&self) -> Option<&crate::filters::WriteBlocking> {
         match &self.driver {

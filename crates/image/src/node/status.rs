@@ -23,6 +23,7 @@ impl Node {
             Driver::Raw(raw) => raw.block_status(offset, len, max_runs).await,
             Driver::File(file) => file.block_status(offset, len, max_runs).await,
             Driver::Filter(filter) => filter.below().node()?.block_status_boxed(offset, len, max_runs).await,
+            Driver::Snapshot(snapshot) => snapshot.block_status(offset, len, max_runs).await,
         }
     }
 
@@ -59,7 +60,8 @@ impl Node {
         Ok(runs)
     }
 
-    fn block_status_chain_boxed(
+    /// As [`Node::block_status_chain`], in a box.
+    pub(crate) fn block_status_chain_boxed(
         &self,
         offset: u64,
         len: u64,

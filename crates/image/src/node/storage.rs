@@ -60,7 +60,7 @@ impl Node {
             Driver::File(file) => !file.file.is_device(),
             Driver::Raw(raw) => !raw.has_fixed_size() && raw.below().node().is_ok_and(|below| below.can_grow()),
             Driver::Qcow2(_) | Driver::Luks(_) => true,
-            Driver::Mapped(_) => false,
+            Driver::Mapped(_) | Driver::Snapshot(_) => false,
             Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.can_grow()),
         }
     }

@@ -4,7 +4,7 @@
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
-use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, Throttle};
+use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, SnapshotAccess, Throttle};
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
@@ -18,6 +18,7 @@ use crate::options::{
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -232,6 +233,7 @@ impl Opener {
                 (Driver::Filter(Filter::CopyOnRead(CopyOnRead::new(below, bottom))), child.filename())
             }
             "copy-before-write" => self.copy_before_write_driver(&mut draft).await?,
+            "snapshot-access" => self.snapshot_access_driver(&mut draft).await?,
             "fault" => {
                 let child = self.file_child(&mut draft).await?;
                 let filename = child.filename();
@@ -459,11 +461,40 @@ impl Opener {
         }
         let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
         target.change_user(&draft.name, Permissions { used, ..Permissions::READ })?;
-        let breaks_writes = draft.options.text("on-cbw-error") != Some("break-snapshot");
+        let bits = self.kept_bits(draft, child.size()).await?;
+        let options = options::saving_options(&draft.options, &draft.place.path, bits)?;
         let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
         let link = draft.children.link(ChildRole::Target).unwrap_or_default();
-        let copy = CopyBeforeWrite::new(below, link, breaks_writes)?;
+        let copy = CopyBeforeWrite::new(below, link, options)?;
         Ok((Driver::Filter(Filter::CopyBeforeWrite(Box::new(copy))), child.filename()))
+    }
+
+    /// What the bitmap of a copy-before-write filter says at this moment, if it has one.
+    async fn kept_bits(&self, draft: &Draft, size: u64) -> Result<Option<Arc<DirtyBits>>> {
+        let Some(Value::Object(bitmap)) = draft.options.get("bitmap") else { return Ok(None) };
+        let text = |key: &str| bitmap.get(key).and_then(Value::as_str).unwrap_or_default();
+        let node = self.graph.node(text("node"))?;
+        node.check_bitmap(text("name")).await?;
+        let bits = node.bitmap_bits(text("name")).await?;
+        if bits.disk_bytes() != size {
+            let message =
+                format!("the bitmap '{}' is of a disk of another size, the filter's has {size} bytes", text("name"));
+            return Err(Error::invalid_argument(message).value(bits.disk_bytes()));
+        }
+        Ok(Some(bits))
+    }
+
+    async fn snapshot_access_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+        // It reads whatever becomes of the disk; who writes to that is no matter.
+        draft.place.share_writes = true;
+        let spec = draft.options.get("file").cloned().unwrap_or(Value::Null);
+        let child = self.child(draft, ChildRole::File, spec, draft.place.storage("file", false)).await?;
+        if child.copy_before_write().is_none() {
+            let message = format!("'{}file' must be a node of the driver 'copy-before-write'", draft.place.path);
+            return Err(Error::invalid_argument(message).value(child.driver_name()));
+        }
+        let link = draft.children.link(ChildRole::File).unwrap_or_default();
+        Ok((Driver::Snapshot(SnapshotAccess::new(link)), child.filename()))
     }
 
     async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
@@ -500,9 +531,10 @@ impl Opener {
     }
 }
 
-/// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself.
+/// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
+/// `snapshot-access`, which only reads.
 fn is_plain_filter(schema: &DriverSchema) -> bool {
-    schema.kind == DriverKind::Filter && schema.name != "blkdebug"
+    schema.kind == DriverKind::Filter && !["blkdebug", "snapshot-access"].contains(&schema.name)
 }
 
 /// A folder, or a file where a device is wanted.

@@ -66,6 +66,12 @@ pub const DRIVERS: &[DriverSchema] = &[
         about: "saves to a target what is about to be overwritten",
         keys: COPY_BEFORE_WRITE,
     },
+    DriverSchema {
+        name: "snapshot-access",
+        kind: DriverKind::Filter,
+        about: "the disk as it was when its copy-before-write filter came",
+        keys: SNAPSHOT_ACCESS,
+    },
     DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
 ];
 
@@ -173,7 +179,22 @@ const COPY_BEFORE_WRITE: &[Key] = &[
         "break-guest-write",
         "what fails when old data can't be saved: the write, or the target",
     ),
+    key("bitmap", KeyType::Struct(BITMAP), "the whole disk", "save only what is dirty here, at this moment"),
+    key("cbw-timeout", KeyType::Number(0, MAX_SECONDS), "0", "saving that takes so many seconds has failed; 0: never"),
+    key(
+        "min-cluster-size",
+        KeyType::Size,
+        "0",
+        "save at least so much at once; 64k and the target's cluster count too",
+    ),
 ];
+
+const BITMAP: &[Key] = &[
+    key("node", KeyType::Text, REQUIRED, "node-name of the bitmap's node"),
+    key("name", KeyType::Text, REQUIRED, "name of the bitmap"),
+];
+
+const SNAPSHOT_ACCESS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "a copy-before-write node")];
 
 const FAULT: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),

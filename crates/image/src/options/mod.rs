@@ -18,7 +18,9 @@ pub(crate) use schema::check_common;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
-pub(crate) use typed::{FileOptions, NullOptions, RawOptions, detect_zeroes, fault_rules, qcow2_options};
+pub(crate) use typed::{
+    FileOptions, NullOptions, RawOptions, detect_zeroes, fault_rules, qcow2_options, saving_options,
+};
 
 /// `on` or `off`, also `yes`, `no`, `true`, `false`, `y`, `n`, as QEMU takes them.
 pub fn parse_on_off(text: &str) -> Option<bool> {

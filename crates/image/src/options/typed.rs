@@ -3,12 +3,18 @@
 //! has the type that the table says.
 
 use super::BlockdevOptions;
-use crate::filters::{FaultOp, FaultRule};
+use crate::filters::{FaultOp, FaultRule, SavingOptions};
 use crate::formats::{OverlapChecks, Qcow2RuntimeOptions};
 use crate::node::DetectZeroes;
 use cowshed_block::{Errno, Error, Result};
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{Engine, Locking};
 use serde_json::{Map, Value};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Largest part that is saved at once, in bytes.
+const MAX_PART_BYTES: u64 = 2 << 30;
 
 impl BlockdevOptions {
     pub(crate) fn flag(&self, key: &str) -> Option<bool> {
@@ -162,6 +168,25 @@ fn overlap_checks(value: Option<&Value>) -> OverlapChecks {
         *flag = map.get(name).and_then(Value::as_bool).unwrap_or(*flag);
     }
     checks
+}
+
+/// Options of `copy-before-write`. `path` is for messages, `bits` what is kept of the disk.
+pub(crate) fn saving_options(
+    options: &BlockdevOptions,
+    path: &str,
+    bits: Option<Arc<DirtyBits>>,
+) -> Result<SavingOptions> {
+    let least_part_bytes = options.number("min-cluster-size").unwrap_or(0);
+    if least_part_bytes != 0 && (!least_part_bytes.is_power_of_two() || least_part_bytes > MAX_PART_BYTES) {
+        let message = format!("option '{path}min-cluster-size' expects a power of two up to 2 GiB");
+        return Err(Error::invalid_argument(message).value(least_part_bytes));
+    }
+    Ok(SavingOptions {
+        breaks_writes: options.text("on-cbw-error") != Some("break-snapshot"),
+        timeout: options.number("cbw-timeout").filter(|seconds| *seconds > 0).map(Duration::from_secs),
+        least_part_bytes,
+        bits,
+    })
 }
 
 /// The rules of a `fault` filter.

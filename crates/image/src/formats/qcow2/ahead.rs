@@ -176,6 +176,11 @@ impl Ahead {
     /// Waits until nothing is read ahead, and nothing will be.
     pub(super) async fn end(&self) {
         self.is_off.store(true, Ordering::SeqCst);
+        self.settled().await;
+    }
+
+    /// Waits until nothing is read ahead. Where no request runs nothing will be.
+    async fn settled(&self) {
         loop {
             let seen = self.ended.now();
             if self.tasks.load(Ordering::SeqCst) == 0 {
@@ -226,6 +231,11 @@ struct Reader {
 }
 
 impl Qcow2Driver {
+    /// Waits until nothing is read ahead. No request runs.
+    pub(crate) async fn read_ahead_ended(&self) {
+        self.ahead.settled().await;
+    }
+
     /// Notes a read of `len` bytes of the compressed cluster at `guest`, by a request that wants no more than one, and reads
     /// ahead for a sequential reader.
     pub(super) fn read_ahead(&self, guest: GuestOffset, len: u64) {

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The disk as it was when a copy-before-write filter came: which parts of it the target has, saving the others, and reading
+//! it while the disk itself goes on.
+
+use super::ranges::{Ranges, Readers, Reading};
+use super::{Below, CopyFailure};
+use crate::dirty::DirtyMap;
+use crate::events::Events;
+use crate::node::{Link, Node, StatusExtent, ZeroFlags};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_qcow2::DirtyBits;
+use cowshed_storage::IoBuf;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What is copied in one piece is at most this long, in bytes, or one cluster of the target.
+const MOST_COPIED_BYTES: u64 = 1 << 20;
+/// Zeroes on the target may be holes.
+const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
+
+/// The state of the filter.
+///
+/// A part of the disk is kept until it is given up, and pending until the target has it. Whoever copies a part has it
+/// claimed. Who reads a pending part from the disk says so before, and a write waits for those readers once its part is
+/// saved: later ones read the target.
+pub(super) struct Saver {
+    below: Below,
+    target: Arc<Link>,
+    /// Size of a cluster of the target, in bytes.
+    cluster_bytes: u64,
+    kept: DirtyMap,
+    /// Those of the kept parts that the target lacks.
+    pending: DirtyMap,
+    ranges: Arc<Ranges>,
+    readers: Arc<Readers>,
+    compress: AtomicBool,
+    /// What was copied is given back on the disk.
+    discard_source: AtomicBool,
+    /// Why the target will never hold the disk as it was.
+    broken: Mutex<Option<Error>>,
+    /// Copies that go on although their request may have ended.
+    copies: AtomicUsize,
+    ended: Events,
+}
+
+/// A copy that goes on by itself, until dropped.
+pub(super) struct Copying(Arc<Saver>);
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        self.0.copies.fetch_sub(1, Ordering::SeqCst);
+        self.0.ended.notify();
+    }
+}
+
+/// A run of the disk as it was, on one node.
+struct Run {
+    node: Arc<Node>,
+    /// Its end on the disk, in bytes.
+    end: u64,
+    /// Keeps the disk from changing there.
+    _reading: Option<Reading>,
+}
+
+impl Saver {
+    /// Parts of `part_bytes`; `bits` says what is kept, else everything is.
+    pub(super) fn new(
+        below: Below,
+        target: Arc<Link>,
+        (part_bytes, cluster_bytes): (u64, u64),
+        bits: Option<&DirtyBits>,
+    ) -> Result<Saver> {
+        let (kept, pending) = (DirtyMap::new(part_bytes)?, DirtyMap::new(part_bytes)?);
+        match bits {
+            None => kept.mark(0, below.size()),
+            Some(bits) => bits.dirty_ranges().for_each(|range| kept.mark(range.start, range.end - range.start)),
+        }
+        let mut at = 0;
+        while let Some(range) = kept.next(at, u64::MAX) {
+            pending.mark(range.start, range.end - range.start);
+            at = range.end;
+        }
+        Ok(Saver {
+            below,
+            target,
+            cluster_bytes,
+            kept,
+            pending,
+            ranges: Arc::default(),
+            readers: Arc::default(),
+            compress: AtomicBool::new(false),
+            discard_source: AtomicBool::new(false),
+            broken: Mutex::default(),
+            copies: AtomicUsize::new(0),
+            ended: Events::default(),
+        })
+    }
+
+    pub(super) fn below(&self) -> &Below {
+        &self.below
+    }
+
+    pub(super) fn pending(&self) -> &DirtyMap {
+        &self.pending
+    }
+
+    pub(super) fn set_compress(&self, compress: bool) {
+        self.compress.store(compress, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_discard_source(&self, discard: bool) {
+        self.discard_source.store(discard, Ordering::Relaxed);
+    }
+
+    pub(super) fn broken(&self) -> Option<Error> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The target will never hold the disk as it was; the first reason counts.
+    pub(super) fn break_with(&self, error: Error) {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+
+    /// Counts a copy that goes on by itself.
+    pub(super) fn begin_copy(self: &Arc<Self>) -> Copying {
+        self.copies.fetch_add(1, Ordering::SeqCst);
+        Copying(Arc::clone(self))
+    }
+
+    /// Waits until no copy goes on by itself.
+    pub(super) async fn idle(&self) {
+        loop {
+            let seen = self.ended.now();
+            if self.copies.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            self.ended.wait(seen).await;
+        }
+    }
+
+    fn target(&self) -> Result<Arc<Node>> {
+        self.target.get().ok_or_else(|| Error::internal("a filter without a target"))
+    }
+
+    fn part_bytes(&self) -> u64 {
+        self.pending.granularity_bytes()
+    }
+
+    /// The whole parts that a range touches: offset and length in bytes.
+    fn touched_parts(&self, offset: u64, len: u64) -> (u64, u64) {
+        let part = self.part_bytes();
+        let start = offset / part * part;
+        let end = offset.saturating_add(len).checked_next_multiple_of(part).unwrap_or(u64::MAX);
+        (start, end - start)
+    }
+
+    /// Copies what is pending of a range, in whole parts.
+    pub(super) async fn copy(&self, offset: u64, len: u64) -> Result<(), CopyFailure> {
+        let (start, len) = self.touched_parts(offset, len);
+        let _claim = self.ranges.claim(start, len).await;
+        let end = start.saturating_add(len);
+        let size = self.below.size();
+        let source = self.below.node().map_err(CopyFailure::reading)?;
+        let target = self.target().map_err(CopyFailure::writing)?;
+        let mut at = start;
+        while let Some(range) = self.pending.next(at, MOST_COPIED_BYTES).filter(|range| range.start < end.min(size)) {
+            if self.broken().is_some() {
+                return Ok(());
+            }
+            let stop = range.end.min(end).min(size);
+            self.copy_run(&source, &target, range.start..stop).await?;
+            // While it is still pending: a write that comes waits for the claim.
+            if self.discard_source.load(Ordering::Relaxed) {
+                source.discard_boxed(range.start, stop - range.start).await.map_err(CopyFailure::reading)?;
+            }
+            self.pending.clear(range.start, stop - range.start);
+            at = stop;
+        }
+        Ok(())
+    }
+
+    async fn copy_run(&self, source: &Node, target: &Node, run: Range<u64>) -> Result<(), CopyFailure> {
+        let most = MOST_COPIED_BYTES.max(self.cluster_bytes);
+        let mut at = run.start;
+        while at < run.end {
+            let len = usize::try_from((run.end - at).min(most));
+            let len = len.map_err(|_| CopyFailure::reading(Error::internal("a run too long")))?;
+            let (result, buf) = source.read_boxed(at, IoBuf::zeroed(len)).await;
+            result.map_err(CopyFailure::reading)?;
+            let written = if crate::node::is_zero(&buf) {
+                target.write_zeroes_boxed(at, len as u64, ZEROES).await
+            } else if self.compress.load(Ordering::Relaxed) {
+                let cluster = target.qcow2().map_or(self.part_bytes(), |qcow2| qcow2.cluster_size()) as usize;
+                let places = (at..).step_by(cluster);
+                let clusters = places.zip(buf.chunks(cluster)).map(|(at, bytes)| (at, IoBuf::copy_from(bytes)));
+                target.write_compressed_boxed(clusters.collect()).await
+            } else {
+                target.write_boxed(at, buf).await.0
+            };
+            written.map_err(CopyFailure::writing)?;
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    /// Waits for those who read a range from the disk. It is saved, so there will be no new ones.
+    pub(super) async fn readers_left(&self, offset: u64, len: u64) {
+        self.readers.left(offset, len).await;
+    }
+
+    /// Takes the parts that a range touches out of what is kept.
+    pub(super) async fn skip(&self, offset: u64, len: u64) {
+        let (start, len) = self.touched_parts(offset, len);
+        let _claim = self.ranges.claim(start, len).await;
+        self.forget(start, len);
+    }
+
+    /// In this order, as `begin_read` looks the other way round: what is neither pending nor kept isn't on the target.
+    fn forget(&self, start: u64, len: u64) {
+        self.kept.clear(start, len);
+        self.pending.clear(start, len);
+    }
+
+    /// The whole parts inside of a range are no longer needed: they are not saved any more, and their place on the target is
+    /// given back.
+    pub(super) async fn give_up(&self, offset: u64, len: u64) -> Result<()> {
+        let (part, size) = (self.part_bytes(), self.below.size());
+        let end = offset.saturating_add(len).min(size);
+        let start = offset.checked_next_multiple_of(part).unwrap_or(u64::MAX);
+        // The last part may be cut off by the end of the disk.
+        let end = if end == size { end } else { end / part * part };
+        if start >= end {
+            return Ok(());
+        }
+        let _claim = self.ranges.claim(start, end.next_multiple_of(part) - start).await;
+        self.forget(start, end - start);
+        self.target()?.discard_boxed(start, end - start).await
+    }
+
+    fn check_unbroken(&self) -> Result<()> {
+        match self.broken() {
+            None => Ok(()),
+            Some(reason) => {
+                let message = format!("the disk as it was is lost: {reason}");
+                Err(Error::new(ErrorKind::PermissionDenied, message))
+            }
+        }
+    }
+
+    /// Where the disk as it was is to be read from `at` on, up to `end` at most.
+    fn begin_read(&self, at: u64, end: u64) -> Result<Run> {
+        self.check_unbroken()?;
+        // Before the look at what is pending: a write that comes between finds this reader.
+        let reading = self.readers.enter(at, end);
+        let (pending, pending_end) = self.pending.run_at(at, end);
+        let (kept, kept_end) = self.kept.run_at(at, end);
+        let end = pending_end.min(kept_end);
+        match (kept, pending) {
+            (false, _) => {
+                let message = format!("bytes {at} to {end} of the disk as it was are not kept");
+                Err(Error::new(ErrorKind::PermissionDenied, message))
+            }
+            (true, true) => Ok(Run { node: self.below.node()?, end, _reading: Some(reading.up_to(end)) }),
+            (true, false) => Ok(Run { node: self.target()?, end, _reading: None }),
+        }
+    }
+
+    /// Fills `buf` with what the disk held at `offset`.
+    pub(super) async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        let end = offset + buf.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let run = match self.begin_read(at, end) {
+                Ok(run) => run,
+                Err(error) => return (Err(error), buf),
+            };
+            let place = (at - offset) as usize..(run.end - offset) as usize;
+            let result = if place.len() == buf.len() {
+                let result;
+                (result, buf) = run.node.read_boxed(at, buf).await;
+                result
+            } else {
+                let (result, piece) = run.node.read_boxed(at, IoBuf::zeroed(place.len())).await;
+                buf[place].copy_from_slice(&piece);
+                result
+            };
+            if let Err(error) = result {
+                return (Err(error), buf);
+            }
+            at = run.end;
+        }
+        // A write that could not be saved meanwhile may have been read.
+        (self.check_unbroken(), buf)
+    }
+
+    /// Data and holes of the disk as it was.
+    pub(super) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let end = offset + len;
+        let (mut at, mut runs) = (offset, Vec::new());
+        while at < end && runs.len() < max_runs {
+            let run = match self.begin_read(at, end) {
+                Err(error) if runs.is_empty() => return Err(error),
+                Err(_) => break,
+                Ok(run) => run,
+            };
+            for found in run.node.block_status_chain_boxed(at, run.end - at, max_runs - runs.len()).await? {
+                at = found.start + found.len;
+                // It has no place in a file that stays.
+                runs.push(StatusExtent { present: true, depth: 0, offset: None, file: None, ..found });
+            }
+        }
+        Ok(runs)
+    }
+}
