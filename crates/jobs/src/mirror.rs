@@ -17,7 +17,7 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -75,15 +75,18 @@ pub struct Mirror {
     source: Arc<Node>,
     target: Arc<Node>,
     reader: Arc<Attachment>,
-    writer: Writer,
+    writer: Mutex<Writer>,
     dirty: Arc<DirtyMap>,
     chunk_bytes: u64,
     /// The target is the base of the source's own chain.
     opened: Option<OpenedBase>,
     replaces: Option<Arc<Node>>,
+    /// Held while a piece is copied, and while it changes who writes to the target. True once it has ended.
+    piece: futures_util::lock::Mutex<bool>,
 }
 
 /// Who writes to the target.
+#[derive(Clone)]
 enum Writer {
     /// The job.
     Job(Arc<Attachment>),
@@ -235,8 +238,9 @@ impl Mirror {
         dirty: Arc<DirtyMap>,
     ) -> Mirror {
         let (graph, source) = (Arc::clone(graph), Arc::clone(source));
-        let chunk_bytes = CHUNK_BYTES;
-        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened: None, replaces: None }
+        let (chunk_bytes, writer) = (CHUNK_BYTES, Mutex::new(writer));
+        let (opened, replaces, piece) = (None, None, futures_util::lock::Mutex::default());
+        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened, replaces, piece }
     }
 
     async fn begin(mut self, options: MirrorOptions) -> Result<Mirror> {
@@ -295,18 +299,18 @@ impl Mirror {
         match &self.opened {
             Some(opened) => opened.chain().nodes(),
             None => {
-                let filter = match &self.writer {
+                let filter = match self.writer() {
                     Writer::Job(_) => None,
                     Writer::Filter(filter) => Some(filter),
                 };
-                [&self.source, &self.target].into_iter().chain(filter).map(Arc::clone).collect()
+                [&self.source, &self.target].map(Arc::clone).into_iter().chain(filter).collect()
             }
         }
     }
 
     /// What the target lacks, where writes to the source go to it at once; else `None`.
     pub fn active_map(&self) -> Option<Arc<DirtyMap>> {
-        self.writer.filter().map(|_| Arc::clone(&self.dirty))
+        self.writer().filter().map(|_| Arc::clone(&self.dirty))
     }
 
     /// What is still to be copied, in bytes.
@@ -314,10 +318,22 @@ impl Mirror {
         self.dirty.dirty_bytes().min(self.source.size())
     }
 
-    /// From now on writes to the source go to the target too before they are over, by a filter of this name; as if the mirror
-    /// had been started so. On an error it goes on as before.
-    pub async fn hold_writes(&mut self, name: &str) -> Result<()> {
-        let Writer::Job(writer) = &self.writer else { return Ok(()) };
+    fn writer(&self) -> Writer {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_writer(&self, writer: Writer) {
+        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = writer;
+    }
+
+    /// Once this has returned, writes to the source go to the target too before they are over, by a filter of this name; as if
+    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before.
+    pub async fn hold_writes(&self, name: &str) -> Result<()> {
+        let has_ended = self.piece.lock().await;
+        if *has_ended {
+            return Err(Error::new(ErrorKind::Busy, "the job has ended"));
+        }
+        let Writer::Job(writer) = self.writer() else { return Ok(()) };
         if self.opened.is_some() {
             return Err(Error::unsupported("a commit into a base copies in the background only"));
         }
@@ -331,11 +347,11 @@ impl Mirror {
                 if let Some(holding) = filter.write_blocking() {
                     holding.activate(Arc::clone(&self.dirty));
                 }
-                self.writer = Writer::Filter(filter);
+                self.set_writer(Writer::Filter(filter));
                 Ok(())
             }
             Err(error) => {
-                self.writer = Writer::Job(self.graph.attach(&self.target, writer_of(id)).await?);
+                self.set_writer(Writer::Job(self.graph.attach(&self.target, writer_of(id)).await?));
                 Err(error)
             }
         }
@@ -343,27 +359,11 @@ impl Mirror {
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
-        self.catch_up_unless(job, judge, &|| false).await
-    }
-
-    /// As [`Mirror::catch_up`], but returns between two pieces as soon as `is_wanted` says that something else is.
-    pub async fn catch_up_unless(
-        &self,
-        job: &JobHandle,
-        judge: &dyn Judge,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<()> {
         let source = self.reader.queue();
-        let target = match &self.writer {
-            Writer::Job(writer) => Some(writer.queue()),
-            Writer::Filter(_) => None,
-        };
+        let mut target: Option<Queue> = None;
         let mut from = 0;
         loop {
             job.pause_point().await?;
-            if is_wanted() {
-                return Ok(());
-            }
             self.check_place()?;
             let most = self.chunk_bytes;
             let found = self.dirty.next(from, most).or_else(|| self.dirty.next(0, most));
@@ -371,26 +371,39 @@ impl Mirror {
             from = range.end;
             let len = range.end - range.start;
             job.throttle(len).await?;
-            // Clean before it is read: a write that comes in between makes it dirty again. One that goes to the target
-            // too must not come in between.
-            let ends = match &target {
-                Some(target) => Ends::Queues(&source, target),
-                // Past the gates: a write that waits for this range must not keep it from being copied.
-                None => Ends::Nodes(&self.source, &self.target),
-            };
-            let claimed = match self.writer.filter() {
-                Some(filter) => Some(filter.claim(range.start, len).await),
-                None => None,
-            };
-            self.dirty.clear(range.start, len);
-            if let Err(failure) = self.copy(&ends, &range).await {
-                self.dirty.mark(range.start, len);
-                drop(claimed);
+            if let Err(failure) = self.copy_piece(&source, &mut target, &range).await {
                 settle(failure, judge, job).await?;
                 continue;
             }
             job.set_progress(job.progress().offset + len, job.progress().offset + len + self.remaining_bytes());
         }
+    }
+
+    /// Copies a range, whoever writes to the target now. `target`: the job's way there, made where it is needed.
+    async fn copy_piece(&self, source: &Queue, target: &mut Option<Queue>, range: &Range<u64>) -> Result<(), Failure> {
+        let _piece = self.piece.lock().await;
+        let writer = self.writer();
+        let ends = match &writer {
+            Writer::Job(writer) => Ends::Queues(source, target.get_or_insert_with(|| writer.queue())),
+            // Past the gates: a write that waits for this range must not keep it from being copied.
+            Writer::Filter(_) => {
+                *target = None;
+                Ends::Nodes(&self.source, &self.target)
+            }
+        };
+        let len = range.end - range.start;
+        // Clean before it is read: a write that comes in between makes it dirty again. One that goes to the target too must
+        // not come in between.
+        let _claimed = match writer.filter() {
+            Some(filter) => Some(filter.claim(range.start, len).await),
+            None => None,
+        };
+        self.dirty.clear(range.start, len);
+        let copied = self.copy(&ends, range).await;
+        if copied.is_err() {
+            self.dirty.mark(range.start, len);
+        }
+        copied
     }
 
     /// The source must still be where its users write: else there are writes that nobody noticed.
@@ -439,7 +452,8 @@ impl Mirror {
 
     /// Makes both the same and ends. With `pivot` the target takes the source's place for everybody. On an error the
     /// source stays where it is.
-    pub async fn finish(self, pivot: bool) -> Result<()> {
+    pub async fn finish(&self, pivot: bool) -> Result<()> {
+        self.note_end().await;
         let drained = self.graph.drain(&[&self.source, &self.target]).await;
         let mut result = self.check_place();
         while result.is_ok() {
@@ -451,7 +465,7 @@ impl Mirror {
             Ok(()) => self.target.flush().await,
             error => error,
         };
-        let released = self.writer.end(&self.graph).await;
+        let released = self.writer().end(&self.graph).await;
         let result = match result.and(released) {
             Ok(()) if pivot => {
                 let replaced = self.replaces.as_ref().unwrap_or(&self.source);
@@ -459,7 +473,7 @@ impl Mirror {
             }
             result => result,
         };
-        let closed = match self.opened {
+        let closed = match &self.opened {
             Some(opened) if pivot && result.is_ok() => opened.release().await,
             Some(opened) => opened.close().await,
             None => Ok(()),
@@ -470,11 +484,16 @@ impl Mirror {
         result.and(closed).and(ended).and(unused)
     }
 
+    async fn note_end(&self) {
+        *self.piece.lock().await = true;
+    }
+
     /// Ends without making the target complete.
-    pub async fn end(self) -> Result<()> {
-        let writer = match self.opened {
+    pub async fn end(&self) -> Result<()> {
+        self.note_end().await;
+        let writer = match &self.opened {
             Some(opened) => opened.close().await,
-            None => self.writer.end(&self.graph).await,
+            None => self.writer().end(&self.graph).await,
         };
         writer.and(self.reader.detach().await)
     }

@@ -170,6 +170,9 @@ fn start_mirror(
     let job = daemon.jobs.add(spec(mirror.nodes()), &daemon.events)?;
     job.handle.set_progress(0, mirror.remaining_bytes());
     job.follow_target(mirror.active_map());
+    let mirror = Rc::new(mirror);
+    // Before the job's first step: the next command may be to change it.
+    job.set_mirror(Some(Rc::clone(&mirror)));
     let work = run_mirror(Rc::clone(&job), mirror);
     match closed {
         Some(node) => daemon.jobs.start(job, then_close(work, Arc::clone(&daemon.graph), node)),

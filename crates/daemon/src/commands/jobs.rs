@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs: starting, steering, listing.
 
-use super::{Arguments, Group, command, free_name, nothing};
+use super::{Arguments, Group, command, failed, free_name, nothing};
 use crate::jobs::{Status, Wish};
 use crate::state::Daemon;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -155,7 +155,7 @@ async fn block_job_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
                 job.id
             )));
         }
-        ("write-blocking", false) => job.hold_writes(free_name(&daemon, "job-filter")),
+        ("write-blocking", false) => job.hold_writes(&free_name(&daemon, "job-filter")).await.map_err(failed)?,
         ("write-blocking", true) | ("background", false) => {}
         _ => return Err(QmpError::generic("Change to copy mode 'background' is not implemented")),
     }

@@ -6,12 +6,13 @@ mod work;
 pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close};
 
 use crate::events::EventBus;
-use cowshed_block::{ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::LocalFuture;
 use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
+use cowshed_jobs::mirror::Mirror;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::{self, JoinHandle};
 use serde_json::{Value, json};
@@ -88,8 +89,8 @@ pub(crate) struct Job {
     error: RefCell<Option<String>>,
     /// What the target of a mirror lacks whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
-    /// Writes are to go to both ends of this mirror, by a filter of this name.
-    change: RefCell<Option<String>>,
+    /// Its mirror, while that can be told to do something else.
+    mirror: RefCell<Option<Rc<Mirror>>>,
     events: EventBus,
 }
 
@@ -104,22 +105,25 @@ impl Job {
         *self.nodes.borrow_mut() = nodes;
     }
 
-    /// True for a mirror whose writes go to both ends, or are about to.
+    /// True for a mirror whose writes go to both ends.
     pub fn holds_writes(&self) -> bool {
-        self.lacking.borrow().is_some() || self.has_change()
+        self.lacking.borrow().is_some()
     }
 
-    /// Has writes go to both ends, from the job's next step on, by a filter of this name.
-    pub fn hold_writes(&self, filter_name: String) {
-        *self.change.borrow_mut() = Some(filter_name);
+    /// The mirror that this job may be told to change, or none any more.
+    pub fn set_mirror(&self, mirror: Option<Rc<Mirror>>) {
+        *self.mirror.borrow_mut() = mirror;
     }
 
-    fn has_change(&self) -> bool {
-        self.change.borrow().is_some()
-    }
-
-    fn take_change(&self) -> Option<String> {
-        self.change.take()
+    /// Has writes go to both ends, by a filter of this name. Once this has returned they do.
+    pub async fn hold_writes(&self, filter_name: &str) -> Result<()> {
+        let Some(mirror) = self.mirror.borrow().clone() else {
+            return Err(Error::new(ErrorKind::Busy, format!("job '{}' has ended", self.id)));
+        };
+        mirror.hold_writes(filter_name).await?;
+        self.follow_target(mirror.active_map());
+        self.work_on(mirror.nodes());
+        Ok(())
     }
 
     pub fn status(&self) -> Status {
@@ -353,7 +357,7 @@ impl Jobs {
             finalize: Cell::new(false),
             error: RefCell::default(),
             lacking: RefCell::default(),
-            change: RefCell::default(),
+            mirror: RefCell::default(),
             events: events.clone(),
         });
         self.list.borrow_mut().push(Rc::clone(&job));

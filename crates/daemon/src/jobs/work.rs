@@ -14,26 +14,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Copies until both are the same, then goes on doing so until the user says what to do.
-pub(crate) async fn run_mirror(job: Rc<Job>, mut mirror: Mirror) -> (Result<()>, Finish) {
+pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>, Finish) {
     let handle = job.handle.clone();
     let mut result = Ok(());
     let mut is_ready = false;
     while result.is_ok() && job.wish.get() == Wish::None {
-        if let Some(filter_name) = job.take_change() {
-            match mirror.hold_writes(&filter_name).await {
-                Ok(()) => {
-                    job.follow_target(mirror.active_map());
-                    job.work_on(mirror.nodes());
-                }
-                // It copies as before, and says so in `query-block-jobs`.
-                Err(error) => tracing::warn!(job = job.id, %error, "could not change the job"),
-            }
-        }
         if is_ready {
             rt::sleep(LOOK).await;
         }
-        result = mirror.catch_up_unless(&handle, &*job, &|| job.has_change()).await;
-        if result.is_ok() && !is_ready && !job.has_change() {
+        result = mirror.catch_up(&handle, &*job).await;
+        if result.is_ok() && !is_ready {
             is_ready = true;
             job.enter(Status::Ready);
             job.block_event("BLOCK_JOB_READY");
@@ -42,10 +32,12 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mut mirror: Mirror) -> (Result<()>,
     let pivot = job.wish.get() == Wish::Complete;
     let finish: Finish = Box::new(move |complete| {
         Box::pin(async move {
-            match complete {
+            let finished = match complete {
                 true => mirror.finish(pivot).await,
                 false => mirror.end().await,
-            }
+            };
+            job.set_mirror(None);
+            finished
         })
     });
     (result, finish)

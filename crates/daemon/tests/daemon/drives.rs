@@ -117,6 +117,41 @@ fn a_drive_mirror_that_ends_as_a_copy_is_closed_and_one_that_cannot_start_leaves
 }
 
 #[test]
+fn a_mirror_holds_writes_as_soon_as_it_is_told() {
+    let (daemon, mut client) = serving();
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let mut model = vec![99; 16 << 20];
+    qemu.io(["-f", "raw", "-c", "write -P 99 0 16M", &uri]).expect_ok();
+    Qemu::system().create(&daemon.path("copy"), "qcow2", "", 16 << 20);
+    client.command("blockdev-add", super::exports::node(&daemon.path("copy"), "copy"));
+    // It does nothing at all by itself: its speed doesn't let it go on, or it is paused.
+    let mirror = json!({"job-id": "m", "device": "e", "target": "copy", "sync": "full", "speed": 1});
+    client.command("blockdev-mirror", mirror);
+    client.command("job-pause", json!({"id": "m"}));
+    let change = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
+    client.command("block-job-change", change);
+    let written = |client: &mut super::running::Client| {
+        let stats = client.command("query-blockstats", json!({"query-nodes": true}));
+        let stats = stats.as_array().expect("a list").iter().find(|one| one["node-name"] == "copy").cloned();
+        stats.expect("is listed")["stats"]["wr_bytes"].as_u64().expect("a number")
+    };
+    let before = written(&mut client);
+    qemu.io(["-f", "raw", "-c", "write -P 7 8M 64k", "-c", "write -P 8 12M 512", &uri]).expect_ok();
+    model[8 << 20..(8 << 20) + 65536].fill(7);
+    model[12 << 20..(12 << 20) + 512].fill(8);
+    assert_eq!(written(&mut client) - before, 65536 + 512, "what is over is on the target");
+    client.command("job-resume", json!({"id": "m"}));
+    client.command("block-job-set-speed", json!({"device": "m", "speed": 0}));
+    client.event("BLOCK_JOB_READY");
+    client.command("block-job-cancel", json!({"device": "m"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    assert!(qemu.content(&folder.path().join("copy"), "qcow2") == model);
+}
+
+#[test]
 fn a_mirror_is_told_to_hold_writes_while_it_runs() {
     let (daemon, mut client) = serving();
     let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));

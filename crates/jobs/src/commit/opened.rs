@@ -74,7 +74,7 @@ impl OpenedBase {
     }
 
     /// Flushes, and makes the base again what it was.
-    pub async fn close(self) -> Result<()> {
+    pub async fn close(&self) -> Result<()> {
         let detached = self.writer.detach().await;
         // Gone when the base has been given to others meanwhile.
         let unshared = match self.chain.lowest() {
@@ -86,7 +86,7 @@ impl OpenedBase {
     }
 
     /// Takes the lowest layer off the base, which stays writable: it is others' by now, and the writer is detached.
-    pub async fn release(self) -> Result<()> {
+    pub async fn release(&self) -> Result<()> {
         match self.chain.lowest() {
             Some(lowest) => self.graph.set_backing(lowest, None).await,
             None => Ok(()),
