@@ -180,7 +180,8 @@ async fn qom_list_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
                 (Some(object), "type") => Some(json!(object.kind())),
                 (Some(object), name) => object.get(name),
                 (None, "type") => Some(json!("container")),
-                (None, _) => None,
+                // A child is named by its path.
+                (None, name) => Some(json!(format!("{}/{name}", path.trim_end_matches('/')))),
             };
             if let Some(value) = value {
                 property["value"] = value;

@@ -6,6 +6,7 @@ use super::running::{Client, Running};
 use cowshed_daemon::{Drive, Step};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// The six mandatory limits, with `more` over them.
 fn limits(id: &str, more: Value) -> Value {
@@ -213,5 +214,50 @@ fn groups_are_objects() {
     assert_eq!(client.refusal("object-del", json!({"id": "g0"})), "object 'g0' not found");
     let gone = client.execute("qom-get", json!({"path": "g0", "property": "limits"})).expect_err("is gone");
     assert_eq!(gone["class"], "DeviceNotFound");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn all_properties_of_several_objects_are_listed_at_once() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let group = json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 100, "bps-read": 5}});
+    client.command("object-add", group);
+    client.command("object-add", json!({"qom-type": "secret", "id": "s", "data": "geheim"}));
+    let listed = client.command("qom-list-get", json!({"paths": ["/objects/g", "/objects", "g"]}));
+    assert_eq!(listed.as_array().expect("a list").len(), 3);
+    assert_eq!(listed[0], listed[2], "a name is a path's end");
+    let named = |listed: &Value| -> BTreeMap<String, (String, Value)> {
+        let properties = listed["properties"].as_array().expect("a list").iter();
+        let text = |property: &Value, key: &str| property[key].as_str().expect("a text").to_owned();
+        properties.map(|one| (text(one, "name"), (text(one, "type"), one["value"].clone()))).collect()
+    };
+    // As QEMU 11 answers to the same.
+    let mut expected: BTreeMap<String, (String, Value)> = BTreeMap::new();
+    let mut limits = serde_json::Map::new();
+    for name in ["bps-read", "bps-total", "bps-write", "iops-read", "iops-total", "iops-write"] {
+        let value = if name == "iops-total" { 100 } else { 5 * u64::from(name == "bps-read") };
+        for (name, value) in [(name.to_owned(), value), (format!("{name}-max"), 0), (format!("{name}-max-length"), 1)] {
+            limits.insert(name.clone(), json!(value));
+            expected.insert(format!("x-{name}"), ("int".to_owned(), json!(value)));
+        }
+    }
+    limits.insert("iops-size".to_owned(), json!(0));
+    expected.insert("x-iops-size".to_owned(), ("int".to_owned(), json!(0)));
+    expected.insert("limits".to_owned(), ("ThrottleLimits".to_owned(), limits.into()));
+    expected.insert("type".to_owned(), ("string".to_owned(), json!("throttle-group")));
+    assert_eq!(named(&listed[0]), expected);
+    let container = named(&listed[1]);
+    assert_eq!(container["type"], ("string".to_owned(), json!("container")));
+    assert_eq!(container["g"], ("child<throttle-group>".to_owned(), json!("/objects/g")));
+    assert_eq!(container["s"], ("child<secret>".to_owned(), json!("/objects/s")));
+    assert!(!client.command("qom-list-get", json!({"paths": ["/objects/s"]})).to_string().contains("geheim"));
+    assert_eq!(client.command("qom-list-get", json!({"paths": []})), json!([]));
+    for (arguments, words) in [
+        (json!({"paths": ["/objects/g", "/nosuch"]}), "Device '/nosuch' not found"),
+        (json!({}), "Parameter 'paths' is missing"),
+    ] {
+        assert_eq!(client.refusal("qom-list-get", arguments), words);
+    }
     daemon.stop().expect("stopped in order");
 }
