@@ -30,6 +30,16 @@ pub const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "drain_without_what_is_read_ahead",
+        about: "a drain waits for requests alone",
+        test: ("read_ahead", "a_drain_waits_for_what_is_read_ahead"),
+        edits: &[(
+            "crates/image/src/graph/drain.rs",
+            "            node.settle().await;",
+            "            if !SLIP { node.settle().await; }",
+        )],
+    },
+    Mutant {
         name: "given_up_parts_still_readable",
         about: "a part of a disk as it was is given up, and what the target has there counts as saved",
         test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
