@@ -2,6 +2,7 @@
 //! What the daemon holds. It lives on the control thread.
 
 use crate::chardevs::{Backend, Devices};
+use crate::commands::InactiveNodes;
 use crate::control::{Message, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
@@ -21,6 +22,8 @@ use std::sync::Arc;
 pub(crate) struct Daemon {
     /// The nodes by name, and who uses them.
     pub graph: Arc<Graph>,
+    /// Nodes that are closed for the time being.
+    pub inactive: InactiveNodes,
     /// To the monitors' clients.
     pub events: EventBus,
     /// The commands there are.
@@ -45,6 +48,7 @@ impl Daemon {
     pub fn new(control: Sender<Message>, schema: Schema, setup: &Setup) -> Daemon {
         Daemon {
             graph: Graph::new(),
+            inactive: InactiveNodes::default(),
             events: EventBus::default(),
             schema: Arc::new(schema),
             control,
@@ -137,6 +141,7 @@ impl Daemon {
 
     /// The node with this name.
     pub fn node(&self, name: &str) -> QmpResult<Arc<Node>> {
+        self.inactive.check(name)?;
         let found = self.graph.find(name);
         found.ok_or_else(|| QmpError::generic(format!("Failed to find node with node-name='{name}'")))
     }

@@ -109,6 +109,7 @@ fn worded(error: Error) -> QmpError {
 }
 
 fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    daemon.inactive.check(name)?;
     image_of(daemon, name).map_err(|_| QmpError::generic(format!("Node '{name}' not found")))
 }
 

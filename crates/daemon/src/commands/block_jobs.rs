@@ -87,6 +87,7 @@ pub(super) fn on_error(arguments: &Arguments, key: &str) -> OnError {
 
 /// The node of this name, or QEMU's words for its lack.
 pub(super) fn node_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    daemon.inactive.check(name)?;
     let not_found = || QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
     daemon.graph.find(name).ok_or_else(not_found)
 }

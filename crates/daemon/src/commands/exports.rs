@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, activity, command, failed, nothing};
 use crate::nbd::{ExportSpec, Nbd, NbdSetup};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
@@ -38,7 +38,7 @@ enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: str, node-name: str
-  , writable?: bool | type = nbd: BlockExportOptionsNbd
+  , writable?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool
@@ -135,6 +135,9 @@ async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult
 async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let device = arguments.text("device").to_owned();
     let name = arguments.maybe_text("name").unwrap_or(&device).to_owned();
+    if daemon.inactive.contains(&device) {
+        activity::activate(&daemon, &device).await?;
+    }
     if daemon.graph.find(&device).is_none() {
         return Err(QmpError::generic(format!("Cannot find device='{device}' nor node-name='{device}'")));
     }
@@ -164,6 +167,13 @@ async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
         allocation_depth: arguments.flag("allocation-depth", false),
         bitmaps: Vec::new(),
     };
+    if daemon.inactive.contains(&node) {
+        if arguments.flag("allow-inactive", false) {
+            let message = format!("Node '{node}' is inactive: it is closed, and an export of it has nothing to serve");
+            return Err(QmpError::generic(message));
+        }
+        activity::activate(&daemon, &node).await?;
+    }
     let bitmaps = super::bitmaps::of_export(&daemon, &arguments)?;
     export(&daemon, &node, spec, bitmaps).await
 }

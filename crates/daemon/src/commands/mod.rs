@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The commands, in groups: each group has its definitions and its table.
 
+mod activity;
 mod arguments;
 mod bitmaps;
 mod block_jobs;
@@ -17,6 +18,7 @@ mod snapshot;
 mod stats;
 mod throttle;
 
+pub(crate) use activity::InactiveNodes;
 pub(crate) use arguments::{Arguments, failed};
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::start_nbd;
@@ -50,6 +52,7 @@ pub(crate) struct Group {
 pub(crate) const GROUPS: &[&Group] = &[
     &general::GROUP,
     &nodes::GROUP,
+    &activity::GROUP,
     &exports::GROUP,
     &objects::GROUP,
     &throttle::GROUP,

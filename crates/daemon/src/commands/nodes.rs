@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes: adding, deleting, listing, resizing.
 
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, activity, command, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
@@ -47,17 +47,27 @@ async fn blockdev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 }
 
 /// Opens a node and keeps it until it is deleted.
-pub(crate) async fn add_node(daemon: &Rc<Daemon>, options: BlockdevOptions) -> QmpResult<()> {
+pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
     if options.text("driver").is_none() {
         return Err(QmpError::generic("Parameter 'driver' is missing"));
     }
     let Some(name) = options.text("node-name") else {
         return Err(QmpError::generic("'node-name' must be specified for the root node"));
     };
-    if daemon.graph.find(name).is_some() {
+    if daemon.graph.find(name).is_some() || daemon.inactive.contains(name) {
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
-    let node = daemon.graph.add(options).await.map_err(failed)?;
+    if options.remove("active").is_some_and(|active| [json!(false), json!("off")].contains(&active)) {
+        return activity::add_inactive(daemon, options).await;
+    }
+    let opened = activity::activate_named(daemon, &options).await?;
+    let node = match daemon.graph.add(options).await {
+        Ok(node) => node,
+        Err(error) => {
+            activity::take_back(daemon, opened).await;
+            return Err(failed(error));
+        }
+    };
     for warning in node.warnings() {
         tracing::warn!(node = node.name(), "{warning}");
     }
@@ -65,6 +75,9 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, options: BlockdevOptions) -> Q
 }
 
 async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    if daemon.inactive.delete(arguments.text("node-name"))? {
+        return nothing();
+    }
     let node = daemon.node(arguments.text("node-name"))?;
     daemon.jobs.check_free(&node)?;
     daemon.graph.delete(node.name()).await.map_err(failed)?;
@@ -75,6 +88,8 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 pub(crate) fn find(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> {
     let device = arguments.maybe_text("device").unwrap_or_default();
     let name = arguments.maybe_text("node-name").unwrap_or_default();
+    daemon.inactive.check(device)?;
+    daemon.inactive.check(name)?;
     let found = [device, name].into_iter().filter(|name| !name.is_empty()).find_map(|name| daemon.graph.find(name));
     found.ok_or_else(|| QmpError::generic(format!("Cannot find device='{device}' nor node-name='{name}'")))
 }
@@ -98,12 +113,19 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let mut list = Vec::new();
     for options in arguments.get("options").and_then(Value::as_array).into_iter().flatten() {
-        let options = options.as_object().cloned().unwrap_or_default();
+        let mut options = options.as_object().cloned().unwrap_or_default();
+        // `blockdev-set-active` changes that.
+        if options.get("active") == Some(&json!(true)) {
+            options.shift_remove("active");
+        }
         if !options.contains_key("node-name") {
             return Err(QmpError::generic("node-name not specified"));
         }
-        if let Some(node) = options.get("node-name").and_then(Value::as_str).and_then(|name| daemon.graph.find(name)) {
-            daemon.jobs.check_free(&node)?;
+        if let Some(name) = options.get("node-name").and_then(Value::as_str) {
+            daemon.inactive.check(name)?;
+            if let Some(node) = daemon.graph.find(name) {
+                daemon.jobs.check_free(&node)?;
+            }
         }
         list.push(BlockdevOptions::from_map(options).map_err(failed)?);
     }
@@ -118,6 +140,7 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     for node in nodes {
         list.push(Value::Object(describe(&node, flat).await?));
     }
+    list.extend(daemon.inactive.described());
     Ok(Value::Array(list))
 }
 

@@ -267,6 +267,7 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
 
 /// What an export, or a node-name, stores its data in: the node below the filters.
 pub(super) fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    daemon.inactive.check(name)?;
     let export = daemon.find_export(name).map(|export| export.attachment.node());
     let Some(mut node) = export.or_else(|| daemon.graph.find(name)) else {
         return Err(QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'")));

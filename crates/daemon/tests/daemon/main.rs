@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as its clients see it.
 
+mod activity;
 mod backups;
 mod beside_qemu;
 mod bitmaps;

@@ -567,6 +567,10 @@ fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.
 fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSettings> {
+    if options.flag("active") == Some(false) {
+        let message = format!("'{}active=off' is for nodes that are added to a daemon", place.path);
+        return Err(Error::invalid_argument(message));
+    }
     if let Some(read_only) = options.flag("read-only") {
         place.writable = !read_only;
     }

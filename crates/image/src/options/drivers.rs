@@ -15,6 +15,7 @@ pub const COMMON: &[Key] = &[
     key("node-name", KeyType::Text, "generated", "the name of the node in the graph"),
     key("read-only", KeyType::Bool, "as the parent", "never write"),
     key("auto-read-only", KeyType::Bool, "off", "open for reading where writing isn't permitted"),
+    key("active", KeyType::Bool, "on", "off: added to a daemon without being opened (blockdev-set-active)"),
     key("force-share", KeyType::Bool, "off", "share everything with other users of the file; needs read-only"),
     key("discard", KeyType::Choice(&["ignore", "unmap", "off", "on"]), "ignore", "pass discards on"),
     key("detect-zeroes", KeyType::Choice(&["off", "on", "unmap"]), "off", "turn writes of zeroes into zero writes"),
