@@ -11,7 +11,13 @@ use cowshed_layout::qcow2::{
     RefcountTableEntry, SubclusterBitmap, bitmap, peek_cluster_bits, refcount, snapshot,
 };
 
+use cowshed_layout::parallels::ParallelsHeader;
+use cowshed_layout::qcow::{QcowCluster, QcowHeader};
+use cowshed_layout::qed::QedHeader;
+use cowshed_layout::vdi::{VdiBlock, VdiHeader};
+use cowshed_layout::vhdx::{self, MetadataItem, MetadataTable, VhdxBlock, VhdxDisk, VhdxHeader, VhdxRegions};
 use cowshed_layout::vmdk::{CompressedGrain, Descriptor, Grain, SparseHeader, limits, sectors_to_bytes};
+use cowshed_layout::vpc::{VpcDynamicHeader, VpcFooter, VpcKind};
 
 /// Name (also of the folder under `corpus/` and `regressions/`) and function.
 pub type Entry = (&'static str, fn(&[u8]));
@@ -26,6 +32,7 @@ pub const ENTRIES: &[Entry] = &[
     ("probe", probe_format),
     ("vmdk", vmdk_file),
     ("luks", luks_header),
+    ("block_formats", block_formats),
 ];
 
 /// The first bytes of a file as a header: what is accepted can be written again and then says the same.
@@ -198,6 +205,75 @@ pub fn vmdk_file(data: &[u8]) {
             let Some(Grain::At(sector)) = le32_at(data, at).map(|entry| header.grain(entry)) else { continue };
             let _ = data.get(sector as usize * 512..).and_then(CompressedGrain::parse);
         }
+    }
+}
+
+/// Headers of the formats that keep a disk in blocks: whatever is accepted has places that fit in 64 bits. Checksums, which
+/// no fuzzer guesses, are left aside.
+pub fn block_formats(data: &[u8]) {
+    const LARGEST: u64 = i64::MAX as u64;
+    let words = data.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+    if let Ok(vdi) = VdiHeader::parse(data) {
+        assert!(vdi.size <= LARGEST && u64::from(vdi.blocks) * vdi.block_bytes >= vdi.size);
+        for entry in words.clone() {
+            let VdiBlock::At(number) = VdiBlock::of(entry as u32) else { continue };
+            assert!(vdi.data_offset + u64::from(number) * vdi.block_bytes >= vdi.map_offset + vdi.map_bytes());
+        }
+    }
+    if let Ok(vpc) = VpcFooter::parse_unverified(data) {
+        assert!(vpc.size <= LARGEST);
+        let header = match vpc.kind {
+            VpcKind::Dynamic(at) => usize::try_from(at).ok().and_then(|at| data.get(at..)).unwrap_or_default(),
+            VpcKind::Fixed => data,
+        };
+        if let Ok(dynamic) = VpcDynamicHeader::parse_unverified(header, vpc.size) {
+            assert!(dynamic.table_offset.checked_add(dynamic.table_bytes()).is_some());
+            assert!(words.clone().all(|entry| dynamic.block(entry as u32).is_none_or(|host| host <= LARGEST)));
+        }
+        let _ = VpcFooter::parse(data);
+    }
+    if let Ok(qcow) = QcowHeader::parse(data) {
+        assert!(qcow.l1_offset.checked_add(qcow.l1_bytes()).is_some() && qcow.l2_bytes() <= 64 << 10);
+        for entry in words.clone() {
+            let QcowCluster::Compressed { host, len } = qcow.cluster(entry) else { continue };
+            assert!(len < qcow.cluster_bytes() && host.checked_add(len).is_some());
+        }
+    }
+    if let Ok(qed) = QedHeader::parse(data) {
+        assert!(qed.size <= LARGEST && qed.table_bytes <= 1 << 30 && qed.table_entries() >= 512);
+        assert!(qed.size.div_ceil(qed.l2_span_bytes()) <= qed.table_entries());
+    }
+    if let Ok(parallels) = ParallelsHeader::parse(data) {
+        assert!(parallels.size <= LARGEST && parallels.data_offset >= 64 + parallels.table_bytes());
+        assert!(words.clone().all(|entry| parallels.cluster(entry as u32).is_none_or(|host| host <= LARGEST)));
+    }
+    vhdx_pieces(data);
+}
+
+/// The structures of VHDX, which are far apart in a file: each is tried at the start of the bytes.
+fn vhdx_pieces(data: &[u8]) {
+    let (first, second) = (VhdxHeader::parse(data, 0), VhdxHeader::parse_unverified(data, 0));
+    if let Ok(header) = VhdxHeader::newer(first, Some(second)) {
+        assert!(header.log_offset.checked_add(header.log_bytes).is_some());
+        let _ = vhdx::is_log_entry(data, header.log_guid);
+    }
+    if let Ok(regions) = VhdxRegions::parse_unverified(data, 0) {
+        for (offset, len) in [regions.bat, regions.metadata] {
+            assert!(offset >= vhdx::UNIT_BYTES && len >= vhdx::UNIT_BYTES && offset.checked_add(len).is_some());
+        }
+    }
+    if let Ok(table) = MetadataTable::parse(data, 0, 1 << 20) {
+        for item in [MetadataItem::FileParameters, MetadataItem::VirtualDiskSize, MetadataItem::LogicalSectorSize] {
+            assert!((vhdx::METADATA_TABLE_BYTES as u64..1 << 20).contains(&table.offset(item)));
+        }
+    }
+    let word = |at: usize| data.get(at..at + 8).and_then(|word| word.try_into().ok()).unwrap_or([0; 8]);
+    if let Ok(disk) = VhdxDisk::parse(word(0), word(8), word(16)) {
+        assert!(disk.entries() <= (64 << 20) + (1 << 14) && disk.chunk_ratio >= 16);
+        assert!(matches!(
+            VhdxBlock::of(disk.size),
+            VhdxBlock::Zero | VhdxBlock::At(_) | VhdxBlock::Partial | VhdxBlock::Unknown(_)
+        ));
     }
 }
 

@@ -137,7 +137,7 @@ fn wrong_options_are_named_with_their_path() {
         ("driver=file", ["'filename'", "'file'"]),
         ("driver=qcow2,file.filename=F,overlap-check.template=some", ["'overlap-check.template'", "none, constant"]),
         ("driver=floppy,file.filename=F", ["unknown driver 'floppy'", "qcow2"]),
-        ("driver=vdi,file.filename=F", ["'vdi'", "VirtualBox"]),
+        ("driver=bochs,file.filename=F", ["'bochs'", "Bochs"]),
         ("read-only=on", ["'driver'", "'file'"]),
         ("driver=raw,file=nobody", ["'file'", "no node 'nobody'"]),
         ("driver=raw,file.filename=F,node-name=1x", ["node-name", "'1x'"]),
@@ -185,7 +185,9 @@ fn what_is_no_image_is_refused_by_name() {
     assert!(refused(OpenRequest::file("ssh:host/disk")).contains("'ssh'"));
     let name = raw_file(&folder, "disk.raw", &[0; 4096]);
     assert!(refused(OpenRequest::file(&name).format("qcow2")).contains("not in qcow2 format"));
-    for (format, bytes) in [("vhdx", &b"vhdxfile"[..]), ("vpc", b"conectix"), ("qed", b"QED\0")] {
+    for (format, bytes) in
+        [("bochs", &b"Bochs Virtual HD Image"[..]), ("cloop", b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop")]
+    {
         let mut content = bytes.to_vec();
         content.resize(65536, 0);
         let name = raw_file(&folder, format, &content);
@@ -230,14 +232,14 @@ fn loops_and_missing_backing_files_are_named() {
     create(&["-F", "qcow2", "-b", "lost.qcow2", "top.qcow2", "1M"]);
     raw_file(&folder, "base.raw", &[0; 65536]);
     create(&["-F", "qcow2", "-b", "base.raw", "mismatch.qcow2", "1M"]);
-    create(&["-F", "vdi", "-b", "base.raw", "later.qcow2", "1M"]);
+    create(&["-F", "bochs", "-b", "base.raw", "later.qcow2", "1M"]);
     for (name, parts) in [
         ("self.qcow2", &["chain loops", "self.qcow2"][..]),
         ("one.qcow2", &["chain loops", "one.qcow2", "two.qcow2"]),
         ("lost.qcow2", &["none.raw", "backing file of", "lost.qcow2", "No such file"]),
         ("top.qcow2", &["none.raw", "lost.qcow2", "top.qcow2", "No such file"]),
         ("mismatch.qcow2", &["base.raw", "not in qcow2 format", "mismatch.qcow2"]),
-        ("later.qcow2", &["vdi", "later.qcow2"]),
+        ("later.qcow2", &["bochs", "later.qcow2"]),
     ] {
         let error = refused(OpenRequest::file(path(&folder, name)));
         for part in parts {

@@ -7,6 +7,7 @@ mod undo;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
 pub use cowshed_image::check::{CheckReport, Repair};
+use cowshed_image::formats::MappedCheck;
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, OpenRequest, check as image_check};
 use cowshed_storage::File;
@@ -77,9 +78,9 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
     };
     if let Some(findings) = node.check_mapped(MAX_MAPPED_FINDINGS).await {
         let closed = node.close().await;
-        let findings = findings?;
+        let check = findings?;
         closed?;
-        return Ok(Some(mapped_outcome(&node, findings, options)));
+        return Ok(check.map(|check| mapped_outcome(&node, check, options)));
     }
     if node.qcow2().is_none() {
         return Ok(None);
@@ -100,11 +101,9 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
     }))
 }
 
-/// What is known of a format that is only read: qemu-img counts nothing there, and fails where something is wrong.
-fn mapped_outcome(node: &Node, findings: Vec<String>, options: &CheckOptions) -> CheckOutcome {
-    let mut report = CheckReport::default();
-    report.counters.check_errors = findings.len() as u64;
-    report.notes = findings;
+/// What is known of a format that is only read.
+fn mapped_outcome(node: &Node, check: MappedCheck, options: &CheckOptions) -> CheckOutcome {
+    let report = CheckReport { counters: check.counters, notes: check.findings, ..CheckReport::default() };
     CheckOutcome {
         filename: node.filename(),
         format: node.driver_name().to_owned(),

@@ -180,7 +180,7 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
 /// What a read-only format says of itself.
 fn describe(info: &mut ImageInfo, description: Description) -> Result<()> {
     info.cluster_size = description.cluster_bytes;
-    info.format_specific = Some(description.specific);
+    info.format_specific = Some(description.specific).filter(|specific| !specific.is_null());
     if let Some(name) = description.backing_name {
         info.backing_filename_format = description.backing_format.map(str::to_owned);
         info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);

@@ -3,6 +3,7 @@
 //!
 //! Opens the one file, reads its header and the tables that the header names, and follows nothing.
 
+mod blocks;
 mod vmdk;
 
 use crate::layer::Qcow2Layer;
@@ -127,6 +128,7 @@ pub async fn run(path: &str) -> Result<Inspection> {
             Err(error) => inspection.suspicions.push(error.to_string()),
         },
         "vmdk" => vmdk::inspect(&mut inspection, &file).await,
+        format if blocks::FORMATS.contains(&format) => blocks::inspect(&mut inspection, path).await,
         other => {
             let text = format!("images of format '{other}' can't be judged: they may name other files");
             inspection.suspicions.push(text);

@@ -5,7 +5,14 @@
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+pub mod crc32c;
 pub mod luks;
+pub mod parallels;
 pub mod probe;
+pub mod qcow;
 pub mod qcow2;
+pub mod qed;
+pub mod vdi;
+pub mod vhdx;
 pub mod vmdk;
+pub mod vpc;

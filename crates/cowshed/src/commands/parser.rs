@@ -12,7 +12,7 @@ pub fn root(persona: Persona) -> Command {
     let verbs = COMMANDS.iter().filter(|verb| persona == Persona::Cowshed || verb.in_qemu_img);
     Command::new(persona.name())
         .bin_name(persona.name())
-        .about("Creates, converts, inspects, checks, repairs and serves disk images: qcow2, raw, LUKS and (for reading) VMDK")
+        .about("Creates, converts, inspects, checks, repairs and serves disk images: qcow2, raw, LUKS and, for reading, VMDK, VDI, VHD, VHDX, qcow, QED and Parallels")
         .version(version(persona))
         .args_override_self(true)
         .infer_long_args(true)

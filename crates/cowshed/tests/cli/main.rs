@@ -4,6 +4,8 @@
 mod as_qemu_img;
 mod bad_input;
 mod bitmap;
+mod block_formats;
+mod block_formats_damage;
 mod check;
 mod documents;
 mod encryption;

@@ -105,7 +105,13 @@ fn every_driver_is_added_by_name_and_serves() {
     let path = |name: &str| daemon.path(name).to_str().expect("text").to_owned();
     qemu.io_commands(&daemon.path("a.qcow2"), "qcow2", &["write -P 7 0 1M".to_owned()]).expect_ok();
     qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&daemon.path("a.raw"), "raw"), &[]);
-    qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&daemon.path("a.vmdk"), "vmdk"), &[]);
+    let read_only = ["vmdk", "vdi", "vpc", "vhdx", "qcow", "qed", "parallels"];
+    for format in read_only {
+        let target = daemon.path(&format!("a.{format}"));
+        // The disk as long as the others, not as long as a geometry.
+        let options: &[&str] = if format == "vpc" { &["-o", "force_size=on"] } else { &[] };
+        qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&target, format), options);
+    }
     for copy in ["s.raw", "d.raw", "c.raw"] {
         std::fs::copy(daemon.path("a.raw"), daemon.path(copy)).expect("a copy");
     }
@@ -132,6 +138,12 @@ fn every_driver_is_added_by_name_and_serves() {
         ("file", json!({"filename": path("a.raw")}), Some(7)),
         ("raw", json!({"file": "file"}), Some(7)),
         ("vmdk", json!({"file": file("a.vmdk"), "read-only": true}), Some(7)),
+        ("vdi", json!({"file": file("a.vdi"), "read-only": true}), Some(7)),
+        ("vpc", json!({"file": file("a.vpc"), "read-only": true}), Some(7)),
+        ("vhdx", json!({"file": file("a.vhdx"), "read-only": true}), Some(7)),
+        ("qcow", json!({"file": file("a.qcow"), "read-only": true}), Some(7)),
+        ("qed", json!({"file": file("a.qed"), "read-only": true}), Some(7)),
+        ("parallels", json!({"file": file("a.parallels"), "read-only": true}), Some(7)),
         ("luks", json!({"file": file("a.luks"), "key-secret": "s"}), Some(7)),
         ("null-co", json!({"size": 64 << 20, "read-zeroes": true}), Some(0)),
         ("null-aio", json!({"size": 64 << 20, "read-zeroes": true, "latency-ns": 1000}), Some(0)),

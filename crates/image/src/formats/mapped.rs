@@ -3,6 +3,7 @@
 //! does the I/O for all of them. A new one needs no other code between `Node` and the files.
 
 use super::qcow2::join;
+use crate::check::Counters;
 use crate::node::{Link, LocalFuture, Node, StatusExtent};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
@@ -25,8 +26,17 @@ pub struct Description {
     pub backing_name: Option<String>,
     /// The backing file's format as the image names it.
     pub backing_format: Option<&'static str>,
-    /// What only this format has, with QEMU's keys.
+    /// What only this format has, with QEMU's keys; null for nothing.
     pub specific: Value,
+}
+
+/// What a check of a format that is only read found.
+#[derive(Clone, Debug, Default)]
+pub struct MappedCheck {
+    /// qemu-img's counters; totals of 0 where it has none for the format.
+    pub counters: Counters,
+    /// What is wrong, a line each.
+    pub findings: Vec<String>,
 }
 
 /// Where a run of the disk is.
@@ -90,8 +100,8 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>>;
     /// Unpacks the block that begins at byte `block` of the disk, all of it.
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
-    /// Looks for damage: each finding one line, at most `max` of them.
-    fn check(&self, max: usize) -> LocalFuture<'_, Result<Vec<String>>>;
+    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
 }
 
 /// The driver over a [`MappedFormat`].
@@ -130,7 +140,7 @@ impl MappedDriver {
         self.format.describe()
     }
 
-    pub(crate) async fn check(&self, max: usize) -> Result<Vec<String>> {
+    pub(crate) async fn check(&self, max: usize) -> Result<Option<MappedCheck>> {
         self.format.check(max).await.map_err(|error| self.named(error))
     }
 

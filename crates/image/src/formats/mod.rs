@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Formats: drivers that say where data is.
 
+pub(crate) mod blocks;
 mod context;
 pub mod luks;
 pub(crate) mod mapped;
+pub(crate) mod parallels;
+pub(crate) mod qcow;
 pub mod qcow2;
+pub(crate) mod qed;
 pub mod raw;
+pub(crate) mod vdi;
+pub(crate) mod vhdx;
 pub(crate) mod vmdk;
+pub(crate) mod vpc;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
@@ -19,7 +26,7 @@ use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
 
-pub use mapped::Description;
+pub use mapped::{Description, MappedCheck};
 
 /// Opens an image of a format.
 pub(crate) type OpenFormat = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>>;
@@ -49,14 +56,14 @@ const fn opened(name: FormatName, open: OpenFormat, about: &'static str) -> Form
 pub const FORMATS: &[FormatInfo] = &[
     format(FormatName::Raw, true, "the bytes of the disk as they are"),
     format(FormatName::Qcow2, true, "QEMU copy-on-write, versions 2 and 3"),
-    format(FormatName::Qcow, false, "QEMU copy-on-write, version 1"),
+    opened(FormatName::Qcow, qcow::open, "QEMU copy-on-write, version 1, for reading"),
     opened(FormatName::Vmdk, vmdk::open, "VMware, for reading"),
-    format(FormatName::Vdi, false, "VirtualBox"),
-    format(FormatName::Vpc, false, "Virtual PC, VHD"),
-    format(FormatName::Vhdx, false, "Hyper-V"),
-    format(FormatName::Qed, false, "QEMU enhanced disk"),
+    opened(FormatName::Vdi, vdi::open, "VirtualBox, for reading"),
+    opened(FormatName::Vpc, vpc::open, "Virtual PC (VHD), for reading"),
+    opened(FormatName::Vhdx, vhdx::open, "Hyper-V, for reading"),
+    opened(FormatName::Qed, qed::open, "QEMU enhanced disk, for reading"),
     opened(FormatName::Luks, luks::open, "Linux unified key setup, version 1: an encrypted volume"),
-    format(FormatName::Parallels, false, "Parallels"),
+    opened(FormatName::Parallels, parallels::open, "Parallels, for reading"),
     format(FormatName::Bochs, false, "Bochs"),
     format(FormatName::Cloop, false, "Linux cloop"),
 ];

@@ -308,8 +308,9 @@ impl Node {
         }
     }
 
-    /// Looks for damage in an image of a read-only format: each finding one line, `max` at most. `None` for other drivers.
-    pub async fn check_mapped(&self, max: usize) -> Option<Result<Vec<String>>> {
+    /// Looks for damage in an image of a read-only format, and tells `max` findings at most. `None` for other drivers; the
+    /// inner one for formats that have no check.
+    pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<crate::formats::MappedCheck>>> {
         match &self.driver {
             Driver::Mapped(mapped) => Some(mapped.check(max).await),
             _ => None,

@@ -43,6 +43,12 @@ pub const DRIVERS: &[DriverSchema] = &[
     DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2 },
     crate::formats::luks::SCHEMA,
     crate::formats::vmdk::SCHEMA,
+    crate::formats::vdi::SCHEMA,
+    crate::formats::vpc::SCHEMA,
+    crate::formats::vhdx::SCHEMA,
+    crate::formats::qcow::SCHEMA,
+    crate::formats::qed::SCHEMA,
+    crate::formats::parallels::SCHEMA,
     DriverSchema {
         name: "blkdebug",
         kind: DriverKind::Filter,

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What formats share that keep a disk in blocks of one length, found by tables: the tables are read in pages, of which a
+//! fixed number is kept, so that no table takes memory on the word of a file.
+
+use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Place, Run, push_run};
+use crate::node::{ChildRole, Driver, LocalFuture, Node};
+use crate::open::{Draft, NamedBacking, Opener};
+use crate::options::{Key, KeyType, REQUIRED};
+use cowshed_block::{Error, ErrorKind, Result, text_of_name};
+use cowshed_storage::IoBuf;
+use std::collections::HashMap;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// So much of a table is read at once, in bytes.
+const PAGE_BYTES: u64 = 64 << 10;
+/// Pages that an image keeps in memory: 4 MiB.
+const KEPT_PAGES: usize = 64;
+/// Blocks that one call looks up: whoever wants more asks again.
+const MAX_STEPS: usize = 64 << 10;
+
+/// The key of every driver here.
+pub(crate) const FILE_KEY: Key = Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the image file" };
+/// The key of those that may have a backing file.
+pub(crate) const BACKING_KEY: Key = Key {
+    name: "backing",
+    value: KeyType::ChildOrNull,
+    default: "as the image says",
+    help: "the backing file; null for none",
+};
+
+/// A format that keeps a disk in blocks.
+pub(crate) trait BlockFormat: Send + Sync + 'static {
+    /// The driver's name.
+    const NAME: &'static str;
+    /// Size of the disk in bytes.
+    fn size(&self) -> u64;
+    /// What the image says of itself.
+    fn describe(&self) -> Description;
+    /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds: at least one, and not
+    /// more than to the end of a block that is allocated.
+    fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    /// Unpacks the block that begins at byte `block` of the disk, all of it.
+    fn unpack(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<Vec<u8>>> {
+        async move { Err(Error::internal("this format packs no blocks").offset(block)) }
+    }
+    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
+        async { Ok(None) }
+    }
+}
+
+/// A table in the file, whole; offset and length in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Table {
+    /// What messages call its offset.
+    pub field: &'static str,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+impl Table {
+    /// Whether bytes of the file are in this table.
+    pub(crate) fn overlaps(&self, offset: u64, bytes: u64) -> bool {
+        offset < self.offset.saturating_add(self.bytes) && self.offset < offset.saturating_add(bytes)
+    }
+}
+
+/// Pages of tables by their place and length, the least recently used leaving first.
+type Pages = (u64, HashMap<(u64, u64), (u64, Arc<IoBuf>)>);
+
+/// The file of an image, and what was read of its tables.
+pub(crate) struct ImageFile {
+    /// In an array, as those want it who ask for all files of an image.
+    node: [Arc<Node>; 1],
+    pages: Mutex<Pages>,
+}
+
+impl ImageFile {
+    /// Opens the file of an image that `draft` describes; `format` is for the message to who wants to write.
+    pub(crate) async fn open(opener: &Rc<Opener>, draft: &mut Draft, format: &str) -> Result<ImageFile> {
+        if !draft.settings.read_only {
+            let message = format!("{format} images can only be read; convert the image to write to it");
+            return Err(Error::new(ErrorKind::ReadOnly, message));
+        }
+        let node = opener.unshared_file_child(draft).await?;
+        Ok(ImageFile { node: [node], pages: Mutex::default() })
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.node[0].size()
+    }
+
+    /// The error with the file's name, unless it has one.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        if error.file_name().is_none() { error.file(self.node[0].filename()) } else { error }
+    }
+
+    /// The bytes that there are of a range: fewer than `len` at the file's end.
+    pub(crate) async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
+        let there = self.len().saturating_sub(offset);
+        let len = usize::try_from(there).unwrap_or(usize::MAX).min(len);
+        if len == 0 {
+            return Ok(IoBuf::zeroed(0));
+        }
+        let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::zeroed(len)).await;
+        result.map(|()| bytes)
+    }
+
+    /// A name in the header, as text. The caller has checked its length.
+    pub(crate) async fn name(&self, field: &'static str, (offset, len): (u64, u32)) -> Result<String> {
+        let name = self.read(offset, len as usize).await?;
+        if name.len() < len as usize {
+            return Err(Error::invalid_image(field, offset, "the name of the backing file is not in the file"));
+        }
+        Ok(text_of_name(&name).into_owned())
+    }
+
+    /// Refuses a table that isn't all in the file.
+    pub(crate) fn check_table(&self, table: &Table) -> Result<()> {
+        match table.offset.checked_add(table.bytes) {
+            Some(end) if end <= self.len() => Ok(()),
+            _ => {
+                let message = format!("points after EOF: a table of {} bytes is not in the file", table.bytes);
+                Err(Error::invalid_image(table.field, table.offset, message))
+            }
+        }
+    }
+
+    /// Refuses data that aren't in the file: `len` bytes at `host`, which are byte `at` of the disk.
+    pub(crate) fn check_data(&self, field: &'static str, host: u64, len: u64, at: u64) -> Result<()> {
+        match host.checked_add(len) {
+            Some(end) if end <= self.len() => Ok(()),
+            _ => {
+                let message = format!("points after EOF: the data of byte {at} of the disk are not in the file");
+                Err(Error::invalid_image(field, host, message))
+            }
+        }
+    }
+
+    /// The entry `index` of a table.
+    pub(crate) async fn entry<const N: usize>(&self, table: Table, index: u64) -> Result<[u8; N]> {
+        let position = index.saturating_mul(N as u64);
+        if position.saturating_add(N as u64) > table.bytes {
+            return Err(Error::internal("a table is too short").field(table.field).value(index));
+        }
+        self.check_table(&table)?;
+        let (page_index, skip) = (position / PAGE_BYTES, (position % PAGE_BYTES) as usize);
+        let page_start = page_index * PAGE_BYTES;
+        let page = self.page(table.offset + page_start, (table.bytes - page_start).min(PAGE_BYTES)).await?;
+        let entry = page.get(skip..skip + N).and_then(|bytes| bytes.try_into().ok());
+        entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
+    }
+
+    async fn page(&self, offset: u64, len: u64) -> Result<Arc<IoBuf>> {
+        let pages = || self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let (clock, pages) = &mut *pages();
+            *clock += 1;
+            if let Some((used, page)) = pages.get_mut(&(offset, len)) {
+                *used = *clock;
+                return Ok(Arc::clone(page));
+            }
+        }
+        let page = Arc::new(self.read(offset, len as usize).await?);
+        let (clock, pages) = &mut *pages();
+        if pages.len() >= KEPT_PAGES
+            && let Some(oldest) = pages.iter().min_by_key(|(_, (used, _))| *used).map(|(place, _)| *place)
+        {
+            pages.remove(&oldest);
+        }
+        pages.insert((offset, len), (*clock, Arc::clone(&page)));
+        Ok(page)
+    }
+}
+
+/// Ends an opening: opens the backing file, if there is one, and puts the driver together.
+pub(crate) async fn finish<F: BlockFormat>(
+    opener: &Rc<Opener>,
+    draft: &mut Draft,
+    file: ImageFile,
+    format: F,
+    backing: NamedBacking,
+) -> Result<(Driver, String)> {
+    let filename = file.node[0].filename();
+    opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;
+    let (_, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
+    let link = draft.children.link(ChildRole::Backing).unwrap_or_default();
+    draft.children.share(ChildRole::Backing, Arc::clone(&link));
+    let unpacked = opener.policy().max_decompressed_bytes;
+    let image = Image { file, format };
+    let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
+    Ok((Driver::Mapped(driver), filename))
+}
+
+struct Image<F> {
+    file: ImageFile,
+    format: F,
+}
+
+impl<F: BlockFormat> MappedFormat for Image<F> {
+    fn name(&self) -> &'static str {
+        F::NAME
+    }
+
+    fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    fn describe(&self) -> Description {
+        self.format.describe()
+    }
+
+    fn files(&self) -> &[Arc<Node>] {
+        &self.file.node
+    }
+
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>> {
+        Box::pin(async move {
+            let mut runs: Vec<Run> = Vec::new();
+            let (mut at, end) = (offset, offset.saturating_add(len).min(self.format.size()));
+            let mut steps = 0;
+            while at < end && runs.len() < max_runs.max(1) && steps < MAX_STEPS {
+                let (place, len) = self.format.place(&self.file, at, end - at).await?;
+                push_run(&mut runs, Run { start: at, len, place });
+                at += len;
+                steps += 1;
+            }
+            Ok(runs)
+        })
+    }
+
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
+        Box::pin(self.format.unpack(&self.file, block))
+    }
+
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(self.format.check(&self.file, max))
+    }
+}
+
+/// What a look at every block of a disk found.
+#[derive(Default)]
+pub(crate) struct Survey {
+    pub check: MappedCheck,
+    /// Allocated blocks that follow an allocated one on the disk, and not in the file: without those behind a gap, which
+    /// count as fragmented, too.
+    pub apart: u64,
+    /// Host blocks that are in use, a bit for each, 512 together.
+    used: HashMap<u64, [u64; 8]>,
+    max: usize,
+}
+
+impl Survey {
+    /// Looks every block up. What is wrong with one, or stands in two places of the disk, is a corruption.
+    pub(crate) async fn of<F: BlockFormat>(
+        format: &F,
+        file: &ImageFile,
+        block_bytes: u64,
+        max: usize,
+    ) -> Result<Survey> {
+        let mut survey = Survey { max, ..Survey::default() };
+        let (mut at, mut last_end, mut neighbour_end) = (0, None, None);
+        while at < format.size() && survey.check.findings.len() < max {
+            match format.place(file, at, format.size() - at).await {
+                Ok((Place::Data { host, .. }, len)) => {
+                    let counters = &mut survey.check.counters;
+                    counters.allocated_clusters += 1;
+                    counters.fragmented_clusters += u64::from(last_end.is_some_and(|end| end != host));
+                    counters.image_end_offset = counters.image_end_offset.max(host + block_bytes);
+                    survey.apart += u64::from(neighbour_end.is_some_and(|end| end != host));
+                    last_end = Some(host + block_bytes);
+                    neighbour_end = last_end;
+                    survey.claim(host, block_bytes, || format!("block at byte {at} of the disk"));
+                    at += len;
+                }
+                Ok((_, len)) => {
+                    neighbour_end = None;
+                    at += len;
+                }
+                Err(error) if error.kind() == ErrorKind::InvalidImage => {
+                    survey.corruption(format!("block at byte {at} of the disk: {error}"));
+                    at = at.saturating_add(block_bytes - at % block_bytes);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(survey)
+    }
+
+    /// Notes that a block of the file is in use; twice is a corruption.
+    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) {
+        // Blocks begin at one distance from each other, so each has a number of its own.
+        let number = host / block_bytes;
+        let words = self.used.entry(number / 512).or_default();
+        let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
+        if *word & bit != 0 {
+            self.corruption(format!("{}: offset {host:#x} is in use already", whose()));
+            return;
+        }
+        *word |= bit;
+    }
+
+    /// Blocks of the file that are in use.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.values().flatten().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// A finding that counts.
+    pub(crate) fn corruption(&mut self, text: String) {
+        self.check.counters.corruptions += 1;
+        if self.check.findings.len() < self.max {
+            self.check.findings.push(format!("ERROR: {text}"));
+        }
+    }
+
+    /// Without the totals, for formats where qemu-img counts nothing.
+    pub(crate) fn without_totals(self) -> MappedCheck {
+        let mut check = self.check;
+        let counters = &mut check.counters;
+        counters.image_end_offset = 0;
+        counters.total_clusters = 0;
+        counters.allocated_clusters = 0;
+        counters.fragmented_clusters = 0;
+        check
+    }
+}

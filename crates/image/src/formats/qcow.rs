@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! qcow, version 1, for reading: docs/formats/block-formats.md.
+
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::mapped::{Description, Place};
+use crate::codec::Codec;
+use crate::node::{Driver, LocalFuture};
+use crate::open::{Draft, NamedBacking, Opener};
+use crate::options::{DriverKind, DriverSchema};
+use cowshed_block::{Compression, Error, Result};
+use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
+use cowshed_storage::rt;
+use std::rc::Rc;
+
+/// Unit of places in the file.
+const SECTOR_BYTES: u64 = 512;
+
+/// The driver and its keys.
+pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+    name: "qcow",
+    kind: DriverKind::Format,
+    about: "QEMU's image format before qcow2, for reading",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
+
+struct Qcow {
+    header: QcowHeader,
+    l1: Table,
+    backing_name: Option<String>,
+}
+
+/// Opens a qcow image.
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+    Box::pin(async move {
+        let file = ImageFile::open(opener, draft, "qcow").await?;
+        let qcow = load(&file).await.map_err(|error| file.named(error))?;
+        // The header has no place for the backing file's format.
+        let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
+        finish(opener, draft, file, qcow, backing).await
+    })
+}
+
+async fn load(file: &ImageFile) -> Result<Qcow> {
+    let header = QcowHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    let l1 = Table { field: "l1_table_offset", offset: header.l1_offset, bytes: header.l1_bytes() };
+    file.check_table(&l1)?;
+    let backing_name = match header.backing_name {
+        Some(place) => Some(file.name("backing_file_offset", place).await?).filter(|name| !name.is_empty()),
+        None => None,
+    };
+    Ok(Qcow { header, l1, backing_name })
+}
+
+impl Qcow {
+    /// The cluster that byte `at` is in. `None`: its L2 table isn't there.
+    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<QcowCluster>> {
+        let span = self.header.l2_span_bytes();
+        let offset = u64::from_be_bytes(file.entry(self.l1, at / span).await?);
+        if offset == 0 {
+            return Ok(None);
+        }
+        if offset < HEADER_BYTES as u64 {
+            return Err(Error::invalid_image("L1 table entry", offset, "an L2 table lies on the header"));
+        }
+        let l2 = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+        let index = at % span / self.header.cluster_bytes();
+        debug_assert!(index < l2.bytes / ENTRY_BYTES);
+        Ok(Some(self.header.cluster(u64::from_be_bytes(file.entry(l2, index).await?))))
+    }
+}
+
+impl BlockFormat for Qcow {
+    const NAME: &'static str = SCHEMA.name;
+
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn describe(&self) -> Description {
+        Description {
+            cluster_bytes: Some(self.header.cluster_bytes()),
+            backing_name: self.backing_name.clone(),
+            ..Description::default()
+        }
+    }
+
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let Some(cluster) = self.cluster(file, at).await? else {
+            let span = self.header.l2_span_bytes();
+            return Ok((Place::Unallocated, len.min(span - at % span)));
+        };
+        let skip = at % self.header.cluster_bytes();
+        let len = len.min(self.header.cluster_bytes() - skip);
+        match cluster {
+            QcowCluster::Unallocated => Ok((Place::Unallocated, len)),
+            QcowCluster::At(host) => {
+                if !host.is_multiple_of(SECTOR_BYTES) {
+                    let message = format!("the cluster at byte {} of the disk is not at a sector", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
+                file.check_data("L2 table entry", host, skip + len, at)?;
+                Ok((Place::Data { file: 0, host: host + skip }, len))
+            }
+            QcowCluster::Compressed { host, len: packed } => {
+                if packed == 0 {
+                    let message = format!("the compressed cluster at byte {} of the disk has no length", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
+                file.check_data("L2 table entry", host, packed, at)?;
+                Ok((Place::Packed { block: at - skip }, len))
+            }
+        }
+    }
+
+    async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
+        let Some(QcowCluster::Compressed { host, len }) = self.cluster(file, block).await? else {
+            return Err(Error::internal("a packed cluster went away").offset(block));
+        };
+        // A cluster is 64 KiB at most, and what is compressed is shorter.
+        let packed = file.read(host, len as usize).await?;
+        let cluster_bytes = self.header.cluster_bytes() as usize;
+        rt::offload(move || {
+            let mut cluster = vec![0; cluster_bytes];
+            Codec::new(Compression::Zlib).decompress(&packed, &mut cluster)?;
+            Ok(cluster)
+        })
+        .await
+        .map_err(|error: Error| error.offset(host))
+    }
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VDI, for reading: docs/formats/block-formats.md.
+
+use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
+use super::mapped::{Description, MappedCheck, Place};
+use crate::node::{Driver, LocalFuture};
+use crate::open::{Draft, NamedBacking, Opener};
+use crate::options::{DriverKind, DriverSchema};
+use cowshed_block::Result;
+use cowshed_layout::vdi::{ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use std::rc::Rc;
+
+/// The driver and its keys.
+pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+    name: "vdi",
+    kind: DriverKind::Format,
+    about: "VirtualBox's image format, for reading",
+    keys: &[FILE_KEY],
+};
+
+struct Vdi {
+    header: VdiHeader,
+    map: Table,
+}
+
+/// Opens a VDI image.
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+    Box::pin(async move {
+        let file = ImageFile::open(opener, draft, "VDI").await?;
+        let vdi = load(&file).await.map_err(|error| file.named(error))?;
+        finish(opener, draft, file, vdi, NamedBacking::default()).await
+    })
+}
+
+async fn load(file: &ImageFile) -> Result<Vdi> {
+    let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    // The map may have more entries than the disk has blocks.
+    let bytes = header.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
+    let map = Table { field: "offset_bmap", offset: header.map_offset, bytes };
+    file.check_table(&map)?;
+    Ok(Vdi { header, map })
+}
+
+impl BlockFormat for Vdi {
+    const NAME: &'static str = SCHEMA.name;
+
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn describe(&self) -> Description {
+        Description { cluster_bytes: Some(self.header.block_bytes), ..Description::default() }
+    }
+
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let block_bytes = self.header.block_bytes;
+        let (block, skip) = (at / block_bytes, at % block_bytes);
+        let len = len.min(block_bytes - skip);
+        let entry = u32::from_le_bytes(file.entry(self.map, block).await?);
+        let VdiBlock::At(number) = VdiBlock::of(entry) else { return Ok((Place::Zero, len)) };
+        // 2^32 blocks of 256 MiB at most, far from 2^64.
+        let host = self.header.data_offset + u64::from(number) * block_bytes + skip;
+        file.check_data("block map entry", host, len, at)?;
+        Ok((Place::Data { file: 0, host }, len))
+    }
+
+    async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
+        let mut survey = Survey::of(self, file, self.header.block_bytes, max).await?;
+        let allocated = survey.check.counters.allocated_clusters;
+        if survey.check.findings.is_empty() && allocated != u64::from(self.header.allocated) {
+            let counted = self.header.allocated;
+            survey.corruption(format!("blocks_allocated is {counted}, but {allocated} blocks are allocated"));
+        }
+        Ok(Some(survey.without_totals()))
+    }
+}

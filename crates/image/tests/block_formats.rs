@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images of formats that are only read, damaged in thousands of ways: what comes is data or one error that names the
+//! file, never a panic, and never memory or time for the asking.
+
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
+use cowshed_layout::{vhdx, vpc};
+use cowshed_storage::{IoBuf, rt};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+/// A format, the options of `qemu-img create` and where in the file its metadata are: offset and length.
+type Kind = (&'static str, &'static [&'static str], &'static [(u64, u64)]);
+
+const KINDS: [Kind; 7] = [
+    ("vdi", &[], &[(64, 32), (340, 112), (512, 48)]),
+    ("vpc", &["-o", "force_size=on"], &[(0, 88), (512, 48), (1536, 24)]),
+    ("vpc", &["-o", "subformat=fixed,force_size=on"], &[(5 << 20, 88)]),
+    ("qcow", &[], &[(0, 48), (48, 32), (4096, 64)]),
+    ("qed", &["-o", "cluster_size=4k"], &[(0, 64), (4096, 64), (20480, 64)]),
+    (
+        "vhdx",
+        &["-o", "block_size=1M"],
+        &[(0x10000, 80), (0x20000, 80), (0x30000, 80), (2 << 20, 48), (3 << 20, 192), (0x31_0000, 96)],
+    ),
+    ("parallels", &[], &[(0, 64), (64, 40)]),
+];
+
+fn run(folder: &Path, program: &str, arguments: &[&str]) {
+    let output =
+        Command::new(program).current_dir(folder).args(arguments).output().expect("qemu-utils must be installed");
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A disk of 5 MiB with a little data.
+fn make(folder: &Path, format: &str, options: &[&str]) -> PathBuf {
+    run(folder, "qemu-img", &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
+    run(folder, "qemu-io", &["-f", format, "-c", "write -P 1 0 5000", "-c", "write -P 2 3M 64k", "image"]);
+    folder.join("image")
+}
+
+fn open_image(path: &Path, format: &str) -> Result<Arc<Node>> {
+    rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).format(format)))
+}
+
+/// Everything that a reader does: opens, reads both ends, maps, checks. The first error, if any.
+fn use_image(path: &Path, format: &str) -> Result<()> {
+    let node = open_image(path, format)?;
+    let used = rt::block_on(async {
+        let (first, last) = (node.size().min(6 << 20), node.size().saturating_sub(65_536));
+        let parts = (0..first).step_by(1 << 19).map(|at| (at, (first - at).min(1 << 19)));
+        for (at, len) in parts.chain(Some((last, node.size() - last))) {
+            node.read(at, IoBuf::zeroed(len as usize)).await.0?;
+            if len > 0 {
+                node.block_status(at, len, 64).await?;
+            }
+        }
+        if node.size() < 1 << 40 {
+            let check = node.check_mapped(8).await.expect("a format that is only read")?;
+            assert!(check.is_none_or(|check| check.findings.len() <= 8));
+        }
+        Ok(())
+    });
+    rt::block_on(node.close())?;
+    used
+}
+
+/// An error may say anything but "bug", and names the file.
+#[track_caller]
+fn judge(what: &str, result: Result<()>) -> bool {
+    let Err(error) = result else { return true };
+    let told: &Error = &error;
+    assert!(told.kind() != ErrorKind::Internal, "{what}: {told}");
+    assert!(told.to_string().contains("image: "), "{what}: the file is not named: {told}");
+    false
+}
+
+/// Puts the checksums right that a format has, so that damage behind them is met.
+fn put_checksums(path: &Path, format: &str) {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let len = file.metadata().unwrap().len();
+    let sum = |at: u64, bytes: usize, field: usize, is_vhdx: bool| {
+        let mut buffer = vec![0; bytes];
+        if file.read_exact_at(&mut buffer, at).is_ok() {
+            let sum = if is_vhdx {
+                vhdx::checksum(&buffer).to_le_bytes()
+            } else {
+                vpc::checksum(&buffer, field).to_be_bytes()
+            };
+            file.write_all_at(&sum, at + field as u64).unwrap();
+        }
+    };
+    match format {
+        "vpc" => {
+            sum(len.saturating_sub(512), 512, 64, false);
+            let mut cookie = [0; 8];
+            file.read_exact_at(&mut cookie, 0).unwrap();
+            if &cookie == vpc::COOKIE {
+                sum(0, 512, 64, false);
+                sum(512, 1024, 36, false);
+            }
+        }
+        "vhdx" => {
+            vhdx::HEADER_OFFSETS.iter().for_each(|at| sum(*at, vhdx::HEADER_BYTES, 4, true));
+            vhdx::REGION_TABLE_OFFSETS.iter().for_each(|at| sum(*at, vhdx::REGION_TABLE_BYTES, 4, true));
+        }
+        _ => {}
+    }
+}
+
+/// SplitMix64.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[test]
+fn a_file_cut_anywhere_gives_one_error_or_the_disk() {
+    for (format, options, metadata) in KINDS {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = make(folder.path(), format, options);
+        assert!(judge(format, use_image(&path, format)), "the whole image");
+        let whole = std::fs::metadata(&path).unwrap().len();
+        let mut lengths: Vec<u64> = (0..64).map(|part| whole * part / 64).collect();
+        lengths.extend((0..520).step_by(8));
+        lengths.extend(metadata.iter().flat_map(|(at, len)| [*at, at + 1, at + len / 2, at + len]));
+        lengths.extend([whole - 1, whole - 511, whole - 512, whole - 513]);
+        lengths.retain(|len| *len < whole);
+        lengths.sort_unstable();
+        let mut refused = 0;
+        for len in lengths.into_iter().rev() {
+            std::fs::File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
+            refused += u32::from(!judge(&format!("{format} {options:?} cut to {len}"), use_image(&path, format)));
+        }
+        assert!(refused > 60, "{format}: only {refused} cuts were noticed");
+    }
+}
+
+#[test]
+fn damaged_metadata_give_one_error_or_a_disk() {
+    let rounds =
+        300 * std::env::var("COWSHED_FUZZ_FACTOR").map_or(1, |factor| factor.parse::<u64>().expect("a number"));
+    for (format, options, metadata) in KINDS {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = make(folder.path(), format, options);
+        let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        let (mut state, mut refused) = (0x5eed, 0);
+        for round in 0..rounds {
+            let seed = state;
+            let mut undo: Vec<(u64, Vec<u8>)> = Vec::new();
+            for (at, len) in [(0, 2048), (0x10000, 4096), (0x20000, 4096), (0x30000, 4096), (0x40000, 4096)] {
+                let mut bytes = vec![0; len];
+                if file.read_exact_at(&mut bytes, at).is_ok() {
+                    undo.push((at, bytes));
+                }
+            }
+            for _ in 0..1 + random(&mut state) % 3 {
+                let (start, len) = metadata[random(&mut state) as usize % metadata.len()];
+                let at = start + random(&mut state) % len;
+                let mut old = vec![0; 1 + (random(&mut state) % 8) as usize];
+                if file.read_exact_at(&mut old, at).is_err() {
+                    continue;
+                }
+                let byte = [0, 0xff, 0x7f, 1, random(&mut state) as u8][random(&mut state) as usize % 5];
+                file.write_all_at(&vec![byte; old.len()], at).unwrap();
+                undo.push((at, old));
+            }
+            if !random(&mut state).is_multiple_of(4) {
+                put_checksums(&path, format);
+            }
+            let what = format!("{format} {options:?}, round {round}, state {seed:#x}");
+            refused += u32::from(!judge(&what, use_image(&path, format)));
+            for (at, old) in undo.iter().rev() {
+                file.write_all_at(old, *at).unwrap();
+            }
+            put_checksums(&path, format);
+        }
+        assert!(judge(format, use_image(&path, format)), "{format}: the image is whole again");
+        assert!(refused > 20, "{format}: only {refused} of {rounds} were noticed");
+    }
+}
+
+#[test]
+fn a_guessed_raw_disk_does_not_turn_into_another_format() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("disk");
+    for (format, options, _) in KINDS {
+        if options.contains(&"subformat=fixed,force_size=on") {
+            continue;
+        }
+        let image = std::fs::read(make(folder.path(), format, options)).unwrap();
+        std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+        let request = OpenRequest::file(path.to_str().unwrap()).writable(true);
+        let node = rt::block_on(open(request)).unwrap();
+        assert!(node.is_probed_raw());
+        let (result, _) = rt::block_on(node.write(0, IoBuf::copy_from(&image[..4096])));
+        let error = result.unwrap_err();
+        assert!(error.kind() == ErrorKind::PermissionDenied && error.to_string().contains(format), "{error}");
+        rt::block_on(node.write_zeroes(0, 4096, ZeroFlags::default())).unwrap();
+        rt::block_on(node.close()).unwrap();
+        // An image is none of these formats on the word of an overlay that doesn't say so.
+        let overlay = folder.path().join("over.qcow2");
+        run(
+            folder.path(),
+            "qemu-img",
+            &["create", "-q", "-u", "-f", "qcow2", "-b", "image", "-F", "raw", "over.qcow2", "5M"],
+        );
+        let node = rt::block_on(open(OpenRequest::file(overlay.to_str().unwrap()))).unwrap();
+        let (result, bytes) = rt::block_on(node.read(0, IoBuf::zeroed(2048)));
+        result.unwrap();
+        assert!(bytes[..] == image[..2048], "{format}: the bytes of the file, as the overlay says");
+        rt::block_on(node.close()).unwrap();
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Parallels' expandable images, as QEMU's `docs/interop/parallels.rst` describes them: a header, a block allocation table
+//! (BAT), clusters. Numbers are little-endian, offsets of the header count sectors.
+
+use crate::bytes::{array_at, le32_at, le64_at};
+use cowshed_block::{Error, Result};
+
+/// Length of the header in bytes; the BAT follows it.
+pub const HEADER_BYTES: usize = 64;
+/// Bytes of an entry of the BAT.
+pub const ENTRY_BYTES: u64 = 4;
+
+const SECTOR_BYTES: u64 = 512;
+const OLD_MAGIC: &[u8; 16] = b"WithoutFreeSpace";
+const MAGIC: &[u8; 16] = b"WithouFreSpacExt";
+const VERSION: u32 = 2;
+/// Largest cluster in sectors (1 GiB).
+const MAX_CLUSTER_SECTORS: u32 = 1 << 21;
+const IN_USE: u32 = 0x746f_6e59;
+
+/// The header of an image, checked. Sizes and offsets in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParallelsHeader {
+    /// Length of a cluster, whole sectors.
+    pub cluster_bytes: u64,
+    /// Entries of the BAT.
+    pub entries: u32,
+    /// Size of the disk.
+    pub size: u64,
+    /// Where the clusters begin.
+    pub data_offset: u64,
+    /// What an entry of the BAT counts, in bytes: sectors, or clusters.
+    pub entry_unit_bytes: u64,
+    /// A program had it open for writing and didn't close it.
+    pub is_in_use: bool,
+}
+
+impl ParallelsHeader {
+    /// Parses the first [`HEADER_BYTES`] bytes of an image.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let is_old = match array_at::<16>(bytes, 0) {
+            Some(magic) if &magic == OLD_MAGIC => true,
+            Some(magic) if &magic == MAGIC => false,
+            Some(other) => return Err(wrong("magic", 0, other.escape_ascii(), "this is no Parallels image")),
+            None => return Err(wrong("header", 0, bytes.len(), "the Parallels header is cut short")),
+        };
+        let cut_short = || wrong("header", 0, bytes.len(), "the Parallels header is cut short");
+        Self::parse_fields(bytes, is_old).ok_or_else(cut_short)?
+    }
+
+    fn parse_fields(bytes: &[u8], is_old: bool) -> Option<Result<Self>> {
+        let version = le32_at(bytes, 16)?;
+        if version != VERSION {
+            let message = "Parallels images of this version are not supported";
+            return Some(Err(refused("version", 16, version, message)));
+        }
+        let (tracks, entries, nb_sectors) = (le32_at(bytes, 28)?, le32_at(bytes, 32)?, le64_at(bytes, 36)?);
+        let (in_use, data_off) = (le32_at(bytes, 44)?, le32_at(bytes, 48)?);
+        // The field ends the header; older programs wrote less of it.
+        le64_at(bytes, 56)?;
+        if tracks == 0 || tracks > MAX_CLUSTER_SECTORS {
+            let message = format!("the cluster size is not from 1 to {MAX_CLUSTER_SECTORS} sectors");
+            return Some(Err(wrong("tracks", 28, tracks, message)));
+        }
+        let cluster_bytes = u64::from(tracks) * SECTOR_BYTES;
+        // "Only the lowest 4 bytes are used" with the old magic.
+        let sectors = if is_old { nb_sectors & 0xffff_ffff } else { nb_sectors };
+        let Some(size) = sectors.checked_mul(SECTOR_BYTES).filter(|size| i64::try_from(*size).is_ok()) else {
+            return Some(Err(wrong("nb_sectors", 36, nb_sectors, "the Parallels disk is too large")));
+        };
+        if u64::from(entries) * cluster_bytes < size {
+            let message = format!("too few entries for a disk of {size} bytes");
+            return Some(Err(wrong("nb_bat_entries", 32, entries, message)));
+        }
+        let bat_end = HEADER_BYTES as u64 + u64::from(entries) * ENTRY_BYTES;
+        let data_offset = match data_off {
+            0 if is_old => bat_end.next_multiple_of(SECTOR_BYTES),
+            sectors => u64::from(sectors) * SECTOR_BYTES,
+        };
+        if data_offset < bat_end {
+            let message = "the data begin inside the block allocation table";
+            return Some(Err(wrong("data_off", 48, data_off, message)));
+        }
+        if !is_old && !data_offset.is_multiple_of(cluster_bytes) {
+            return Some(Err(wrong(
+                "data_off",
+                48,
+                data_off,
+                "the data don't begin at a multiple of the cluster size",
+            )));
+        }
+        let entry_unit_bytes = if is_old { SECTOR_BYTES } else { cluster_bytes };
+        let is_in_use = in_use == IN_USE;
+        Some(Ok(Self { cluster_bytes, entries, size, data_offset, entry_unit_bytes, is_in_use }))
+    }
+
+    /// Length of the BAT in bytes.
+    pub fn table_bytes(&self) -> u64 {
+        u64::from(self.entries) * ENTRY_BYTES
+    }
+
+    /// Where a cluster is, in bytes, as an entry of the BAT says; `None`: not allocated, zeroes.
+    pub fn cluster(&self, entry: u32) -> Option<u64> {
+        // 2^32 clusters of 1 GiB at most: far from 2^64.
+        (entry != 0).then(|| u64::from(entry) * self.entry_unit_bytes)
+    }
+}
+
+fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(magic: &[u8; 16]) -> Vec<u8> {
+        let mut bytes = magic.to_vec();
+        bytes.extend([2u32, 16, 20, 2048, 10].iter().flat_map(|word| word.to_le_bytes()));
+        bytes.extend(20_480u64.to_le_bytes());
+        bytes.extend([0u32, 2048, 0, 0, 0].iter().flat_map(|word| word.to_le_bytes()));
+        bytes
+    }
+
+    #[test]
+    fn both_kinds_of_header_are_read() {
+        let new = ParallelsHeader::parse(&header(MAGIC)).unwrap();
+        assert_eq!((new.size, new.cluster_bytes, new.entries, new.data_offset), (10 << 20, 1 << 20, 10, 1 << 20));
+        assert_eq!((new.cluster(0), new.cluster(3), new.table_bytes()), (None, Some(3 << 20), 40));
+        let mut old = header(OLD_MAGIC);
+        old[43] = 1;
+        let parsed = ParallelsHeader::parse(&old).unwrap();
+        assert_eq!((parsed.size, parsed.cluster(3)), (10 << 20, Some(3 * 512)));
+        old[48..52].fill(0);
+        assert_eq!(ParallelsHeader::parse(&old).unwrap().data_offset, 512);
+    }
+
+    #[test]
+    fn each_rule_is_held() {
+        for (at, bytes, part) in [
+            (0, &b"x"[..], "magic"),
+            (16, &[3], "version"),
+            (28, &[0; 4], "tracks"),
+            (28, &[0xff; 4], "tracks"),
+            (32, &[9], "nb_bat_entries"),
+            (36, &[0xff; 8], "nb_sectors"),
+            (40, &[1], "nb_bat_entries"),
+            (48, &[0; 4], "data_off"),
+            (48, &[1], "data_off"),
+        ] {
+            let mut header = header(MAGIC);
+            header[at..at + bytes.len()].copy_from_slice(bytes);
+            let error = ParallelsHeader::parse(&header).unwrap_err().to_string();
+            assert!(error.contains(part), "{at}: {error}");
+        }
+        for len in 0..HEADER_BYTES {
+            assert!(ParallelsHeader::parse(&header(MAGIC)[..len]).is_err(), "{len} bytes");
+        }
+    }
+}

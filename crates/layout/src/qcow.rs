@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! qcow, version 1: the format before qcow2. A header, an L1 table, L2 tables, clusters. Numbers are big-endian, offsets
+//! count bytes.
+
+use crate::bytes::{be32_at, be64_at};
+use crate::qcow2::MAGIC;
+use cowshed_block::{Error, Result};
+
+/// Length of the header in bytes.
+pub const HEADER_BYTES: usize = 48;
+/// Bytes of an entry of the tables.
+pub const ENTRY_BYTES: u64 = 8;
+
+const SECTOR_BYTES: u64 = 512;
+const COMPRESSED: u64 = 1 << 63;
+const MAX_BACKING_NAME_BYTES: u32 = 1023;
+
+/// The header of an image, checked. Sizes and offsets in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QcowHeader {
+    /// Place and length of the backing file's name.
+    pub backing_name: Option<(u64, u32)>,
+    /// Size of the disk, whole sectors.
+    pub size: u64,
+    /// Base-2 logarithm of the cluster size, 9 to 16.
+    pub cluster_bits: u32,
+    /// Base-2 logarithm of the entries of an L2 table, 6 to 13.
+    pub l2_bits: u32,
+    /// Where the L1 table is.
+    pub l1_offset: u64,
+}
+
+/// An entry of an L2 table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QcowCluster {
+    /// Not here: the backing file's, or zeroes.
+    Unallocated,
+    /// At this offset in bytes.
+    At(u64),
+    /// So many bytes of deflate data from this offset on.
+    Compressed {
+        /// Where they begin, in bytes.
+        host: u64,
+        /// How many there are.
+        len: u64,
+    },
+}
+
+impl QcowHeader {
+    /// Parses the first [`HEADER_BYTES`] bytes of an image.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        match be32_at(bytes, 0) {
+            Some(MAGIC) => {}
+            Some(other) => return Err(wrong("magic", 0, format!("{other:#x}"), "this is no qcow image")),
+            None => return Err(wrong("header", 0, bytes.len(), "the qcow header is cut short")),
+        }
+        Self::parse_fields(bytes)
+            .unwrap_or_else(|| Err(wrong("header", 0, bytes.len(), "the qcow header is cut short")))
+    }
+
+    fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
+        let version = be32_at(bytes, 4)?;
+        if version != 1 {
+            let message = "this version is none of the driver 'qcow'";
+            return Some(Err(refused("version", 4, version, message)));
+        }
+        let (name_offset, name_bytes) = (be64_at(bytes, 8)?, be32_at(bytes, 16)?);
+        let size = be64_at(bytes, 24)?;
+        let (cluster_bits, l2_bits) = (u32::from(*bytes.get(32)?), u32::from(*bytes.get(33)?));
+        let (crypt_method, l1_offset) = (be32_at(bytes, 36)?, be64_at(bytes, 40)?);
+        Some(match crypt_method {
+            0 => Self::checked(name_offset, name_bytes, size, cluster_bits, l2_bits, l1_offset),
+            1 => Err(refused("crypt_method", 36, 1, "qcow images that are encrypted with AES are not supported")),
+            _ => Err(wrong("crypt_method", 36, crypt_method, "unknown method of encryption")),
+        })
+    }
+
+    fn checked(
+        name_offset: u64,
+        name_bytes: u32,
+        size: u64,
+        cluster_bits: u32,
+        l2_bits: u32,
+        l1_offset: u64,
+    ) -> Result<Self> {
+        if !(9..=16).contains(&cluster_bits) {
+            return Err(wrong("cluster_bits", 32, cluster_bits, "the cluster size is not from 512 bytes to 64 KiB"));
+        }
+        if !(6..=13).contains(&l2_bits) {
+            return Err(wrong("l2_bits", 33, l2_bits, "an L2 table doesn't have 64 to 8192 entries"));
+        }
+        let whole_size = size.checked_next_multiple_of(SECTOR_BYTES).filter(|size| i64::try_from(*size).is_ok());
+        let Some(whole_size) = whole_size else {
+            return Err(wrong("size", 24, size, "the qcow disk is too large"));
+        };
+        let backing_name = (name_offset != 0).then_some((name_offset, name_bytes));
+        if backing_name.is_some() && name_bytes > MAX_BACKING_NAME_BYTES {
+            let message = format!("the name of the backing file is longer than {MAX_BACKING_NAME_BYTES} bytes");
+            return Err(wrong("backing_file_size", 16, name_bytes, message));
+        }
+        let header = Self { backing_name, size: whole_size, cluster_bits, l2_bits, l1_offset };
+        if l1_offset < HEADER_BYTES as u64 || l1_offset.checked_add(header.l1_bytes()).is_none() {
+            return Err(wrong("l1_table_offset", 40, l1_offset, "the L1 table is at an impossible offset"));
+        }
+        Ok(header)
+    }
+
+    /// Length of a cluster in bytes.
+    pub fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Bytes of the disk that one L2 table describes.
+    pub fn l2_span_bytes(&self) -> u64 {
+        1 << (self.cluster_bits + self.l2_bits)
+    }
+
+    /// Length of the L1 table in bytes.
+    pub fn l1_bytes(&self) -> u64 {
+        self.size.div_ceil(self.l2_span_bytes()) * ENTRY_BYTES
+    }
+
+    /// Length of an L2 table in bytes.
+    pub fn l2_bytes(&self) -> u64 {
+        ENTRY_BYTES << self.l2_bits
+    }
+
+    /// What an entry of an L2 table says.
+    pub fn cluster(&self, entry: u64) -> QcowCluster {
+        if entry & COMPRESSED == 0 {
+            return if entry == 0 { QcowCluster::Unallocated } else { QcowCluster::At(entry) };
+        }
+        let shift = 63 - self.cluster_bits;
+        let len = entry >> shift & (self.cluster_bytes() - 1);
+        QcowCluster::Compressed { host: entry & ((1 << shift) - 1), len }
+    }
+}
+
+fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Vec<u8> {
+        let mut bytes = b"QFI\xfb\0\0\0\x01".to_vec();
+        bytes.extend(0u64.to_be_bytes());
+        bytes.extend([0; 8]);
+        bytes.extend((10u64 << 20).to_be_bytes());
+        bytes.extend([12, 9, 0, 0, 0, 0, 0, 0]);
+        bytes.extend(48u64.to_be_bytes());
+        bytes
+    }
+
+    #[test]
+    fn a_header_is_read() {
+        let parsed = QcowHeader::parse(&header()).unwrap();
+        assert_eq!((parsed.size, parsed.cluster_bytes(), parsed.l2_span_bytes()), (10 << 20, 4096, 2 << 20));
+        assert_eq!((parsed.l1_bytes(), parsed.l2_bytes(), parsed.backing_name.clone()), (40, 4096, None));
+        assert_eq!(parsed.cluster(0), QcowCluster::Unallocated);
+        assert_eq!(parsed.cluster(4096), QcowCluster::At(4096));
+        let compressed = 1 << 63 | 700 << 51 | 12_345;
+        assert_eq!(parsed.cluster(compressed), QcowCluster::Compressed { host: 12_345, len: 700 });
+    }
+
+    #[test]
+    fn each_rule_is_held() {
+        for (at, bytes, part) in [
+            (0, &b"x"[..], "magic"),
+            (7, &[2], "version"),
+            (8, &[0, 0, 0, 0, 0, 0, 0, 60, 0, 0, 4, 0], "backing_file_size"),
+            (24, &[0xff; 8], "(size"),
+            (32, &[8], "cluster_bits"),
+            (32, &[17], "cluster_bits"),
+            (33, &[5], "l2_bits"),
+            (33, &[14], "l2_bits"),
+            (39, &[1], "crypt_method"),
+            (39, &[2], "crypt_method"),
+            (40, &[0xff; 8], "l1_table_offset"),
+            (40, &[0; 8], "l1_table_offset"),
+        ] {
+            let mut header = header();
+            header[at..at + bytes.len()].copy_from_slice(bytes);
+            let error = QcowHeader::parse(&header).unwrap_err().to_string();
+            assert!(error.contains(part), "{at}: {error}");
+        }
+        for len in 0..HEADER_BYTES {
+            assert!(QcowHeader::parse(&header()[..len]).is_err(), "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! QED, as QEMU's "QED Image File Format Specification" describes it: a header, an L1 table, L2 tables, clusters. Numbers
+//! are little-endian, offsets count bytes.
+
+use crate::bytes::{array_at, le32_at, le64_at};
+use cowshed_block::{Error, Result};
+
+/// Length of the header in bytes.
+pub const HEADER_BYTES: usize = 64;
+/// Bytes of an entry of the tables.
+pub const ENTRY_BYTES: u64 = 8;
+
+const MAGIC: &[u8; 4] = b"QED\0";
+const SECTOR_BYTES: u64 = 512;
+const FEATURE_BACKING_FILE: u64 = 1;
+const FEATURE_NEED_CHECK: u64 = 2;
+const FEATURE_BACKING_IS_RAW: u64 = 4;
+const KNOWN_FEATURES: u64 = FEATURE_BACKING_FILE | FEATURE_NEED_CHECK | FEATURE_BACKING_IS_RAW;
+const MAX_BACKING_NAME_BYTES: u32 = 1023;
+
+/// The header of an image, checked. Sizes and offsets in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QedHeader {
+    /// Length of a cluster, a power of two from 4 KiB to 64 MiB.
+    pub cluster_bytes: u64,
+    /// Clusters of the header and what belongs to it, at the start of the file.
+    pub header_clusters: u64,
+    /// Length of a table, of the L1 table as of an L2 table.
+    pub table_bytes: u64,
+    /// Where the L1 table is.
+    pub l1_offset: u64,
+    /// Size of the disk.
+    pub size: u64,
+    /// Place and length of the backing file's name.
+    pub backing_name: Option<(u64, u32)>,
+    /// The backing file is raw, whatever it looks like.
+    pub backing_is_raw: bool,
+    /// Whoever wrote last didn't finish.
+    pub needs_check: bool,
+}
+
+/// An entry of an L2 table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QedCluster {
+    /// Not here: the backing file's, or zeroes.
+    Unallocated,
+    /// Zeroes.
+    Zero,
+    /// At this offset in bytes.
+    At(u64),
+}
+
+impl QedCluster {
+    /// What an entry of an L2 table says.
+    pub fn of(entry: u64) -> QedCluster {
+        match entry {
+            0 => QedCluster::Unallocated,
+            1 => QedCluster::Zero,
+            offset => QedCluster::At(offset),
+        }
+    }
+}
+
+impl QedHeader {
+    /// Parses the first [`HEADER_BYTES`] bytes of an image.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        match array_at::<4>(bytes, 0) {
+            Some(magic) if &magic == MAGIC => {}
+            Some(other) => return Err(wrong("magic", 0, other.escape_ascii(), "this is no QED image")),
+            None => return Err(wrong("header", 0, bytes.len(), "the QED header is cut short")),
+        }
+        Self::parse_fields(bytes).unwrap_or_else(|| Err(wrong("header", 0, bytes.len(), "the QED header is cut short")))
+    }
+
+    fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
+        let (cluster_size, table_size, header_size) = (le32_at(bytes, 4)?, le32_at(bytes, 8)?, le32_at(bytes, 12)?);
+        let features = le64_at(bytes, 16)?;
+        let (l1_offset, size) = (le64_at(bytes, 40)?, le64_at(bytes, 48)?);
+        let (name_offset, name_bytes) = (le32_at(bytes, 56)?, le32_at(bytes, 60)?);
+        if !cluster_size.is_power_of_two() || !(1 << 12..=1 << 26).contains(&cluster_size) {
+            let message = "the cluster size is no power of two from 4 KiB to 64 MiB";
+            return Some(Err(wrong("cluster_size", 4, cluster_size, message)));
+        }
+        if !table_size.is_power_of_two() || table_size > 16 {
+            let message = "the size of tables is no power of two from 1 to 16 clusters";
+            return Some(Err(wrong("table_size", 8, table_size, message)));
+        }
+        if features & !KNOWN_FEATURES != 0 {
+            let value = format!("{features:#x}");
+            return Some(Err(refused("features", 16, value, "features that this version doesn't know")));
+        }
+        let cluster_bytes = u64::from(cluster_size);
+        let header_bytes = u64::from(header_size) * cluster_bytes;
+        let name_end = u64::from(name_offset) + u64::from(name_bytes);
+        let has_backing = features & FEATURE_BACKING_FILE != 0;
+        if has_backing && (name_bytes > MAX_BACKING_NAME_BYTES || name_end > header_bytes) {
+            let message = format!(
+                "the name of the backing file is longer than {MAX_BACKING_NAME_BYTES} bytes, or not within the header"
+            );
+            return Some(Err(wrong("backing_filename_size", 60, name_bytes, message)));
+        }
+        let header = Self {
+            cluster_bytes,
+            header_clusters: u64::from(header_size),
+            table_bytes: u64::from(table_size) * cluster_bytes,
+            l1_offset,
+            size,
+            backing_name: has_backing.then_some((u64::from(name_offset), name_bytes)),
+            backing_is_raw: has_backing && features & FEATURE_BACKING_IS_RAW != 0,
+            needs_check: features & FEATURE_NEED_CHECK != 0,
+        };
+        Some(header.checked(header_size))
+    }
+
+    fn checked(self, header_size: u32) -> Result<Self> {
+        if header_size == 0 {
+            return Err(wrong("header_size", 12, header_size, "the header has no cluster"));
+        }
+        if !self.l1_offset.is_multiple_of(self.cluster_bytes)
+            || self.l1_offset < u64::from(header_size) * self.cluster_bytes
+            || self.l1_offset.checked_add(self.table_bytes).is_none()
+        {
+            let message = "the L1 table is not at a cluster behind the header";
+            return Err(wrong("l1_table_offset", 40, self.l1_offset, message));
+        }
+        // 2^24 entries of a table of 16 clusters of 64 MiB: the product doesn't fit in 64 bits.
+        let most = u128::from(self.l2_span_bytes()) * u128::from(self.table_entries());
+        if !self.size.is_multiple_of(SECTOR_BYTES) || u128::from(self.size) > most || i64::try_from(self.size).is_err()
+        {
+            let message = "the size is no multiple of 512, or larger than the tables can describe";
+            return Err(wrong("image_size", 48, self.size, message));
+        }
+        Ok(self)
+    }
+
+    /// Entries of a table.
+    pub fn table_entries(&self) -> u64 {
+        self.table_bytes / ENTRY_BYTES
+    }
+
+    /// Bytes of the disk that one L2 table describes.
+    pub fn l2_span_bytes(&self) -> u64 {
+        self.table_entries() * self.cluster_bytes
+    }
+}
+
+fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([65_536u32, 4, 1].iter().flat_map(|word| word.to_le_bytes()));
+        bytes.extend([0u64, 0, 0, 65_536, 10 << 20].iter().flat_map(|word| word.to_le_bytes()));
+        bytes.extend([64u32, 4].iter().flat_map(|word| word.to_le_bytes()));
+        bytes
+    }
+
+    #[test]
+    fn a_header_is_read() {
+        let parsed = QedHeader::parse(&header()).unwrap();
+        assert_eq!((parsed.size, parsed.cluster_bytes, parsed.table_bytes), (10 << 20, 65_536, 262_144));
+        assert_eq!((parsed.table_entries(), parsed.l2_span_bytes()), (32_768, 2 << 30));
+        assert_eq!((parsed.backing_name.clone(), parsed.needs_check), (None, false));
+        let mut child = header();
+        child[16] = 7;
+        let parsed = QedHeader::parse(&child).unwrap();
+        assert_eq!((parsed.backing_name, parsed.backing_is_raw, parsed.needs_check), (Some((64, 4)), true, true));
+        assert_eq!(
+            [QedCluster::of(0), QedCluster::of(1), QedCluster::of(65_536)],
+            [QedCluster::Unallocated, QedCluster::Zero, QedCluster::At(65_536)]
+        );
+    }
+
+    #[test]
+    fn each_rule_is_held() {
+        for (at, bytes, part) in [
+            (0, &b"x"[..], "magic"),
+            (4, &[1], "cluster_size"),
+            (4, &[0, 8, 0], "cluster_size"),
+            (4, &[0, 0, 0, 8], "cluster_size"),
+            (8, &[0], "table_size"),
+            (8, &[3], "table_size"),
+            (8, &[32], "table_size"),
+            (12, &[0], "header_size"),
+            (12, &[2], "l1_table_offset"),
+            (16, &[8], "features"),
+            (40, &[1], "l1_table_offset"),
+            (40, &[0, 0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff], "l1_table_offset"),
+            (48, &[1], "image_size"),
+            (54, &[0x7f], "image_size"),
+        ] {
+            let mut header = header();
+            header[at..at + bytes.len()].copy_from_slice(bytes);
+            let error = QedHeader::parse(&header).unwrap_err().to_string();
+            assert!(error.contains(part), "{at}: {error}");
+        }
+        for (at, bytes) in [(56, &[0xff, 0xff, 0xff, 0xff][..]), (60, &[0, 4, 0, 0]), (60, &[0xff; 4])] {
+            let mut header = header();
+            header[16] = 1;
+            header[at..at + bytes.len()].copy_from_slice(bytes);
+            assert!(QedHeader::parse(&header).unwrap_err().to_string().contains("backing_filename_size"), "{at}");
+        }
+        for len in 0..HEADER_BYTES {
+            assert!(QedHeader::parse(&header()[..len]).is_err(), "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VDI, VirtualBox's format, version 1.1: one header, one map of blocks, then the blocks. Numbers are little-endian,
+//! offsets count bytes.
+
+use crate::bytes::{array_at, le32_at, le64_at};
+use cowshed_block::{Error, Result};
+
+/// Bytes of a header that are looked at.
+pub const HEADER_BYTES: usize = 512;
+/// Bytes of an entry of the block map.
+pub const ENTRY_BYTES: u64 = 4;
+
+const SIGNATURE: u32 = 0xbeda_107f;
+const VERSION: u32 = 0x0001_0001;
+/// The part of the header behind the signature and the version, up to the number of allocated blocks.
+const LEAST_HEADER_SIZE: u32 = 0x180;
+const SECTOR_BYTES: u32 = 512;
+const MAX_BLOCK_BYTES: u32 = 256 << 20;
+const UNALLOCATED: u32 = 0xffff_ffff;
+const ZERO: u32 = 0xffff_fffe;
+
+/// The header of an image, checked. Sizes and offsets in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VdiHeader {
+    /// All blocks were allocated when the image was made.
+    pub is_fixed: bool,
+    /// Where the block map is.
+    pub map_offset: u64,
+    /// Where block 0 of the file is.
+    pub data_offset: u64,
+    /// Size of the disk, whole sectors.
+    pub size: u64,
+    /// Length of a block, a power of two.
+    pub block_bytes: u64,
+    /// Entries of the block map.
+    pub blocks: u32,
+    /// Entries that lead to a block, as the header counts them.
+    pub allocated: u32,
+}
+
+/// An entry of the block map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VdiBlock {
+    /// Never written: zeroes.
+    Unallocated,
+    /// Discarded: zeroes.
+    Zero,
+    /// The block with this number in the file.
+    At(u32),
+}
+
+impl VdiBlock {
+    /// What an entry of the map says.
+    pub fn of(entry: u32) -> VdiBlock {
+        match entry {
+            UNALLOCATED => VdiBlock::Unallocated,
+            ZERO => VdiBlock::Zero,
+            number => VdiBlock::At(number),
+        }
+    }
+}
+
+impl VdiHeader {
+    /// Parses the first [`HEADER_BYTES`] bytes of an image.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        match le32_at(bytes, 64) {
+            Some(SIGNATURE) => {}
+            Some(other) => return Err(wrong("signature", 64, format!("{other:#x}"), "this is no VDI image")),
+            None => return Err(wrong("header", 0, bytes.len(), "the VDI header is cut short")),
+        }
+        Self::parse_fields(bytes).unwrap_or_else(|| Err(wrong("header", 0, bytes.len(), "the VDI header is cut short")))
+    }
+
+    fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
+        let version = le32_at(bytes, 68)?;
+        if version != VERSION {
+            let value = format!("{}.{}", version >> 16, version & 0xffff);
+            return Some(Err(refused("version", 68, value, "VDI images of this version are not supported")));
+        }
+        let header_size = le32_at(bytes, 72)?;
+        if header_size < LEAST_HEADER_SIZE {
+            return Some(Err(wrong("header_size", 72, header_size, "the VDI header is too short")));
+        }
+        let image_type = le32_at(bytes, 76)?;
+        let is_fixed = match image_type {
+            1 => false,
+            2 => true,
+            3 | 4 => {
+                let message = "VDI images that are a difference to another one are not supported";
+                return Some(Err(refused("image_type", 76, image_type, message)));
+            }
+            _ => return Some(Err(wrong("image_type", 76, image_type, "unknown type of VDI image"))),
+        };
+        for (field, at) in [("uuid_link", 424), ("uuid_parent", 440)] {
+            let uuid: [u8; 16] = array_at(bytes, at)?;
+            if uuid != [0; 16] {
+                let value: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+                let message = "VDI images that are a difference to another one are not supported";
+                return Some(Err(refused(field, at as u64, value, message)));
+            }
+        }
+        let header = Self {
+            is_fixed,
+            map_offset: u64::from(le32_at(bytes, 340)?),
+            data_offset: u64::from(le32_at(bytes, 344)?),
+            size: le64_at(bytes, 368)?,
+            block_bytes: u64::from(le32_at(bytes, 376)?),
+            blocks: le32_at(bytes, 384)?,
+            allocated: le32_at(bytes, 388)?,
+        };
+        let sector_size = le32_at(bytes, 360)?;
+        if sector_size != SECTOR_BYTES {
+            return Some(Err(refused("sector_size", 360, sector_size, "only sectors of 512 bytes are supported")));
+        }
+        let extra = le32_at(bytes, 380)?;
+        if extra != 0 {
+            return Some(Err(refused(
+                "block_extra",
+                380,
+                extra,
+                "VDI images with data between blocks are not supported",
+            )));
+        }
+        Some(header.checked())
+    }
+
+    fn checked(mut self) -> Result<Self> {
+        let sector = u64::from(SECTOR_BYTES);
+        if !self.block_bytes.is_power_of_two() || !(sector..=u64::from(MAX_BLOCK_BYTES)).contains(&self.block_bytes) {
+            let message = format!("the block size is no power of two from 512 to {MAX_BLOCK_BYTES}");
+            return Err(wrong("block_size", 376, self.block_bytes, message));
+        }
+        // A disk of an odd size has a last sector all the same, as in QEMU.
+        let size = self.size.checked_next_multiple_of(sector).filter(|size| i64::try_from(*size).is_ok());
+        self.size = size.ok_or_else(|| wrong("disk_size", 368, self.size, "the VDI disk is too large"))?;
+        if u64::from(self.blocks) * self.block_bytes < self.size {
+            let message = format!("too few blocks for a disk of {} bytes", self.size);
+            return Err(wrong("blocks_in_image", 384, self.blocks, message));
+        }
+        if !self.map_offset.is_multiple_of(sector) || self.map_offset < HEADER_BYTES as u64 {
+            let message = "the block map is not at a multiple of 512 behind the header";
+            return Err(wrong("offset_bmap", 340, self.map_offset, message));
+        }
+        if !self.data_offset.is_multiple_of(sector) || self.data_offset < self.map_offset + self.map_bytes() {
+            let message = "the data are not at a multiple of 512 behind the block map";
+            return Err(wrong("offset_data", 344, self.data_offset, message));
+        }
+        Ok(self)
+    }
+
+    /// Length of the block map in bytes.
+    pub fn map_bytes(&self) -> u64 {
+        u64::from(self.blocks) * ENTRY_BYTES
+    }
+}
+
+fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk of 2.5 MiB in blocks of 1 MiB.
+    fn header() -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let mut put = |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        for (at, value) in [
+            (64, SIGNATURE),
+            (68, VERSION),
+            (72, 0x190),
+            (76, 1),
+            (340, 0x200),
+            (344, 0x400),
+            (360, 512),
+            (368, 5 << 19),
+            (376, 1 << 20),
+            (384, 3),
+        ] {
+            put(at, value);
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_header_is_read() {
+        let parsed = VdiHeader::parse(&header()).unwrap();
+        assert_eq!((parsed.size, parsed.blocks, parsed.block_bytes, parsed.is_fixed), (5 << 19, 3, 1 << 20, false));
+        assert_eq!((parsed.map_offset, parsed.data_offset, parsed.map_bytes()), (512, 1024, 12));
+        let mut odd = header();
+        odd[368] = 1;
+        assert_eq!(VdiHeader::parse(&odd).unwrap().size, (5 << 19) + 512);
+        assert_eq!(VdiBlock::of(7), VdiBlock::At(7));
+        assert_eq!((VdiBlock::of(u32::MAX), VdiBlock::of(u32::MAX - 1)), (VdiBlock::Unallocated, VdiBlock::Zero));
+    }
+
+    #[test]
+    fn each_rule_is_held() {
+        for (at, bytes, part) in [
+            (64, &[0][..], "signature"),
+            (68, &[2], "version"),
+            (72, &[0, 0], "header_size"),
+            (76, &[4], "image_type"),
+            (76, &[9], "image_type"),
+            (340, &[1], "offset_bmap"),
+            (340, &[0, 0], "offset_bmap"),
+            (344, &[0, 2], "offset_data"),
+            (344, &[1], "offset_data"),
+            (360, &[0, 16], "sector_size"),
+            (368, &[0xff; 8], "disk_size"),
+            (368, &[0, 0, 0, 0, 1], "blocks_in_image"),
+            (376, &[0; 4], "block_size"),
+            (376, &[1], "block_size"),
+            (379, &[0x20], "block_size"),
+            (380, &[1], "block_extra"),
+            (384, &[2], "blocks_in_image"),
+            (424, &[1], "uuid_link"),
+            (440, &[1], "uuid_parent"),
+        ] {
+            let mut header = header();
+            header[at..at + bytes.len()].copy_from_slice(bytes);
+            let error = VdiHeader::parse(&header).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains("at offset"), "{at}: {error}");
+        }
+        for len in 0..456 {
+            assert!(VdiHeader::parse(&header()[..len]).is_err(), "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VHD, the format of Virtual PC and of older Hyper-V, which QEMU calls vpc: Microsoft's "Virtual Hard Disk Image Format
+//! Specification" 1.0. A footer at the end of the file; dynamic disks also have a copy of it at the start, a header, and a
+//! block allocation table. Numbers are big-endian, offsets of structures count bytes, those of blocks sectors.
+
+use crate::bytes::{array_at, be16_at, be32_at, be64_at};
+use cowshed_block::{Error, Result};
+
+/// Length of the footer, and of its copy at the start of a dynamic disk, in bytes.
+pub const FOOTER_BYTES: usize = 512;
+/// Length of the header of a dynamic disk in bytes.
+pub const DYNAMIC_HEADER_BYTES: usize = 1024;
+/// Bytes of an entry of the block allocation table.
+pub const ENTRY_BYTES: u64 = 4;
+/// Unit of the table's entries.
+pub const SECTOR_BYTES: u64 = 512;
+
+/// The footer's mark.
+pub const COOKIE: &[u8; 8] = b"conectix";
+const DYNAMIC_COOKIE: &[u8; 8] = b"cxsparse";
+const FOOTER_CHECKSUM_AT: usize = 64;
+const DYNAMIC_CHECKSUM_AT: usize = 36;
+const VERSION: u32 = 0x0001_0000;
+const MAX_BLOCK_BYTES: u32 = 1 << 30;
+/// A geometry of so many cylinders, heads and sectors means that the disk is too large to have one.
+const LARGEST_GEOMETRY: (u16, u8, u8) = (65535, 16, 255);
+/// Those who made disks whose size is the one of the geometry: Virtual PC, and QEMU by default.
+const SIZED_BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
+const UNALLOCATED: u32 = 0xffff_ffff;
+
+/// How the disk is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VpcKind {
+    /// The bytes of the disk, then the footer.
+    Fixed,
+    /// In blocks; the header of the dynamic disk is at this offset in bytes.
+    Dynamic(u64),
+}
+
+/// The footer of an image, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VpcFooter {
+    /// How the disk is stored.
+    pub kind: VpcKind,
+    /// Four letters for the program that made the image.
+    pub creator: [u8; 4],
+    /// Size of the disk in bytes, by the rule for its creator: see [`VpcFooter::parse`].
+    pub size: u64,
+}
+
+impl VpcFooter {
+    /// Parses a footer or its copy, [`FOOTER_BYTES`] bytes.
+    ///
+    /// The size of the disk is `current_size`; for images of Virtual PC and of QEMU (unless made with `force_size`) it is
+    /// cylinders × heads × sectors, except for the largest geometry. These are the rules of QEMU 11, as it shows them.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        if !bytes.starts_with(COOKIE) {
+            return Err(wrong("cookie", 0, "another", "this is no VHD footer"));
+        }
+        let cut_short = || wrong("footer", 0, bytes.len(), "the VHD footer is cut short");
+        let footer = bytes.get(..FOOTER_BYTES).ok_or_else(cut_short)?;
+        check_sum(footer, FOOTER_CHECKSUM_AT, "footer checksum")?;
+        Self::parse_unverified(footer)
+    }
+
+    /// As [`VpcFooter::parse`], whatever the checksum is.
+    pub fn parse_unverified(bytes: &[u8]) -> Result<Self> {
+        let cut_short = || wrong("footer", 0, bytes.len(), "the VHD footer is cut short");
+        Self::parse_fields(bytes).ok_or_else(cut_short)?
+    }
+
+    fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
+        let version = be32_at(bytes, 12)?;
+        if version >> 16 != VERSION >> 16 {
+            let message = "VHD images of this version are not supported";
+            return Some(Err(refused("file_format_version", 12, format!("{version:#x}"), message)));
+        }
+        let (data_offset, current_size) = (be64_at(bytes, 16)?, be64_at(bytes, 48)?);
+        let creator: [u8; 4] = array_at(bytes, 28)?;
+        let disk_type = be32_at(bytes, 60)?;
+        let kind = match disk_type {
+            2 => VpcKind::Fixed,
+            3 => VpcKind::Dynamic(data_offset),
+            4 => {
+                let message = "VHD images that are a difference to another one are not supported";
+                return Some(Err(refused("disk_type", 60, disk_type, message)));
+            }
+            _ => return Some(Err(wrong("disk_type", 60, disk_type, "unknown type of VHD image"))),
+        };
+        let (cylinders, heads, sectors) = (be16_at(bytes, 56)?, *bytes.get(58)?, *bytes.get(59)?);
+        let by_geometry = SIZED_BY_GEOMETRY.contains(&&creator) && (cylinders, heads, sectors) != LARGEST_GEOMETRY;
+        let size = match by_geometry {
+            true => u64::from(cylinders) * u64::from(heads) * u64::from(sectors) * SECTOR_BYTES,
+            // Whole sectors, as QEMU counts.
+            false => current_size / SECTOR_BYTES * SECTOR_BYTES,
+        };
+        if i64::try_from(size).is_err() {
+            return Some(Err(wrong("current_size", 48, current_size, "the VHD disk is too large")));
+        }
+        Some(Ok(Self { kind, creator, size }))
+    }
+}
+
+/// The header of a dynamic disk, checked. Offsets and lengths in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VpcDynamicHeader {
+    /// Where the block allocation table is.
+    pub table_offset: u64,
+    /// Entries of that table.
+    pub entries: u32,
+    /// Length of a block without its sector bitmap, a power of two.
+    pub block_bytes: u64,
+}
+
+impl VpcDynamicHeader {
+    /// Parses [`DYNAMIC_HEADER_BYTES`] bytes for a disk of `size` bytes.
+    pub fn parse(bytes: &[u8], size: u64) -> Result<Self> {
+        if !bytes.starts_with(DYNAMIC_COOKIE) {
+            return Err(wrong(
+                "dynamic cookie",
+                0,
+                "another",
+                "the header of the dynamic disk is not where the footer says",
+            ));
+        }
+        let cut_short = || wrong("dynamic header", 0, bytes.len(), "the header of the dynamic disk is cut short");
+        let header = bytes.get(..DYNAMIC_HEADER_BYTES).ok_or_else(cut_short)?;
+        check_sum(header, DYNAMIC_CHECKSUM_AT, "dynamic header checksum")?;
+        Self::parse_unverified(header, size)
+    }
+
+    /// As [`VpcDynamicHeader::parse`], whatever the checksum is.
+    pub fn parse_unverified(bytes: &[u8], size: u64) -> Result<Self> {
+        let cut_short = || wrong("dynamic header", 0, bytes.len(), "the header of the dynamic disk is cut short");
+        Self::parse_fields(bytes, size).ok_or_else(cut_short)?
+    }
+
+    fn parse_fields(bytes: &[u8], size: u64) -> Option<Result<Self>> {
+        let (table_offset, version) = (be64_at(bytes, 16)?, be32_at(bytes, 24)?);
+        let (entries, block_bytes) = (be32_at(bytes, 28)?, be32_at(bytes, 32)?);
+        if version >> 16 != VERSION >> 16 {
+            let message = "dynamic VHD disks of this version are not supported";
+            return Some(Err(refused("header_version", 24, format!("{version:#x}"), message)));
+        }
+        if !block_bytes.is_power_of_two() || !(SECTOR_BYTES as u32..=MAX_BLOCK_BYTES).contains(&block_bytes) {
+            let message = format!("the block size is no power of two from 512 to {MAX_BLOCK_BYTES}");
+            return Some(Err(wrong("block_size", 32, block_bytes, message)));
+        }
+        let header = Self { table_offset, entries, block_bytes: u64::from(block_bytes) };
+        if u64::from(entries) * header.block_bytes < size {
+            let message = format!("too few blocks for a disk of {size} bytes");
+            return Some(Err(wrong("max_table_entries", 28, entries, message)));
+        }
+        if table_offset < FOOTER_BYTES as u64 || table_offset.checked_add(header.table_bytes()).is_none() {
+            let message = "the block allocation table is at an impossible offset";
+            return Some(Err(wrong("table_offset", 16, table_offset, message)));
+        }
+        Some(Ok(header))
+    }
+
+    /// Length of the block allocation table in bytes.
+    pub fn table_bytes(&self) -> u64 {
+        u64::from(self.entries) * ENTRY_BYTES
+    }
+
+    /// Length of the sector bitmap in front of each block: a bit for each sector, whole sectors of them.
+    pub fn bitmap_bytes(&self) -> u64 {
+        (self.block_bytes / SECTOR_BYTES).div_ceil(8).next_multiple_of(SECTOR_BYTES)
+    }
+
+    /// Where the data of a block are, in bytes, as an entry of the table says; `None`: not allocated, zeroes.
+    pub fn block(&self, entry: u32) -> Option<u64> {
+        (entry != UNALLOCATED).then(|| u64::from(entry) * SECTOR_BYTES + self.bitmap_bytes())
+    }
+}
+
+/// "A one's complement of the sum of all the bytes … without the checksum field".
+fn check_sum(bytes: &[u8], at: usize, field: &'static str) -> Result<()> {
+    let sum = checksum(bytes, at);
+    match be32_at(bytes, at) {
+        Some(stored) if stored != sum => {
+            let message = format!("the checksum is wrong, it should be {sum:#010x}");
+            Err(wrong(field, at as u64, format!("{stored:#010x}"), message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The checksum of a footer or header whose field for it is at byte `at`.
+pub fn checksum(bytes: &[u8], at: usize) -> u32 {
+    let counted = bytes.iter().enumerate().filter(|(index, _)| !(at..at + 4).contains(index));
+    !counted.fold(0u32, |sum, (_, byte)| sum.wrapping_add(u32::from(*byte)))
+}
+
+fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Puts the right checksum in.
+    fn summed(mut bytes: Vec<u8>, at: usize) -> Vec<u8> {
+        let sum = checksum(&bytes, at);
+        bytes[at..at + 4].copy_from_slice(&sum.to_be_bytes());
+        bytes
+    }
+
+    fn footer(changes: &[(usize, &[u8])]) -> Vec<u8> {
+        let mut bytes = vec![0; FOOTER_BYTES];
+        let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
+        put(0, COOKIE);
+        put(12, &VERSION.to_be_bytes());
+        put(16, &512u64.to_be_bytes());
+        put(28, b"win ");
+        put(48, &(10u64 << 20).to_be_bytes());
+        // 10,514,432 bytes.
+        put(56, &[0x01, 0x2e, 4, 17]);
+        put(60, &3u32.to_be_bytes());
+        for (at, data) in changes {
+            put(*at, data);
+        }
+        summed(bytes, FOOTER_CHECKSUM_AT)
+    }
+
+    fn dynamic(changes: &[(usize, &[u8])]) -> Vec<u8> {
+        let mut bytes = vec![0; DYNAMIC_HEADER_BYTES];
+        let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
+        put(0, DYNAMIC_COOKIE);
+        put(8, &[0xff; 8]);
+        put(16, &1536u64.to_be_bytes());
+        put(24, &VERSION.to_be_bytes());
+        put(28, &5u32.to_be_bytes());
+        put(32, &(2u32 << 20).to_be_bytes());
+        for (at, data) in changes {
+            put(*at, data);
+        }
+        summed(bytes, DYNAMIC_CHECKSUM_AT)
+    }
+
+    #[test]
+    fn the_creator_decides_which_size_counts() {
+        for (creator, geometry, size) in [
+            (b"win ", [0x01, 0x2e, 4, 17], 10 << 20),
+            (b"qem2", [0x01, 0x2e, 4, 17], 10 << 20),
+            (b"qemu", [0x01, 0x2e, 4, 17], 10_514_432),
+            (b"vpc ", [0x01, 0x2e, 4, 17], 10_514_432),
+            (b"vpc ", [0xff, 0xff, 16, 255], 10 << 20),
+        ] {
+            let parsed = VpcFooter::parse(&footer(&[(28, creator), (56, &geometry)])).unwrap();
+            assert_eq!((parsed.size, parsed.kind, &parsed.creator), (size, VpcKind::Dynamic(512), creator));
+        }
+    }
+
+    #[test]
+    fn the_header_of_a_dynamic_disk_is_read() {
+        let parsed = VpcDynamicHeader::parse(&dynamic(&[]), 10 << 20).unwrap();
+        assert_eq!((parsed.table_offset, parsed.entries, parsed.block_bytes), (1536, 5, 2 << 20));
+        assert_eq!((parsed.bitmap_bytes(), parsed.table_bytes()), (512, 20));
+        assert_eq!((parsed.block(5), parsed.block(u32::MAX)), (Some(6 * 512), None));
+    }
+
+    #[test]
+    fn each_rule_is_held() {
+        for (at, bytes, part) in [
+            (0, &b"x"[..], "cookie"),
+            (12, &[0, 2], "file_format_version"),
+            (60, &[0, 0, 0, 4], "disk_type"),
+            (60, &[0, 0, 0, 9], "disk_type"),
+            (48, &[0xff; 8], "current_size"),
+        ] {
+            let error = VpcFooter::parse(&footer(&[(at, bytes)])).unwrap_err().to_string();
+            assert!(error.contains(part), "{at}: {error}");
+        }
+        for (at, bytes, part) in [
+            (0, &b"x"[..], "dynamic cookie"),
+            (16, &[0; 8], "table_offset"),
+            (16, &[0xff; 8], "table_offset"),
+            (24, &[0, 3], "header_version"),
+            (28, &[0, 0, 0, 4], "max_table_entries"),
+            (32, &[0; 4], "block_size"),
+            (32, &[0x80, 0, 0, 0], "block_size"),
+            (35, &[1], "block_size"),
+        ] {
+            let error = VpcDynamicHeader::parse(&dynamic(&[(at, bytes)]), 10 << 20).unwrap_err().to_string();
+            assert!(error.contains(part), "{at}: {error}");
+        }
+        let (mut bad_footer, mut bad_header) = (footer(&[]), dynamic(&[]));
+        bad_footer[200] ^= 1;
+        bad_header[200] ^= 1;
+        assert!(VpcFooter::parse(&bad_footer).unwrap_err().to_string().contains("footer checksum"));
+        assert!(VpcDynamicHeader::parse(&bad_header, 1).unwrap_err().to_string().contains("dynamic header checksum"));
+        for len in 0..FOOTER_BYTES {
+            assert!(VpcFooter::parse(&footer(&[])[..len]).is_err(), "{len} bytes");
+        }
+        for len in 0..DYNAMIC_HEADER_BYTES {
+            assert!(VpcDynamicHeader::parse(&dynamic(&[])[..len], 1).is_err(), "{len} bytes");
+        }
+    }
+}
