@@ -162,7 +162,7 @@ mod tests {
     fn a_header_is_read() {
         let parsed = QcowHeader::parse(&header()).unwrap();
         assert_eq!((parsed.size, parsed.cluster_bytes(), parsed.l2_span_bytes()), (10 << 20, 4096, 2 << 20));
-        assert_eq!((parsed.l1_bytes(), parsed.l2_bytes(), parsed.backing_name.clone()), (40, 4096, None));
+        assert_eq!((parsed.l1_bytes(), parsed.l2_bytes(), parsed.backing_name), (40, 4096, None));
         assert_eq!(parsed.cluster(0), QcowCluster::Unallocated);
         assert_eq!(parsed.cluster(4096), QcowCluster::At(4096));
         let compressed = 1 << 63 | 700 << 51 | 12_345;

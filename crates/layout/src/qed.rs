@@ -169,7 +169,7 @@ mod tests {
         let parsed = QedHeader::parse(&header()).unwrap();
         assert_eq!((parsed.size, parsed.cluster_bytes, parsed.table_bytes), (10 << 20, 65_536, 262_144));
         assert_eq!((parsed.table_entries(), parsed.l2_span_bytes()), (32_768, 2 << 30));
-        assert_eq!((parsed.backing_name.clone(), parsed.needs_check), (None, false));
+        assert_eq!((parsed.backing_name, parsed.needs_check), (None, false));
         let mut child = header();
         child[16] = 7;
         let parsed = QedHeader::parse(&child).unwrap();

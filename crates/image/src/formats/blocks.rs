@@ -63,7 +63,7 @@ pub(crate) struct Table {
 impl Table {
     /// Whether bytes of the file are in this table.
     pub(crate) fn overlaps(&self, offset: u64, bytes: u64) -> bool {
-        offset < self.offset.saturating_add(self.bytes) && self.offset < offset.saturating_add(bytes)
+        self.bytes > 0 && offset < self.offset.saturating_add(self.bytes) && self.offset < offset.saturating_add(bytes)
     }
 }
 
@@ -145,12 +145,33 @@ impl ImageFile {
         if position.saturating_add(N as u64) > table.bytes {
             return Err(Error::internal("a table is too short").field(table.field).value(index));
         }
-        self.check_table(&table)?;
-        let (page_index, skip) = (position / PAGE_BYTES, (position % PAGE_BYTES) as usize);
-        let page_start = page_index * PAGE_BYTES;
-        let page = self.page(table.offset + page_start, (table.bytes - page_start).min(PAGE_BYTES)).await?;
+        let (page, skip) = self.page_of(&table, position).await?;
         let entry = page.get(skip..skip + N).and_then(|bytes| bytes.try_into().ok());
         entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
+    }
+
+    /// For how many of the `len` bytes behind byte `at` of the disk the entries of a table are equal, as far as one page of
+    /// it goes: an empty disk is looked up in large steps. `index`: the entry for `at`, one for each `block_bytes`.
+    pub(crate) async fn same<const N: usize>(
+        &self,
+        table: Table,
+        index: u64,
+        (at, len, block_bytes): (u64, u64, u64),
+    ) -> Result<u64> {
+        let (page, skip) = self.page_of(&table, index * N as u64).await?;
+        let (entries, _) = page.get(skip..).unwrap_or_default().as_chunks::<N>();
+        let most = (at % block_bytes).saturating_add(len).div_ceil(block_bytes);
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let same = entries.iter().take(most).take_while(|entry| Some(*entry) == entries.first()).count() as u64;
+        Ok((same.max(1) * block_bytes - at % block_bytes).min(len))
+    }
+
+    /// The page of a table that byte `position` of the table is in, and where there.
+    async fn page_of(&self, table: &Table, position: u64) -> Result<(Arc<IoBuf>, usize)> {
+        self.check_table(table)?;
+        let start = position / PAGE_BYTES * PAGE_BYTES;
+        let page = self.page(table.offset + start, table.bytes.saturating_sub(start).min(PAGE_BYTES)).await?;
+        Ok((page, (position - start) as usize))
     }
 
     async fn page(&self, offset: u64, len: u64) -> Result<Arc<IoBuf>> {

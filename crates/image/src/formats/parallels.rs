@@ -56,9 +56,11 @@ impl BlockFormat for Parallels {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let cluster_bytes = self.header.cluster_bytes;
         let (cluster, skip) = (at / cluster_bytes, at % cluster_bytes);
-        let len = len.min(cluster_bytes - skip);
         let entry = u32::from_le_bytes(file.entry(self.bat, cluster).await?);
-        let Some(start) = self.header.cluster(entry) else { return Ok((Place::Unallocated, len)) };
+        let Some(start) = self.header.cluster(entry) else {
+            return Ok((Place::Unallocated, file.same::<4>(self.bat, cluster, (at, len, cluster_bytes)).await?));
+        };
+        let len = len.min(cluster_bytes - skip);
         if start < self.header.data_offset {
             let message = format!("the cluster at byte {} of the disk lies before the data", at - skip);
             return Err(Error::invalid_image("BAT entry", entry, message));

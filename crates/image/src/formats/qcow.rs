@@ -52,8 +52,8 @@ async fn load(file: &ImageFile) -> Result<Qcow> {
 }
 
 impl Qcow {
-    /// The cluster that byte `at` is in. `None`: its L2 table isn't there.
-    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<QcowCluster>> {
+    /// The cluster that byte `at` is in, and where its entry is. `None`: its L2 table isn't there.
+    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<(QcowCluster, Table, u64)>> {
         let span = self.header.l2_span_bytes();
         let offset = u64::from_be_bytes(file.entry(self.l1, at / span).await?);
         if offset == 0 {
@@ -65,7 +65,8 @@ impl Qcow {
         let l2 = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
         let index = at % span / self.header.cluster_bytes();
         debug_assert!(index < l2.bytes / ENTRY_BYTES);
-        Ok(Some(self.header.cluster(u64::from_be_bytes(file.entry(l2, index).await?))))
+        let cluster = self.header.cluster(u64::from_be_bytes(file.entry(l2, index).await?));
+        Ok(Some((cluster, l2, index)))
     }
 }
 
@@ -85,14 +86,17 @@ impl BlockFormat for Qcow {
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let Some(cluster) = self.cluster(file, at).await? else {
+        let Some((cluster, l2, index)) = self.cluster(file, at).await? else {
             let span = self.header.l2_span_bytes();
             return Ok((Place::Unallocated, len.min(span - at % span)));
         };
         let skip = at % self.header.cluster_bytes();
-        let len = len.min(self.header.cluster_bytes() - skip);
+        let (all, len) = (len, len.min(self.header.cluster_bytes() - skip));
         match cluster {
-            QcowCluster::Unallocated => Ok((Place::Unallocated, len)),
+            QcowCluster::Unallocated => {
+                let range = (at, all, self.header.cluster_bytes());
+                Ok((Place::Unallocated, file.same::<8>(l2, index, range).await?))
+            }
             QcowCluster::At(host) => {
                 if !host.is_multiple_of(SECTOR_BYTES) {
                     let message = format!("the cluster at byte {} of the disk is not at a sector", at - skip);
@@ -106,6 +110,11 @@ impl BlockFormat for Qcow {
                     let message = format!("the compressed cluster at byte {} of the disk has no length", at - skip);
                     return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
                 }
+                if host < HEADER_BYTES as u64 {
+                    let message =
+                        format!("the compressed cluster at byte {} of the disk lies on the header", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
                 file.check_data("L2 table entry", host, packed, at)?;
                 Ok((Place::Packed { block: at - skip }, len))
             }
@@ -113,7 +122,7 @@ impl BlockFormat for Qcow {
     }
 
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
-        let Some(QcowCluster::Compressed { host, len }) = self.cluster(file, block).await? else {
+        let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, block).await? else {
             return Err(Error::internal("a packed cluster went away").offset(block));
         };
         // A cluster is 64 KiB at most, and what is compressed is shorter.

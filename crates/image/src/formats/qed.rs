@@ -93,12 +93,15 @@ impl BlockFormat for Qed {
             return Ok((Place::Unallocated, len.min(span - at % span)));
         };
         let skip = at % cluster_bytes;
-        let len = len.min(cluster_bytes - skip);
-        let entry = u64::from_le_bytes(file.entry(l2, at % span / cluster_bytes).await?);
+        let index = at % span / cluster_bytes;
+        let entry = u64::from_le_bytes(file.entry(l2, index).await?);
         match QedCluster::of(entry) {
-            QedCluster::Unallocated => Ok((Place::Unallocated, len)),
-            QedCluster::Zero => Ok((Place::Zero, len)),
+            empty @ (QedCluster::Unallocated | QedCluster::Zero) => {
+                let place = if empty == QedCluster::Zero { Place::Zero } else { Place::Unallocated };
+                Ok((place, file.same::<8>(l2, index, (at, len, cluster_bytes)).await?))
+            }
             QedCluster::At(offset) => {
+                let len = len.min(cluster_bytes - skip);
                 let start = self.aligned("L2 table entry", offset)?;
                 file.check_data("L2 table entry", start, skip + len, at)?;
                 Ok((Place::Data { file: 0, host: start + skip }, len))

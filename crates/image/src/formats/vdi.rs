@@ -55,9 +55,11 @@ impl BlockFormat for Vdi {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let block_bytes = self.header.block_bytes;
         let (block, skip) = (at / block_bytes, at % block_bytes);
-        let len = len.min(block_bytes - skip);
         let entry = u32::from_le_bytes(file.entry(self.map, block).await?);
-        let VdiBlock::At(number) = VdiBlock::of(entry) else { return Ok((Place::Zero, len)) };
+        let VdiBlock::At(number) = VdiBlock::of(entry) else {
+            return Ok((Place::Zero, file.same::<4>(self.map, block, (at, len, block_bytes)).await?));
+        };
+        let len = len.min(block_bytes - skip);
         // 2^32 blocks of 256 MiB at most, far from 2^64.
         let host = self.header.data_offset + u64::from(number) * block_bytes + skip;
         file.check_data("block map entry", host, len, at)?;

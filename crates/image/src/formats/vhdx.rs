@@ -119,18 +119,24 @@ impl BlockFormat for Vhdx {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let block_bytes = self.disk.block_bytes;
         let (block, skip) = (at / block_bytes, at % block_bytes);
-        let len = len.min(block_bytes - skip);
-        let entry = u64::from_le_bytes(file.entry(self.bat, self.disk.entry_of(block)).await?);
+        let index = self.disk.entry_of(block);
+        let entry = u64::from_le_bytes(file.entry(self.bat, index).await?);
         let wrong = |message: &str| {
             let message = format!("{message} (block at byte {} of the disk)", at - skip);
             Err(Error::invalid_image("block allocation table entry", format!("{entry:#x}"), message))
         };
         let start = match VhdxBlock::of(entry) {
-            VhdxBlock::Zero => return Ok((Place::Zero, len)),
+            VhdxBlock::Zero => {
+                // Behind the blocks of a chunk comes the entry of its sector bitmap.
+                let chunk_bytes = self.disk.chunk_ratio * block_bytes;
+                let len = len.min(chunk_bytes - at % chunk_bytes);
+                return Ok((Place::Zero, file.same::<8>(self.bat, index, (at, len, block_bytes)).await?));
+            }
             VhdxBlock::At(start) => start,
             VhdxBlock::Partial => return wrong("only an image with a parent has blocks that are there in part"),
             VhdxBlock::Unknown(_) => return wrong("the state of a block is unknown"),
         };
+        let len = len.min(block_bytes - skip);
         let taken = std::iter::once(&self.bat).chain(&self.taken);
         if start < UNIT_BYTES || taken.into_iter().any(|table| table.overlaps(start, block_bytes)) {
             return wrong("a block lies on the metadata");

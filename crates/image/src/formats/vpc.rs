@@ -96,9 +96,11 @@ impl BlockFormat for Vpc {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let Some((header, table)) = &self.dynamic else { return Ok((Place::Data { file: 0, host: at }, len)) };
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
-        let len = len.min(header.block_bytes - skip);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
-        let Some(start) = header.block(entry) else { return Ok((Place::Zero, len)) };
+        let Some(start) = header.block(entry) else {
+            return Ok((Place::Zero, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
+        };
+        let len = len.min(header.block_bytes - skip);
         if start < header.bitmap_bytes() + FOOTER_BYTES as u64 || table.overlaps(start, header.block_bytes) {
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
