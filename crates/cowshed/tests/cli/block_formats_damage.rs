@@ -289,7 +289,18 @@ fn vhdx_headers_and_tables() {
     assert_eq!(oracle.ours(&oracle.work(), &words("compare -f vhdx -F vhdx good bad")).code, Some(0));
     refuse_reading(&oracle, "vhdx", &good, (bat + 5, &[9], "points after EOF"));
     refuse_reading(&oracle, "vhdx", &good, (bat, &[7], "there in part"));
-    refuse_reading(&oracle, "vhdx", &good, (bat, &[5], "state of a block is unknown"));
+    refuse_reading(&oracle, "vhdx", &good, (bat, &[4], "state of a block is unknown"));
+    for state in [0, 1, 2, 3, 5] {
+        let mut image = good.clone();
+        image[bat] = state;
+        fs::write(oracle.work().join("image"), image).unwrap();
+        oracle.make("convert -f vhdx -O raw image expected");
+        assert_eq!(
+            oracle.ours(&oracle.work(), &words("compare -f vhdx -F raw image expected")).code,
+            Some(0),
+            "{state}"
+        );
+    }
     refuse_reading(&oracle, "vhdx", &good, (bat, &[6, 0, 0x10, 0, 0, 0, 0, 0], "lies on the metadata"));
 }
 

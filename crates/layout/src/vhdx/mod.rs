@@ -246,7 +246,8 @@ impl VhdxBlock {
     /// What an entry says: the state in 3 bits, the place in MiB from bit 20 on.
     pub fn of(entry: u64) -> VhdxBlock {
         match entry & 7 {
-            0..=3 => VhdxBlock::Zero,
+            // 5 was "unmapped" in version 0.95 of the specification, and is so to QEMU.
+            0..=3 | 5 => VhdxBlock::Zero,
             6 => VhdxBlock::At(entry >> 20 << 20),
             7 => VhdxBlock::Partial,
             state => VhdxBlock::Unknown(state as u8),
@@ -332,13 +333,13 @@ mod tests {
         assert!(VhdxRegions::parse(&regions(&[])[1..], 0).is_none());
         assert_eq!(BAT.to_string(), "2dc27766-f623-4200-9d64-115e9bfd4a08");
         assert_eq!(
-            [0, 1, 2, 3, 5, 0x70_0006, 0x70_0007].map(VhdxBlock::of),
+            [0, 1, 2, 5, 4, 0x70_0006, 0x70_0007].map(VhdxBlock::of),
             [
                 VhdxBlock::Zero,
                 VhdxBlock::Zero,
                 VhdxBlock::Zero,
                 VhdxBlock::Zero,
-                VhdxBlock::Unknown(5),
+                VhdxBlock::Unknown(4),
                 VhdxBlock::At(7 << 20),
                 VhdxBlock::Partial
             ]
