@@ -56,6 +56,8 @@ pub(crate) struct ExportSpec {
     pub name: String,
     pub description: String,
     pub writable: bool,
+    /// Each change is durable before it is answered.
+    pub writethrough: bool,
     pub allocation_depth: bool,
     /// Dirty bitmaps that it offers; in use as long as it is there.
     pub bitmaps: Vec<BitmapUse>,
@@ -123,6 +125,7 @@ impl Nbd {
         let export = Export {
             description: spec.description,
             writable: spec.writable,
+            writethrough: spec.writethrough,
             multi_conn: self.multi_conn,
             allocation_depth: spec.allocation_depth,
             bitmaps: spec.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),

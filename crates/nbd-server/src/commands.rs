@@ -45,11 +45,16 @@ impl<D: Disk> Session<D> {
     }
 
     async fn write(&self, request: &Request, buf: IoBuf) -> Result<()> {
-        self.disk.write(request.offset, buf, request.flags.contains(CommandFlags::FUA)).await.0
+        self.disk.write(request.offset, buf, self.is_durable(request)).await.0
+    }
+
+    /// A change is to be durable before it is answered.
+    fn is_durable(&self, request: &Request) -> bool {
+        self.terms.writethrough || request.flags.contains(CommandFlags::FUA)
     }
 
     async fn flush_if_asked(&self, request: &Request) -> Result<()> {
-        if request.flags.contains(CommandFlags::FUA) { self.disk.flush().await } else { Ok(()) }
+        if self.is_durable(request) { self.disk.flush().await } else { Ok(()) }
     }
 
     /// What has no data in either direction.

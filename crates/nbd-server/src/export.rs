@@ -17,6 +17,8 @@ pub struct Export<D> {
     pub disk: D,
     /// Clients may write. Without it the export is read-only whatever the disk allows.
     pub writable: bool,
+    /// Each change is durable before it is answered, as if clients asked for it (FUA).
+    pub writethrough: bool,
     /// Clients that give no name get this one, if none is named "".
     pub is_default: bool,
     /// Several connections of one client see one disk: what one has flushed, all have. True for every disk of ours, also
@@ -38,6 +40,7 @@ impl<D: Disk> Export<D> {
             description: String::new(),
             disk,
             writable: false,
+            writethrough: false,
             is_default: false,
             multi_conn: true,
             allocation_depth: false,

@@ -62,6 +62,8 @@ pub(crate) struct Terms {
     pub contexts: Vec<Context>,
     pub flags: TransmissionFlags,
     pub block_sizes: BlockSizes,
+    /// Each change is durable before it is answered.
+    pub writethrough: bool,
 }
 
 /// Haggles until the client has chosen an export; `None` when it said goodbye before, or when the server stops.
@@ -368,7 +370,8 @@ impl<D: Disk> Negotiation<'_, D> {
             .with(Flags::CAN_MULTI_CONN, export.multi_conn)
             .with(Flags::BLOCK_STATUS_PAYLOAD, extended && !contexts.is_empty());
         let headers = if extended { HeaderStyle::Extended } else { HeaderStyle::Compact };
-        Terms { replies: self.replies, headers, contexts, flags, block_sizes: self.block_sizes(export) }
+        let (block_sizes, writethrough) = (self.block_sizes(export), export.writethrough);
+        Terms { replies: self.replies, headers, contexts, flags, block_sizes, writethrough }
     }
 
     /// The export's block sizes within the limits of the server.

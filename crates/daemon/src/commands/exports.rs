@@ -38,7 +38,7 @@ enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: str, node-name: str
-  , writable?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
+  , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool
@@ -147,6 +147,7 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
         description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
         // As QEMU does here, and only here.
         writable: arguments.flag("writable", false),
+        writethrough: arguments.flag("writethrough", false),
         allocation_depth: false,
         bitmaps: Vec::new(),
     };
@@ -164,6 +165,7 @@ async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
         name: arguments.maybe_text("name").unwrap_or(&node).to_owned(),
         description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
         writable: arguments.flag("writable", false),
+        writethrough: arguments.flag("writethrough", false),
         allocation_depth: arguments.flag("allocation-depth", false),
         bitmaps: Vec::new(),
     };

@@ -18,7 +18,8 @@ object MonitorQMPProperties: chardev: str, pretty?: bool
 enum QCryptoSecretFormat: raw base64
 object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
 enum QCryptoTLSCredsEndpoint: client server
-object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, aio-max-batch?: int
+object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, poll-weight?: int, aio-max-batch?: int
+  , thread-pool-min?: int, thread-pool-max?: int
 object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool
 object ThrottleLimits: bps-total?: int, bps-total-max?: int, bps-total-max-length?: int, bps-read?: int
   , bps-read-max?: int, bps-read-max-length?: int, bps-write?: int, bps-write-max?: int

@@ -92,6 +92,30 @@ fn exports_are_listed_and_refused_as_qemu_does() {
 }
 
 #[test]
+fn a_writethrough_export_flushes_each_change() {
+    let (daemon, mut client) = serving();
+    let flushes = |client: &mut Client| {
+        let stats = client.command("query-blockstats", json!({"query-nodes": true}));
+        let stats = stats.as_array().expect("a list").iter().find(|one| one["node-name"] == "q").cloned();
+        stats.expect("is listed")["stats"]["flush_operations"].as_u64().expect("a number")
+    };
+    for (id, writethrough) in [("plain", false), ("through", true)] {
+        let export = json!({"type": "nbd", "id": id, "node-name": "q", "name": id, "writable": true,
+                            "writethrough": writethrough});
+        client.command("block-export-add", export);
+        let before = flushes(&mut client);
+        let uri = uri(&daemon, id);
+        let changes = ["write -P 1 0 64k", "write -P 2 1M 4k", "write -z 2M 64k", "discard 0 64k"];
+        let commands = changes.iter().flat_map(|change| ["-c", *change]);
+        Qemu::system().io(["-t", "unsafe", "-f", "raw"].into_iter().chain(commands).chain([uri.as_str()])).expect_ok();
+        // A client of this kind asks for none itself; one comes when it leaves.
+        let counted = flushes(&mut client) - before;
+        assert!(if writethrough { counted >= 4 } else { counted <= 1 }, "{id}: {counted} flushes");
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
 fn an_export_in_use_goes_only_by_force() {
     let (daemon, mut client) = serving();
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "name": "disk"}));

@@ -85,6 +85,8 @@ pub const DRIVERS: &[DriverSchema] = &[
 const FILE: &[Key] = &[
     key("filename", KeyType::Text, REQUIRED, "path of the file"),
     key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "who does the I/O"),
+    key("aio-max-batch", KeyType::Number(0, u64::MAX), "0", "accepted: operations are handed over as they come"),
+    key("drop-cache", KeyType::Bool, "on", "accepted: whoever opens an image again reads it again"),
     key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
 ];
 
