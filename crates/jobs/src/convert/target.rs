@@ -111,13 +111,13 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Ve
     };
     let plan = create::prepare_sized(&request, sources.size()).await?;
     if options.compressed && plan.is_preallocated() {
-        return Err(Error::invalid_argument("compression and preallocation cannot be used at the same time"));
+        return Err(Error::invalid_argument("Compression and preallocation not supported at the same time"));
     }
     if options.compressed && plan.has_data_file() {
-        return Err(Error::invalid_argument("compression and an external data file cannot be used at the same time"));
+        return Err(Error::invalid_argument("Compression and data file not supported at the same time"));
     }
     if options.compressed && !plan.opening_options().is_empty() {
-        return Err(Error::invalid_argument("compression and encryption cannot be used at the same time"));
+        return Err(Error::invalid_argument("Compression and encryption not supported at the same time"));
     }
     plan.run().await?;
     Ok(plan.opening_options())

@@ -199,12 +199,10 @@ impl Ahead {
 }
 
 impl Stream {
-    /// The clusters to read ahead now that the reader is at `cluster`, of `clusters` in all, with requests of so many bytes;
-    /// none while enough of them are under way. Who takes many requests for a cluster needs few in advance, and would
-    /// only wait for a core while they are inflated.
-    fn range(&self, cluster: u64, clusters: u64, cluster_bytes: u64, request_bytes: u64) -> Option<Range<u64>> {
-        let most = (AHEAD_BYTES / cluster_bytes).clamp(1, AHEAD_CLUSTERS);
-        let count = (most * request_bytes / cluster_bytes).clamp(1, most);
+    /// The clusters to read ahead now that the reader is at `cluster`, of `clusters` in all; none while enough of them are
+    /// under way.
+    fn range(&self, cluster: u64, clusters: u64, cluster_bytes: u64) -> Option<Range<u64>> {
+        let count = (AHEAD_BYTES / cluster_bytes).clamp(1, AHEAD_CLUSTERS);
         let end = (cluster + 1 + count).min(clusters);
         let reached = self.reached.load(Ordering::Relaxed);
         let start = match (cluster + 1..=end).contains(&reached) {
@@ -236,9 +234,9 @@ impl Qcow2Driver {
         self.ahead.settled().await;
     }
 
-    /// Notes a read of `len` bytes of the compressed cluster at `guest`, by a request that wants no more than one, and reads
-    /// ahead for a sequential reader.
-    pub(super) fn read_ahead(&self, guest: GuestOffset, len: u64) {
+    /// Notes a read of the compressed cluster at `guest`, by a request that wants no more than one, and reads ahead for a
+    /// sequential reader.
+    pub(super) fn read_ahead(&self, guest: GuestOffset) {
         let cluster_bytes = self.cluster_size();
         let cluster = guest.0 / cluster_bytes;
         let Some(stream) = self.ahead.note(cluster) else { return };
@@ -248,7 +246,7 @@ impl Qcow2Driver {
             return;
         }
         let clusters = self.size().div_ceil(cluster_bytes);
-        let Some(range) = stream.range(cluster, clusters, cluster_bytes, len) else { return };
+        let Some(range) = stream.range(cluster, clusters, cluster_bytes) else { return };
         self.ahead.tasks.fetch_add(1, Ordering::SeqCst);
         let running = Running(Arc::clone(&self.ahead));
         let reader = Reader {

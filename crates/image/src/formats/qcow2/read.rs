@@ -172,7 +172,7 @@ impl Qcow2Driver {
         let whole = out.len() == cluster_size;
         let next = self.ahead.next(&self.inflated, (host, len), whole).await;
         if let Some(guest) = guest {
-            self.read_ahead(guest, out.len() as u64);
+            self.read_ahead(guest);
         }
         let turn = match next {
             Next::Copy(cluster) => {
