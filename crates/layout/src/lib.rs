@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+mod complaint;
 pub mod crc32c;
 pub mod luks;
 pub mod parallels;

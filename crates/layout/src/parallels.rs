@@ -3,7 +3,8 @@
 //! (BAT), clusters. Numbers are little-endian, offsets of the header count sectors.
 
 use crate::bytes::{array_at, le32_at, le64_at};
-use cowshed_block::{Error, Result};
+use crate::complaint::{refused, wrong};
+use cowshed_block::Result;
 
 /// Length of the header in bytes; the BAT follows it.
 pub const HEADER_BYTES: usize = 64;
@@ -104,14 +105,6 @@ impl ParallelsHeader {
         // 2^32 clusters of 1 GiB at most: far from 2^64.
         (entry != 0).then(|| u64::from(entry) * self.entry_unit_bytes)
     }
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

@@ -3,8 +3,9 @@
 //! count bytes.
 
 use crate::bytes::{be32_at, be64_at};
+use crate::complaint::{refused, wrong};
 use crate::qcow2::MAGIC;
-use cowshed_block::{Error, Result};
+use cowshed_block::Result;
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 48;
@@ -134,14 +135,6 @@ impl QcowHeader {
         let len = entry >> shift & (self.cluster_bytes() - 1);
         QcowCluster::Compressed { host: entry & ((1 << shift) - 1), len }
     }
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

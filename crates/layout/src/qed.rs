@@ -3,7 +3,8 @@
 //! are little-endian, offsets count bytes.
 
 use crate::bytes::{array_at, le32_at, le64_at};
-use cowshed_block::{Error, Result};
+use crate::complaint::{refused, wrong};
+use cowshed_block::Result;
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 64;
@@ -142,14 +143,6 @@ impl QedHeader {
     pub fn l2_span_bytes(&self) -> u64 {
         self.table_entries() * self.cluster_bytes
     }
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 //! offsets count bytes.
 
 use crate::bytes::{array_at, le32_at, le64_at};
-use cowshed_block::{Error, Result};
+use crate::complaint::{refused, wrong};
+use cowshed_block::Result;
 
 /// Bytes of a header that are looked at.
 pub const HEADER_BYTES: usize = 512;
@@ -152,14 +153,6 @@ impl VdiHeader {
     pub fn map_bytes(&self) -> u64 {
         u64::from(self.blocks) * ENTRY_BYTES
     }
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

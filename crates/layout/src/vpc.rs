@@ -4,7 +4,8 @@
 //! block allocation table. Numbers are big-endian, offsets of structures count bytes, those of blocks sectors.
 
 use crate::bytes::{array_at, be16_at, be32_at, be64_at};
-use cowshed_block::{Error, Result};
+use crate::complaint::{refused, wrong};
+use cowshed_block::Result;
 
 /// Length of the footer, and of its copy at the start of a dynamic disk, in bytes.
 pub const FOOTER_BYTES: usize = 512;
@@ -190,14 +191,6 @@ fn check_sum(bytes: &[u8], at: usize, field: &'static str) -> Result<()> {
 pub fn checksum(bytes: &[u8], at: usize) -> u32 {
     let counted = bytes.iter().enumerate().filter(|(index, _)| !(at..at + 4).contains(index));
     !counted.fold(0u32, |sum, (_, byte)| sum.wrapping_add(u32::from(*byte)))
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl std::fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl std::fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

@@ -36,15 +36,6 @@ fn ours(oracle: &Oracle, line: &str) -> String {
     said.out
 }
 
-/// What we say when `line` is refused; it must be, with code 1.
-#[track_caller]
-fn refused(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(1), "{line}: {}{}", said.out, said.err);
-    assert!(!said.err.contains("panicked"), "{line}: {}", said.err);
-    said.err
-}
-
 /// The real qemu-io on an image of a format.
 #[track_caller]
 fn io(oracle: &Oracle, format: &str, image: &str, commands: &[String]) {
@@ -282,7 +273,7 @@ fn qcow_and_qed_stand_on_backing_files() {
     let options = "driver=qed,file.filename=child.qed,backing=";
     ours(&oracle, &format!("convert --image-opts -O raw {options} target"));
     fs::remove_file(oracle.work().join("base.vdi")).unwrap();
-    assert!(refused(&oracle, "convert -O raw child.qed target").contains("base.vdi"));
+    assert!(oracle.refused("convert -O raw child.qed target").contains("base.vdi"));
     ours(&oracle, "info child.qed");
 }
 
@@ -393,7 +384,7 @@ fn writing_is_refused_and_harms_nothing() {
             assert!(wanted == 63 || said.err.contains("can only be read"), "{line}: {}", said.err);
         }
         for line in ["create -f F new 1M", "convert -f raw -O F source.raw new"] {
-            let message = refused(&oracle, &line.replace('F', format));
+            let message = oracle.refused(&line.replace('F', format));
             assert!(message.contains(format) && !oracle.work().join("new").exists(), "{line}: {message}");
         }
         assert!(fs::read(oracle.work().join("image")).unwrap() == before, "{format}");

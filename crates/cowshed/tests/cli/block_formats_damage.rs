@@ -6,15 +6,6 @@ use crate::oracle::{Oracle, words};
 use cowshed_layout::{vhdx, vpc};
 use std::fs;
 
-/// What we say when `line` is refused; it must be, with code 1 and in one line.
-#[track_caller]
-fn refused(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(1), "{line}: {}{}", said.out, said.err);
-    assert!(!said.err.contains("panicked") && said.err.lines().count() == 1, "{line}: {}", said.err);
-    said.err
-}
-
 /// A change of bytes, and what the message must say.
 type Case<'a> = (usize, &'a [u8], &'a str);
 
@@ -27,7 +18,7 @@ fn refuse_each(oracle: &Oracle, format: &str, good: &[u8], cases: &[Case<'_>], f
         finish(&mut image);
         fs::write(oracle.work().join("bad"), image).unwrap();
         for line in [format!("info -f {format} bad"), format!("convert -f {format} -O raw bad out")] {
-            let message = refused(oracle, &line);
+            let message = oracle.refused(&line);
             assert!(message.contains(part) && message.contains("bad"), "{line}, {at}: {message}");
             assert!(message.contains(" is "), "{line}, {at} names no value: {message}");
         }
@@ -41,7 +32,7 @@ fn refuse_reading(oracle: &Oracle, format: &str, good: &[u8], (at, bytes, part):
     image[at..at + bytes.len()].copy_from_slice(bytes);
     fs::write(oracle.work().join("bad"), image).unwrap();
     assert_eq!(oracle.ours(&oracle.work(), &words(&format!("info -f {format} bad"))).code, Some(0));
-    let message = refused(oracle, &format!("convert -f {format} -O raw bad out"));
+    let message = oracle.refused(&format!("convert -f {format} -O raw bad out"));
     assert!(message.contains(part) && message.contains("bad"), "{format}, {at}: {message}");
     let said = oracle.ours(&oracle.work(), &words(&format!("check -f {format} bad")));
     let wanted = if matches!(format, "vpc" | "qcow") { 63 } else { 2 };
@@ -101,7 +92,7 @@ fn vdi() {
     }
     // A map that the file has no room for.
     fs::write(oracle.work().join("bad"), &good[..512]).unwrap();
-    assert!(refused(&oracle, "info -f vdi bad").contains("offset_bmap"));
+    assert!(oracle.refused("info -f vdi bad").contains("offset_bmap"));
 }
 
 /// Puts the right checksum into the structure at `at`, whose field for it is at `field`.
@@ -145,9 +136,9 @@ fn vpc_footers_and_headers() {
     oracle.make("create -q -f vpc -o subformat=fixed,force_size=on fixed 1M");
     let fixed = fs::read(oracle.work().join("fixed")).unwrap();
     fs::write(oracle.work().join("bad"), &fixed[512..]).unwrap();
-    assert!(refused(&oracle, "info -f vpc bad").contains("too short"));
+    assert!(oracle.refused("info -f vpc bad").contains("too short"));
     fs::write(oracle.work().join("bad"), &fixed[..512]).unwrap();
-    assert!(refused(&oracle, "info -f vpc bad").contains("cookie"));
+    assert!(oracle.refused("info -f vpc bad").contains("cookie"));
 }
 
 #[test]
@@ -320,7 +311,7 @@ fn a_vhdx_log_that_was_not_carried_out_is_refused() {
     with_guid(&good[log + 32..log + 48]);
     for line in ["info -f vhdx bad", "convert -f vhdx -O raw bad out", "check -f vhdx bad"] {
         assert_eq!(oracle.real(&oracle.work(), &words(line)).code, Some(1));
-        let message = refused(&oracle, line);
+        let message = oracle.refused(line);
         assert!(message.contains("LogGuid") && message.contains("not closed cleanly"), "{line}: {message}");
     }
     // Entries of another guid are old ones: nothing is to be done.
@@ -371,17 +362,17 @@ fn sizes_on_paper_cost_no_memory() {
     header[384..388].copy_from_slice(&u32::MAX.to_le_bytes());
     header[344..348].copy_from_slice(&(0xffff_fe00u32).to_le_bytes());
     fs::write(work.join("bad"), &header).unwrap();
-    let message = refused(&oracle, "info -f vdi bad");
+    let message = oracle.refused("info -f vdi bad");
     assert!(message.contains("offset_data"), "{message}");
     // As large as a map can be before the data.
     let blocks = ((0xffff_fe00u64 - 512) / 4) as u32;
     header[368..376].copy_from_slice(&(u64::from(blocks) << 20).to_le_bytes());
     header[384..388].copy_from_slice(&blocks.to_le_bytes());
     fs::write(work.join("bad"), &header).unwrap();
-    assert!(refused(&oracle, "info -f vdi bad").contains("points after EOF"));
+    assert!(oracle.refused("info -f vdi bad").contains("points after EOF"));
     fs::File::options().write(true).open(work.join("bad")).unwrap().set_len(5 << 30).unwrap();
     assert_eq!(oracle.ours(&work, &words("info -f vdi bad")).code, Some(0));
-    assert!(refused(&oracle, "info --untrusted -f vdi bad").contains("policy"));
+    assert!(oracle.refused("info --untrusted -f vdi bad").contains("policy"));
     let line = "map --output=json --max-length=1G -f vdi bad";
     assert_eq!(oracle.ours(&work, &words(line)).code, Some(0));
 }

@@ -96,6 +96,15 @@ impl Oracle {
         finish(Command::new(&self.ours).args(arguments).current_dir(folder))
     }
 
+    /// What we say when `line` is refused; it must be, with code 1 and in one go.
+    #[track_caller]
+    pub fn refused(&self, line: &str) -> String {
+        let said = self.ours(&self.work(), &words(line));
+        assert_eq!(said.code, Some(1), "{line}: {}{}", said.out, said.err);
+        assert!(!said.err.contains("panicked"), "{line}: {}", said.err);
+        said.err
+    }
+
     /// Both read the same images; every difference is noted for [`Oracle::verdict`].
     pub fn compare(&self, line: &str) {
         let arguments = words(line);

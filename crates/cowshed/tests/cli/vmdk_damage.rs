@@ -9,15 +9,6 @@ fn descriptor(create_type: &str, lines: &str) -> String {
     format!("# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"{create_type}\"\n{lines}\n")
 }
 
-/// What we say when `line` is refused; it must be, with code 1 and in one go.
-#[track_caller]
-fn refused(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(1), "{line}: {}{}", said.out, said.err);
-    assert!(!said.err.contains("panicked"), "{line}: {}", said.err);
-    said.err
-}
-
 #[test]
 fn a_descriptor_does_not_lead_out_of_its_folder() {
     let oracle = Oracle::new();
@@ -35,14 +26,14 @@ fn a_descriptor_does_not_lead_out_of_its_folder() {
     for name in [absolute.as_str(), "../secret", "sub/../../secret", "/etc/hostname"] {
         write(name);
         for line in ["info upload/disk.vmdk", "convert -O raw upload/disk.vmdk out.raw"] {
-            let message = refused(&oracle, line);
+            let message = oracle.refused(line);
             assert!(message.contains("not in its own folder") && message.contains("extents=anywhere"), "{message}");
         }
     }
     // Names that would be another driver elsewhere are file names here.
     for name in ["json:{\\\"driver\\\":\\\"file\\\",\\\"filename\\\":\\\"../secret\\\"}", "file:../secret", "nbd:x:1"] {
         write(name);
-        refused(&oracle, "info upload/disk.vmdk");
+        oracle.refused("info upload/disk.vmdk");
     }
     assert!(!work.join("out.raw").exists());
     let inspect = || {
@@ -66,7 +57,7 @@ fn a_descriptor_does_not_lead_out_of_its_folder() {
     // A link is the user's, unless the image comes from a stranger.
     write("link");
     assert_eq!(oracle.ours(&work, &words("info upload/disk.vmdk")).code, Some(0));
-    let message = refused(&oracle, "info --untrusted upload/disk.vmdk");
+    let message = oracle.refused("info --untrusted upload/disk.vmdk");
     assert!(message.contains("symbolic link"), "{message}");
     write("own");
     for line in ["convert --untrusted -O raw upload/disk.vmdk out.raw", "info --untrusted upload/disk.vmdk"] {
@@ -81,13 +72,13 @@ fn the_parent_is_a_backing_file_to_the_policy() {
     let oracle = Oracle::new();
     oracle.make("create -q -f vmdk base.vmdk 1M");
     oracle.make("create -q -f vmdk -b base.vmdk -F vmdk child.vmdk");
-    let message = refused(&oracle, "convert --untrusted -O raw child.vmdk out.raw");
+    let message = oracle.refused("convert --untrusted -O raw child.vmdk out.raw");
     assert!(message.contains("'base.vmdk'") && message.contains("policy"), "{message}");
     let line = "convert --untrusted --allow backing -O raw child.vmdk out.raw";
     assert_eq!(oracle.ours(&oracle.work(), &words(line)).code, Some(0));
     // A parent is a VMDK image, whatever its content looks like.
     fs::write(oracle.work().join("base.vmdk"), vec![0x41; 1 << 20]).unwrap();
-    let message = refused(&oracle, "convert -O raw child.vmdk out.raw");
+    let message = oracle.refused("convert -O raw child.vmdk out.raw");
     assert!(message.contains("base.vmdk"), "{message}");
 }
 
@@ -118,17 +109,17 @@ fn damaged_headers_and_tables_are_named() {
         (28, &[0; 8], "descriptorOffset"),
     ] {
         with(at, bytes);
-        let message = refused(&oracle, "info bad.vmdk");
+        let message = oracle.refused("info bad.vmdk");
         assert!(message.contains(field), "{at}: {message}");
-        assert!(refused(&oracle, "convert -O raw bad.vmdk out.raw").contains(field));
+        assert!(oracle.refused("convert -O raw bad.vmdk out.raw").contains(field));
     }
     // A grain behind the end of the file: the same verdict as qemu-img's, which reads it as zeroes, though.
     with(table + 4, &0x70_0000u32.to_le_bytes());
     let real = oracle.real(&oracle.work(), &words("check bad.vmdk"));
     assert_eq!(real.code, Some(1));
-    let message = refused(&oracle, "check bad.vmdk");
+    let message = oracle.refused("check bad.vmdk");
     assert!(message.contains("sector 128") && message.contains("points after EOF"), "{message}");
-    let message = refused(&oracle, "convert -O raw bad.vmdk out.raw");
+    let message = oracle.refused("convert -O raw bad.vmdk out.raw");
     assert!(message.contains("points after EOF"), "{message}");
     // One directory is lost, the other is there.
     with(56, &(1u64 << 40).to_le_bytes());
@@ -139,7 +130,7 @@ fn damaged_headers_and_tables_are_named() {
     assert_eq!(said.code, Some(0), "{}", said.err);
     // Both are.
     with(48, &[&(1u64 << 40).to_le_bytes()[..], &(1u64 << 40).to_le_bytes()].concat());
-    assert!(refused(&oracle, "info bad.vmdk").contains("gdOffset"));
+    assert!(oracle.refused("info bad.vmdk").contains("gdOffset"));
 }
 
 #[test]
@@ -153,7 +144,7 @@ fn damaged_streams_are_named() {
     assert_eq!(good[grain], 128, "the header of the only grain");
     let convert = |image: &[u8]| {
         fs::write(oracle.work().join("bad.vmdk"), image).unwrap();
-        refused(&oracle, "convert -O raw bad.vmdk out.raw")
+        oracle.refused("convert -O raw bad.vmdk out.raw")
     };
     for (at, byte, part) in [
         (grain, 127, "another sector"),
@@ -194,16 +185,16 @@ fn descriptors_that_lie_are_refused() {
     ];
     for (create_type, lines, part) in cases {
         fs::write(work.join("disk.vmdk"), descriptor(create_type, lines)).unwrap();
-        let message = refused(&oracle, "info disk.vmdk");
+        let message = oracle.refused("info disk.vmdk");
         assert!(message.contains(part), "{lines}: {message}");
     }
-    let one = refused(&oracle, "info split-s001.vmdk");
+    let one = oracle.refused("info split-s001.vmdk");
     assert!(one.contains("open the disk by its descriptor"), "{one}");
     // Huge on paper: refused under the limits for strangers, no memory needed without them.
     let lines = "RW 9007199254740991 ZERO";
     fs::write(work.join("disk.vmdk"), descriptor("monolithicFlat", lines)).unwrap();
     assert_eq!(oracle.ours(&work, &words("info disk.vmdk")).code, Some(0));
-    assert!(refused(&oracle, "info --untrusted disk.vmdk").contains("policy"));
+    assert!(oracle.refused("info --untrusted disk.vmdk").contains("policy"));
     check_names_of_messages(&work, &oracle);
 }
 
@@ -228,9 +219,9 @@ fn many_large_directories_are_refused() {
     fs::write(work.join("disk.vmdk"), descriptor("twoGbMaxExtentSparse", first)).unwrap();
     let said = oracle.ours(&work, &words("map --output=json disk.vmdk"));
     assert_eq!((said.code, said.out.lines().count()), (Some(0), 1), "{}{}", said.out, said.err);
-    assert!(refused(&oracle, "info --untrusted disk.vmdk").contains("policy"));
+    assert!(oracle.refused("info --untrusted disk.vmdk").contains("policy"));
     fs::write(work.join("disk.vmdk"), descriptor("twoGbMaxExtentSparse", &lines)).unwrap();
-    assert!(refused(&oracle, "info disk.vmdk").contains("directories together"));
+    assert!(oracle.refused("info disk.vmdk").contains("directories together"));
 }
 
 /// A message names the file that is wrong, which is not always the one that was opened.
@@ -240,6 +231,6 @@ fn check_names_of_messages(work: &Path, oracle: &Oracle) {
     bytes[44] = 1;
     bytes[45] = 8;
     fs::write(&extent, bytes).unwrap();
-    let message = refused(oracle, "info split.vmdk");
+    let message = oracle.refused("info split.vmdk");
     assert!(message.contains("split-s002.vmdk") && message.contains("extent 1"), "{message}");
 }

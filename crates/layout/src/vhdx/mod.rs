@@ -8,8 +8,9 @@ mod metadata;
 pub use metadata::{METADATA_TABLE_BYTES, MetadataItem, MetadataTable, VhdxDisk};
 
 use crate::bytes::{array_at, le16_at, le32_at, le64_at};
+use crate::complaint::{refused, wrong};
 use crate::crc32c::crc32c;
-use cowshed_block::{Error, Result};
+use cowshed_block::Result;
 use std::fmt;
 
 /// Length of a header in bytes.
@@ -259,14 +260,6 @@ impl VhdxBlock {
 pub fn checksum(bytes: &[u8]) -> u32 {
     let (head, tail) = bytes.split_at(CHECKSUM_AT.min(bytes.len()));
     crc32c(&[head, &[0; 4], tail.get(4..).unwrap_or_default()])
-}
-
-fn wrong(field: &'static str, offset: u64, value: impl fmt::Display, message: impl Into<String>) -> Error {
-    Error::invalid_image(field, value, message).offset(offset)
-}
-
-fn refused(field: &'static str, offset: u64, value: impl fmt::Display, message: &str) -> Error {
-    Error::unsupported(message).field(field).offset(offset).value(value)
 }
 
 #[cfg(test)]

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is said of a header that can't be used: the field, where it stands, and its value.
+
+use cowshed_block::Error;
+use std::fmt::Display;
+
+/// A field that breaks a rule of the format.
+pub(crate) fn wrong(field: &'static str, offset: u64, value: impl Display, message: impl Into<String>) -> Error {
+    Error::invalid_image(field, value, message).offset(offset)
+}
+
+/// A field that asks for what isn't supported.
+pub(crate) fn refused(field: &'static str, offset: u64, value: impl Display, message: &str) -> Error {
+    Error::unsupported(message).field(field).offset(offset).value(value)
+}
