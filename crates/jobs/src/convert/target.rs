@@ -61,6 +61,8 @@ impl Target {
     }
 }
 
+const COMPRESSED_AND_ENCRYPTED: &str = "Compression and encryption not supported at the same time";
+
 /// Chooses how hard clusters are compressed.
 fn set_codec(node: &Node, options: &ConvertOptions) -> Result<()> {
     match node.qcow2() {
@@ -117,13 +119,16 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Ve
         return Err(Error::invalid_argument("Compression and data file not supported at the same time"));
     }
     if options.compressed && !plan.opening_options().is_empty() {
-        return Err(Error::invalid_argument("Compression and encryption not supported at the same time"));
+        return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED));
     }
     plan.run().await?;
     Ok(plan.opening_options())
 }
 
 fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {
+    if options.compressed && node.qcow2().is_some_and(|qcow2| qcow2.is_encrypted()) {
+        return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED).file(node.filename()));
+    }
     if node.size() < sources.size() {
         return Err(Error::invalid_argument(format!(
             "the target is smaller than the input of {} bytes",

@@ -33,7 +33,7 @@ impl Qcow2Driver {
             return Err(self.error(Error::unsupported(message)));
         }
         if self.engine.config().encrypted {
-            return Err(self.error(Error::unsupported("compressed clusters of encrypted images can't be written yet")));
+            return Err(self.error(Error::unsupported("encrypted images can't have compressed clusters")));
         }
         let size = self.cluster_size();
         for (guest, bytes) in &clusters {
