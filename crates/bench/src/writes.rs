@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes by fio over NBD that need clusters, to our daemon and to qemu-storage-daemon: each run gets a fresh image, and what
-//! the server handed to the file system is counted.
+//! the disk was given to write up to the flush at the end is counted.
 
 use crate::Settings;
 use crate::memory;
-use crate::nbd::Server;
 use crate::reads::{Access, Side, serve};
 use crate::table::{Outcome, Row, Written};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -131,7 +130,7 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
     // What the page cache takes must not be the host's to find first.
     memory::back(3 * DISK_MIB / 2)?;
     let server = serve(settings, side, &image, format, "", Access { writable: true, direct: false })?;
-    let before = written_bytes(&server)?;
+    let before = written_bytes(&image)?;
     let (load, requests_per_block) = match (side, case.limit) {
         (Side::Limit, Limit::Copies(block_kib)) => copies(block_kib),
         _ => (case.load.iter().map(|&option| option.to_owned()).collect(), 1.0),
@@ -141,7 +140,7 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
     let mut served = server.load(settings, &how)?;
     served.per_second *= requests_per_block;
     served.cpu_microseconds /= requests_per_block;
-    let bytes = written_bytes(&server)? - before;
+    let bytes = written_bytes(&image)? - before;
     drop(server);
     std::fs::remove_file(&image).map_err(|e| format!("{}: {e}", image.display()))?;
     Ok(Written { served, bytes })
@@ -156,12 +155,16 @@ fn copies(block_kib: u64) -> (Vec<String>, f64) {
     (load, f64::from(RANDOM_REQUESTS) / hit)
 }
 
-/// Bytes that a server has written to files so far, as the kernel counts them.
-fn written_bytes(server: &Server) -> Result<u64, String> {
-    let path = format!("/proc/{}/io", server.id());
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("write_bytes: "));
-    line.and_then(|bytes| bytes.parse().ok()).ok_or_else(|| format!("{path} has no write_bytes"))
+/// Bytes that the disk below a file has written so far. (What a process is charged for, `write_bytes` of its `io` file, counts a
+/// large page of the page cache as a whole, however little of it has changed.)
+fn written_bytes(file: &Path) -> Result<u64, String> {
+    const SECTOR_BYTES: u64 = 512;
+    let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let path = format!("/sys/dev/block/{major}:{minor}/stat");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}: the images must lie on a disk"))?;
+    let sectors = text.split_whitespace().nth(6).and_then(|sectors| sectors.parse::<u64>().ok());
+    sectors.map(|sectors| sectors * SECTOR_BYTES).ok_or_else(|| format!("{path} has no sectors written"))
 }
 
 /// A raw file full of bytes that aren't zero.

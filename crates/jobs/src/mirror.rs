@@ -131,7 +131,7 @@ impl Ends<'_> {
     }
 
     async fn copy(&self, at: u64, len: u64) -> Result<(), Failure> {
-        let buf = IoBuf::zeroed(usize::try_from(len).unwrap_or(usize::MAX));
+        let buf = IoBuf::scratch(usize::try_from(len).unwrap_or(usize::MAX));
         let (result, buf) = match self {
             Ends::Queues(source, _) => source.read(at, buf).await,
             Ends::Nodes(source, _) => source.read(at, buf).await,

@@ -137,10 +137,12 @@ async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHan
     job.throttle(piece.len).await?;
     let (result, bytes) = from.read(piece.start, IoBuf::scratch(piece.len as usize)).await;
     result?;
-    match is_zero(&bytes) {
-        true => write_zeroes(to, piece.start, piece.len).await,
-        false => to.write(piece.start, bytes).await.0,
+    if is_zero(&bytes) {
+        return write_zeroes(to, piece.start, piece.len).await;
     }
+    to.write(piece.start, bytes).await.0?;
+    to.note_bulk_write(piece.len);
+    Ok(())
 }
 
 /// Makes a range read as zeroes, giving its space back where that can be.

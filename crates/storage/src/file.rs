@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
+use crate::behind::WriteBehind;
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
 use crate::cache::LiveAlignment;
 use crate::counters::{FileCounters, FileObserver, FileOp, FileStats};
@@ -39,6 +40,7 @@ pub(crate) struct Inner {
     pub(crate) len: AtomicU64,
     pub(crate) medium: Medium,
     pub(crate) flush: FlushGate,
+    pub(crate) behind: WriteBehind,
     pub(crate) block_locks: Arc<BlockLocks>,
     pub(crate) image_locks: Mutex<LockState>,
     pub(crate) counters: FileCounters,
@@ -81,6 +83,7 @@ impl File {
             len: AtomicU64::new(len),
             medium: Medium::Host(host),
             flush: FlushGate::default(),
+            behind: WriteBehind::default(),
             block_locks: Arc::default(),
             image_locks: Mutex::new(locks),
             counters: FileCounters::default(),
@@ -129,6 +132,7 @@ impl File {
             len: AtomicU64::new(len),
             medium,
             flush: FlushGate::default(),
+            behind: WriteBehind::default(),
             block_locks: Arc::default(),
             image_locks: Mutex::new(LockState::new(Locking::Off)),
             counters: FileCounters::default(),
@@ -164,6 +168,7 @@ impl File {
             len: AtomicU64::new(self.len()),
             medium,
             flush: FlushGate::default(),
+            behind: WriteBehind::default(),
             block_locks: Arc::clone(&self.0.block_locks),
             image_locks: Mutex::new(LockState::new(Locking::Off)),
             counters: FileCounters::default(),
@@ -355,6 +360,18 @@ impl File {
         }
     }
 
+    /// `len` bytes were written that are new to the disk and hardly change soon, such as a cluster that was copied: of a cached file
+    /// of this machine the kernel starts writing them before the next [`File::sync`] asks for it. A hint, which waits for nothing.
+    pub fn note_new_data(&self, len: u64) {
+        let Medium::Host(host) = &self.0.medium else { return };
+        if host.is_direct() || self.0.no_flush.load(Ordering::Relaxed) || !self.0.behind.add(len) {
+            return;
+        }
+        let start = StartInFlight(self.clone()).run();
+        // Without an executor nobody could wait for it, and dropping it is to end it.
+        let _ = rt::spawn_obligation(start);
+    }
+
     /// The error of the first failed [`File::sync`], if there was one.
     pub fn poison(&self) -> Option<Error> {
         self.0.flush.poison().cloned()
@@ -515,10 +532,30 @@ struct FlushInFlight {
 
 impl FlushInFlight {
     async fn run(mut self) {
+        // After the last flush the file is at rest: nothing of ours keeps it open, and locked, when it is closed.
+        std::future::poll_fn(|context| self.file.0.behind.poll_flush(context)).await;
         let result = self.file.0.medium.sync().await;
         self.ended = true;
         let result = result.map_err(|errno| Error::os(errno, "could not flush").file(self.file.name()));
         self.file.0.flush.finish(result);
+    }
+}
+
+/// A write-behind that runs.
+struct StartInFlight(File);
+
+impl StartInFlight {
+    async fn run(self) {
+        if let Medium::Host(host) = &self.0.0.medium {
+            // A hint that isn't taken: the flush does all of it.
+            let _ = host.start_writeback().await;
+        }
+    }
+}
+
+impl Drop for StartInFlight {
+    fn drop(&mut self) {
+        self.0.0.behind.end();
     }
 }
 

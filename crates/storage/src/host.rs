@@ -350,6 +350,14 @@ impl HostFile {
         }
     }
 
+    /// Has the kernel start on what is dirty in the page cache. Errors of the disk show in the next [`HostFile::sync`].
+    pub(crate) async fn start_writeback(&self) -> SysResult<()> {
+        match self.worker() {
+            Worker::Ring(ring) => sys::ring_result(ring.start_writeback(&self.fd).await.0).map(drop),
+            Worker::Pool | Worker::Inline => self.call(|fd| sys::start_writeback(fd)).await,
+        }
+    }
+
     /// `guard` is given back when the kernel is done.
     pub(crate) async fn fallocate(
         &self,

@@ -3,6 +3,7 @@
 //!
 //! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
+mod behind;
 mod blocklock;
 pub mod buf;
 mod cache;

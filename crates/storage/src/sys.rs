@@ -176,6 +176,16 @@ pub(crate) fn fallocate(file: impl AsFd, mode: i32, offset: u64, len: u64) -> Sy
     })
 }
 
+/// `sync_file_range` of the whole file, which starts on what is dirty and waits for nothing on the disk.
+pub(crate) fn start_writeback(file: impl AsFd) -> SysResult<()> {
+    let fd = file.as_fd().as_raw_fd();
+    // SAFETY: a call on numbers.
+    match unsafe { libc::sync_file_range(fd, 0, 0, libc::SYNC_FILE_RANGE_WRITE) } {
+        0 => Ok(()),
+        _ => Err(last_errno()),
+    }
+}
+
 /// Writes zeroes to a range of a block device, or lets the device do it.
 pub(crate) fn zero_device(file: impl AsFd, offset: u64, len: u64) -> SysResult<()> {
     let range: [u64; 2] = [offset, len];

@@ -170,6 +170,15 @@ impl Node {
         (result, buf)
     }
 
+    /// `len` bytes were written by a job that goes through the disk once: the kernel may begin with them before the job's
+    /// flush asks for it. A hint; it counts for images in files of this machine.
+    pub fn note_bulk_write(&self, len: u64) {
+        match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.content_file().note_new_data(len),
+            driver => driver.whole_file().into_iter().for_each(|file| file.note_new_data(len)),
+        }
+    }
+
     /// As [`Node::write`], in a box: for drivers that write to another node.
     pub fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
         boxed!(self, |node| node.write(offset, buf))

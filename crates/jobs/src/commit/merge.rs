@@ -14,10 +14,13 @@ use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
 use cowshed_image::options::{DriverKind, DriverSchema};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
+use futures_util::future::join_all;
 use std::sync::Arc;
 
 /// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
+/// Chunks under way at once.
+const AT_ONCE: u64 = 4;
 /// Zeroes may be holes.
 const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
@@ -107,14 +110,19 @@ impl Merge {
             write(target.write_zeroes(at, holder.len, ZEROES).await)?;
             return Ok(holder.len);
         }
-        let len = holder.len.min(CHUNK_BYTES - at % CHUNK_BYTES);
+        let len = holder.len.min(AT_ONCE * CHUNK_BYTES - at % CHUNK_BYTES);
         job.throttle(len).await.map_err(Stopped::Ended)?;
-        let (result, buf) = source.read(at, IoBuf::scratch(len as usize)).await;
-        result.map_err(|error| Stopped::Failed(Failure::read(error)))?;
-        match is_zero(&buf) {
-            true => write(target.write_zeroes(at, len, ZEROES).await)?,
-            false => write(target.write(at, buf).await.0)?,
+        // Side by side: while one is written the next one is read.
+        let mut chunks = Vec::with_capacity(AT_ONCE as usize);
+        let mut start = at;
+        while start < at + len {
+            let end = (start + CHUNK_BYTES - start % CHUNK_BYTES).min(at + len);
+            chunks.push(copy_chunk(start, end - start, (source, target)));
+            start = end;
         }
+        // All end before an error is looked at: what is still on its way must not meet its repetition.
+        join_all(chunks).await.into_iter().collect::<Result<(), Failure>>().map_err(Stopped::Failed)?;
+        self.request.base.note_bulk_write(len);
         Ok(len)
     }
 
@@ -140,6 +148,17 @@ impl Merge {
         let closed = self.opened.close().await;
         closed.and(self.reader.detach().await)
     }
+}
+
+/// Copies one piece of data.
+async fn copy_chunk(at: u64, len: u64, (source, target): (&Queue, &Queue)) -> Result<(), Failure> {
+    let (result, buf) = source.read(at, IoBuf::scratch(len as usize)).await;
+    result.map_err(Failure::read)?;
+    let written = match is_zero(&buf) {
+        true => target.write_zeroes(at, len, ZEROES).await,
+        false => target.write(at, buf).await.0,
+    };
+    written.map_err(Failure::write)
 }
 
 /// How a header is to name a backing file.

@@ -222,7 +222,7 @@ impl<'a> Copy<'a> {
         if found.is_empty() || (found.len() == 1 && found[0].data) {
             let (result, buf) = self.start(number, self.target.write(offset, buf)).await;
             result.map_err(|error| write_error(error, offset))?;
-            self.outcome.borrow_mut().data_bytes += whole as u64;
+            self.note_data(whole);
             self.give_buf(buf);
             return Ok(());
         }
@@ -252,8 +252,14 @@ impl<'a> Copy<'a> {
         }
         let (result, buf) = self.target.write(offset, buf).await;
         result.map_err(|error| write_error(error, offset))?;
-        self.outcome.borrow_mut().data_bytes += buf.len() as u64;
+        self.note_data(buf.len());
         Ok(buf)
+    }
+
+    /// Data were written.
+    fn note_data(&self, len: usize) {
+        self.outcome.borrow_mut().data_bytes += len as u64;
+        self.target.note_bulk_write(len as u64);
     }
 
     /// Compresses all clusters that aren't zero.

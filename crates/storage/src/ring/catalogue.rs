@@ -56,6 +56,14 @@ impl Ring {
         RingOp::start(Rc::clone(self), file, Payload::empty(None), Vec::new(), entry)
     }
 
+    /// `sync_file_range` of the whole file: starts on what is dirty and waits for nothing on the disk.
+    pub(crate) fn start_writeback<'a>(self: &Rc<Self>, file: &'a Arc<OwnedFd>) -> RingOp<'a> {
+        // A length of 0 reaches to the end of the file.
+        let entry =
+            opcode::SyncFileRange::new(types::Fd(file.as_raw_fd()), 0).flags(libc::SYNC_FILE_RANGE_WRITE).build();
+        RingOp::start(Rc::clone(self), file, Payload::empty(None), Vec::new(), entry)
+    }
+
     /// Receives into the payload's one buffer behind its first `skip` bytes; `all`: until it is full.
     pub(crate) fn receive<'a>(
         self: Rc<Self>,

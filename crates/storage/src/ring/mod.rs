@@ -68,6 +68,7 @@ impl Ring {
             opcode::Readv::CODE,
             opcode::Writev::CODE,
             opcode::Fsync::CODE,
+            opcode::SyncFileRange::CODE,
             opcode::Fallocate::CODE,
             opcode::AsyncCancel::CODE,
             opcode::Recv::CODE,
@@ -150,6 +151,11 @@ impl Ring {
             // operations that are in flight can't be given back.
             _ => panic!("io_uring_enter failed: {error}"),
         }
+    }
+
+    /// Operations that were not handed to the kernel yet.
+    pub(crate) fn queued(&self) -> usize {
+        self.uring.borrow_mut().submission().len()
     }
 
     /// Submits what is queued and takes completions, without waiting.

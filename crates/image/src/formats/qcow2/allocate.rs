@@ -52,7 +52,10 @@ impl Qcow2Driver {
             None => (Err(Error::internal("an allocation went away")), data),
         };
         let result = match (result, pending.allocation.take()) {
-            (Ok(()), Some(allocation)) => self.engine.commit(allocation).map(|()| bytes),
+            (Ok(()), Some(allocation)) => {
+                self.stored_in(allocation.file).note_new_data(written_bytes(&allocation));
+                self.engine.commit(allocation).map(|()| bytes)
+            }
             (Err(error), Some(allocation)) => {
                 self.engine.abort(allocation, true);
                 Err(error)
@@ -174,4 +177,12 @@ impl Qcow2Driver {
             Err(error) => (Err(error), data),
         }
     }
+}
+
+/// What an allocation brings to the disk: its data and what is copied around them.
+fn written_bytes(allocation: &Allocation) -> u64 {
+    let copied = |fill, len| if fill == Fill::Copy { len } else { 0 };
+    allocation.data_end - allocation.data_start
+        + copied(allocation.head, allocation.data_start - allocation.start)
+        + copied(allocation.tail, allocation.end - allocation.data_end)
 }

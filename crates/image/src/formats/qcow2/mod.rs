@@ -145,6 +145,11 @@ impl Qcow2Driver {
         error.file(self.file_name.clone())
     }
 
+    /// The file that holds the clusters of the disk.
+    pub(crate) fn content_file(&self) -> &File {
+        self.data_file.as_ref().unwrap_or(&self.file)
+    }
+
     fn stored_in(&self, file: StoredIn) -> &File {
         match (file, &self.data_file) {
             (StoredIn::DataFile, Some(data_file)) => data_file,
