@@ -24,6 +24,10 @@ use std::time::{Duration, Instant};
 
 /// Tasks that run between two looks at the ring: enough to batch submissions, few enough to keep the disk busy.
 const TASKS_PER_ROUND: usize = 256;
+/// So many rounds may pass before the ring is looked at,
+const ROUNDS_PAST_RING: u32 = 3;
+/// while fewer operations than this are queued.
+const FEW_OPERATIONS: usize = 8;
 
 /// The world outside of the executor, when it isn't the operating system: a simulation.
 pub trait Simulation {
@@ -137,6 +141,8 @@ pub(crate) struct LocalState {
     unfinished: RefCell<Slab<Waker>>,
     /// Detached tasks that must end before `block_on` may return, because other threads wait for what they do.
     pub(super) obligations: Cell<usize>,
+    /// Rounds since the ring was looked at.
+    rounds_past_ring: Cell<u32>,
     pub(super) timers: RefCell<Timers>,
     outside: Outside,
 }
@@ -186,6 +192,7 @@ impl Local {
             ready: RefCell::default(),
             unfinished: RefCell::default(),
             obligations: Cell::new(0),
+            rounds_past_ring: Cell::new(0),
             timers: RefCell::default(),
             outside,
         };
@@ -331,11 +338,10 @@ impl LocalState {
     fn wait(&self, next_timer: Option<Instant>) {
         let busy = !self.ready.borrow().is_empty() || self.shared.main_woken.load(Ordering::Relaxed);
         if busy {
-            if let Some(ring) = self.existing_ring() {
-                ring.poll();
-            }
+            self.look_at_the_ring();
             return;
         }
+        self.rounds_past_ring.set(0);
         match &self.outside {
             Outside::Simulated(simulation) => {
                 if !self.shared.remote_came.load(Ordering::SeqCst) {
@@ -345,6 +351,19 @@ impl LocalState {
             Outside::System(_) => self.sleep(next_timer),
         }
         ROUND_NS.set(0);
+    }
+
+    /// Submits and takes completions between two rounds. A few operations wait for the next round's: often that one ends with
+    /// nothing left to do, and waiting submits them in the same system call.
+    fn look_at_the_ring(&self) {
+        let Some(ring) = self.existing_ring() else { return };
+        let rounds = self.rounds_past_ring.get();
+        if rounds < ROUNDS_PAST_RING && ring.queued() < FEW_OPERATIONS {
+            self.rounds_past_ring.set(rounds + 1);
+            return;
+        }
+        self.rounds_past_ring.set(0);
+        ring.poll();
     }
 
     /// Wakes whose time has come; returns the next deadline.
