@@ -53,7 +53,7 @@ impl Secret {
             (Some(data), None) => (Zeroizing::new(data.as_bytes().to_vec()), "'data'".to_owned()),
             (None, Some(file)) => (read_file(file)?, file.display().to_string()),
             (Some(_), Some(_)) => return Err(Error::invalid_argument("'file' and 'data' are mutually exclusive")),
-            (None, None) => return Err(Error::invalid_argument("Must provide 'file' or 'data'")),
+            (None, None) => return Err(Error::invalid_argument("Either 'file' or 'data' must be provided")),
         };
         let bytes = if is_base64 { from_base64(&source, &given)? } else { given };
         let bytes = match wrapping {
@@ -93,10 +93,10 @@ impl<'a> Wrapping<'a> {
         match (key_id, vector_base64) {
             (None, None) => Ok(None),
             (None, Some(_)) => Err(Error::invalid_argument("'iv' is given without 'keyid'")),
-            (Some(_), None) => Err(Error::invalid_argument("IV is required to decrypt secret: 'keyid' needs 'iv'")),
-            (Some(id), Some(vector_base64)) => match find(id) {
-                Some(key) => Ok(Some(Wrapping { key, vector_base64 })),
-                None => Err(Error::invalid_argument(format!("No secret with id '{id}'"))),
+            (Some(id), vector) => match (find(id), vector) {
+                (None, _) => Err(Error::invalid_argument(format!("No secret with id '{id}'"))),
+                (Some(key), Some(vector_base64)) => Ok(Some(Wrapping { key, vector_base64 })),
+                (Some(_), None) => Err(Error::invalid_argument("IV is required to decrypt secret: 'keyid' needs 'iv'")),
             },
         }
     }
@@ -109,7 +109,11 @@ fn from_base64(source: &str, text: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
 }
 
 fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
-    let failed = |error: std::io::Error| Error::invalid_argument(format!("Unable to read {}: {error}", path.display()));
+    let failed = |error: std::io::Error| {
+        let text = error.to_string();
+        let reason = text.split(" (os error").next().unwrap_or_default();
+        Error::invalid_argument(format!("Unable to read {}: {reason}", path.display()))
+    };
     let mut bytes = Zeroizing::new(Vec::new());
     std::fs::File::open(path).map_err(failed)?.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
     match bytes.len() as u64 > MAX_SECRET_BYTES {

@@ -57,6 +57,12 @@ pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force:
     let request = SlotRequest { image, values, prefix };
     let change = request.change().map_err(in_file)?;
     let secret = opening_secret(node, image).map_err(in_file)?;
+    if secret.is_none() && matches!(change, SlotChange::Activate { .. }) {
+        let message = "a new key slot needs the secret that opens the image now";
+        return Err(in_file(Error::invalid_argument(format!(
+            "Parameter '{prefix}key-secret' is required for cipher: {message}"
+        ))));
+    }
     change_slots(&area, secret.as_ref(), &change, force).await.map_err(in_file)
 }
 

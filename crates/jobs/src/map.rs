@@ -55,7 +55,7 @@ pub async fn run(options: &MapOptions, job: &JobHandle) -> Result<Vec<MapEntry>>
 
 /// Maps: hands the runs to `take` one by one, in order.
 pub async fn each(options: &MapOptions, job: &JobHandle, mut take: impl FnMut(MapEntry) -> Result<()>) -> Result<()> {
-    let node = options.image.open_for_reading().await?;
+    let node = options.image.open(options.image.request()?.without_content()).await?;
     let result = walk(&node, options, job, &mut take).await;
     let closed = node.close().await;
     result.and(closed)

@@ -23,7 +23,7 @@ pub enum SnapshotAction {
 
 /// The snapshots of an image; none for formats without them.
 pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
-    let node = image.open(image.request()?.no_backing()).await?;
+    let node = image.open(image.request()?.no_backing().without_content()).await?;
     let listed = match qcow2_layer(&node) {
         Some(layer) => layer.snapshots().await,
         None => Ok(Vec::new()),

@@ -9,7 +9,8 @@
 use crate::sys::{self, ByteLock};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use std::ops::{BitAnd, BitOr, Not};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 
 /// First byte of the "used" range.
 const USED_AT: u64 = 100;
@@ -229,19 +230,24 @@ impl Bytes {
     /// Finds somebody whose locks contradict ours.
     fn check_others(&self, file: impl AsFd) -> Result<()> {
         for (number, name) in self.used.each() {
-            if is_held(&file, UNSHARED_AT + number)? {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!("failed to get \"{name}\" lock: another process uses the image and does not share it"),
-                ));
+            let byte = UNSHARED_AT + number;
+            if is_held(&file, byte)? {
+                let who = match is_held_here(file.as_fd(), byte) {
+                    true => "this process uses the image already",
+                    false => "another process uses the image",
+                };
+                let message = format!("failed to get \"{name}\" lock: {who} and does not share it");
+                return Err(Error::new(ErrorKind::Busy, message));
             }
         }
         for (number, name) in self.unshared.each() {
-            if is_held(&file, USED_AT + number)? {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!("failed to get shared \"{name}\" lock: another process has the image open for that"),
-                ));
+            let byte = USED_AT + number;
+            if is_held(&file, byte)? {
+                let who = match is_held_here(file.as_fd(), byte) {
+                    true => "this process has the image open for that already",
+                    false => "another process has the image open for that",
+                };
+                return Err(Error::new(ErrorKind::Busy, format!("failed to get shared \"{name}\" lock: {who}")));
             }
         }
         Ok(())
@@ -250,4 +256,26 @@ impl Bytes {
 
 fn is_held(file: impl AsFd, byte: u64) -> Result<bool> {
     sys::is_locked_by_others(file, byte, 1).map_err(|errno| lock_error(byte, errno))
+}
+
+/// True when it is another descriptor of this process that holds the byte, as far as the kernel tells (proc(5): the lines
+/// `lock:` of `/proc/self/fdinfo`). Only asked when a lock was refused.
+fn is_held_here(file: BorrowedFd<'_>, byte: u64) -> bool {
+    let inode = |fd: i32| std::fs::metadata(format!("/proc/self/fd/{fd}")).ok().map(|stat| (stat.dev(), stat.ino()));
+    let own = file.as_raw_fd();
+    let Some(wanted) = inode(own) else { return false };
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return false };
+    let others = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    others.filter(|fd| *fd != own && inode(*fd) == Some(wanted)).any(|fd| {
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
+        info.lines().filter(|line| line.starts_with("lock:")).any(|line| covers(line, byte))
+    })
+}
+
+/// A line like `lock: 1: OFDLCK  ADVISORY  READ -1 fd:00:1234 203 203`: the bytes from the last number but one to the last.
+fn covers(line: &str, byte: u64) -> bool {
+    let mut words = line.split_ascii_whitespace().rev();
+    let last = words.next().map(|word| if word == "EOF" { Ok(u64::MAX) } else { word.parse() });
+    let first = words.next().map(str::parse::<u64>);
+    matches!((first, last), (Some(Ok(first)), Some(Ok(last))) if (first..=last).contains(&byte))
 }

@@ -73,24 +73,27 @@ fn message(file: &File, permissions: Permissions) -> String {
 
 const WRITE_REFUSED: &str = "failed to get \"write\" lock: another process uses the image and does not share it";
 const READ_REFUSED: &str = "failed to get shared \"write\" lock: another process has the image open for that";
+const OUR_WRITE_REFUSED: &str =
+    "failed to get \"write\" lock: this process uses the image already and does not share it";
+const OUR_READ_REFUSED: &str = "failed to get shared \"write\" lock: this process has the image open for that already";
 
 #[test]
 fn writers_refuse_each_other_and_readers_share() {
     let (_dir, path) = image();
     let (first, second) = (open(&path), open(&path));
     first.lock(Permissions::WRITE).expect("free");
-    assert_eq!(message(&second, Permissions::WRITE), WRITE_REFUSED);
-    assert_eq!(message(&second, Permissions::READ), READ_REFUSED);
+    assert_eq!(message(&second, Permissions::WRITE), OUR_WRITE_REFUSED);
+    assert_eq!(message(&second, Permissions::READ), OUR_READ_REFUSED);
     assert_eq!(second.permissions(), Permissions::NONE);
     second.lock(Permissions::READ.sharing_all()).expect("force-share");
     first.lock(Permissions::READ).expect("downgrade");
     second.lock(Permissions::READ).expect("readers share");
-    assert_eq!(message(&first, Permissions::WRITE), WRITE_REFUSED);
+    assert_eq!(message(&first, Permissions::WRITE), OUR_WRITE_REFUSED);
     assert_eq!(first.permissions(), Permissions::READ);
     drop(second);
     first.lock(Permissions::WRITE).expect("upgrade");
     let third = open(&path);
-    assert_eq!(message(&third, Permissions::READ), READ_REFUSED);
+    assert_eq!(message(&third, Permissions::READ), OUR_READ_REFUSED);
     first.unlock().expect("unlock");
     third.lock(Permissions::READ).expect("free");
 }

@@ -246,7 +246,7 @@ fn a_lost_l1_table_is_found() {
 }
 
 fn reading(snapshot: &str, options: RescueOptions) -> RescueOptions {
-    RescueOptions { snapshot: Some(SnapshotName::parse(snapshot)), ..options }
+    RescueOptions { snapshot: Some(SnapshotName::parse(snapshot).unwrap()), ..options }
 }
 
 #[test]

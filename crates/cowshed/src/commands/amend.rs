@@ -99,6 +99,12 @@ fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
 /// qemu-img says what is wrong with an option without the name of the file.
 fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     match error.kind() {
+        _ if persona == Persona::QemuImg && error.field_name() == Some("keyslot") => Failure::new(error.message()),
+        _ if persona == Persona::QemuImg && error.message().contains("it has no key slots") => {
+            Failure::new("Can't amend encryption options - encryption not present")
+        }
+        // Also qemu-img finds out when it opens the image.
+        _ if error.message().contains("cannot unlock any keyslot") => Failure::open(persona, file, error),
         ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
             let message = error.message();
             Failure::new(match message.strip_prefix("invalid ") {

@@ -136,7 +136,10 @@ fn actions(matches: &ArgMatches) -> Vec<BitmapAction> {
 fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
     let merges = !args.merge.is_empty();
     for (wrong, message) in [
-        (actions.is_empty(), "Need at least one of --add, --remove, --clear, --enable, --disable, or --merge"),
+        (
+            actions.is_empty(),
+            "Need at least one of --add, --remove, --remove-all, --clear, --enable, --disable, or --merge",
+        ),
         (args.granularity.is_some() && args.add.is_empty(), "granularity only supported with --add"),
         (args.source_file.is_some() && !merges, "Merge bitmap source file only supported with --merge"),
         (args.source_format.is_some() && args.source_file.is_none(), "-F only supported with -b"),

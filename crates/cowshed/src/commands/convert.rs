@@ -5,9 +5,10 @@ use super::arguments::{NamingArgs, cache_mode};
 use super::untrusted::Use;
 use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
+use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
+use cowshed_block::{Error, ErrorKind};
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_image::snapshots::SnapshotName;
@@ -241,7 +242,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         .iter()
         .map(|source| {
             let spec = args.naming.spec(source, args.format.as_ref())?;
-            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse);
+            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
             Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, shares_raw: false, snapshot, ..spec })
         })
         .collect();
@@ -311,8 +312,13 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     let about_target = error.file_name() == Some(target.name.as_str());
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");
-        let reason = Failure::about(persona, &target.name, error).message;
-        let reason = reason.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&reason).to_owned();
+        let reason = match error.kind() {
+            ErrorKind::Busy => qemu_reason(&target.name, error),
+            _ => {
+                let reason = Failure::about(persona, &target.name, error).message;
+                reason.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&reason).to_owned()
+            }
+        };
         return Failure::new(format!("{}: error while converting {format}: {reason}", target.name));
     }
     let mut names: Vec<&str> = options.sources.iter().map(|source| source.name.as_str()).collect();

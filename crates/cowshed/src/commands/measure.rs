@@ -69,7 +69,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         (Some(_), _) => return Err(Failure::new("--size N cannot be used together with a filename.")),
         (None, [file]) => {
             let spec = args.naming.spec(file, args.format.as_ref())?;
-            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse);
+            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
             Some(ImageSpec { force_share: args.force_share, snapshot, ..spec })
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),

@@ -114,13 +114,17 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     if error.message().contains("have no backing file") {
         return Failure::new(format!("Could not change the backing file to '{base}': Operation not supported"));
     }
+    let message = error.message();
     let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str())) && base != &options.image.name;
-    match is_base || error.message().contains("loop") {
+    // The new chain leads to the image, which is open already.
+    let is_loop = message.contains("loop") || message.contains(": this process ");
+    let below_base = message.starts_with("could not open the backing file of")
+        && !message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));
+    match is_base || is_loop || below_base {
         true => {
             let reason = Failure::open(persona, base, error).message;
             // The file that could not be opened is named once.
-            let again = format!("Could not open '{base}': Could not open");
-            let reason = reason.strip_prefix(&again).map_or(reason.clone(), |rest| format!("Could not open{rest}"));
+            let reason = reason.strip_prefix(&format!("Could not open '{base}': ")).unwrap_or(&reason);
             Failure::new(format!("Could not open new backing file '{base}': {reason}"))
         }
         false => Failure::open(persona, &options.image.name, error),

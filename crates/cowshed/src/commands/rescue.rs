@@ -173,7 +173,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },
         target,
         create_options: args.options.clone(),
-        snapshot: args.snapshot.as_deref().map(SnapshotName::parse),
+        snapshot: args.snapshot.as_deref().map(SnapshotName::parse).transpose()?,
         overrides: Overrides {
             cluster_size_bytes: number("cluster size", &args.cluster_size)?,
             size_bytes: number("size", &args.size)?,

@@ -78,6 +78,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let Some(action) = action else {
         return list(&ImageSpec { force_share: args.force_share, ..image }, file, console);
     };
+    if args.force_share {
+        let error = Error::invalid_argument("force-share=on can only be used with read-only images");
+        return Err(Failure::open(console.persona, file, &error));
+    }
     let job = work::Foreground::new(console.persona, false, args.quiet, "rewriting metadata")?;
     let failed = |error: &Error| failed(console.persona, file, &action, error);
     job.run(async |handle| snapshot::run(&image, &action, &handle).await, failed)?;
@@ -108,6 +112,11 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
     let why = match error.kind() {
         ErrorKind::NotFound => missing,
         ErrorKind::Busy if error.message().contains("bitmaps") => "Device has active dirty bitmaps",
+        ErrorKind::Unsupported if error.message().contains("have no internal snapshots") => match action {
+            SnapshotAction::Create(_) => "Operation not supported",
+            SnapshotAction::Apply(_) => "Block driver does not support snapshots",
+            SnapshotAction::Delete(_) => missing,
+        },
         ErrorKind::Unsupported => "Operation not supported",
         _ => return Failure::open(persona, file, error),
     };

@@ -91,12 +91,11 @@ pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
     let offset = arguments::size(offset)?;
     let count = arguments.operands.get(1).map_or(Ok(SECTOR_BYTES), |text| arguments::size(text))?;
     let size = shell.session()?.node.size();
-    if offset > size {
-        return Err(Failed::output("offset is past the end of the disk"));
-    }
-    let count = count.min(size - offset);
+    let count = count.min(size.saturating_sub(offset));
     let mut sum = 0;
-    each_run(shell, offset, count, |_, len, present| sum += if present { len } else { 0 }).await?;
+    if count > 0 {
+        each_run(shell, offset, count, |_, len, present| sum += if present { len } else { 0 }).await?;
+    }
     shell.console.line(format_args!("{sum}/{count} bytes allocated at offset {}", text::size(offset as f64)));
     Ok(())
 }

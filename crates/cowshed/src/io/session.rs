@@ -153,12 +153,38 @@ async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
         let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
         return Err(Error::invalid_argument(message));
     }
-    let mut tree = spec.tree()?;
-    // What is only read has nowhere to keep it.
-    if spec.copy_on_read && !spec.read_only {
-        tree = tree.map(|tree| BlockdevOptions::new().with("driver", COPY_ON_READ).with("file", Value::from(tree)));
+    if spec.copy_on_read && spec.read_only {
+        return Err(Error::invalid_argument("Can't use copy-on-read on read-only device"));
     }
-    if spec.snapshot { open_overlay(spec, tree).await } else { open_image(spec.request(tree)?).await }
+    match spec.tree()? {
+        tree if spec.snapshot => open_overlay(spec, tree).await,
+        Some(tree) if spec.copy_on_read => {
+            let tree = with_driver(spec, tree).await?;
+            open_image(spec.request(Some(keeping_what_is_read(tree)))?).await
+        }
+        tree => open_image(spec.request(tree)?).await,
+    }
+}
+
+/// The options with the filter above. What has no backing file has nothing to keep.
+fn keeping_what_is_read(tree: BlockdevOptions) -> BlockdevOptions {
+    match tree.text("driver") {
+        // Guessed to be raw: that it was guessed stays known.
+        None => tree,
+        Some(_) => BlockdevOptions::new().with("driver", COPY_ON_READ).with("file", Value::from(tree)),
+    }
+}
+
+/// The options with the format, which below a filter isn't guessed; without one where it is guessed to be raw.
+async fn with_driver(spec: &OpenSpec, tree: BlockdevOptions) -> Result<BlockdevOptions> {
+    if tree.get("driver").is_some() {
+        return Ok(tree);
+    }
+    let reading = OpenSpec { read_only: true, ..spec.clone() };
+    let node = open_image(reading.request(Some(tree.clone()))?).await?;
+    let driver = node.driver_name();
+    node.close().await?;
+    Ok(if driver == "raw" { tree } else { tree.with("driver", driver) })
 }
 
 /// A temporary overlay over the image. Its file has no name any more when this returns.
@@ -184,6 +210,7 @@ async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<
         .with("backing", Value::from(base.with("driver", driver)));
     // Nobody will see it after a crash.
     let spec = OpenSpec { cache: Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned())), ..spec.clone() };
+    let tree = if spec.copy_on_read { keeping_what_is_read(tree) } else { tree };
     open_image(spec.request(Some(tree))?).await
 }
 
@@ -204,9 +231,8 @@ fn refusal(shell: &Shell, name: &str, error: &Error) -> Failed {
     match shell.manner.terse {
         true => {
             let reason = Failure::open(Persona::QemuImg, name, error).message;
-            let reason = reason
-                .strip_prefix(&format!("Could not open '{name}': Could not open"))
-                .map_or_else(|| reason.clone(), |rest| format!("Could not open{rest}"));
+            // Unlike qemu-img it has no frame of its own around the reason.
+            let reason = reason.strip_prefix(&format!("Could not open '{name}': ")).unwrap_or(&reason);
             Failed::complaint(format!("can't open device {name}: {reason}"))
         }
         false => Failed::complaint(Failure::about(Persona::Cowshed, name, error).message),

@@ -50,20 +50,19 @@ impl Failure {
         let (image, _) = error.message().strip_prefix("could not open the backing file of '")?.split_once("': ")?;
         let (backing, text) = (error.file_name()?, error.to_string());
         let reason = text.split_once(&format!("the backing file of '{image}': "))?.1;
-        let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
-        let message =
-            format!("Could not open '{image}': Could not open backing file: Could not open '{backing}': {reason}");
-        Some(Self::new(message))
+        let reason = match (lock_words(backing, error, reason), reason.strip_prefix("could not open: ")) {
+            (Some(words), _) => words,
+            (None, Some(rest)) => format!("Could not open '{backing}': {rest}"),
+            // The options of the whole chain stand on the command line: which file it is says the option.
+            (None, None) if is_missing_key(reason) => reason.to_owned(),
+            (None, None) => format!("Could not open '{backing}': {reason}"),
+        };
+        Some(Self::new(format!("Could not open '{image}': Could not open backing file: {reason}")))
     }
 
     /// As [`Failure::open`], for the one of several images that the error names.
     pub fn open_either(persona: Persona, names: &[&str], error: &Error) -> Self {
-        // Image options name the file in one of their values.
-        let names_it = |name: &str, file: &str| {
-            let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
-            name == file || values.any(|(_, value)| value == file)
-        };
-        let named = error.file_name().and_then(|file| names.iter().find(|name| names_it(name, file)));
+        let named = error.file_name().and_then(|file| names.iter().find(|name| names_file(name, file)));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
             _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(error.to_string())),
@@ -89,21 +88,39 @@ impl From<clap::Error> for Failure {
     }
 }
 
+fn is_missing_key(reason: &str) -> bool {
+    reason.starts_with("Parameter '") && reason.contains("key-secret' is required for cipher")
+}
+
+/// A lock that somebody else has, in qemu-img's words. Where it is this process itself, that is said.
+fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
+    let (lock, who) = message.strip_prefix("failed to get ").and_then(|lock| lock.split_once(": "))?;
+    match error.kind() {
+        ErrorKind::Busy if who.starts_with("this process") => {
+            Some(format!("Failed to get {lock}\nThis command uses the image [{file}] already"))
+        }
+        ErrorKind::Busy => Some(format!("Failed to get {lock}\nIs another process using the image [{file}]?")),
+        _ => None,
+    }
+}
+
+/// True when the image called `name`, perhaps by image options, is in this file.
+fn names_file(name: &str, file: &str) -> bool {
+    let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
+    name == file || values.any(|(_, value)| value == file)
+}
+
 /// As [`reason`], with qemu-img's words where scripts look for them.
-fn qemu_reason(name: &str, error: &Error) -> String {
-    let lock = error.message().strip_prefix("failed to get ").and_then(|lock| lock.split_once(':'));
-    match lock {
-        Some((lock, _)) if error.kind() == ErrorKind::Busy => {
-            let file = error.file_name().unwrap_or(name);
-            format!("Failed to get {lock}\nIs another process using the image [{file}]?")
-        }
-        _ => {
-            let reason = reason(name, error);
-            match reason.strip_prefix("could not open: ") {
-                Some(rest) => format!("Could not open '{name}': {rest}"),
-                None => reason,
-            }
-        }
+pub fn qemu_reason(name: &str, error: &Error) -> String {
+    let file = error.file_name().unwrap_or(name);
+    if let Some(words) = lock_words(file, error, error.message()) {
+        return words;
+    }
+    // What image options name isn't said again.
+    let reason = reason(if names_file(name, file) { file } else { name }, error);
+    match reason.strip_prefix("could not open: ") {
+        Some(rest) => format!("Could not open '{file}': {rest}"),
+        None => reason,
     }
 }
 
@@ -128,6 +145,16 @@ mod tests {
         let failure = Failure::open(Persona::QemuImg, "a.qcow2", &error);
         let expected =
             "Could not open 'a.qcow2': Failed to get \"write\" lock\nIs another process using the image [a.qcow2]?";
+        assert_eq!(failure.message, expected);
+    }
+
+    #[test]
+    fn nobody_else_is_blamed_for_a_lock_of_ours() {
+        let text = "failed to get \"write\" lock: this process uses the image already and does not share it";
+        let error = Error::new(ErrorKind::Busy, text).file("a.qcow2");
+        let failure = Failure::open(Persona::QemuImg, "a.qcow2", &error);
+        let expected =
+            "Could not open 'a.qcow2': Failed to get \"write\" lock\nThis command uses the image [a.qcow2] already";
         assert_eq!(failure.message, expected);
     }
 

@@ -80,6 +80,15 @@ const SCRIPTS: &[&str] = &[
     "--image-opts BLKDEBUG; break write_aio A; aio_write -P 5 0 64k; wait_break A; resume A; aio_flush; read -P 5 0 64k",
     "--image-opts BLKDEBUG; break write_aio A; aio_write -P 5 0 4k; wait_break A; remove_break A; aio_flush",
     "--image-opts BLKDEBUG; break write_aio A; remove_break A; write 0 4k; resume A; remove_break A; break nosuch B",
+    "-C -f qcow2 above.qcow2; map; read -P 1 0 4k; map; close; open above.qcow2; map; read -P 1 0 8k",
+    "-C above.qcow2; map; read -P 1 4k 4k; map; write -P 5 1M 64k; read -P 5 1M 64k; map; alloc 0 64k",
+    "; open -C above.qcow2; map; read -P 1 0 4k; map; close; open -r above.qcow2; map",
+    "-C -s above.qcow2; read -P 1 0 8k; map; close; open above.qcow2; map",
+    "-C -r above.qcow2; length",
+    "; open -C -r above.qcow2; length; open above.qcow2; map",
+    "-C raw.img; read 64k 4k; length",
+    "-f qcow2 image.qcow2; alloc 99M; alloc 99M 64k; alloc 4M; alloc 4M 64k; alloc 3M 8M",
+    "-f raw raw.img; alloc 99M 64k; alloc 1M",
     "--image-opts BLKDEBUG; break read_aio A; aio_read -P 1 0 8k; wait_break A; length; resume A; aio_flush",
 ];
 
@@ -109,6 +118,13 @@ impl Pair {
         fs::create_dir(&fresh).unwrap();
         qemu.create(&fresh.join("image.qcow2"), "qcow2", "", 4 << 20);
         qemu.io_commands(&fresh.join("image.qcow2"), "qcow2", &["write -P 1 0 8k".to_owned()]);
+        let above = format!("backing_file={},backing_fmt=qcow2", fresh.join("image.qcow2").display());
+        qemu.create(&fresh.join("above.qcow2"), "qcow2", &above, 4 << 20);
+        let renamed = Command::new(qemu.img_path())
+            .args(["rebase", "-u", "-b", "image.qcow2", "-F", "qcow2", "above.qcow2"])
+            .current_dir(&fresh)
+            .status();
+        assert!(renamed.is_ok_and(|status| status.success()), "the overlay's backing file");
         fs::write(fresh.join("raw.img"), vec![0; 1 << 20]).unwrap();
         fs::write(fresh.join("pattern"), "abc").unwrap();
         fs::write(fresh.join("empty"), "").unwrap();
@@ -134,13 +150,14 @@ impl Pair {
         if real != ours {
             let _ = writeln!(self.differences, "== {arguments:?} {input:?}\n-- real: {real:#?}\n-- ours: {ours:#?}");
         }
-        for (image, format) in [("image.qcow2", "qcow2"), ("raw.img", "raw")] {
+        for (image, format) in [("image.qcow2", "qcow2"), ("above.qcow2", "qcow2"), ("raw.img", "raw")] {
             let (left, right) = (theirs.join(image), own.join(image));
             if !self.qemu.is_equal((&left, format), (&right, format)) {
                 let _ = writeln!(self.differences, "== {arguments:?} {input:?}: {image} differs");
             }
         }
         self.qemu.expect_clean(&own.join("image.qcow2"));
+        self.qemu.expect_clean(&own.join("above.qcow2"));
     }
 
     #[track_caller]
@@ -259,6 +276,10 @@ fn our_own_name_says_more_of_an_error() {
     };
     let (code, out, _) = run(&["io", "-c", "read 4M 1k", "image.qcow2"]);
     assert!(code == Some(1) && out.contains("past the end of the disk"), "{out}");
+    for line in [&["io", "-C", "-r", "-c", "length", "above.qcow2"][..], &["io", "-c", "open -C -r above.qcow2"]] {
+        let (code, _, err) = run(line);
+        assert!(code == Some(1) && err.contains("Can't use copy-on-read on read-only device"), "{err}");
+    }
     let (code, _, err) = run(&["io", "-c", "length", "nothing"]);
     assert!(code == Some(1) && err.contains("cowshed: nothing: ") && err.contains("No such file"), "{err}");
     let (code, _, err) = run(&["io", "--object", "secret,id=a", "-c", "length", "image.qcow2"]);
@@ -278,7 +299,7 @@ fn zones_are_of_no_image() {
         let ours = run(&pair.ours, &place, &["-f", format, "-c", command, image], "");
         (ours.code, ours.out + &ours.err)
     };
-    for (image, format) in [("image.qcow2", "qcow2"), ("raw.img", "raw")] {
+    for (image, format) in [("image.qcow2", "qcow2"), ("above.qcow2", "qcow2"), ("raw.img", "raw")] {
         for (command, text) in [
             ("zone_report 0 1", "zone report failed: Operation not supported\n"),
             ("zrp 8M 1", "zone report failed: Operation not supported\n"),

@@ -219,7 +219,11 @@ impl Oracle {
     }
 
     fn as_installed(&self, said: Said) -> Said {
-        Said { out: as_older(&said.out, self.version), ..said }
+        let err = match self.version < (11, 0) {
+            true => said.err.replace("--remove, --remove-all, --clear", "--remove, --clear"),
+            false => said.err,
+        };
+        Said { out: as_older(&said.out, self.version), err, ..said }
     }
 }
 

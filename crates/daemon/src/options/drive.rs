@@ -152,7 +152,7 @@ impl Drive {
         if self.writable {
             return Err(Error::invalid_argument("an internal snapshot can only be read").value(name));
         }
-        self.snapshot = Some(SnapshotName::parse(name));
+        self.snapshot = Some(SnapshotName::parse(name)?);
         Ok(())
     }
 

@@ -238,6 +238,14 @@ fn encrypted_images_are_created_and_opened_with_their_secret() {
     for options in [&qcow2, &luks] {
         assert!(client.refusal("blockdev-add", options.clone()).contains("No secret with id 's'"));
     }
+    // Without a key there is no node, and nothing that could be served.
+    for (options, key, name) in [(&qcow2, "encrypt", "encrypt.key-secret"), (&luks, "key-secret", "key-secret")] {
+        let mut options = options.clone();
+        options.as_object_mut().expect("an object").remove(key);
+        let expected = format!("Parameter '{name}' is required for cipher");
+        assert!(client.refusal("blockdev-add", options).contains(&expected));
+    }
+    assert_eq!(client.command("query-named-block-nodes", json!({})), json!([]));
     client.command("object-add", secret("s", "falsch"));
     for options in [&qcow2, &luks] {
         let refusal = client.refusal("blockdev-add", options.clone());

@@ -107,9 +107,10 @@ pub(super) async fn create_luks(
     size: u64,
     preallocation: Preallocation,
     detached: bool,
+    hints: LayoutHints,
 ) -> Result<()> {
     let is_new = is_new_file(path);
-    let file = create_file(path, encryption.file_bytes(size, detached), LayoutHints::default()).await?;
+    let file = create_file(path, encryption.file_bytes(size, detached), hints).await?;
     write_fresh_luks(&file, encryption, size, preallocation, detached).await?;
     if is_new { sync_folder_of(path).await } else { Ok(()) }
 }

@@ -112,7 +112,7 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     if !request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename))?;
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
-        let opened = opened.secrets(request.secrets.iter().cloned());
+        let opened = opened.secrets(request.secrets.iter().cloned()).without_content();
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();
@@ -231,7 +231,8 @@ impl CreatePlan {
             "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?).await,
             "luks" => {
                 let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
-                file::create_luks(&self.path, &encryption, size, self.space()?, self.is_detached()).await
+                let hints = layout_hints(&self.values)?;
+                file::create_luks(&self.path, &encryption, size, self.space()?, self.is_detached(), hints).await
             }
             _ => {
                 let size = round_size(self.size)?;

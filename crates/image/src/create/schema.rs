@@ -77,13 +77,19 @@ pub const LUKS: &[CreateOption] = &[
     option("size", Size, "size of the virtual disk"),
     option("key-secret", Text, "id of the secret object with the passphrase"),
     option("cipher-alg", Text, "cipher of the data [default: aes-256]"),
-    option("cipher-mode", Text, "mode of that cipher [default: xts]"),
+    option(
+        "cipher-mode",
+        Text,
+        "mode of that cipher: xts hides the data; it does not notice damage to it, nor do the others [default: xts]",
+    ),
     option("ivgen-alg", Text, "how initialization vectors are made [default: plain64]"),
     option("ivgen-hash-alg", Text, "hash that the vectors are made with [default: sha256]"),
     option("hash-alg", Text, "hash of the key derivation [default: sha256]"),
     option("iter-time", Number, "milliseconds that one guess of the passphrase should cost [default: 2000]"),
     option("detached-header", Switch, "only the header: the disk's data is in a file of its own"),
     option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
 /// Options of key slots, of a LUKS volume that exists: what `amend` changes.

@@ -66,7 +66,7 @@ pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &Slo
                              erase all the data in the image irreversibly - refusing operation"
                         .to_owned(),
                 };
-                return Err(Error::new(ErrorKind::PermissionDenied, message));
+                return Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot"));
             }
             let mut session = Session { area, volume };
             for slot in slots {
@@ -114,7 +114,8 @@ async fn slots_of(area: &LuksArea, volume: &Volume, secret: &Secret) -> Result<V
     }
     match found.is_empty() {
         true => {
-            Err(Error::new(ErrorKind::PermissionDenied, "No keyslots match given (old) password for erase operation"))
+            let message = "No keyslots match given (old) password for erase operation";
+            Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot"))
         }
         false => Ok(found),
     }

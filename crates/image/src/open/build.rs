@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Builds nodes from options, leaves first.
 
+use super::children::encrypt_key;
 use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
@@ -63,6 +64,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         deadline: request.policy.time_limit.map(Deadline::from_now),
         policy: request.policy,
         no_io: request.no_io && !request.writable,
+        no_content: request.no_content && !request.writable,
         resizes: request.resizes,
         backing: request.backing,
         check: request.check,
@@ -159,6 +161,8 @@ pub(crate) struct Opener {
     deadline: Option<Deadline>,
     /// Only what the format says of the image is wanted.
     pub no_io: bool,
+    /// What the guest sees isn't wanted, only where it stands.
+    pub(super) no_content: bool,
     /// The size is going to be changed.
     resizes: bool,
     pub backing: BackingPolicy,
@@ -524,6 +528,7 @@ impl Opener {
         let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
         let header = formats::read_header(&file).await.map_err(in_file)?;
         self.policy.check_header(&header).map_err(in_file)?;
+        self.require_key(header.crypt_method != 0, encrypt_key(draft), "encrypt.key-secret").map_err(in_file)?;
         let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
         let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
         draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));

@@ -22,6 +22,16 @@ pub(crate) struct NamedBacking {
     pub format: Option<String>,
 }
 
+fn encrypt_option<'a>(draft: &'a Draft, key: &str) -> Option<&'a str> {
+    let Some(Value::Object(map)) = draft.options.get("encrypt") else { return None };
+    map.get(key).and_then(Value::as_str)
+}
+
+/// The id of the secret that opens a qcow2 image, where the options name one.
+pub(super) fn encrypt_key(draft: &Draft) -> Option<&str> {
+    encrypt_option(draft, "key-secret")
+}
+
 impl Opener {
     /// Opens the children of the image in `file` and puts together what its driver needs.
     pub(super) async fn qcow2_children(
@@ -38,7 +48,7 @@ impl Opener {
             format: header.backing_format().map(|format| format.into_owned()),
         };
         let (backing, no_backing) = self.backing_child(draft, image, &named).await?;
-        let encryption = self.encryption(draft)?;
+        let encryption = self.encryption(draft).map_err(|error| error.file(image))?;
         Ok(OpenContext {
             encryption,
             file,
@@ -57,18 +67,24 @@ impl Opener {
 
     /// What the options say of encryption. Who only asks what the image says of itself needs no key.
     fn encryption(&self, draft: &Draft) -> Result<EncryptionOptions> {
-        let Some(Value::Object(map)) = draft.options.get("encrypt") else { return Ok(EncryptionOptions::default()) };
-        let text = |key: &str| map.get(key).and_then(Value::as_str);
-        let secret = match text("key-secret") {
+        let secret = match encrypt_key(draft) {
             Some(id) if self.needs_keys() => Some(self.secret(id)?),
             _ => None,
         };
-        Ok(EncryptionOptions { format: text("format").map(str::to_owned), secret })
+        Ok(EncryptionOptions { format: encrypt_option(draft, "format").map(str::to_owned), secret })
     }
 
     /// False for who only asks what an image says of itself.
     pub(crate) fn needs_keys(&self) -> bool {
         !self.no_io && (!self.check || self.try_keys)
+    }
+
+    /// Refuses an encrypted image whose content is wanted and for which the option `name` gives no secret.
+    pub(crate) fn require_key(&self, is_encrypted: bool, given: Option<&str>, name: &str) -> Result<()> {
+        if !is_encrypted || given.is_some() || self.no_content || self.no_io || self.check {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!("Parameter '{name}' is required for cipher")))
     }
 
     /// The secret with this id.

@@ -60,6 +60,7 @@ pub struct OpenRequest {
     try_keys: bool,
     snapshot: Option<SnapshotName>,
     no_io: bool,
+    no_content: bool,
     share_raw: bool,
     resizes: bool,
     policy: Policy,
@@ -83,6 +84,7 @@ impl OpenRequest {
             try_keys: false,
             snapshot: None,
             no_io: false,
+            no_content: false,
             share_raw: false,
             resizes: false,
             policy: Policy::default(),
@@ -189,6 +191,15 @@ impl OpenRequest {
     #[must_use]
     pub fn no_io(mut self) -> Self {
         self.no_io = true;
+        self
+    }
+
+    /// The caller asks where the data stands (`map`), which snapshots there are, how large the disk is, not what is in it:
+    /// encrypted images of the chain then open without their keys. Everyone else must give them: an encrypted image
+    /// without its key is refused when it is opened, before anything depends on it.
+    #[must_use]
+    pub fn without_content(mut self) -> Self {
+        self.no_content = true;
         self
     }
 

@@ -111,20 +111,27 @@ impl SnapshotName {
     }
 
     /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME`, both with a comma between, or
-    /// either of the two alone.
-    pub fn parse(text: &str) -> SnapshotName {
+    /// either of the two alone; anything that doesn't start with `snapshot.` is an ID or a name. Refused: other parameters
+    /// after `snapshot.`, and one without a value.
+    pub fn parse(text: &str) -> Result<SnapshotName> {
+        if !text.starts_with("snapshot.") {
+            return Ok(SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None });
+        }
         let (mut id, mut name) = (None, None);
         for item in text.split(',') {
-            match (item.strip_prefix("snapshot.id="), item.strip_prefix("snapshot.name=")) {
-                (Some(value), _) => id = Some(value.to_owned()),
-                (_, Some(value)) => name = Some(value.to_owned()),
-                _ => return SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None },
+            match item.split_once('=').unwrap_or((item, "")) {
+                ("snapshot.id" | "snapshot.name", _) if !item.contains('=') => {
+                    return Err(Error::invalid_argument(format!("Parameter '{item}' needs a value")));
+                }
+                ("snapshot.id", value) => id = Some(value.to_owned()),
+                ("snapshot.name", value) => name = Some(value.to_owned()),
+                (other, _) => return Err(Error::invalid_argument(format!("Invalid parameter '{other}'"))),
             }
         }
-        match (id, name) {
+        Ok(match (id, name) {
             (Some(id), None) => SnapshotName::of_id(id),
             (id, name) => SnapshotName { id, ..SnapshotName::of_name(name.unwrap_or_default()) },
-        }
+        })
     }
 
     /// Index of the snapshot that it stands for.
