@@ -240,6 +240,8 @@ impl fmt::Display for Error {
         }
         match (repr.field, repr.offset, &repr.value) {
             (None, None, None) => Ok(()),
+            // The message says what it is a value of.
+            (None, None, Some(value)) => write!(f, " ({value})"),
             (field, offset, value) => {
                 let mut words: Vec<String> = Vec::new();
                 words.extend(field.map(str::to_owned));
@@ -262,6 +264,8 @@ mod tests {
         let error = Error::invalid_image("cluster_bits", 33, "cluster size out of range").offset(20).file("a.qcow2");
         assert_eq!(error.to_string(), "a.qcow2: cluster size out of range (cluster_bits at offset 0x14 is 33)");
         assert_eq!(error.errno(), Errno::EINVAL);
+        let nameless = Error::invalid_argument("the new size is too large").value(33).file("a.qcow2");
+        assert_eq!(nameless.to_string(), "a.qcow2: the new size is too large (33)");
     }
 
     #[test]

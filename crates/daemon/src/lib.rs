@@ -23,7 +23,7 @@ mod statistics;
 pub use control::{Message, Ready, Served, Setup, StopReason, run, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
-pub use options::{Chardevs, Drive, Step, client_credentials};
+pub use options::{Chardevs, Drive, Step, chardev_help, client_credentials, object_help};
 
 /// What a client needs to ask a server for its exports.
 pub mod client {

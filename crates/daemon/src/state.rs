@@ -2,7 +2,7 @@
 //! What the daemon holds. It lives on the control thread.
 
 use crate::chardevs::{Backend, Devices};
-use crate::commands::InactiveNodes;
+use crate::commands::{InactiveNodes, InsertedFilters};
 use crate::control::{Message, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
@@ -24,6 +24,8 @@ pub(crate) struct Daemon {
     pub graph: Arc<Graph>,
     /// Nodes that are closed for the time being.
     pub inactive: InactiveNodes,
+    /// Throttle filters that commands put in.
+    pub inserted_filters: InsertedFilters,
     /// To the monitors' clients.
     pub events: EventBus,
     /// The commands there are.
@@ -49,6 +51,7 @@ impl Daemon {
         Daemon {
             graph: Graph::new(),
             inactive: InactiveNodes::default(),
+            inserted_filters: InsertedFilters::default(),
             events: EventBus::default(),
             schema: Arc::new(schema),
             control,

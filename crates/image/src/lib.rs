@@ -19,6 +19,6 @@ pub mod secret;
 pub mod snapshots;
 pub mod stats;
 
-pub use cowshed_qcow2::DirtyBits;
+pub use cowshed_qcow2::{Budget, DirtyBits};
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
 pub use open::{OpenRequest, open};

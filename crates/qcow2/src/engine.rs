@@ -87,6 +87,8 @@ pub struct Statistics {
     pub l2_bytes: u64,
     /// Most bytes of L2 slices (`l2-cache-size`).
     pub l2_limit_bytes: u64,
+    /// Look-ups that found their refcount block in memory.
+    pub refcount_hits: u64,
     /// Refcount blocks read from the image since it was opened.
     pub refcount_misses: u64,
     /// Memory of the refcount blocks in bytes.
@@ -283,6 +285,7 @@ impl Engine {
             l2_misses: state.l2_misses,
             l2_bytes: state.tables.memory_bytes(),
             l2_limit_bytes: self.cache_limits().0,
+            refcount_hits: state.refcounts.hits,
             refcount_misses: state.refcount_misses,
             refcount_bytes: state.refcounts.memory_bytes(),
             refcount_limit_bytes: self.cache_limits().1,

@@ -54,6 +54,8 @@ pub(crate) struct Refcounts {
     tick: u64,
     /// The tick when idle blocks were dropped last.
     swept_tick: u64,
+    /// Look-ups that found their block in memory.
+    pub(crate) hits: u64,
     cap: usize,
     cluster_size: u64,
 }
@@ -74,6 +76,7 @@ impl Refcounts {
             growing: false,
             tick: 0,
             swept_tick: 0,
+            hits: 0,
             cap: (config.refcount_cache_bytes / cluster_size).max(4) as usize,
             cluster_size,
         }
@@ -220,6 +223,7 @@ impl Engine {
         refcounts.tick += 1;
         if let Some(block) = refcounts.blocks.get_mut(&index) {
             block.used = refcounts.tick;
+            refcounts.hits += 1;
             return Ok(true);
         }
         let len = self.geometry.cluster_size() as usize;

@@ -8,6 +8,9 @@ use crate::types::{Alternative, Member, ObjectType, Type};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Most words of an enumeration that an error lists: a longer list helps nobody.
+const MOST_WORDS: usize = 12;
+
 /// How far a value may be from its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strictness {
@@ -85,6 +88,11 @@ impl Schema {
     /// Adds or replaces an enumeration or alternate.
     pub fn define_other(&mut self, name: impl Into<String>, other: Alternative) {
         self.others.insert(name.into(), other);
+    }
+
+    /// The object type of this name.
+    pub fn object(&self, name: &str) -> Option<&ObjectType> {
+        self.objects.get(name)
     }
 
     /// The names of the commands.
@@ -229,11 +237,8 @@ impl Schema {
                     if let Some(reason) = self.refusals.get(&(name.to_owned(), word)) {
                         return Err(QmpError::generic(format!("{message}: {reason}")));
                     }
-                    // A long list helps nobody.
-                    Err(QmpError::generic(match strictness {
-                        Strictness::Texts if words.len() <= 12 => format!("{message}: one of {allowed}"),
-                        _ => message,
-                    }))
+                    let is_short = words.len() <= MOST_WORDS;
+                    Err(QmpError::generic(if is_short { format!("{message}: one of {allowed}") } else { message }))
                 }
                 _ => Err(QmpError::generic(format!("Invalid parameter type for '{path}', expected: string"))),
             },

@@ -104,7 +104,7 @@ pub struct FileStats {
     kinds: [FileOpStats; 5],
     /// End of the furthest byte written or zeroed.
     pub highest_written_byte: u64,
-    /// When the last operation ended, by the clock of [`crate::rt::round_now_ns`]; 0 before the first one.
+    /// When the last operation ended, by the clock of [`crate::rt::now`]; 0 before the first one.
     pub last_end_ns: u64,
 }
 
@@ -126,7 +126,7 @@ pub struct EndedOp {
     pub done: bool,
     /// How long it took, in nanoseconds.
     pub latency_ns: u64,
-    /// When it ended, by the clock of [`crate::rt::round_now_ns`].
+    /// When it ended, by the clock of [`crate::rt::now`].
     pub end_ns: u64,
 }
 
@@ -154,10 +154,23 @@ pub(crate) struct FileCounters {
 }
 
 impl FileCounters {
-    /// Counts an operation that began at `start_ns`, by the clock of [`crate::rt::round_now_ns`].
+    /// When an operation begins that will be counted: by the clock itself where somebody looks at each operation, else by
+    /// that of the executor's round.
+    #[inline]
+    pub(crate) fn start_ns(&self) -> u64 {
+        self.clock_ns(self.is_observed.load(Ordering::Relaxed))
+    }
+
+    #[inline]
+    fn clock_ns(&self, is_observed: bool) -> u64 {
+        if is_observed { crate::rt::now_ns() } else { crate::rt::round_now_ns() }
+    }
+
+    /// Counts an operation that began at `start_ns`, as [`FileCounters::start_ns`] gave it.
     #[inline]
     pub(crate) fn count(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, done: bool) {
-        let end_ns = crate::rt::round_now_ns();
+        let is_observed = self.is_observed.load(Ordering::Relaxed);
+        let end_ns = self.clock_ns(is_observed);
         let latency_ns = end_ns.saturating_sub(start_ns);
         let end = offset.saturating_add(len);
         let row = self.table.row(op as usize);
@@ -172,7 +185,7 @@ impl FileCounters {
         } else {
             row[FAILED].fetch_add(1, Ordering::Relaxed);
         }
-        if self.is_observed.load(Ordering::Relaxed) {
+        if is_observed {
             self.tell(&EndedOp { op, end, done, latency_ns, end_ns });
         }
     }

@@ -117,7 +117,7 @@ impl File {
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
         self.check_change(offset, len, false)?;
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.0.counters.start_ns();
         let result = file.discard(offset, len).await;
         self.0.counters.count(FileOp::Discard, offset, len, start_ns, result.is_ok());
         result.map_err(|errno| self.error(errno, "could not discard", offset))
@@ -297,7 +297,7 @@ impl File {
 
     /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
-        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
+        let (len, start_ns) = (buf.len() as u64, self.0.counters.start_ns());
         let (result, payload) = self.0.read(Payload::one(buf), offset).await;
         self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_one())
@@ -307,7 +307,7 @@ impl File {
     /// past the end of the file reads as zeroes.
     pub async fn read_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
         let payload = Payload { bufs: Bufs::Many(bufs), guard: None };
-        let (len, start_ns) = (payload.len() as u64, rt::round_now_ns());
+        let (len, start_ns) = (payload.len() as u64, self.0.counters.start_ns());
         let (result, payload) = self.0.read(payload, offset).await;
         self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
         (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_many())
@@ -326,7 +326,7 @@ impl File {
     }
 
     async fn write(&self, payload: Payload, offset: u64) -> (Result<()>, Payload) {
-        let (len, start_ns) = (payload.len() as u64, rt::round_now_ns());
+        let (len, start_ns) = (payload.len() as u64, self.0.counters.start_ns());
         if let Err(error) = self.check_change(offset, len, true) {
             return (Err(error), payload);
         }
@@ -342,7 +342,7 @@ impl File {
         if self.0.no_flush.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let (ticket, start_ns) = (self.0.flush.request(), rt::round_now_ns());
+        let (ticket, start_ns) = (self.0.flush.request(), self.0.counters.start_ns());
         loop {
             match std::future::poll_fn(|context| self.0.flush.poll(ticket, context)).await {
                 Turn::Done(result) => {
@@ -397,7 +397,7 @@ impl File {
         if len == 0 {
             return Ok(());
         }
-        let (grows, start_ns) = (space != Space::Punch, rt::round_now_ns());
+        let (grows, start_ns) = (space != Space::Punch, self.0.counters.start_ns());
         self.check_change(offset, len, grows)?;
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         // The lock is kept until the new length is noted: see `direct`.
@@ -450,7 +450,7 @@ impl File {
         if len == 0 {
             return Ok(0);
         }
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.0.counters.start_ns();
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;

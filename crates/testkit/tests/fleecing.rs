@@ -315,11 +315,11 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
         for (options, words) in [
             (
                 format!("{filter},min-cluster-size=100000"),
-                "option 'min-cluster-size' expects a power of two up to 2 GiB (is 100000)",
+                "option 'min-cluster-size' expects a power of two up to 2 GiB (100000)",
             ),
             (
                 format!("{filter},min-cluster-size=4G"),
-                "option 'min-cluster-size' expects a power of two up to 2 GiB (is 4294967296)",
+                "option 'min-cluster-size' expects a power of two up to 2 GiB (4294967296)",
             ),
             (format!("{filter},cbw-timeout=4294967296"), "option 'cbw-timeout' expects a number from 0 to 4294967295"),
             (format!("{filter},bitmap.node=a"), "option 'bitmap.name' is missing"),

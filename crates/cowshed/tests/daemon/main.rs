@@ -3,5 +3,6 @@
 
 mod guest;
 mod load;
+mod options;
 mod process;
 mod startup;

@@ -312,7 +312,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
         (&["-L", "--fork"], "List mode is incompatible with forking"),
         (&["-L", "-k", "/nonexistent/n.sock"], "/nonexistent/n.sock"),
         (&["-L", "--tls-creds", "t"], "No TLS credentials with id 't'"),
-        (&["--tls-hostname", "h", "disk.qcow2"], "--tls-hostname is for --list"),
+        (&["--tls-hostname", "h", "disk.qcow2"], "--tls-hostname is not permitted without --tls-creds"),
     ] {
         let said = run(COWSHED, &[&["qemu-nbd"], wrong].concat(), &[1]);
         assert!(said.contains(reason), "{wrong:?}: {said}");

@@ -233,9 +233,11 @@ async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: 
     nothing()
 }
 
-/// As QEMU has its ids; what `nbd-server-add` makes of a node-name or an export's name is one too.
+/// As QEMU has its ids: a letter, then letters, digits and `-._`. What `nbd-server-add` makes of a node-name or an
+/// export's name is one too.
 fn is_id(text: &str) -> bool {
-    !text.is_empty() && text.len() <= 255 && !text.chars().any(char::is_control)
+    let starts_well = text.starts_with(|first: char| first.is_ascii_alphabetic());
+    starts_well && text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
 }
 
 fn removal(arguments: &Arguments) -> Removal {

@@ -24,7 +24,8 @@ pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::start_nbd;
 pub(crate) use nodes::add_node;
 pub(crate) use snapshot::free_name;
-pub(crate) use throttle::throttle_export;
+pub(crate) use stats::set_budget;
+pub(crate) use throttle::{InsertedFilters, throttle_export};
 
 use crate::state::Daemon;
 use cowshed_image::node::LocalFuture;

@@ -168,7 +168,9 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     }
     if let Some(throttle) = node.throttle() {
         let (group, limits) = (throttle.group(), throttle.group().limits());
-        info["group"] = json!(group.name());
+        if !group.name().is_empty() {
+            info["group"] = json!(group.name());
+        }
         for name in Limits::qmp_names() {
             let value = limits.get(&name).unwrap_or_default();
             // Bursts are told where there are any, as QEMU does.

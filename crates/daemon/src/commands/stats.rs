@@ -5,8 +5,8 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::Exported;
 use crate::state::Daemon;
 use crate::statistics;
-use cowshed_image::Node;
 use cowshed_image::stats::{Histogram, IoKind};
+use cowshed_image::{Budget, Node};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -20,7 +20,10 @@ command query-blockstats: query-nodes?: bool -> [BlockStats]
 object BlockInfo: device: str, qdev?: str, type: str, removable: bool, locked: bool, inserted?: BlockDeviceInfo
 command query-block: flat?: bool -> [BlockInfo]
 command block-latency-histogram-set: id: str, boundaries?: [int], boundaries-read?: [int], boundaries-write?: [int]
-  , boundaries-flush?: [int]
+  , boundaries-zap?: [int], boundaries-flush?: [int], x-boundaries-unmap?: [int]
+object MetadataBudget: limit-bytes: int, used-bytes: int, images: int
+command x-query-metadata-budget -> MetadataBudget
+command x-metadata-budget-set: limit-bytes: int
 command x-block-stats-intervals-set: id: str, intervals: [int]
 command block-set-write-threshold: node-name: str, write-threshold: int
 event BLOCK_WRITE_THRESHOLD: node-name: str, amount-exceeded: int, write-threshold: int
@@ -30,6 +33,8 @@ event BLOCK_WRITE_THRESHOLD: node-name: str, amount-exceeded: int, write-thresho
         command!("query-block", query_block),
         command!("block-latency-histogram-set", histogram_set),
         command!("x-block-stats-intervals-set", intervals_set),
+        command!("x-query-metadata-budget", query_metadata_budget),
+        command!("x-metadata-budget-set", set_metadata_budget),
         command!("block-set-write-threshold", set_write_threshold),
     ],
 };
@@ -97,23 +102,32 @@ impl Observed {
     }
 }
 
+/// Boundaries of one kind of requests; writes are those of zeroes too.
+const BOUNDARIES: &[(&str, IoKind)] = &[
+    ("boundaries-read", IoKind::Read),
+    ("boundaries-write", IoKind::Write),
+    ("boundaries-flush", IoKind::Flush),
+    ("x-boundaries-unmap", IoKind::Discard),
+];
+
 async fn histogram_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let target = observed(&daemon, arguments.text("id"))?;
     let all = numbers(&arguments, "boundaries")?;
+    // Nothing here appends to zones: their boundaries are checked, there is nothing to count.
+    let appends = numbers(&arguments, "boundaries-zap")?;
     let mut wanted = Vec::new();
-    for (key, kind) in
-        [("boundaries-read", IoKind::Read), ("boundaries-write", IoKind::Write), ("boundaries-flush", IoKind::Flush)]
-    {
+    for (key, kind) in BOUNDARIES {
         if let Some(bounds) = numbers(&arguments, key)?.or_else(|| all.clone()) {
-            wanted.push((kind, bounds));
+            wanted.push((*kind, bounds));
         }
     }
     // All are looked at before the first is set.
-    for (_, bounds) in wanted.iter().filter(|(_, bounds)| !bounds.is_empty()) {
+    let given = wanted.iter().map(|(_, bounds)| bounds).chain(&appends);
+    for bounds in given.filter(|bounds| !bounds.is_empty()) {
         Histogram::new(bounds).map_err(failed)?;
     }
-    if wanted.is_empty() {
-        wanted = [IoKind::Read, IoKind::Write, IoKind::Flush].map(|kind| (kind, Vec::new())).into();
+    if wanted.is_empty() && appends.is_none() {
+        wanted = IoKind::of_latencies().map(|kind| (kind, Vec::new())).collect();
     }
     wanted.into_iter().try_for_each(|(kind, bounds)| target.set_histogram(kind, &bounds))?;
     nothing()
@@ -123,6 +137,31 @@ async fn intervals_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Va
     let target = observed(&daemon, arguments.text("id"))?;
     target.set_intervals(&numbers(&arguments, "intervals")?.unwrap_or_default())?;
     nothing()
+}
+
+/// The memory that the metadata of all images takes and may take.
+async fn query_metadata_budget(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    let budget = Budget::process_wide();
+    Ok(json!({"limit-bytes": budget.limit_bytes(), "used-bytes": budget.used_bytes(), "images": budget.members()}))
+}
+
+async fn set_metadata_budget(_daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let limit_bytes = arguments.number("limit-bytes")?.unwrap_or(0);
+    set_budget(limit_bytes).map_err(|error| QmpError::generic(format!("Parameter 'limit-bytes': {error}")))?;
+    nothing()
+}
+
+/// Least memory for the metadata of all images, in bytes: below, each request would read its metadata anew.
+const LEAST_BUDGET_BYTES: u64 = 1 << 20;
+
+/// Lets the metadata of all images of the process take up to `limit_bytes` bytes of memory from now on, at least 1 MiB.
+pub(crate) fn set_budget(limit_bytes: u64) -> cowshed_block::Result<()> {
+    if limit_bytes < LEAST_BUDGET_BYTES {
+        let message = format!("the metadata budget must be at least {LEAST_BUDGET_BYTES} bytes, not {limit_bytes}");
+        return Err(cowshed_block::Error::invalid_argument(message));
+    }
+    Budget::process_wide().set_limit_bytes(limit_bytes);
+    Ok(())
 }
 
 /// One threshold for each node; it is off again when a write has crossed it.

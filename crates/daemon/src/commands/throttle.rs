@@ -10,8 +10,9 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
+use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -23,8 +24,24 @@ command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bp
     commands: &[command!("block_set_io_throttle", block_set_io_throttle)],
 };
 
-/// Names of filters that the command put in start so.
+/// Names of filters that the command puts in start so.
 const FILTER_PREFIX: &str = "throttle-";
+
+/// The filters that the command put in: those of the user are never taken out.
+#[derive(Default)]
+pub(crate) struct InsertedFilters(RefCell<Vec<Weak<Node>>>);
+
+impl InsertedFilters {
+    fn add(&self, filter: &Arc<Node>) {
+        let mut filters = self.0.borrow_mut();
+        filters.retain(|filter| filter.strong_count() > 0);
+        filters.push(Arc::downgrade(filter));
+    }
+
+    fn contains(&self, filter: &Arc<Node>) -> bool {
+        self.0.borrow().iter().any(|known| known.as_ptr() == Arc::as_ptr(filter))
+    }
+}
 
 /// What limits are set for.
 enum Target {
@@ -73,6 +90,9 @@ async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpR
         (Some(name), None) | (None, Some(name)) => name.to_owned(),
         _ => return Err(QmpError::generic("Need exactly one of 'device' and 'id'")),
     };
+    if arguments.maybe_text("group") == Some("") {
+        return Err(QmpError::generic("Parameter 'group' expects the name of a throttle group"));
+    }
     let target = target(&daemon, &name)?;
     let mut limits = arguments.clone().into_map();
     limits.retain(|key, _| Limits::is_name(key));
@@ -115,8 +135,9 @@ async fn throttle(
     let current = filter.as_ref().and_then(|filter| filter.throttle()).map(|throttle| throttle.group());
     let group_name = match (group, &current) {
         (Some(group), _) => group.to_owned(),
-        (None, Some(group)) => group.name().to_owned(),
-        (None, None) => name.to_owned(),
+        // One that has left its group is in a nameless one.
+        (None, Some(group)) if !group.name().is_empty() => group.name().to_owned(),
+        (None, _) => name.to_owned(),
     };
     let is_new = groups.find(&group_name).is_none();
     let group = groups.find_or_create(&group_name).map_err(failed)?;
@@ -137,7 +158,7 @@ async fn throttle(
             }
         }
     }
-    if let Some(old) = current.filter(|old| old.name() != group_name) {
+    if let Some(old) = current.filter(|old| old.name() != group_name && !old.name().is_empty()) {
         forget_unused(daemon, old.name());
     }
     nothing()
@@ -156,14 +177,15 @@ async fn insert(daemon: &Rc<Daemon>, target: &Target, name: &str, group: &str) -
         Target::Export(attachment) => daemon.graph.insert_filter_for(attachment, options).await,
         Target::Node(node) => daemon.graph.insert_filter(node, options).await,
     };
-    inserted.map(drop).map_err(failed)
+    daemon.inserted_filters.add(&inserted.map_err(failed)?);
+    Ok(())
 }
 
 /// Ends the limits: a filter that we put in is taken out, one of the user's goes into a group without limits.
 async fn leave(daemon: &Rc<Daemon>, filter: &Arc<Node>) -> QmpResult<Value> {
     let Some(throttle) = filter.throttle() else { return nothing() };
     let group = throttle.group();
-    if filter.name().starts_with(FILTER_PREFIX) {
+    if daemon.inserted_filters.contains(filter) {
         daemon.graph.remove_filter(filter).await.map_err(failed)?;
     } else {
         let free = cowshed_image::filters::throttle::Group::new("", Limits::new()).map_err(failed)?;

@@ -13,6 +13,7 @@ use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::stats::Accounting;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, json};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// An image with how to open it.
@@ -27,6 +28,8 @@ pub struct Drive {
     snapshot: Option<SnapshotName>,
     /// Writes go to an overlay that is gone with the process.
     apart: bool,
+    /// What is read from a backing file is written to the image (`copy-on-read`).
+    copies: bool,
     controls: Controls,
 }
 
@@ -58,7 +61,16 @@ impl Drive {
     fn new(id: &str, options: BlockdevOptions, writable: bool) -> Drive {
         let options = options.with("node-name", id).with("read-only", !writable);
         let controls = Controls::default();
-        Drive { id: id.to_owned(), writable, options, cache: Cache::default(), snapshot: None, apart: false, controls }
+        Drive {
+            id: id.to_owned(),
+            writable,
+            options,
+            cache: Cache::default(),
+            snapshot: None,
+            apart: false,
+            copies: false,
+            controls,
+        }
     }
 
     /// `file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,…` and options of the format. `id` is the name where none is
@@ -68,9 +80,13 @@ impl Drive {
         let wrong = |message: String| Error::invalid_argument(message).file(option());
         let (mut name, mut format, mut id) = (None, None, id.to_owned());
         let mut writable = writable;
+        let on_off = |key: &str, value: &str| {
+            parse_on_off(value).ok_or_else(|| wrong(format!("'{key}' expects 'on' or 'off', not '{value}'")))
+        };
+        let (mut writeback, mut copies) = (None, false);
         let mut settings: Vec<(String, String)> = Vec::new();
         let mut controls = Controls::default();
-        let mut limits = Map::new();
+        let (mut limits, mut spelled) = (Map::new(), BTreeMap::new());
         let mut rest = Vec::new();
         for (key, value) in parse_list(text, BareKey::On).map_err(|error| error.file(option()))? {
             match key.as_str() {
@@ -78,17 +94,25 @@ impl Drive {
                 "format" | "driver" => format = Some(value),
                 "id" | "node-name" => id = value,
                 "readonly" | "read-only" => {
-                    let flag = parse_on_off(&value);
-                    writable = !flag.ok_or_else(|| wrong(format!("'{key}' expects 'on' or 'off', not '{value}'")))?;
+                    writable = !on_off(&key, &value)?;
                 }
                 "cache" | "aio" | "discard" | "detect-zeroes" => settings.push((key, value)),
+                "cache.writeback" => writeback = Some(on_off(&key, &value)?),
+                "copy-on-read" => copies = on_off(&key, &value)?,
                 key if Controls::is_key(key) => {
                     controls.set(key, &value).map_err(|error| error.file(option()))?;
                 }
                 key if Limits::is_name(key) && !key.starts_with("x-") => {
-                    if limits.insert(key.to_owned(), value.into()).is_some() {
-                        return Err(wrong(format!("'{key}' is given twice")));
+                    // `iops` and `throttling.iops-total` are one limit.
+                    let limit = Limits::option_name(key).unwrap_or_default();
+                    if let Some(other) = spelled.insert(limit, key.to_owned()) {
+                        return Err(wrong(if other == key {
+                            format!("'{key}' is given twice")
+                        } else {
+                            format!("'{other}' and its alias '{key}' can't be used at the same time")
+                        }));
                     }
+                    limits.insert(key.to_owned(), value.into());
                 }
                 key if key.starts_with("throttling.") => return Err(wrong(format!("unknown option '{key}'"))),
                 key if OF_A_DEVICE.contains(&key) => {
@@ -121,6 +145,10 @@ impl Drive {
         for (key, value) in settings {
             drive.set(&key, &value).map_err(|error| error.file(option()))?;
         }
+        if let Some(writeback) = writeback {
+            drive.cache.writethrough = !writeback;
+        }
+        drive.copies = copies;
         Ok(drive)
     }
 
@@ -169,8 +197,14 @@ impl Drive {
 
     pub(crate) async fn add(self, daemon: &Rc<Daemon>) -> Result<()> {
         let mut options = self.options;
-        if self.apart {
+        let copies = self.copies && self.writable;
+        if self.copies && !self.writable {
+            tracing::warn!(drive = self.id, "disabling copy-on-read on read-only drive");
+        }
+        if self.apart || copies {
             options.insert("node-name", commands::free_name(daemon, "below"));
+        }
+        if self.apart {
             options.insert("read-only", true);
         }
         let above = self.apart.then(|| options.clone());
@@ -178,6 +212,11 @@ impl Drive {
         let node = daemon.graph.add_with(request).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");
+        }
+        if copies {
+            let filter = BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", self.id.as_str());
+            daemon.graph.add(filter.with("file", node.name())).await?;
+            return Ok(());
         }
         match above {
             Some(below) => temporary::add_overlay(daemon, &self.id, &node, &below).await,
@@ -275,16 +314,30 @@ mod tests {
     }
 
     #[test]
+    fn the_cache_and_what_is_read_have_switches() {
+        let drive = |text: &str| Drive::parse(text, "d", true).unwrap();
+        assert!(drive("file=a,cache.writeback=off").cache.writethrough);
+        let both = drive("file=a,cache.writeback=off,cache=none").cache;
+        assert!(both.writethrough && both.direct);
+        assert!(!drive("file=a,cache=writethrough,cache.writeback=on").cache.writethrough);
+        assert!(drive("file=a,copy-on-read=on").copies && !drive("file=a,copy-on-read=off").copies);
+    }
+
+    #[test]
     fn what_means_nothing_is_refused_by_name() {
         for (wrong, reason) in [
             ("format=qcow2", "'file' is missing"),
             ("file=a,if=virtio", "'if'"),
             ("file=a,readonly=maybe", "'readonly' expects 'on' or 'off'"),
+            ("file=a,copy-on-read=maybe", "'copy-on-read' expects 'on' or 'off', not 'maybe'"),
+            ("file=a,cache.writeback=1", "'cache.writeback' expects 'on' or 'off', not '1'"),
             ("file=a,cache=fast", "invalid cache mode 'fast'"),
             ("file=zzz:a", "zzz"),
             ("file=a,iops=5,throttling.iops-read=1", "cannot be used at the same time"),
             ("file=a,iops_max=5", "require corresponding"),
             ("file=a,iops=5,iops=6", "'iops' is given twice"),
+            ("file=a,iops=5,throttling.iops-total=6", "'iops' and its alias 'throttling.iops-total' can't be used"),
+            ("file=a,bps_rd_max=5,throttling.bps-read-max=5,bps_rd=1", "can't be used at the same time"),
             ("file=a,throttling.iops-totl=5", "iops-totl"),
             ("file=a,throttling.group=", "the name of a group"),
             ("file=a,stats-intervals.1=5", "numbered from 0"),

@@ -3,10 +3,12 @@
 
 mod chardev;
 mod drive;
+mod help;
 mod temporary;
 
 pub use chardev::Chardevs;
 pub use drive::Drive;
+pub use help::{chardev_help, object_help};
 
 use crate::commands;
 use crate::monitor::MonitorAddress;
@@ -55,6 +57,8 @@ enum What {
         pretty: bool,
     },
     Metrics(String),
+    /// Bytes that the metadata of all images may take.
+    MetadataBudget(u64),
     Drive(Box<Drive>),
     /// What a drive says of its export, by the export's id.
     Controls(String, Box<Controls>),
@@ -196,6 +200,17 @@ impl Step {
         Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, address } })
     }
 
+    /// The option that asks for it.
+    pub fn option(&self) -> &str {
+        &self.option
+    }
+
+    /// True for a monitor on the standard streams, which a process in the background doesn't have.
+    pub fn uses_standard_streams(&self) -> bool {
+        matches!(&self.what, What::Chardev { address: MonitorAddress::Stdio, .. })
+            || matches!(&self.what, What::Monitor { address: MonitorAddress::Stdio, .. })
+    }
+
     /// `--monitor [chardev=]ID[,mode=control][,pretty=on|off]`: the character device must have been named before.
     pub fn monitor(text: &str, chardevs: &Chardevs) -> Result<Step> {
         let option = format!("--monitor {text}");
@@ -232,6 +247,13 @@ impl Step {
         Step { option: option.to_owned(), what: What::Metrics(address.to_owned()) }
     }
 
+    /// `--metadata-budget SIZE`: bytes of memory, at least 1 MiB, that the metadata of all images may take. The sizes of
+    /// caches don't depend on it, what is in them does.
+    pub fn metadata_budget(option: &str, text: &str) -> Result<Step> {
+        let bytes = cowshed_image::options::parse_size(text).map_err(|error| error.file(option))?;
+        Ok(Step { option: option.to_owned(), what: What::MetadataBudget(bytes) })
+    }
+
     /// The node of a drive.
     pub fn drive(option: &str, drive: Drive) -> Step {
         Step { option: option.to_owned(), what: What::Drive(Box::new(drive)) }
@@ -259,6 +281,9 @@ impl Step {
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
         let result = match self.what {
             What::Metrics(address) => return daemon.add_metrics(&address),
+            What::MetadataBudget(bytes) => {
+                return commands::set_budget(bytes).map_err(|error| error.file(self.option));
+            }
             What::Drive(drive) => return drive.add(daemon).await,
             What::Serve { address, tls, max_connections, handshake_seconds } => {
                 commands::start_nbd(daemon, address, tls.as_deref(), max_connections, handshake_seconds)

@@ -168,3 +168,21 @@ fn a_locked_image_is_refused_by_name() {
     daemon.join().expect("stopped in order");
     other.stop().expect("stopped in order");
 }
+
+#[test]
+fn ids_of_exports_are_identifiers() {
+    let (daemon, mut client) = serving();
+    for id in ["1e", "_x", "a b", "é", "", "a:b", "-a", "a/b"] {
+        let refused = client.refusal("block-export-add", json!({"type": "nbd", "id": id, "node-name": "q"}));
+        assert_eq!(refused, format!("Invalid block export id '{id}'"));
+    }
+    // The name of an export is its id there.
+    let refused = client.refusal("nbd-server-add", json!({"device": "q", "name": "a b"}));
+    assert_eq!(refused, "Invalid block export id 'a b'");
+    assert_eq!(client.command("query-block-exports", json!({})), json!([]));
+    client.command("block-export-add", json!({"type": "nbd", "id": "E1-a.b_c", "node-name": "q", "name": "a b"}));
+    // Wrong words are answered with those there are.
+    let refused = client.refusal("block-export-del", json!({"id": "E1-a.b_c", "mode": "gentle"}));
+    assert_eq!(refused, "Parameter 'mode' does not accept value 'gentle': one of safe, hard");
+    daemon.stop().expect("stopped in order");
+}

@@ -7,6 +7,7 @@ use cowshed_daemon::{Drive, Step};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// The six mandatory limits, with `more` over them.
 fn limits(id: &str, more: Value) -> Value {
@@ -145,6 +146,88 @@ fn a_drive_says_what_its_export_may_and_counts() {
 }
 
 #[test]
+fn a_filter_of_the_users_stays_when_its_limits_go() {
+    let (daemon, mut client) = serving();
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 1000}}));
+    // Also under a name that looks like one of ours.
+    let filter = json!({"driver": "throttle", "node-name": "throttle-q", "throttle-group": "g", "file": "q"});
+    client.command("blockdev-add", filter);
+    let export = json!({"type": "nbd", "id": "e", "name": "q", "node-name": "throttle-q", "writable": true});
+    client.command("block-export-add", export);
+    let set = "block_set_io_throttle";
+    client.command(set, limits("e", json!({"iops": 2000})));
+    assert_eq!(throttles(&mut client)[0]["iops"], 2000);
+    client.command(set, limits("e", json!({})));
+    // The filter is there, in no group: the group keeps its limits for others.
+    let found = throttles(&mut client);
+    assert_eq!((found.len(), &found[0]["node-name"], &found[0]["iops"]), (1, &json!("throttle-q"), &json!(0)));
+    assert_eq!(client.command("qom-get", json!({"path": "g", "property": "x-iops-total"})), 2000);
+    Qemu::system().io(["-f", "raw", "-c", "write -P 4 0 1M", "-c", "read -P 4 0 1M", &uri(&daemon, "q")]).expect_ok();
+    client.command("object-del", json!({"id": "g"}));
+    // Limits again make a group of its own.
+    client.command(set, limits("e", json!({"bps": 1 << 30})));
+    let found = throttles(&mut client);
+    assert_eq!((&found[0]["group"], &found[0]["bps"]), (&json!("e"), &json!(1 << 30)), "{found:?}");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn waits_are_counted_while_they_last_and_after() {
+    let folder = super::running::temp_folder();
+    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 16 << 20);
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let steps = vec![
+        Step::metrics("--metrics", "127.0.0.1:0"),
+        Step::blockdev(&format!("qcow2,node-name=q,file.driver=file,file.filename={}", path("a.qcow2")))
+            .expect("right"),
+        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
+        Step::export("nbd,id=e,node-name=q,name=q,writable=on").expect("right"),
+    ];
+    let daemon = Running::start_in(folder, steps);
+    let mut client = daemon.client();
+    let set = "block_set_io_throttle";
+    // A tenth of a second's worth goes at once: one request. Each of the next four waits a tenth of a second, less what has
+    // passed by then; the whole takes three tenths at least.
+    client.command(set, limits("e", json!({"iops": 10})));
+    let writes = ["-c", "write 0 4k"].repeat(5);
+    let started = Instant::now();
+    Qemu::system().io(["-f", "raw"].into_iter().chain(writes).chain([uri(&daemon, "q").as_str()])).expect_ok();
+    let took_ns = u64::try_from(started.elapsed().as_nanos()).expect("no ages");
+    let throttle = |client: &mut Client| client.command("query-blockstats", json!({}))[0]["x-throttle"].take();
+    let seen = throttle(&mut client);
+    let number = |seen: &Value, key: &str| seen[key].as_u64().unwrap_or_else(|| panic!("{key}: {seen}"));
+    assert_eq!((&seen["group"], number(&seen, "waiting")), (&json!("e"), 0), "{seen}");
+    assert!((1..=5).contains(&number(&seen, "waits")), "{seen}");
+    assert!((100_000_000..took_ns).contains(&number(&seen, "wait-ns")), "{seen} in {took_ns}");
+    let labels = "{node=\"throttle-e\",group=\"e\"}";
+    let page = super::statistics::page(&daemon);
+    for (family, value) in [
+        ("waits_total", number(&seen, "waits").to_string()),
+        ("wait_seconds_total", (number(&seen, "wait-ns") as f64 / 1e9).to_string()),
+        ("waiting", "0".to_owned()),
+    ] {
+        let line = format!("cowshed_throttle_{family}{labels} {value}");
+        assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    }
+    // One that waits for a minute, until the limits go.
+    client.command(set, limits("e", json!({"bps": 1 << 20})));
+    let uri = uri(&daemon, "q");
+    let waiting = std::thread::spawn(move || {
+        Qemu::system().io(["-f", "raw", "-c", "write 0 8M", "-c", "write 8M 8M", &uri]).expect_ok();
+    });
+    while number(&throttle(&mut client), "waiting") == 0 {
+        std::thread::yield_now();
+    }
+    let page = super::statistics::page(&daemon);
+    let line = format!("cowshed_throttle_waiting{labels} 1");
+    assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    client.command(set, limits("e", json!({})));
+    waiting.join().expect("it goes on");
+    assert_eq!(client.command("query-blockstats", json!({}))[0].get("x-throttle"), None);
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
 fn wrong_limits_are_refused_with_the_reason_and_change_nothing() {
     let (daemon, mut client) = serving();
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
@@ -155,6 +238,8 @@ fn wrong_limits_are_refused_with_the_reason_and_change_nothing() {
     assert!(burst.contains("burst length set without burst rate"), "{burst}");
     assert!(client.refusal(set, limits("e", json!({"iops": -5}))).contains("negative"));
     assert_eq!(client.refusal(set, json!({"id": "e", "bps": 0})), "Parameter 'bps_rd' is missing");
+    let nameless = client.refusal(set, limits("e", json!({"iops": 5, "group": ""})));
+    assert_eq!(nameless, "Parameter 'group' expects the name of a throttle group");
     assert_eq!(client.refusal(set, limits("z", json!({"iops": 5}))), "Device 'z' not found");
     assert_eq!(throttles(&mut client), Vec::<Value>::new());
     daemon.stop().expect("stopped in order");

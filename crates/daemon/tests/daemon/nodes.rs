@@ -2,9 +2,9 @@
 //! Nodes by command.
 
 use super::exports::{tool, uri};
-use super::running::Running;
+use super::running::{Client, Running};
 use cowshed_testkit::qemu::Qemu;
-use serde_json::json;
+use serde_json::{Value, json};
 
 fn with_image() -> Running {
     let daemon = Running::start(Vec::new());
@@ -35,6 +35,64 @@ fn nodes_are_added_listed_resized_and_deleted() {
     assert_eq!(client.command("query-named-block-nodes", json!({})), json!([]));
     // The lock is given back.
     assert_eq!(Qemu::system().info(&daemon.path("a.qcow2"), "qcow2")["virtual-size"], 128 << 20);
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn the_sizes_of_caches_change_by_command() {
+    let daemon = with_image();
+    let mut client = daemon.client();
+    let path = daemon.path("a.qcow2");
+    let with = |changes: Value| {
+        let mut options = json!({"driver": "qcow2", "node-name": "q", "file": {"driver": "file", "filename": path}});
+        options.as_object_mut().expect("an object").extend(changes.as_object().expect("an object").clone());
+        options
+    };
+    client.command("blockdev-add", with(json!({})));
+    let limits = |client: &mut Client| {
+        let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+        let cache =
+            &nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("q")["x-cache"];
+        ["l2-limit-bytes", "refcount-limit-bytes"].map(|key| cache[key].as_u64().expect("a number"))
+    };
+    // 64 MiB in clusters of 64 KiB have 1,024 entries, 8 KiB; refcounts have four clusters at least.
+    const LEAST: u64 = 256 << 10;
+    let before = limits(&mut client);
+    assert_eq!(before, [8 << 10, LEAST]);
+    for (changes, expected) in [
+        (json!({"refcount-cache-size": 1 << 20}), [4 << 20, 1 << 20]),
+        (json!({"cache-size": 10 << 20}), [8 << 20, 2 << 20]),
+        (json!({"cache-size": 4 << 20, "refcount-cache-size": 1 << 20}), [3 << 20, 1 << 20]),
+        (json!({"cache-size": 4 << 20, "l2-cache-size": 1 << 20}), [1 << 20, 3 << 20]),
+        (json!({"l2-cache-coverage": 8_u64 << 30}), [1 << 20, LEAST]),
+        (json!({"l2-cache-coverage": 32 << 20, "refcount-cache-size": 512 << 10}), [4 << 10, 512 << 10]),
+        (json!({"l2-cache-size": 2 << 20, "l2-cache-entry-size": 512}), [2 << 20, 512 << 10]),
+        (json!({}), before),
+    ] {
+        client.command("blockdev-reopen", json!({"options": [with(changes.clone())]}));
+        assert_eq!(limits(&mut client), expected, "{changes}");
+    }
+    client.command("blockdev-reopen", json!({"options": [with(json!({"cache-size": 10 << 20}))]}));
+    for (changes, words) in [
+        (json!({"cache-size": 1 << 20, "l2-cache-size": 2 << 20}), "l2-cache-size may not exceed cache-size"),
+        (
+            json!({"cache-size": 1 << 20, "refcount-cache-size": 2 << 20}),
+            "refcount-cache-size may not exceed cache-size",
+        ),
+        (
+            json!({"cache-size": 1 << 20, "refcount-cache-size": 256 << 10, "l2-cache-size": 512 << 10}),
+            "cache-size, l2-cache-size and refcount-cache-size may not be set at the same time",
+        ),
+        (json!({"refcount-cache-size": 1_000_000_000_000_000_u64}), "Refcount cache size too big"),
+        (json!({"l2-cache-coverage": 1 << 30, "l2-cache-size": 1 << 20}), "may not be set at the same time"),
+        (json!({"l2-cache-coverage": 1 << 30, "cache-size": 1 << 20}), "may not be set at the same time"),
+        (json!({"l2-cache-entry-size": 300}), "L2 cache entry size must be a power of two between 512 and"),
+        (json!({"cache-clean-interval": 10_000_000_000_u64}), "Cache clean interval too big"),
+    ] {
+        let refused = client.refusal("blockdev-reopen", json!({"options": [with(changes.clone())]}));
+        assert!(refused.contains(words), "{changes}: {refused}");
+        assert_eq!(limits(&mut client), [8 << 20, 2 << 20], "{changes}");
+    }
     daemon.stop().expect("stopped in order");
 }
 

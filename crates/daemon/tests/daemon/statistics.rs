@@ -2,7 +2,7 @@
 //! Statistics of exports and nodes.
 
 use super::exports::{serving, uri};
-use super::running::Running;
+use super::running::{Client, Running};
 use cowshed_daemon::Step;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
@@ -63,6 +63,163 @@ fn exports_count_what_clients_do() {
     daemon.stop().expect("stopped in order");
 }
 
+fn requests_in(histogram: &Value) -> u64 {
+    let bins = histogram["bins"].as_array().unwrap_or_else(|| panic!("no histogram: {histogram}"));
+    bins.iter().filter_map(Value::as_u64).sum()
+}
+
+#[test]
+fn latencies_cover_every_kind_of_request() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    for id in ["e", "q"] {
+        client.command("block-latency-histogram-set", json!({"id": id, "boundaries": [1_000_000_000_000_u64]}));
+        client.command("x-block-stats-intervals-set", json!({"id": id, "intervals": [3600]}));
+    }
+    // Writes of zeroes are writes.
+    let commands = ["write 0 64k", "write -z 64k 64k", "write -z 128k 64k", "read 0 4k", "discard 1M 1M", "flush"];
+    let arguments: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
+    Qemu::system().io(["-f", "raw"].into_iter().chain(arguments).chain([uri(&daemon, "q").as_str()])).expect_ok();
+    let exports = client.command("query-blockstats", json!({}));
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    for stats in [&exports[0]["stats"], &find(&nodes, "q")["stats"]] {
+        assert_eq!((&stats["wr_operations"], requests_in(&stats["wr_latency_histogram"])), (&json!(3), 3));
+        assert_eq!((&stats["rd_operations"], requests_in(&stats["rd_latency_histogram"])), (&json!(1), 1));
+        assert_eq!((&stats["unmap_operations"], requests_in(&stats["x-unmap_latency_histogram"])), (&json!(1), 1));
+        assert!(requests_in(&stats["flush_latency_histogram"]) >= 1, "{stats}");
+        let timed = &stats["timed_stats"][0];
+        for (ours, name) in [("", "rd"), ("", "wr"), ("", "flush"), ("x-", "unmap")] {
+            let [min, max, avg] = ["min", "max", "avg"].map(|which| {
+                timed[format!("{ours}{which}_{name}_latency_ns")].as_u64().unwrap_or_else(|| panic!("{name}: {timed}"))
+            });
+            assert!(0 < min && min <= avg && avg <= max, "{name}: {timed}");
+            let ours = if name == "flush" { "x-" } else { ours };
+            assert!(timed[format!("{ours}avg_{name}_queue_depth")].as_f64() >= Some(0.0), "{name}: {timed}");
+        }
+        assert!(timed["max_wr_latency_ns"].as_u64() <= stats["wr_total_time_ns"].as_u64(), "{stats}");
+        // Members that QEMU's schema has in any case.
+        assert_eq!((&stats["zone_append_operations"], &timed["avg_zone_append_queue_depth"]), (&json!(0), &json!(0.0)));
+    }
+    // One kind alone, and an end to all of them.
+    client.command("block-latency-histogram-set", json!({"id": "e", "x-boundaries-unmap": [5, 6]}));
+    let refused = client.refusal("block-latency-histogram-set", json!({"id": "e", "boundaries-zap": [6, 5]}));
+    assert!(refused.contains("rise"), "{refused}");
+    client.command("block-latency-histogram-set", json!({"id": "e", "boundaries-zap": [5, 6]}));
+    let stats = client.command("query-blockstats", json!({}))[0]["stats"].take();
+    assert_eq!(stats["x-unmap_latency_histogram"], json!({"boundaries": [5, 6], "bins": [0, 0, 0]}));
+    assert_eq!(requests_in(&stats["wr_latency_histogram"]), 3);
+    client.command("block-latency-histogram-set", json!({"id": "e"}));
+    let stats = client.command("query-blockstats", json!({}))[0]["stats"].take();
+    assert!(!stats.to_string().contains("histogram"), "{stats}");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn what_is_answered_from_memory_takes_time_too() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let uri = uri(&daemon, "q");
+    Qemu::system().io(["-f", "raw", "-c", "write 0 2M", &uri]).expect_ok();
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    let file = find(&nodes, "q")["parent"]["node-name"].as_str().expect("its file has a name").to_owned();
+    // Nothing takes less than a nanosecond.
+    for id in ["e", "q", &file] {
+        client.command("block-latency-histogram-set", json!({"id": id, "boundaries": [1]}));
+        client.command("x-block-stats-intervals-set", json!({"id": id, "intervals": [3600]}));
+    }
+    let reads = ["-c", "read 0 4k"].repeat(20);
+    Qemu::system().io(["-f", "raw"].into_iter().chain(reads).chain([uri.as_str()])).expect_ok();
+    let of_all = |client: &mut Client| {
+        let export = client.command("query-blockstats", json!({}))[0].take();
+        let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+        [export, find(&nodes, "q").clone(), find(&nodes, &file).clone()].map(|mut one| one["stats"].take())
+    };
+    for stats in of_all(&mut client) {
+        let bins = &stats["rd_latency_histogram"]["bins"];
+        assert_eq!((&bins[0], bins[1].as_u64() >= Some(20)), (&json!(0), true), "{stats}");
+        assert!(stats["timed_stats"][0]["min_rd_latency_ns"].as_u64() > Some(0), "{stats}");
+    }
+    // No memory copies a gibibyte in a millisecond: a mebibyte takes more than a microsecond.
+    for id in ["e", "q", &file] {
+        client.command("block-latency-histogram-set", json!({"id": id, "boundaries": [1000]}));
+    }
+    let reads = ["-c", "read 0 1M"].repeat(5);
+    Qemu::system().io(["-f", "raw"].into_iter().chain(reads).chain([uri.as_str()])).expect_ok();
+    for stats in of_all(&mut client) {
+        let bins = &stats["rd_latency_histogram"]["bins"];
+        assert_eq!((&bins[0], bins[1].as_u64() >= Some(5)), (&json!(0), true), "{stats}");
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn caches_say_what_they_hold_and_may_hold() {
+    let folder = super::running::temp_folder();
+    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 64 << 20);
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let sizes = "l2-cache-size=1M,refcount-cache-size=512k";
+    let node = format!("qcow2,node-name=q,{sizes},file.driver=file,file.filename={}", path("a.qcow2"));
+    let steps = vec![
+        Step::metrics("--metrics", "127.0.0.1:0"),
+        Step::blockdev(&node).expect("right"),
+        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
+        Step::export("nbd,id=e,node-name=q,writable=on").expect("right"),
+    ];
+    let daemon = Running::start_in(folder, steps);
+    let mut client = daemon.client();
+    Qemu::system().io(["-f", "raw", "-c", "write 0 1M", "-c", "write 8M 1M", &uri(&daemon, "q")]).expect_ok();
+    let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
+    let cache = find(&nodes, "q")["x-cache"].clone();
+    assert_eq!((&cache["l2-limit-bytes"], &cache["refcount-limit-bytes"]), (&json!(1 << 20), &json!(512 << 10)));
+    // One block of 64 KiB counts all of it.
+    assert_eq!((&cache["refcount-entries"], &cache["refcount-bytes"]), (&json!(1), &json!(64 << 10)));
+    assert_eq!(cache["refcount-misses"], 1);
+    assert!(cache["refcount-hits"].as_u64() >= Some(2), "two writes allocate: {cache}");
+    let page = page(&daemon);
+    for (name, key) in [
+        ("l2_hits_total", "l2-hits"),
+        ("l2_misses_total", "l2-misses"),
+        ("l2_bytes", "l2-bytes"),
+        ("l2_entries", "l2-entries"),
+        ("l2_limit_bytes", "l2-limit-bytes"),
+        ("refcount_hits_total", "refcount-hits"),
+        ("refcount_misses_total", "refcount-misses"),
+        ("refcount_bytes", "refcount-bytes"),
+        ("refcount_entries", "refcount-entries"),
+        ("refcount_limit_bytes", "refcount-limit-bytes"),
+    ] {
+        let line = format!("cowshed_node_{name}{{node=\"q\"}} {}", cache[key]);
+        assert!(page.lines().any(|found| found == line), "{line}: {page}");
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+/// The page of metrics.
+pub fn page(daemon: &Running) -> String {
+    let mut stream = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
+    let mut page = String::new();
+    stream.read_to_string(&mut page).expect("it answers");
+    assert!(page.starts_with("HTTP/1.1 200 OK") && page.ends_with("# EOF\n"), "{page}");
+    page
+}
+
+#[test]
+fn a_slow_scraper_holds_up_no_other() {
+    let daemon = Running::start(vec![Step::metrics("--metrics", "127.0.0.1:0")]);
+    let mut slow = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
+    slow.write_all(b"GET /metr").expect("it reads");
+    // Any number of pages while it makes up its mind.
+    for _ in 0..20 {
+        page(&daemon);
+    }
+    slow.write_all(b"ics HTTP/1.1\r\n\r\n").expect("it still reads");
+    let mut said = String::new();
+    slow.read_to_string(&mut said).expect("it answers");
+    assert!(said.ends_with("# EOF\n"), "{said}");
+    daemon.stop().expect("stopped in order");
+}
+
 #[test]
 fn wrong_bounds_change_nothing() {
     let (daemon, mut client) = serving();
@@ -94,11 +251,7 @@ fn a_page_of_metrics_says_the_same() {
     client.command("block-latency-histogram-set", json!({"id": "e", "boundaries": [1_000_000_000_000_u64]}));
     client.command("x-block-stats-intervals-set", json!({"id": "e", "intervals": [3600]}));
     Qemu::system().io(["-f", "raw", "-c", "write 0 64k", "-c", "read 0 4k", &uri(&daemon, "q")]).expect_ok();
-    let mut stream = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
-    let mut page = String::new();
-    stream.read_to_string(&mut page).expect("it answers");
-    assert!(page.starts_with("HTTP/1.1 200 OK") && page.ends_with("# EOF\n"), "{page}");
+    let page = page(&daemon);
     for line in [
         "cowshed_export_bytes_total{export=\"e\",kind=\"write\"} 65536",
         "cowshed_export_operations_total{export=\"e\",kind=\"read\"} 1",

@@ -184,7 +184,7 @@ impl Attachment {
             last_end_ns = last_end_ns.max(past.last_end_ns);
         });
         stats.in_flight = self.gate.in_flight();
-        let now = rt::round_now_ns();
+        let now = rt::now_ns();
         stats.idle_ns = (stats.in_flight == 0 && last_end_ns != 0).then(|| now.saturating_sub(last_end_ns));
         let observed = self.observed();
         stats.intervals = observed.intervals(now);
@@ -196,7 +196,7 @@ impl Attachment {
     /// (`stats-intervals`).
     pub fn set_intervals(&self, lengths_seconds: &[u64]) -> Result<()> {
         let mut observed = self.observed();
-        observed.set_intervals(lengths_seconds, rt::round_now_ns())?;
+        observed.set_intervals(lengths_seconds, rt::now_ns())?;
         self.note_observing(&observed);
         Ok(())
     }

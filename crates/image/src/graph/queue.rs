@@ -160,6 +160,18 @@ impl QueueState {
         }
     }
 
+    /// When a request begins: by the clock itself where somebody wants to know how long each takes, else by that of the
+    /// executor's round, which is there already.
+    #[inline]
+    fn start_ns(&self) -> u64 {
+        if self.lane.is_plain() { rt::round_now_ns() } else { self.end_ns() }
+    }
+
+    #[cold]
+    fn end_ns(&self) -> u64 {
+        if self.attachment.is_observing() { rt::now_ns() } else { rt::round_now_ns() }
+    }
+
     #[cold]
     fn count_special(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
         if let Err(error) = result {
@@ -168,7 +180,7 @@ impl QueueState {
         if !self.attachment.is_counted() {
             return;
         }
-        let end_ns = rt::round_now_ns();
+        let end_ns = self.end_ns();
         match result {
             Ok(()) => {
                 self.lane.counters.count_done(kind, offset, len, start_ns, end_ns);
@@ -210,7 +222,7 @@ pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
 macro_rules! through_gate {
     ($self:ident, $kind:expr, $offset:expr, $len:expr, |$node:ident| $work:expr) => {{
         let queue = &*$self.0;
-        let start_ns = rt::round_now_ns();
+        let start_ns = queue.start_ns();
         let passage = queue.attachment.gate().enter(&queue.lane).await;
         let result = match queue.check($kind) {
             Ok(()) => {
@@ -230,7 +242,7 @@ macro_rules! through_gate {
 macro_rules! through_gate_with {
     ($self:ident, $kind:expr, $direction:expr, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
         let queue = &*$self.0;
-        let start_ns = rt::round_now_ns();
+        let start_ns = queue.start_ns();
         let len = $buf.len() as u64;
         let passage = queue.attachment.gate().enter(&queue.lane).await;
         let (result, buf) = match queue.check($kind) {
@@ -348,7 +360,7 @@ impl Queue {
     /// without reading or writing (a hole, found by its status), and that count all the same.
     pub async fn charge(&self, kind: IoKind, len: u64) {
         let queue = &*self.0;
-        let start_ns = rt::round_now_ns();
+        let start_ns = queue.start_ns();
         let passage = queue.attachment.gate().enter(&queue.lane).await;
         let direction = if kind == IoKind::Read { Direction::Read } else { Direction::Write };
         let standing = queue.standing();

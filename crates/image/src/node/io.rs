@@ -39,10 +39,17 @@ impl Node {
         self.counters.fold(gone);
     }
 
+    /// The time: by the clock itself where somebody wants to know how long each request takes, else by that of the
+    /// executor's round, which is there already.
+    #[inline]
+    fn clock_ns(&self) -> u64 {
+        if self.is_watched() { rt::now_ns() } else { rt::round_now_ns() }
+    }
+
     /// Counts a request of this node for `len` bytes at `offset` that began at `start_ns`.
     #[inline]
     pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        let end_ns = rt::round_now_ns();
+        let end_ns = self.clock_ns();
         match result {
             Ok(()) => self.counters.count_done(kind, len, start_ns, end_ns),
             Err(error) => self.count_failed(kind, end_ns.saturating_sub(start_ns), end_ns, error),
@@ -86,7 +93,7 @@ impl Node {
 
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
+        let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_range(offset, len) {
             self.count_invalid(IoKind::Read);
             return (Err(error), buf);
@@ -133,7 +140,7 @@ impl Node {
 
     /// Writes `buf` at `offset`; it is durable after the next [`Node::flush`] (at once in a writethrough mode).
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let (len, start_ns) = (buf.len() as u64, rt::round_now_ns());
+        let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_write(offset, len) {
             self.count_invalid(IoKind::Write);
             return (Err(error), buf);
@@ -190,7 +197,7 @@ impl Node {
         if len == 0 {
             return Ok(());
         }
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.clock_ns();
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
@@ -221,7 +228,7 @@ impl Node {
         if len == 0 || !self.settings.discards() {
             return Ok(());
         }
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.clock_ns();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
             // A hint: what was given back would read as garbage.
@@ -249,7 +256,7 @@ impl Node {
         if self.settings.is_read_only() {
             return Ok(());
         }
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.clock_ns();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.flush().await,
             Driver::Luks(luks) => luks.flush().await,
@@ -277,7 +284,7 @@ impl Node {
         for (offset, buf) in &clusters {
             self.check_write(*offset, buf.len() as u64)?;
         }
-        let start_ns = rt::round_now_ns();
+        let start_ns = self.clock_ns();
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,

@@ -72,7 +72,7 @@ impl Node {
     /// As [`crate::graph::Attachment::set_intervals`], for all requests that reach the node.
     pub fn set_intervals(&self, lengths_seconds: &[u64]) -> Result<()> {
         let mut observed = self.watch.observed();
-        observed.set_intervals(lengths_seconds, rt::round_now_ns())?;
+        observed.set_intervals(lengths_seconds, rt::now_ns())?;
         self.renew_watch(&observed);
         Ok(())
     }
@@ -91,7 +91,7 @@ impl Node {
             return Default::default();
         }
         let observed = self.watch.observed();
-        (observed.intervals(rt::round_now_ns()), observed.histograms())
+        (observed.intervals(rt::now_ns()), observed.histograms())
     }
 
     fn renew_watch(&self, observed: &Observed) {

@@ -389,6 +389,10 @@ impl Opener {
 
     fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
         let options = FileOptions::new(&draft.options);
+        if options.is_native && !draft.place.cache.direct {
+            let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+            return Err(Error::invalid_argument(message).file(options.filename));
+        }
         let path = path_of_text(&options.filename);
         check_file_kind(driver, self.files.kind(&path)).map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {

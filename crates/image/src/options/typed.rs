@@ -44,6 +44,8 @@ pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str
 pub(crate) struct FileOptions {
     pub filename: String,
     pub engine: Engine,
+    /// `aio=native`.
+    pub is_native: bool,
     pub locking: Locking,
 }
 
@@ -57,6 +59,7 @@ impl FileOptions {
                 // Linux' older asynchronous interface has nothing that io_uring lacks.
                 _ => Engine::Auto,
             },
+            is_native: options.text("aio") == Some("native"),
             locking: match options.text("locking") {
                 Some("on") => Locking::On,
                 Some("off") => Locking::Off,

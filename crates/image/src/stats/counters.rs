@@ -94,8 +94,8 @@ impl LaneCounters {
         let counters = &self.kinds[kind as usize];
         bump(&counters.operations, 1);
         bump(&counters.bytes, len);
-        // Both are of one thread's clock.
-        bump(&counters.total_ns, end_ns.wrapping_sub(start_ns));
+        // A request that began by the clock itself may end by that of its round, when nobody asks any more.
+        bump(&counters.total_ns, end_ns.saturating_sub(start_ns));
         let end = offset.saturating_add(len);
         if matches!(kind, IoKind::Write | IoKind::WriteZeroes)
             && end > self.highest_written_byte.load(Ordering::Relaxed)
@@ -157,11 +157,11 @@ pub struct NodeStats {
     pub kinds: [KindStats; KINDS],
     /// End of the furthest byte written so far.
     pub highest_written_byte: u64,
-    /// When the last request ended, by the clock of [`cowshed_storage::rt::round_now_ns`]; 0 before the first one.
+    /// When the last request ended, by the clock of [`cowshed_storage::rt::now`]; 0 before the first one.
     pub last_end_ns: u64,
     /// The user-chosen intervals, in the order they were given.
     pub intervals: Vec<IntervalStats>,
-    /// The latency histograms that were asked for, by [`IoKind`] as index.
+    /// The latency histograms that were asked for, by [`IoKind::latency_kind`] as index.
     pub histograms: [Option<HistogramSnapshot>; KINDS],
 }
 

@@ -26,14 +26,14 @@ pub struct LatencyStats {
 pub struct IntervalStats {
     /// Its length in nanoseconds.
     pub length_ns: u64,
-    /// By [`IoKind`] as index.
+    /// By [`IoKind::latency_kind`] as index.
     pub kinds: [LatencyStats; KINDS],
 }
 
 impl IntervalStats {
-    /// The latencies of a kind.
+    /// The latencies of a kind; those of writes cover writes of zeroes.
     pub fn kind(&self, kind: IoKind) -> &LatencyStats {
-        &self.kinds[kind as usize]
+        &self.kinds[kind.latency_kind() as usize]
     }
 }
 
@@ -92,7 +92,12 @@ impl Interval {
         if part.number != number {
             *part = Part { number, ..Part::default() };
         }
-        part.kinds[kind as usize].add(&Sum { count: 1, total_ns: latency_ns, min_ns: latency_ns, max_ns: latency_ns });
+        part.kinds[kind.latency_kind() as usize].add(&Sum {
+            count: 1,
+            total_ns: latency_ns,
+            min_ns: latency_ns,
+            max_ns: latency_ns,
+        });
     }
 
     /// What it says at `now_ns`.
@@ -145,6 +150,19 @@ mod tests {
         assert_eq!((later.kind(IoKind::Read).max_ns, later.kind(IoKind::Read).operations), (1000, 1));
         let idle = interval.snapshot(start + 100 * SECOND);
         assert_eq!(idle.kind(IoKind::Read), &LatencyStats::default());
+    }
+
+    #[test]
+    fn writes_of_zeroes_are_writes() {
+        let mut interval = Interval::new(8 * SECOND, 0);
+        interval.record(IoKind::Write, 10, SECOND);
+        interval.record(IoKind::WriteZeroes, 30, SECOND);
+        interval.record(IoKind::Discard, 70, SECOND);
+        let stats = interval.snapshot(2 * SECOND);
+        let write = stats.kind(IoKind::Write);
+        assert_eq!((write.min_ns, write.max_ns, write.average_ns, write.operations), (10, 30, 20, 2));
+        assert_eq!(stats.kind(IoKind::WriteZeroes), write);
+        assert_eq!((stats.kind(IoKind::Discard).average_ns, stats.kind(IoKind::Discard).operations), (70, 1));
     }
 
     #[test]

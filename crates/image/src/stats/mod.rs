@@ -35,6 +35,19 @@ impl IoKind {
     /// All kinds.
     pub const ALL: [IoKind; KINDS] = [IoKind::Read, IoKind::Write, IoKind::WriteZeroes, IoKind::Discard, IoKind::Flush];
 
+    /// The kind whose latencies its own are counted among: writes of zeroes are writes there, as in QEMU.
+    pub const fn latency_kind(self) -> IoKind {
+        match self {
+            IoKind::WriteZeroes => IoKind::Write,
+            kind => kind,
+        }
+    }
+
+    /// The kinds whose latencies are kept apart.
+    pub fn of_latencies() -> impl Iterator<Item = IoKind> {
+        IoKind::ALL.into_iter().filter(|kind| kind.latency_kind() == *kind)
+    }
+
     /// A short name: "read", "write", "write-zeroes", "discard", "flush".
     pub const fn name(self) -> &'static str {
         match self {
@@ -62,7 +75,7 @@ pub struct AttachmentStats {
     pub in_flight: u64,
     /// The user-chosen intervals, in the order they were given.
     pub intervals: Vec<IntervalStats>,
-    /// The latency histograms that were asked for, by [`IoKind`] as index.
+    /// The latency histograms that were asked for, by [`IoKind::latency_kind`] as index.
     pub histograms: [Option<HistogramSnapshot>; KINDS],
 }
 

@@ -31,9 +31,11 @@ impl Observed {
         Ok(())
     }
 
-    /// Keeps a latency histogram for requests of a kind, a new one with these bounds in nanoseconds; an empty list ends it.
+    /// Keeps a latency histogram for requests of a kind (of writes: with those of zeroes), a new one with these bounds in
+    /// nanoseconds; an empty list ends it.
     pub(crate) fn set_histogram(&mut self, kind: IoKind, bounds_ns: &[u64]) -> Result<()> {
-        self.histograms[kind as usize] = if bounds_ns.is_empty() { None } else { Some(Histogram::new(bounds_ns)?) };
+        self.histograms[kind.latency_kind() as usize] =
+            if bounds_ns.is_empty() { None } else { Some(Histogram::new(bounds_ns)?) };
         Ok(())
     }
 
@@ -42,7 +44,7 @@ impl Observed {
         for interval in &mut self.intervals {
             interval.record(kind, latency_ns, end_ns);
         }
-        if let Some(histogram) = &self.histograms[kind as usize] {
+        if let Some(histogram) = &self.histograms[kind.latency_kind() as usize] {
             histogram.record(latency_ns);
         }
     }
@@ -52,7 +54,7 @@ impl Observed {
         self.intervals.iter().map(|interval| interval.snapshot(now_ns)).collect()
     }
 
-    /// The histograms, by [`IoKind`] as index.
+    /// The histograms, by [`IoKind::latency_kind`] as index.
     pub(crate) fn histograms(&self) -> [Option<HistogramSnapshot>; KINDS] {
         self.histograms.each_ref().map(|histogram| histogram.as_ref().map(Histogram::snapshot))
     }

@@ -111,6 +111,11 @@ pub fn now() -> Duration {
     }
 }
 
+/// As [`now`], in nanoseconds: never 0 outside of the simulator.
+pub fn now_ns() -> u64 {
+    u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// Nanoseconds since this was first asked, and one: never 0.
 fn since_start_ns() -> u64 {
     // Not `Instant`: taking one from another costs several times what the clock costs.

@@ -10,7 +10,7 @@ pub mod storage_daemon;
 pub mod top;
 
 use super::Verb;
-use crate::output::Failure;
+use crate::output::{Console, Failure};
 use background::{Background, PidFile};
 use cowshed_block::Error;
 use cowshed_daemon::{Message, Ready, Sender, Setup, StopReason};
@@ -35,6 +35,10 @@ struct Running {
 impl Running {
     /// Runs it to its end. `announce` tells the user what is there now.
     fn run(self, announce: impl FnOnce(&Ready)) -> Result<u8, Failure> {
+        let standard = self.setup.steps.iter().find(|step| step.uses_standard_streams());
+        if let (true, Some(step)) = (self.background, standard) {
+            return Err(Failure::new(format!("{}: cannot use stdio with -daemonize", step.option())));
+        }
         let background = match self.background {
             true => match Background::start()? {
                 Background::Parent(code) => return Ok(code),
@@ -88,6 +92,17 @@ fn stop_on_signals(control: Sender<Message>) -> Result<(), Failure> {
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;
     Ok(())
+}
+
+/// Prints what the values of `--object` ask for with `help`; true when one did.
+fn show_object_help<'a>(objects: impl IntoIterator<Item = &'a String>, console: &mut Console) -> Result<bool, Failure> {
+    for text in objects {
+        if let Some(help) = cowshed_daemon::object_help(text)? {
+            console.line(help);
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Threads that serve clients where the user doesn't say it: more than four rarely help, and each costs memory.

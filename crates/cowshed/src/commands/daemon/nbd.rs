@@ -4,7 +4,7 @@
 use super::super::Verb;
 use super::{LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
-use clap::{ArgMatches, Args, FromArgMatches};
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, Setup, Step, client_credentials};
 use cowshed_storage::SocketAddress;
@@ -116,14 +116,14 @@ struct NbdArgs {
     #[arg(short, long)]
     nocache: bool,
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
-    #[arg(long, value_name = "MODE")]
-    cache: Option<String>,
+    #[arg(long, value_name = "MODE", action = ArgAction::Append)]
+    cache: Vec<String>,
     /// Who does the I/O: io_uring, threads or native
-    #[arg(long, value_name = "MODE")]
-    aio: Option<String>,
+    #[arg(long, value_name = "MODE", action = ArgAction::Append)]
+    aio: Vec<String>,
     /// Pass discards on: ignore or unmap
-    #[arg(long, value_name = "MODE")]
-    discard: Option<String>,
+    #[arg(long, value_name = "MODE", action = ArgAction::Append)]
+    discard: Vec<String>,
     /// Turn writes of zeroes into zero writes: off, on or unmap
     #[arg(long, value_name = "MODE")]
     detect_zeroes: Option<String>,
@@ -151,9 +151,16 @@ impl NbdArgs {
         }
         let has_port = self.port.is_some() || self.bind.is_some();
         let wrong = [
-            (self.tls_hostname.is_some(), "--tls-hostname is for --list: this server has no server to check"),
+            (
+                self.tls_hostname.is_some() && self.tls_creds.is_none(),
+                "--tls-hostname is not permitted without --tls-creds",
+            ),
+            (self.tls_hostname.is_some(), "TLS hostname is only supported with export list"),
             (self.image_opts && self.format.is_some(), "--image-opts and -f are mutually exclusive"),
-            (self.nocache && self.cache.is_some(), "-n and --cache can only be specified once"),
+            (self.nocache && !self.cache.is_empty(), "-n and --cache can only be specified once"),
+            (self.cache.len() > 1, "--cache can only be specified once"),
+            (self.aio.len() > 1, "--aio can only be specified once"),
+            (self.discard.len() > 1, "--discard can only be specified once"),
             (self.socket.is_some() && has_port, "a Unix socket has no port and no address: give -k or -p and -b"),
         ];
         match wrong.iter().find(|(is_so, _)| *is_so) {
@@ -171,7 +178,8 @@ impl NbdArgs {
             || self.load_snapshot.is_some()
             || self.allocation_depth
             || self.nocache
-            || [&self.aio, &self.discard, &self.cache, &self.detect_zeroes].iter().any(|given| given.is_some());
+            || self.detect_zeroes.is_some()
+            || [&self.aio, &self.discard, &self.cache].iter().any(|given| !given.is_empty());
         match () {
             () if !self.file.is_empty() => Err(Failure::new("List mode is incompatible with a file name")),
             () if per_device => Err(Failure::new("List mode is incompatible with per-device settings")),
@@ -230,18 +238,19 @@ impl NbdArgs {
         if self.snapshot {
             drive.keep_writes_apart();
         }
-        let cache = if self.nocache { Some("none") } else { self.cache.as_deref() };
+        let first = |given: &[String]| given.first().cloned();
+        let cache = if self.nocache { Some("none".to_owned()) } else { first(&self.cache) };
         // Discards are passed on where nothing else is said, as qemu-nbd does.
-        let discard = Some(self.discard.as_deref().unwrap_or("unmap"));
+        let discard = first(&self.discard).or_else(|| Some("unmap".to_owned()));
         let settings = [
             ("cache", cache),
-            ("aio", self.aio.as_deref()),
+            ("aio", first(&self.aio)),
             ("discard", discard),
-            ("detect-zeroes", self.detect_zeroes.as_deref()),
+            ("detect-zeroes", self.detect_zeroes.clone()),
         ];
         for (key, value) in settings {
             if let Some(value) = value {
-                drive.set(key, value)?;
+                drive.set(key, &value)?;
             }
         }
         Ok(drive)
@@ -250,6 +259,9 @@ impl NbdArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = NbdArgs::from_arg_matches(matches)?;
+    if super::show_object_help(&args.objects, console)? {
+        return Ok(0);
+    }
     args.check()?;
     if args.list {
         return super::list::run(&args.server()?, console);

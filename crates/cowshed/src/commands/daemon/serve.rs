@@ -75,6 +75,9 @@ struct ServeArgs {
     /// Serve statistics in the OpenMetrics format over HTTP
     #[arg(long, value_name = "HOST:PORT")]
     metrics: Option<String>,
+    /// Memory that the metadata of all images may take, at least 1M [default: 256M]
+    #[arg(long, value_name = "SIZE")]
+    metadata_budget: Option<String>,
     /// Define an object, for example credentials
     #[arg(long = "object", value_name = "TYPE,id=ID,…")]
     objects: Vec<String>,
@@ -170,8 +173,14 @@ impl ServeArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ServeArgs::from_arg_matches(matches)?;
+    if super::show_object_help(&args.objects, console)? {
+        return Ok(0);
+    }
     let drives = args.drives()?;
     let mut steps = Vec::new();
+    if let Some(size) = &args.metadata_budget {
+        steps.push(Step::metadata_budget("--metadata-budget", size)?);
+    }
     for object in &args.objects {
         steps.push(Step::object(object)?);
     }

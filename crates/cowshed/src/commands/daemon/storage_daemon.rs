@@ -39,6 +39,10 @@ fn arguments(command: clap::Command) -> clap::Command {
     command.args(STEPS.iter().map(step)).args([
         Arg::new("daemonize").long("daemonize").action(ArgAction::SetTrue).help("Go into the background once it is up"),
         Arg::new("pidfile").long("pidfile").value_name("PATH").help("Write the process's number to a file"),
+        Arg::new("metadata-budget")
+            .long("metadata-budget")
+            .value_name("SIZE")
+            .help("Memory that the metadata of all images may take, at least 1M [default: 256M]"),
         Arg::new("trace")
             .short('T')
             .long("trace")
@@ -48,7 +52,20 @@ fn arguments(command: clap::Command) -> clap::Command {
     ])
 }
 
-fn run(matches: &ArgMatches, _console: &mut Console) -> Result<u8, Failure> {
+/// Prints what `--object` and `--chardev` ask for with `help`; true when one did.
+fn show_help(matches: &ArgMatches, console: &mut Console) -> Result<bool, Failure> {
+    let values = |name: &str| matches.get_many::<String>(name).into_iter().flatten();
+    if let Some(help) = values("chardev").find_map(|text| cowshed_daemon::chardev_help(text)) {
+        console.line(help);
+        return Ok(true);
+    }
+    super::show_object_help(values("object"), console)
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    if show_help(matches, console)? {
+        return Ok(0);
+    }
     let running = Running {
         setup: Setup { steps: steps(matches)?, queues: default_queues(), stop_when_idle: false },
         background: matches.get_flag("daemonize"),
@@ -70,6 +87,9 @@ fn steps(matches: &ArgMatches) -> Result<Vec<Step>, Failure> {
     given.sort_by_key(|(index, ..)| *index);
     let mut chardevs = Chardevs::default();
     let mut steps = Vec::new();
+    if let Some(size) = matches.get_one::<String>("metadata-budget") {
+        steps.push(Step::metadata_budget("--metadata-budget", size)?);
+    }
     for (_, name, value) in given {
         match name {
             "chardev" => steps.push(Step::chardev(value, &mut chardevs)?),

@@ -17,7 +17,8 @@ pub const VERB: Verb = Verb {
     operands: "SOCKET",
     details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export: operations and bytes \
               a second and their average latency, requests in flight on average, requests that limits held back a second, \
-              and look-ups of the mapping that found it in memory. On a terminal the screen is drawn anew each time.",
+              and look-ups of the mapping that found it in memory. The last line \
+              is the memory that the metadata of all images takes and may take. On a terminal the screen is drawn anew each time.",
     examples: "  cowshed top qmp.sock
   cowshed top --interval 0.5 --count 10 qmp.sock",
     in_qemu_img: false,
@@ -174,6 +175,15 @@ struct Look {
     nodes: Nodes,
 }
 
+/// What all images keep in memory, and may keep.
+fn budget_line(budget: &Value) -> String {
+    let number = |key: &str| budget[key].as_u64().unwrap_or(0);
+    let (used, limit) = (human(number("used-bytes")), human(number("limit-bytes")));
+    let images = number("images");
+    let plural = if images == 1 { "" } else { "s" };
+    format!("memory: {used} of {limit} for the metadata of {images} image{plural}")
+}
+
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
     let [socket] = args.socket.as_slice() else { return Err(Failure::usage("Expecting the socket of a monitor")) };
@@ -212,6 +222,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             let nodes = look.nodes.since(old.nodes).cells(seconds);
             console.line(format_args!("{id:<16.16} {node:<16.16} {read} {write} {in_flight:>7.1} {nodes}"));
             now.insert(id.to_owned(), look);
+        }
+        // Others' daemons have no such command.
+        if let Ok(budget) = monitor.execute("x-query-metadata-budget") {
+            console.line(budget_line(&budget));
         }
         console.flush();
         before = now;

@@ -125,6 +125,13 @@ impl Limits {
         Limits::default().value_mut(name).is_some()
     }
 
+    /// The option's name of a limit that is given in any spelling: `iops-total` for `throttling.iops-total`, `iops`, ….
+    pub fn option_name(name: &str) -> Option<String> {
+        let mut marked = Limits::new();
+        *marked.value_mut(name)? = u64::MAX;
+        Limits::option_names().find(|option| marked.get(option) == Some(u64::MAX))
+    }
+
     /// Sets a value by its name in any spelling. Call [`Limits::check`] when all are set.
     pub fn set(&mut self, name: &str, value: u64) -> Result<()> {
         match self.value_mut(name) {

@@ -1,84 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The OpenMetrics endpoint: one page of text, over HTTP.
 
-use crate::control::Message;
-use crate::inbox::Sender;
+mod endpoint;
+
+pub(crate) use endpoint::listen;
+
 use crate::nbd::Exported;
 use crate::state::Daemon;
-use cowshed_block::{Error, Result};
-use cowshed_image::Node;
 use cowshed_image::stats::{AttachmentStats, HistogramSnapshot, IoKind, KindStats, LatencyStats};
+use cowshed_image::{Budget, Node};
 use std::fmt::Write as _;
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, mpsc};
-use std::thread;
-use std::time::Duration;
-
-/// A scraper gets this long to say what it wants and to take it.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// Longest request that is read, in bytes.
-const MAX_REQUEST_BYTES: usize = 8 << 10;
-
-/// Starts the endpoint; returns where it is, with the port that was found free.
-pub(crate) fn listen(address: &str, control: Sender<Message>) -> Result<String> {
-    let failed = |error: std::io::Error| Error::io(&error, "could not listen").file(address.to_owned());
-    let listener = TcpListener::bind(address).map_err(failed)?;
-    let bound = listener.local_addr().map_err(failed)?.to_string();
-    let accept = move || {
-        // One after the other: a page is small, and a slow scraper has its time.
-        for stream in listener.incoming() {
-            match stream {
-                Ok(stream) => {
-                    if let Err(error) = answer(stream, &control) {
-                        tracing::debug!(%error, "a scraper is gone");
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "could not accept a scraper");
-                    thread::sleep(Duration::from_millis(100));
-                }
-            }
-        }
-    };
-    thread::Builder::new().name("metrics".into()).spawn(accept).map_err(failed)?;
-    Ok(bound)
-}
-
-fn answer(mut stream: TcpStream, control: &Sender<Message>) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let mut request = Vec::new();
-    let mut piece = [0; 1024];
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        let len = stream.read(&mut piece)?;
-        if len == 0 || request.len() > MAX_REQUEST_BYTES {
-            return Ok(());
-        }
-        request.extend_from_slice(&piece[..len]);
-    }
-    let (status, kind, body) = match request.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
-        [b"GET", b"/metrics" | b"/"] => match page(control) {
-            Some(page) => ("200 OK", "application/openmetrics-text; version=1.0.0; charset=utf-8", page),
-            None => ("503 Service Unavailable", "text/plain", "the daemon is shutting down\n".to_owned()),
-        },
-        [b"GET", _] => ("404 Not Found", "text/plain", "see /metrics\n".to_owned()),
-        _ => ("405 Method Not Allowed", "text/plain", "only GET\n".to_owned()),
-    };
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())
-}
-
-fn page(control: &Sender<Message>) -> Option<String> {
-    let (reply, answer) = mpsc::sync_channel(1);
-    control.send(Message::Metrics { reply }).ok()?;
-    answer.recv().ok()
-}
+use std::sync::Arc;
 
 /// A family of values, one a line.
 struct Family<'a> {
@@ -145,13 +77,14 @@ pub(crate) fn render(daemon: &Daemon) -> String {
     let help = "Latencies, where histograms were asked for.";
     let mut family = Family::new(&mut page, "cowshed_export_latency_seconds", "histogram", help);
     for (export, stats) in &stats {
-        for kind in IoKind::ALL {
+        for kind in IoKind::of_latencies() {
             if let Some(histogram) = &stats.histograms[kind as usize] {
                 buckets(&mut family, &export.id, kind, histogram);
             }
         }
     }
     intervals(&mut page, &stats);
+    budget(&mut page);
     nodes(daemon, &mut page);
     page.push_str("# EOF\n");
     page
@@ -171,7 +104,7 @@ fn intervals(page: &mut String, stats: &[(&Exported, AttachmentStats)]) {
         for (export, stats) in stats {
             for interval in &stats.intervals {
                 let length = (interval.length_ns / 1_000_000_000).to_string();
-                for kind in IoKind::ALL {
+                for kind in IoKind::of_latencies() {
                     line(&export.id, kind.name(), &length, interval.kind(kind));
                 }
             }
@@ -203,6 +136,22 @@ fn buckets(family: &mut Family<'_>, export: &str, kind: IoKind, histogram: &Hist
     family.line("_count", &[("export", export), ("kind", kind.name())], count);
 }
 
+/// What all images take together, and may take.
+fn budget(page: &mut String) {
+    let budget = Budget::process_wide();
+    for (name, help, value) in [
+        (
+            "cowshed_metadata_budget_limit_bytes",
+            "Memory that the metadata of all images may take.",
+            budget.limit_bytes(),
+        ),
+        ("cowshed_metadata_budget_used_bytes", "Memory that the metadata of all images takes.", budget.used_bytes()),
+        ("cowshed_metadata_budget_images", "Images that share it.", budget.members() as u64),
+    ] {
+        Family::new(page, name, "gauge", help).line("", &[], value);
+    }
+}
+
 /// A value of a node: name, kind, help.
 type NodeValue = (&'static str, &'static str, &'static str);
 
@@ -211,8 +160,12 @@ const CACHE: &[NodeValue] = &[
     ("cowshed_node_l2_misses", "counter", "Look-ups of the mapping that had to read the image."),
     ("cowshed_node_l2_bytes", "gauge", "Memory that the mapping takes."),
     ("cowshed_node_l2_entries", "gauge", "Slices of the mapping in memory."),
+    ("cowshed_node_l2_limit_bytes", "gauge", "Memory that the mapping may take (l2-cache-size)."),
+    ("cowshed_node_refcount_hits", "counter", "Look-ups of refcount blocks that were answered from memory."),
     ("cowshed_node_refcount_misses", "counter", "Refcount blocks read from the image."),
     ("cowshed_node_refcount_bytes", "gauge", "Memory that refcounts take."),
+    ("cowshed_node_refcount_entries", "gauge", "Refcount blocks in memory."),
+    ("cowshed_node_refcount_limit_bytes", "gauge", "Memory that refcounts may take (refcount-cache-size)."),
 ];
 
 const NODE_COUNTERS: &[Counter] = &[
@@ -251,8 +204,12 @@ fn nodes(daemon: &Daemon, page: &mut String) {
                 stats.l2_misses,
                 stats.l2_bytes,
                 stats.l2_slices,
+                stats.l2_limit_bytes,
+                stats.refcount_hits,
                 stats.refcount_misses,
                 stats.refcount_bytes,
+                stats.refcount_blocks,
+                stats.refcount_limit_bytes,
             ];
             Some((node.name(), values))
         })
