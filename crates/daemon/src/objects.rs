@@ -249,6 +249,23 @@ impl Objects {
     }
 }
 
+/// Options of credentials that the TLS library has no place for. `text` gives an option's value.
+pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> QmpResult<()> {
+    if let Some(priority) = text("priority").filter(|priority| *priority != "NORMAL") {
+        return Err(QmpError::generic(format!(
+            "Parameter 'priority' does not accept value '{priority}': only NORMAL; TLS 1.2 and 1.3 are offered with the \
+             library's own choice of ciphers"
+        )));
+    }
+    if text("passwordid").is_some() {
+        return Err(QmpError::generic(
+            "Parameter 'passwordid' is not supported: keys are read unencrypted (openssl pkcs8 -topk8 -nocrypt), from a \
+             folder that nobody else may read",
+        ));
+    }
+    Ok(())
+}
+
 /// The error for an id that is taken.
 pub(crate) fn duplicate(id: &str) -> QmpError {
     QmpError::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
@@ -257,6 +274,16 @@ pub(crate) fn duplicate(id: &str) -> QmpError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tls_options_without_a_meaning_here_are_refused_by_name() {
+        let check =
+            |key: &'static str, value: &'static str| check_tls_options(move |asked| (asked == key).then_some(value));
+        assert!(check("priority", "NORMAL").is_ok() && check("dir", "x").is_ok());
+        let error = check("priority", "NORMAL:-VERS-TLS1.2").unwrap_err().description;
+        assert!(error.contains("'priority'") && error.contains("TLS 1.2 and 1.3 are offered"), "{error}");
+        assert!(check("passwordid", "s").unwrap_err().description.contains("'passwordid' is not supported"));
+    }
 
     #[test]
     fn secrets_come_from_a_text_or_a_file() {
@@ -276,7 +303,7 @@ mod tests {
             (Secret::new(None, Some(path), true, None), "base64"),
             (Secret::new(None, Some("/nonexistent"), true, None), "Unable to read /nonexistent"),
             (Secret::new(Some("a"), Some(path), true, None), "mutually exclusive"),
-            (Secret::new(None, None, true, None), "Must provide"),
+            (Secret::new(None, None, true, None), "'file' or 'data' must be provided"),
         ] {
             assert!(wrong.unwrap_err().description.contains(reason), "{reason}");
         }

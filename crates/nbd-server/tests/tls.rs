@@ -82,6 +82,51 @@ fn real_clients_talk_tls() {
 }
 
 #[test]
+fn revoked_certificates_are_refused() {
+    let (dir, old) = (temp_dir(), temp_dir());
+    make_credentials(dir.path());
+    // The client's certificate is taken back, and it gets another one.
+    let script = r#"
+set -e
+cd "$1"
+printf '%s\n' '[ca]' 'default_ca=d' '[d]' 'database=index.txt' 'crlnumber=crlnumber' 'default_md=sha256' \
+  'default_crl_days=3650' 'crl_extensions=e' '[e]' 'authorityKeyIdentifier=keyid:always' >ca.cnf
+: >index.txt
+echo 01 >crlnumber
+ca() { openssl ca -config ca.cnf -cert ca-cert.pem -keyfile ca-key.pem "$@" 2>/dev/null; }
+ca -revoke client-cert.pem
+ca -gencrl -out ca-crl.pem
+cp ca-cert.pem client-cert.pem client-key.pem "$2"
+openssl x509 -req -in client.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile client.ext \
+  -out client-cert.pem 2>/dev/null
+"#;
+    run("bash", &["-c", script, "bash", dir.path().to_str().unwrap(), old.path().to_str().unwrap()]);
+    let (served, port, _) = serve(dir.path(), 1);
+    let uri = |folder: &Path| format!("nbds://localhost:{port}/?tls-certificates={}", folder.display());
+    let reads = |folder: &Path| {
+        rt::block_on(async {
+            let node = open(OpenRequest::file(uri(folder)).format("raw")).await?;
+            let (result, _) = node.read(0, IoBuf::scratch(4096)).await;
+            result.and(node.close().await)
+        })
+    };
+    run("nbdinfo", &[&uri(dir.path())]);
+    reads(dir.path()).expect("the new certificate is good");
+    run_failing("nbdinfo", &[&uri(old.path())]);
+    reads(old.path()).expect_err("the old one isn't");
+    // Without the list it was.
+    std::fs::remove_file(dir.path().join("ca-crl.pem")).expect("remove");
+    served.stop();
+    let (served, port, _) = serve(dir.path(), 1);
+    run("nbdinfo", &[&format!("nbds://localhost:{port}/?tls-certificates={}", old.path().display())]);
+    served.stop();
+    std::fs::write(dir.path().join("ca-crl.pem"), "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
+        .expect("write");
+    let error = ServerTls::from_dir(dir.path(), true).expect_err("no such list").to_string();
+    assert!(error.contains("ca-cert.pem") || error.contains("ca-crl.pem"), "{error}");
+}
+
+#[test]
 fn our_client_talks_tls_to_both_servers() {
     let dir = temp_dir();
     make_credentials(dir.path());

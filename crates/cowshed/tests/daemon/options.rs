@@ -235,6 +235,32 @@ fn options_of_qemu_nbd_are_refused_with_its_words() {
 }
 
 #[test]
+fn credentials_have_no_options_without_a_meaning() {
+    let folder = temp_dir();
+    for (option, words) in [
+        (
+            "priority=NORMAL:-VERS-TLS1.2",
+            "Parameter 'priority' does not accept value 'NORMAL:-VERS-TLS1.2': only NORMAL",
+        ),
+        ("passwordid=s", "Parameter 'passwordid' is not supported: keys are read unencrypted"),
+    ] {
+        let server = format!("tls-creds-x509,id=t,dir=.,endpoint=server,{option}");
+        let client = format!("tls-creds-x509,id=t,dir=.,endpoint=client,{option}");
+        for arguments in [
+            &["qemu-storage-daemon", "--object", &server][..],
+            &["serve", "--object", &server, "-k", "n.sock", "--monitor", "m.sock"],
+            &["qemu-nbd", "-L", "--object", &client, "--tls-creds", "t"],
+        ] {
+            let refused = refusal(folder.path(), arguments, &[]);
+            assert!(refused.contains(words), "{arguments:?}: {refused}");
+        }
+    }
+    // The default's name, and checks that are made in any case, are taken: what is missing are the files.
+    let given = "tls-creds-x509,id=t,dir=.,endpoint=server,priority=NORMAL,sanity-check=off";
+    assert!(refusal(folder.path(), &["qemu-storage-daemon", "--object", given], &[]).contains("ca-cert.pem"));
+}
+
+#[test]
 fn a_drive_keeps_what_is_read_through_it() {
     let (folder, qemu) = (temp_dir(), Qemu::system());
     let [base, disk] = ["base.qcow2", "disk.qcow2"].map(|name| folder.path().join(name));

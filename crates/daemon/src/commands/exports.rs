@@ -19,6 +19,7 @@ pub(super) const GROUP: Group = Group {
     schema: "
 enum SocketAddressType: inet unix fd
 object InetSocketAddress: host: str, port: str, numeric?: bool, to?: int, ipv4?: bool, ipv6?: bool, keep-alive?: bool
+  , keep-alive-count?: int, keep-alive-idle?: int, keep-alive-interval?: int, mptcp?: bool
 object UnixSocketAddress: path: str, abstract?: bool, tight?: bool
 object FdSocketAddress: str: str
 object SocketAddress: type: SocketAddressType | type = inet: InetSocketAddress, unix: UnixSocketAddress

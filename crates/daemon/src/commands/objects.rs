@@ -2,7 +2,7 @@
 //! Objects, and their properties.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::objects::{Object, Secret, TYPES, TypeInfo, duplicate, properties_of};
+use crate::objects::{Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of};
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
@@ -20,7 +20,8 @@ object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, k
 enum QCryptoTLSCredsEndpoint: client server
 object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, poll-weight?: int, aio-max-batch?: int
   , thread-pool-min?: int, thread-pool-max?: int
-object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool
+object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool, priority?: str
+  , sanity-check?: bool, passwordid?: str
 object ThrottleLimits: bps-total?: int, bps-total-max?: int, bps-total-max-length?: int, bps-read?: int
   , bps-read-max?: int, bps-read-max-length?: int, bps-write?: int, bps-write-max?: int
   , bps-write-max-length?: int, iops-total?: int, iops-total-max?: int, iops-total-max-length?: int
@@ -74,11 +75,14 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         "monitor-qmp" => {
             Object::Monitor { chardev: arguments.text("chardev").to_owned(), pretty: arguments.flag("pretty", false) }
         }
-        _ => Object::TlsCreds {
-            dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
-            is_server: arguments.maybe_text("endpoint") == Some("server"),
-            verify_peer: arguments.flag("verify-peer", true),
-        },
+        _ => {
+            check_tls_options(|key| arguments.maybe_text(key))?;
+            Object::TlsCreds {
+                dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
+                is_server: arguments.maybe_text("endpoint") == Some("server"),
+                verify_peer: arguments.flag("verify-peer", true),
+            }
+        }
     };
     if daemon.objects.find(id).is_some() {
         return Err(duplicate(id));

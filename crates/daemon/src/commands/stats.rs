@@ -14,7 +14,24 @@ use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-object BlockStats: device?: str, qdev?: str, node-name?: str, stats: any, driver-specific?: any, x-cache?: any
+object BlockLatencyHistogramInfo: boundaries: [int], bins: [int]
+object BlockDeviceTimedStats: interval_length: int, min_rd_latency_ns: int, max_rd_latency_ns: int, avg_rd_latency_ns: int
+  , min_wr_latency_ns: int, max_wr_latency_ns: int, avg_wr_latency_ns: int, min_zone_append_latency_ns: int
+  , max_zone_append_latency_ns: int, avg_zone_append_latency_ns: int, min_flush_latency_ns: int, max_flush_latency_ns: int
+  , avg_flush_latency_ns: int, avg_rd_queue_depth: number, avg_wr_queue_depth: number, avg_zone_append_queue_depth: number
+  , x-min_unmap_latency_ns: int, x-max_unmap_latency_ns: int, x-avg_unmap_latency_ns: int, x-avg_unmap_queue_depth: number
+  , x-avg_flush_queue_depth: number
+object BlockDeviceStats: rd_bytes: int, wr_bytes: int, zone_append_bytes: int, unmap_bytes: int, rd_operations: int
+  , wr_operations: int, zone_append_operations: int, flush_operations: int, unmap_operations: int, rd_total_time_ns: int
+  , wr_total_time_ns: int, zone_append_total_time_ns: int, flush_total_time_ns: int, unmap_total_time_ns: int
+  , wr_highest_offset: int, rd_merged: int, wr_merged: int, zone_append_merged: int, unmap_merged: int, idle_time_ns?: int
+  , failed_rd_operations: int, failed_wr_operations: int, failed_zone_append_operations: int, failed_flush_operations: int
+  , failed_unmap_operations: int, invalid_rd_operations: int, invalid_wr_operations: int
+  , invalid_zone_append_operations: int, invalid_flush_operations: int, invalid_unmap_operations: int
+  , account_invalid: bool, account_failed: bool, timed_stats: [BlockDeviceTimedStats]
+  , rd_latency_histogram?: BlockLatencyHistogramInfo, wr_latency_histogram?: BlockLatencyHistogramInfo
+  , flush_latency_histogram?: BlockLatencyHistogramInfo, x-unmap_latency_histogram?: BlockLatencyHistogramInfo
+object BlockStats: device?: str, qdev?: str, node-name?: str, stats: BlockDeviceStats, driver-specific?: any, x-cache?: any
   , x-throttle?: any, parent?: BlockStats, backing?: BlockStats
 command query-blockstats: query-nodes?: bool -> [BlockStats]
 object BlockInfo: device: str, qdev?: str, type: str, removable: bool, locked: bool, inserted?: BlockDeviceInfo

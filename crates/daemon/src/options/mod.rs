@@ -126,6 +126,8 @@ pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
         if text("qom-type") != Some("tls-creds-x509") {
             return Err(Error::invalid_argument(format!("Object with id '{id}' is not TLS credentials")).file(option));
         }
+        let checked = crate::objects::check_tls_options(text);
+        checked.map_err(|error| Error::invalid_argument(error.description).file(option.clone()))?;
         if text("endpoint") == Some("server") {
             return Err(Error::invalid_argument("Expecting TLS credentials with a client endpoint").file(option));
         }

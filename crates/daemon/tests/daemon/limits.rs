@@ -253,13 +253,15 @@ fn secrets_are_objects_that_are_never_shown() {
         all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
         all
     };
+    client.command("object-add", json!({"qom-type": "secret", "id": "key", "data": "abc"}));
     for (wrong, reason) in [
-        (json!({"data": "a", "keyid": "k"}), "IV is required to decrypt secret"),
+        (json!({"data": "a", "keyid": "k"}), "No secret with id 'k'"),
+        (json!({"data": "a", "keyid": "key"}), "IV is required to decrypt secret"),
         (json!({"data": "a", "keyid": "k", "iv": "AAAA"}), "No secret with id 'k'"),
         (json!({"data": "%", "format": "base64"}), "no valid base64"),
         (json!({"file": "/nonexistent"}), "/nonexistent"),
         (json!({"data": ""}), "empty"),
-        (json!({}), "Must provide"),
+        (json!({}), "'file' or 'data' must be provided"),
     ] {
         let refusal = client.refusal("object-add", add(wrong));
         assert!(refusal.contains(reason), "{refusal}");

@@ -100,6 +100,40 @@ fn latencies_cover_every_kind_of_request() {
         // Members that QEMU's schema has in any case.
         assert_eq!((&stats["zone_append_operations"], &timed["avg_zone_append_queue_depth"]), (&json!(0), &json!(0.0)));
     }
+    // What is told is what the schema says, member by member.
+    let schema = client.command("query-qmp-schema", json!({}));
+    let entry = |name: &Value| {
+        let found = schema.as_array().expect("a list").iter().find(|entry| entry["name"] == *name);
+        found.unwrap_or_else(|| panic!("{name} is in the schema")).clone()
+    };
+    let of_list = |value: &Value| value.as_array().expect("a list").clone();
+    let member = |object: &Value, name: &str| {
+        let found = of_list(&object["members"]).into_iter().find(|member| member["name"] == name);
+        entry(&found.unwrap_or_else(|| panic!("no member {name}: {object}"))["type"])
+    };
+    let check = |value: &Value, object: &Value| {
+        for described in of_list(&object["members"]) {
+            let name = described["name"].as_str().expect("a name");
+            assert!(described.get("default").is_some() || value.get(name).is_some(), "{name} is missing: {value}");
+        }
+        for (name, value) in value.as_object().expect("an object") {
+            let json_type = member(object, name)["json-type"].clone();
+            let is_right = match json_type.as_str().unwrap_or("object or list") {
+                "int" => value.is_u64(),
+                "number" => value.is_number(),
+                "boolean" => value.is_boolean(),
+                _ => value.is_object() || value.is_array(),
+            };
+            assert!(is_right, "{name} is {value}, not {json_type}");
+        }
+    };
+    let returned = entry(&entry(&json!("query-blockstats"))["ret-type"]);
+    let of_stats = member(&entry(&returned["element-type"]), "stats");
+    let of_timed = entry(&member(&of_stats, "timed_stats")["element-type"]);
+    let stats = &exports[0]["stats"];
+    check(stats, &of_stats);
+    check(&stats["timed_stats"][0], &of_timed);
+    check(&stats["x-unmap_latency_histogram"], &member(&of_stats, "x-unmap_latency_histogram"));
     // One kind alone, and an end to all of them.
     client.command("block-latency-histogram-set", json!({"id": "e", "x-boundaries-unmap": [5, 6]}));
     let refused = client.refusal("block-latency-histogram-set", json!({"id": "e", "boundaries-zap": [6, 5]}));
