@@ -94,7 +94,7 @@ impl<'a> Wrapping<'a> {
             (None, None) => Ok(None),
             (None, Some(_)) => Err(Error::invalid_argument("'iv' is given without 'keyid'")),
             (Some(id), vector) => match (find(id), vector) {
-                (None, _) => Err(Error::invalid_argument(format!("No secret with id '{id}'"))),
+                (None, _) => Err(Error::invalid_argument(format!("No secret with id '{id}' (option 'keyid')"))),
                 (Some(key), Some(vector_base64)) => Ok(Some(Wrapping { key, vector_base64 })),
                 (Some(_), None) => Err(Error::invalid_argument("IV is required to decrypt secret: 'keyid' needs 'iv'")),
             },

@@ -180,8 +180,8 @@ fn alignment_and_transfer_limits() {
     for (rules, part) in [
         ("file.align=3", "power of two"),
         ("file.align=4k,file.max-transfer=512", "multiple of the alignment"),
-        ("file.config=rules.conf", "'file.config' is not yet supported"),
-        ("file.inject-error.0.event=l2_load", "flush_to_disk"),
+        ("file.config=/nonexistent/rules.conf", "could not read the rules: No such file"),
+        ("file.inject-error.0.event=l2_explode", "flush_to_disk"),
         ("file.opt-write-zero=4k", "does not support the option 'file.opt-write-zero'"),
     ] {
         let error = refused(bench.try_open(rules));
@@ -205,4 +205,103 @@ fn states_choose_the_second_read() {
     let results: Vec<bool> = (0..4).map(|_| read(&node, 0).is_ok()).collect();
     assert_eq!(results, [true, false, true, true]);
     rt::block_on(node.close()).unwrap();
+}
+
+/// What a request does inside of the qcow2 format is told to the faults by QEMU's names.
+#[test]
+fn the_steps_of_the_format_are_events() {
+    type Step = fn(&Arc<Node>);
+    fn write_new(node: &Arc<Node>) {
+        write(node, 5, 5).unwrap();
+        rt::block_on(node.flush()).unwrap();
+    }
+    fn write_part(node: &Arc<Node>) {
+        rt::block_on(node.write(1000, IoBuf::copy_from(b"part"))).0.unwrap();
+    }
+    let table: &[(&str, &str, Step)] = &[
+        ("plain", "l2_load", |node| drop(read(node, 0).unwrap())),
+        ("plain", "reftable_load", write_new),
+        ("plain", "refblock_load", write_new),
+        ("plain", "cluster_alloc", write_new),
+        ("plain", "refblock_update", write_new),
+        ("plain", "l2_update", write_new),
+        ("plain", "l1_update", write_new),
+        ("plain", "cluster_free", |node| {
+            rt::block_on(node.discard(0, CLUSTER_BYTES)).unwrap();
+            rt::block_on(node.flush()).unwrap();
+        }),
+        ("plain", "l1_grow_write_table", |node| {
+            rt::block_on(node.resize(1 << 44, cowshed_image::Preallocation::Off)).unwrap();
+        }),
+        ("plain", "vmstate_load", |node| {
+            rt::block_on(node.qcow2().unwrap().read_vm_state(0, IoBuf::zeroed(512))).0.unwrap();
+        }),
+        ("plain", "vmstate_save", |node| {
+            rt::block_on(node.qcow2().unwrap().write_vm_state(0, IoBuf::zeroed(512))).0.unwrap();
+        }),
+        ("plain", "empty_image_prepare", |node| rt::block_on(node.qcow2().unwrap().make_empty()).unwrap()),
+        ("over", "cow_read", write_part),
+        ("over", "cow_write", write_part),
+        ("over", "read_backing_aio", |node| drop(read(node, 0).unwrap())),
+        ("compressed", "read_compressed", |node| drop(read(node, 0).unwrap())),
+    ];
+    for (kind, event, step) in table {
+        let bench = Bench::new();
+        let plain = bench.open("");
+        write(&plain, 0, 1).unwrap();
+        rt::block_on(plain.close()).unwrap();
+        let image = Path::new(&bench.image).with_file_name(format!("{kind}.qcow2")).display().to_string();
+        match *kind {
+            "over" => qemu_img(&["create", "-q", "-f", "qcow2", "-b", &bench.image, "-F", "qcow2", &image]),
+            "compressed" => qemu_img(&["convert", "-c", "-O", "qcow2", &bench.image, &image]),
+            _ => std::fs::rename(&bench.image, &image).unwrap(),
+        }
+        let options = format!(
+            "driver=qcow2,file.driver=blkdebug,file.image.driver=file,file.image.filename={image},\
+             file.set-state.0.event={event},file.set-state.0.state=1,file.set-state.0.new_state=7"
+        );
+        let node = rt::block_on(open(OpenRequest::image_opts(&options).unwrap().writable(true))).unwrap();
+        let faults = node.faults().unwrap();
+        step(&node);
+        rt::block_on(node.close()).unwrap();
+        assert_eq!(faults.state(), 7, "{event}");
+        Bench { image, ..bench }.expect_sound();
+    }
+}
+
+/// Rules in a file, as QEMU's manual writes them, in front of those of the options.
+#[test]
+fn rules_come_from_a_file() {
+    let bench = Bench::new();
+    let plain = bench.open("");
+    write(&plain, 0, 1).unwrap();
+    rt::block_on(plain.close()).unwrap();
+    let config = Path::new(&bench.image).with_file_name("rules.conf").display().to_string();
+    let rules = "# the second read of a table's slice\n[set-state]\nevent = \"l2_load\"\nstate = \"1\"\nnew_state = \"2\"\n\n\
+                 [inject-error]\nevent = \"read_aio\"\nstate = \"2\"\nerrno = \"28\"\nonce = \"on\"\n";
+    std::fs::write(&config, rules).unwrap();
+    let node =
+        bench.open(&format!("file.config={config},file.inject-error.0.iotype=flush,file.inject-error.0.errno=5"));
+    assert_eq!(read(&node, 0).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(read(&node, 0).unwrap()[0], 1);
+    assert!(rt::block_on(node.flush()).is_err() || rt::block_on(node.close()).is_err(), "the rule of the options");
+    for (rules, part) in [
+        ("[inject]\n", "line 1: a section is"),
+        ("errno = \"5\"\n", "line 1: no section has begun"),
+        ("[inject-error]\nerrno = 5\n", "line 2: expected key"),
+        ("[inject-error]\nerrno = \"5\"\nerrno = \"6\"\n", "line 3: the key is given twice"),
+        ("[inject-error]\nerrno = \"many\"\n", "errno"),
+        ("[inject-error]\nevent = \"l2_explode\"\n", "l2_explode"),
+        ("[set-state]\nevent = \"l2_load\"\n", "new_state"),
+    ] {
+        std::fs::write(&config, rules).unwrap();
+        let error = refused(bench.try_open(&format!("file.config={config}")));
+        assert!(error.contains(part), "{rules}: {error}");
+    }
+    // An image can't name such a file.
+    let over = Path::new(&bench.image).with_file_name("over.qcow2").display().to_string();
+    let backing = format!("blkdebug:{config}:{}", bench.image);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", &backing, "-F", "qcow2", &over, "64M"]);
+    let error = refused(rt::block_on(open(OpenRequest::file(&over))));
+    assert!(error.contains("policy"), "{error}");
 }

@@ -89,6 +89,13 @@ const SCRIPTS: &[&str] = &[
     "-C raw.img; read 64k 4k; length",
     "-f qcow2 image.qcow2; alloc 99M; alloc 99M 64k; alloc 4M; alloc 4M 64k; alloc 3M 8M",
     "-f raw raw.img; alloc 99M 64k; alloc 1M",
+    "blkdebug::image.qcow2; break write_aio A; aio_write -P 5 0 4k; wait_break A; resume A; aio_flush; read -P 5 0 4k",
+    "blkdebug::image.qcow2; break l2_load A; aio_read -P 1 0 4k; wait_break A; resume A; aio_flush; break bogus A",
+    "blkdebug::image.qcow2; break cluster_alloc A; aio_write -P 6 1M 64k; wait_break A; resume A; aio_flush; map",
+    "blkdebug:rules.conf:image.qcow2; write -P 7 0 4k; write -P 8 0 4k; read -P 8 0 4k",
+    "--image-opts BLKDEBUG,file.config=rules.conf; write -P 7 0 4k; write -P 8 0 4k; read -P 8 0 4k",
+    "blkdebug:nothing.conf:image.qcow2; length",
+    "blkdebug:image.qcow2; length",
     "--image-opts BLKDEBUG; break read_aio A; aio_read -P 1 0 8k; wait_break A; length; resume A; aio_flush",
 ];
 
@@ -125,6 +132,8 @@ impl Pair {
             .current_dir(&fresh)
             .status();
         assert!(renamed.is_ok_and(|status| status.success()), "the overlay's backing file");
+        let rules = "[inject-error]\nevent = \"write_aio\"\nerrno = \"28\"\nonce = \"on\"\n";
+        fs::write(fresh.join("rules.conf"), rules).unwrap();
         fs::write(fresh.join("raw.img"), vec![0; 1 << 20]).unwrap();
         fs::write(fresh.join("pattern"), "abc").unwrap();
         fs::write(fresh.join("empty"), "").unwrap();

@@ -89,8 +89,8 @@ fn secrets_are_refused_in_qemus_sentences() {
             (create("id=s,data=a,file=b"), "'file' and 'data' are mutually exclusive"),
             (create("id=s,file=nosuch"), "Unable to read nosuch: No such file or directory"),
             (create("id=s,file=."), "Unable to read .: Is a directory"),
-            (create("id=s,data=a,keyid=k"), "No secret with id 'k'"),
-            (create("id=s,data=a,keyid=k,iv=aWlpaWlpaWlpaWlpaWlpaQ=="), "No secret with id 'k'"),
+            (create("id=s,data=a,keyid=k"), "No secret with id 'k' (option 'keyid')"),
+            (create("id=s,data=a,keyid=k,iv=aWlpaWlpaWlpaWlpaWlpaQ=="), "No secret with id 'k' (option 'keyid')"),
         ],
     );
     assert!(!oracle.work().join("y.raw").exists());

@@ -209,6 +209,9 @@ impl Opener {
         let children = Children::of(&name);
         let mut draft = Draft { name, options, place, settings, children };
         let schema = self.find_driver(&mut draft).await?;
+        if schema.name == "blkdebug" {
+            options::read_config(&mut draft.options)?;
+        }
         schema.check(&mut draft.options, &draft.place.path)?;
         if is_plain_filter(schema) && draft.options.get("discard").is_none() {
             // What comes through is up to the node behind it.
@@ -446,7 +449,7 @@ impl Opener {
 
     /// Faults below whatever stands on this node: its file is the child's with the rules in front.
     async fn blkdebug_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        let options = BlkdebugOptions::new(&draft.options, &draft.place.path)?;
+        let options = BlkdebugOptions::new(&draft.options);
         // What shares with writers is known of plain files only.
         draft.place.share_writes = false;
         let spec = draft.options.get("image").cloned().unwrap_or(Value::Null);

@@ -160,6 +160,10 @@ impl Opener {
     /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
     /// user, which the image can't know.
     fn check_json(&self, name: &str, image: &str) -> Result<()> {
+        // It names a second file; which one is the user's business.
+        if name.starts_with("blkdebug:") {
+            return self.policy.check(false, "rules by", name, image);
+        }
         let Some(options) = BlockdevOptions::from_json_name(name) else { return Ok(()) };
         self.policy.check(self.policy.allow_json, "a file by", name, image)?;
         if refers_to_node(&options.map_err(|error| error.file(image))?.into()) {

@@ -21,6 +21,14 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
     let path = match protocol(name) {
         None => name,
         Some("file") => &name["file:".len()..],
+        Some("blkdebug") => {
+            let Some((config, file)) = name["blkdebug:".len()..].split_once(':') else {
+                let message = "the name is 'blkdebug:CONFIG:FILE', with or without a file of rules as CONFIG";
+                return Err(Error::invalid_argument(message).file(name));
+            };
+            let node = BlockdevOptions::new().with("driver", "blkdebug").with("image", protocol_options(file, files)?);
+            return Ok(if config.is_empty() { node } else { node.with("config", config) });
+        }
         Some("host_device") => return Ok(file_options("host_device", &name["host_device:".len()..])),
         Some(driver @ ("null-co" | "null-aio")) => match name.strip_prefix(driver) {
             Some(":" | "://") => return Ok(BlockdevOptions::new().with("driver", driver)),

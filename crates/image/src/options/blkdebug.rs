@@ -4,7 +4,9 @@
 use super::BlockdevOptions;
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::fault::{Event, FaultAction, FaultRule, Faults, IoType, StateRule};
+use cowshed_storage::path_of_text;
 use serde_json::Value;
+use std::io::Read;
 use std::time::Duration;
 
 const SECTOR_BYTES: u64 = 512;
@@ -18,12 +20,7 @@ pub(crate) struct BlkdebugOptions {
 }
 
 impl BlkdebugOptions {
-    /// `path` is where the node stands in the option tree, for messages.
-    pub(crate) fn new(options: &BlockdevOptions, path: &str) -> Result<BlkdebugOptions> {
-        if options.get("config").is_some() {
-            let message = format!("'{path}config' is not yet supported: give the rules as '{path}inject-error'");
-            return Err(Error::unsupported(message));
-        }
+    pub(crate) fn new(options: &BlockdevOptions) -> BlkdebugOptions {
         let faults = Faults::new(options.number("seed").unwrap_or(0));
         for rule in list(options, "set-state") {
             faults.on_event(StateRule {
@@ -35,8 +32,88 @@ impl BlkdebugOptions {
         for rule in list(options, "inject-error") {
             faults.arm(fault_rule(rule));
         }
-        Ok(BlkdebugOptions { faults, align: options.number("align"), max_transfer: options.number("max-transfer") })
+        BlkdebugOptions { faults, align: options.number("align"), max_transfer: options.number("max-transfer") }
     }
+}
+
+/// Most bytes of a file with rules.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+
+/// Puts the rules of the file that `config` names in front of those that the options give, still unchecked: sections
+/// `[inject-error]` and `[set-state]`, in each lines `key = "value"`; comments begin with `#`.
+pub(crate) fn read_config(options: &mut BlockdevOptions) -> Result<()> {
+    let Some(path) = options.text("config").map(str::to_owned) else { return Ok(()) };
+    let text = read_text(&path).map_err(|error| error.file(&path))?;
+    let mut sections = rules_of(&text).map_err(|error| error.file(&path))?;
+    for (name, rules) in &mut sections {
+        match options.remove(name) {
+            None => {}
+            Some(Value::Array(given)) => rules.extend(given),
+            // As dotted keys give it: numbers, then the rule.
+            Some(Value::Object(given)) => {
+                let mut numbered: Vec<(usize, Value)> = Vec::new();
+                for (index, rule) in given {
+                    let index = index.parse().map_err(|_| {
+                        Error::invalid_argument(format!("'{name}.{index}': rules have numbers")).file(&path)
+                    })?;
+                    numbered.push((index, rule));
+                }
+                numbered.sort_by_key(|(index, _)| *index);
+                rules.extend(numbered.into_iter().map(|(_, rule)| rule));
+            }
+            Some(_) => return Err(Error::invalid_argument(format!("'{name}' is a list of rules")).file(&path)),
+        }
+        if !rules.is_empty() {
+            options.insert(*name, Value::Array(std::mem::take(rules)));
+        }
+    }
+    Ok(())
+}
+
+fn read_text(path: &str) -> Result<String> {
+    let failed = |error: std::io::Error| Error::io(&error, "could not read the rules");
+    let file = std::fs::File::open(path_of_text(path)).map_err(failed)?;
+    let mut text = String::new();
+    file.take(MAX_CONFIG_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+    match text.len() as u64 > MAX_CONFIG_BYTES {
+        true => Err(Error::invalid_argument("a file with rules has at most 1 MiB")),
+        false => Ok(text),
+    }
+}
+
+type Sections = [(&'static str, Vec<Value>); 2];
+
+fn rules_of(text: &str) -> Result<Sections> {
+    let mut sections: Sections = [("inject-error", Vec::new()), ("set-state", Vec::new())];
+    let mut current = None;
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim();
+        let wrong = |what: &str| Err(Error::invalid_argument(format!("line {}: {what}", number + 1)));
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            let Some(place) = sections.iter().position(|(known, _)| *known == name.trim()) else {
+                return wrong("a section is [inject-error] or [set-state]");
+            };
+            sections[place].1.push(Value::Object(serde_json::Map::new()));
+            current = Some(place);
+            continue;
+        }
+        let value = line.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
+        let value = value.and_then(|(key, value)| Some((key, value.strip_prefix('"')?.strip_suffix('"')?)));
+        let rule = current.and_then(|place| sections[place].1.last_mut());
+        match (value, rule) {
+            (Some((key, value)), Some(Value::Object(rule))) => {
+                if rule.insert(key.to_owned(), value.into()).is_some() {
+                    return wrong("the key is given twice");
+                }
+            }
+            (Some(_), _) => return wrong("no section has begun"),
+            (None, _) => return wrong("expected key = \"value\""),
+        }
+    }
+    Ok(sections)
 }
 
 fn list<'a>(options: &'a BlockdevOptions, key: &str) -> &'a [Value] {

@@ -226,7 +226,7 @@ const BLKDEBUG: &[Key] = &[
     key("align", KeyType::Size, "as the image", "alignment of offsets and lengths that the node asks for"),
     key("max-transfer", KeyType::Size, "no limit", "the most bytes moved by one operation"),
     key("seed", KeyType::Number(0, u64::MAX), "0", "decides about what is left to chance"),
-    key("config", KeyType::Text, "", "a file with rules (not yet supported)"),
+    key("config", KeyType::Text, "", "a file with rules"),
 ];
 
 const INJECT_ERROR: &[Key] = &[

@@ -10,7 +10,7 @@ mod size;
 mod tree;
 mod typed;
 
-pub(crate) use blkdebug::BlkdebugOptions;
+pub(crate) use blkdebug::{BlkdebugOptions, read_config};
 pub use drivers::{COMMON, DRIVERS};
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri};

@@ -54,44 +54,123 @@ impl IoType {
     }
 }
 
-/// What happens in the file, by QEMU's names. A rule waits for its event, and sees the operations from then on, the
-/// one that caused the event included.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Event {
+macro_rules! events {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {
+        /// What happens in the file and in the qcow2 format above it, by QEMU's names. A rule waits for its event, and sees
+        /// the operations from then on, the one that caused the event included.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Event {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl Event {
+            /// The spellings of the option, in the order of the variants.
+            pub const NAMES: &'static [&'static str] = &[$($name),*];
+            const ALL: &'static [Event] = &[$(Event::$variant),*];
+        }
+    };
+}
+
+events! {
     /// The rule doesn't wait.
-    None,
+    None = "none",
     /// Before any read.
-    ReadAio,
+    ReadAio = "read_aio",
     /// Before any write.
-    WriteAio,
+    WriteAio = "write_aio",
     /// Before any write, after [`Event::WriteAio`].
-    Pwritev,
+    Pwritev = "pwritev",
     /// Before a range is zeroed without a transfer.
-    PwritevZero,
+    PwritevZero = "pwritev_zero",
     /// After a write that succeeded.
-    PwritevDone,
+    PwritevDone = "pwritev_done",
     /// Before a flush.
-    FlushToOs,
+    FlushToOs = "flush_to_os",
     /// Before a flush, after [`Event::FlushToOs`].
-    FlushToDisk,
+    FlushToDisk = "flush_to_disk",
+    /// Before entries of L1 and L2 tables are written back.
+    L1Update = "l1_update",
+    /// Before the L1 table moves to a larger place.
+    L1GrowAllocTable = "l1_grow_alloc_table",
+    /// Before the larger L1 table is written.
+    L1GrowWriteTable = "l1_grow_write_table",
+    /// Before the header names the larger L1 table.
+    L1GrowActivateTable = "l1_grow_activate_table",
+    /// Before a slice of an L2 table is read.
+    L2Load = "l2_load",
+    /// With `L1Update`.
+    L2Update = "l2_update",
+    /// Known for the sake of scripts; nothing here causes it.
+    L2UpdateCompressed = "l2_update_compressed",
+    /// Known for the sake of scripts; nothing here causes it.
+    L2AllocCowRead = "l2_alloc_cow_read",
+    /// Known for the sake of scripts; nothing here causes it.
+    L2AllocWrite = "l2_alloc_write",
+    /// Before the backing file is read.
+    ReadBackingAio = "read_backing_aio",
+    /// Before a compressed cluster is read.
+    ReadCompressed = "read_compressed",
+    /// Before compressed clusters are written.
+    WriteCompressed = "write_compressed",
+    /// Before the state of a virtual machine is read.
+    VmstateLoad = "vmstate_load",
+    /// Before the state of a virtual machine is written.
+    VmstateSave = "vmstate_save",
+    /// Before old data is read to be copied.
+    CowRead = "cow_read",
+    /// Before data is written that copied data surrounds.
+    CowWrite = "cow_write",
+    /// Before the refcount table is read.
+    ReftableLoad = "reftable_load",
+    /// Before the refcount table moves to a larger place.
+    ReftableGrow = "reftable_grow",
+    /// Before entries of the refcount table are written back.
+    ReftableUpdate = "reftable_update",
+    /// Before a refcount block is read.
+    RefblockLoad = "refblock_load",
+    /// Before refcounts and the contents of new tables are written back.
+    RefblockUpdate = "refblock_update",
+    /// Known for the sake of scripts; nothing here causes it.
+    RefblockUpdatePart = "refblock_update_part",
+    /// Known for the sake of scripts; nothing here causes it.
+    RefblockAlloc = "refblock_alloc",
+    /// Known for the sake of scripts; nothing here causes it.
+    RefblockAllocHookup = "refblock_alloc_hookup",
+    /// Known for the sake of scripts; nothing here causes it.
+    RefblockAllocWrite = "refblock_alloc_write",
+    /// Known for the sake of scripts; nothing here causes it.
+    RefblockAllocWriteBlocks = "refblock_alloc_write_blocks",
+    /// Before the larger refcount table is written.
+    RefblockAllocWriteTable = "refblock_alloc_write_table",
+    /// Before the header names the larger refcount table.
+    RefblockAllocSwitchTable = "refblock_alloc_switch_table",
+    /// Before clusters are looked for to be written to.
+    ClusterAlloc = "cluster_alloc",
+    /// Known for the sake of scripts; nothing here causes it.
+    ClusterAllocBytes = "cluster_alloc_bytes",
+    /// Before freed clusters may be used again.
+    ClusterFree = "cluster_free",
+    /// Known for the sake of scripts; nothing here causes it.
+    PwritevRmwHead = "pwritev_rmw_head",
+    /// Known for the sake of scripts; nothing here causes it.
+    PwritevRmwAfterHead = "pwritev_rmw_after_head",
+    /// Known for the sake of scripts; nothing here causes it.
+    PwritevRmwTail = "pwritev_rmw_tail",
+    /// Known for the sake of scripts; nothing here causes it.
+    PwritevRmwAfterTail = "pwritev_rmw_after_tail",
+    /// Before all clusters of a disk are given back.
+    EmptyImagePrepare = "empty_image_prepare",
+    /// Known for the sake of scripts; nothing here causes it.
+    L1ShrinkWriteTable = "l1_shrink_write_table",
+    /// Known for the sake of scripts; nothing here causes it.
+    L1ShrinkFreeL2Clusters = "l1_shrink_free_l2_clusters",
+    /// Known for the sake of scripts; nothing here causes it.
+    CorWrite = "cor_write",
+    /// Known for the sake of scripts; nothing here causes it.
+    ClusterAllocSpace = "cluster_alloc_space",
 }
 
 impl Event {
-    /// The spellings of the option, in the order of the variants.
-    pub const NAMES: &'static [&'static str] =
-        &["none", "read_aio", "write_aio", "pwritev", "pwritev_zero", "pwritev_done", "flush_to_os", "flush_to_disk"];
-
-    const ALL: [Event; 8] = [
-        Event::None,
-        Event::ReadAio,
-        Event::WriteAio,
-        Event::Pwritev,
-        Event::PwritevZero,
-        Event::PwritevDone,
-        Event::FlushToOs,
-        Event::FlushToDisk,
-    ];
-
     /// From the option's spelling.
     pub fn parse(name: &str) -> Option<Event> {
         Self::NAMES.iter().position(|known| *known == name).map(|index| Self::ALL[index])
@@ -301,6 +380,17 @@ impl Faults {
     /// Takes all breakpoints away and lets everything go on.
     pub fn remove_all_breaks(&self) {
         self.breakpoints.clear();
+    }
+
+    /// The format above the file is at this point: breakpoints hold it up, rules and states take note.
+    pub async fn meet(&self, event: Event) {
+        if !self.armed.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(held) = self.breakpoints.meet(&[event]) {
+            held.await;
+        }
+        self.table().happen(event);
     }
 
     /// What an operation has to wait for before it begins.

@@ -5,6 +5,7 @@ use super::Qcow2Driver;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_qcow2::{Allocation, Fill};
 use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
 use std::sync::atomic::Ordering;
 
 /// Up to this much is read in one piece around the caller's data, rather than before and behind it.
@@ -33,6 +34,7 @@ impl Qcow2Driver {
     /// that part of the buffer, and the rest.
     pub(super) async fn write_allocating(&self, at: u64, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
         let len = buf.len() as u64;
+        self.meet(Event::ClusterAlloc).await;
         let planned = match self.make_room().await {
             Ok(()) => self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len)).await,
             Err(error) => Err(error),
@@ -96,6 +98,9 @@ impl Qcow2Driver {
             Err(error) => return (Err(error), data),
         };
         let file = self.stored_in(allocation.file);
+        if allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+            self.meet(Event::CowWrite).await;
+        }
         if bufs.is_empty() && tail.is_none() {
             return file.write_at(data, host.0).await;
         }
@@ -130,6 +135,7 @@ impl Qcow2Driver {
                 Ok(Some(IoBuf::zeroed(len as usize)))
             }
             Fill::Copy => {
+                self.meet(Event::CowRead).await;
                 // In a box: reading may end in a deeper layer.
                 let (result, buf) = Box::pin(self.read_range(start.0, IoBuf::scratch(len as usize))).await;
                 result.map(|()| Some(buf))
@@ -143,6 +149,7 @@ impl Qcow2Driver {
             Ok(buf) => buf,
             Err(error) => return (Err(error), data),
         };
+        self.meet(Event::CowWrite).await;
         let (result, _) = self.stored_in(allocation.file).write_at(buf, allocation.host.0).await;
         (result, data)
     }
@@ -151,6 +158,7 @@ impl Qcow2Driver {
         let total = (allocation.end - allocation.start) as usize;
         let mut buf = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
             true => {
+                self.meet(Event::CowRead).await;
                 let (result, read) = Box::pin(self.read_range(allocation.start.0, IoBuf::scratch(total))).await;
                 result?;
                 read

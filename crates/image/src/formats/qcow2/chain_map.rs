@@ -13,6 +13,7 @@ use arc_swap::ArcSwapOption;
 use cowshed_block::{Error, GuestOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
 use futures_util::future::join_all;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -204,6 +205,7 @@ impl ChainMap {
 impl Qcow2Driver {
     /// Fills `buf` from the backing file: what this layer doesn't have.
     pub(super) async fn read_backing(&self, backing: &Arc<Node>, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.meet(Event::ReadBackingAio).await;
         let known = self.chain_map.load();
         let map = match &*known {
             Some(map) if map.changes == graph_changes() => Arc::clone(map),

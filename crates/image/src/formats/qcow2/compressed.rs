@@ -4,6 +4,7 @@
 use super::Qcow2Driver;
 use cowshed_block::{Error, GuestOffset, Result};
 use cowshed_qcow2::{CompressedAllocation, CompressedPlace};
+use cowshed_storage::fault::Event;
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;
 use std::sync::atomic::Ordering;
@@ -102,6 +103,7 @@ impl Qcow2Driver {
     /// Writes each gapless run of places by one operation, its last sector filled up with zeroes: but never past the
     /// cluster that it ends in, which is smaller than a sector of some disks and has neighbours of its own.
     async fn write_places(&self, places: &[CompressedPlace], batch: &[(u64, Vec<u8>)]) -> Result<()> {
+        self.meet(Event::WriteCompressed).await;
         let sector = self.engine.config().sector_bytes;
         let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
         for (place, (_, bytes)) in places.iter().zip(batch) {

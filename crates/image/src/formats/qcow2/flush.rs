@@ -6,6 +6,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
 use cowshed_qcow2::{Cycle, MetaWrite};
 use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
 use futures_util::stream::{self, StreamExt};
 use std::sync::atomic::Ordering;
 
@@ -89,6 +90,14 @@ impl Qcow2Driver {
             if index > 0 && unsettled {
                 self.barrier().await?;
             }
+            match index {
+                0 => self.meet(Event::RefblockUpdate).await,
+                1 => self.meet(Event::ReftableUpdate).await,
+                _ => {
+                    self.meet(Event::L2Update).await;
+                    self.meet(Event::L1Update).await;
+                }
+            }
             let written = self.write_all(stage).await;
             if written.is_err() && index > 0 {
                 // Some pointers may have reached the disk. What they point to is no longer new, so the next cycle
@@ -131,6 +140,7 @@ impl Qcow2Driver {
             if reclaim.is_empty() {
                 return Ok(());
             }
+            self.meet(Event::ClusterFree).await;
             // Who read them has given its pin back, so nobody puts one in again.
             self.inflated.forget(&reclaim.holes);
             if self.punch.load(Ordering::Relaxed) {
@@ -165,10 +175,13 @@ impl Qcow2Driver {
     }
 
     async fn move_refcount_table(&self, growth: &mut Option<cowshed_qcow2::RefcountGrowth>) -> Result<()> {
+        self.meet(Event::ReftableGrow).await;
         self.cycle(true).await?;
         let growth = growth.insert(self.engine.begin_refcount_growth().map_err(|error| self.error(error))?);
+        self.meet(Event::RefblockAllocWriteTable).await;
         self.write_all(&growth.writes).await?;
         self.barrier().await?;
+        self.meet(Event::RefblockAllocSwitchTable).await;
         let (offset, clusters) = (growth.table_offset.0, growth.table_clusters);
         self.edit_header(|header| {
             header.refcount_table_offset = offset;

@@ -5,6 +5,7 @@ use super::Qcow2Driver;
 use cowshed_block::{Result, name_of_text};
 use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
 use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
 use std::sync::PoisonError;
 
 impl Qcow2Driver {
@@ -57,6 +58,7 @@ impl Qcow2Driver {
     /// Gives all clusters of the disk back: it reads as its backing file afterwards, or as zeroes.
     pub async fn make_empty(&self) -> Result<()> {
         self.check_writable()?;
+        self.meet(Event::EmptyImagePrepare).await;
         self.unmap_behind(0).await?;
         self.write_back(false).await?;
         self.reclaim().await

@@ -45,7 +45,8 @@ use arc_swap::ArcSwapOption;
 use cowshed_block::{Errno, Error, ErrorKind, HostOffset, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
-use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics};
+use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};
+use cowshed_storage::fault::Event;
 use cowshed_storage::{File, IoBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -242,6 +243,13 @@ impl Qcow2Driver {
     }
 
     /// Reads a table for the engine.
+    /// Tells the faults of the file, where it has some, what comes next.
+    async fn meet(&self, event: Event) {
+        if let Some(faults) = self.file.faults() {
+            faults.meet(event).await;
+        }
+    }
+
     async fn load(&self, load: Load) -> Result<()> {
         struct Guard<'a>(&'a Qcow2Driver, Option<Load>);
         impl Drop for Guard<'_> {
@@ -252,12 +260,18 @@ impl Qcow2Driver {
                 self.0.events.notify();
             }
         }
+        let event = match load.table {
+            TableId::L2Slice(_) => Event::L2Load,
+            TableId::RefcountTable => Event::ReftableLoad,
+            TableId::RefcountBlock(_) => Event::RefblockLoad,
+        };
         let mut guard = Guard(self, Some(load));
         let end = load.host.0 + load.len as u64;
         if end > self.file.len() && end > self.file.measure_len() {
             let message = format!("a table lies past the end of the file ({} bytes)", self.file.len());
             return Err(self.error(Error::invalid_image("table", load.host, message).with_errno(Errno::EIO)));
         }
+        self.meet(event).await;
         let (result, buf) = self.file.read_at(IoBuf::zeroed(load.len), load.host.0).await;
         result?;
         guard.1 = None;

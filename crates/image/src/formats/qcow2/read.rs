@@ -7,6 +7,7 @@ use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
 use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
+use cowshed_storage::fault::Event;
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -167,6 +168,7 @@ impl Qcow2Driver {
             let message = "data lies past the end of the file";
             return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
         }
+        self.meet(Event::ReadCompressed).await;
         let cluster_size = self.cluster_size() as usize;
         let skip = skip as usize;
         let whole = out.len() == cluster_size;

@@ -5,6 +5,7 @@ use super::Qcow2Driver;
 use crate::node::{Preallocation, ZeroFlags};
 use cowshed_block::{Error, GuestOffset, Result};
 use cowshed_qcow2::{L1Growth, ZeroMode};
+use cowshed_storage::fault::Event;
 use cowshed_storage::rt;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -68,9 +69,12 @@ impl Qcow2Driver {
     }
 
     async fn move_l1(&self, growth: &L1Growth) -> Result<()> {
+        self.meet(Event::L1GrowAllocTable).await;
         self.cycle(true).await?;
+        self.meet(Event::L1GrowWriteTable).await;
         self.write_all(&[self.engine.l1_image(growth)]).await?;
         self.barrier().await?;
+        self.meet(Event::L1GrowActivateTable).await;
         let (offset, entries) = (growth.offset.0, growth.entries);
         self.edit_header(|header| {
             header.l1_size = entries;

@@ -6,6 +6,7 @@ use super::span::MapSpan;
 use cowshed_block::{Error, Extent, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
 
 impl Qcow2Driver {
     /// The guest offset at which the state starts.
@@ -36,6 +37,7 @@ impl Qcow2Driver {
             Ok(range) => range,
             Err(error) => return (Err(error), buf),
         };
+        self.meet(Event::VmstateLoad).await;
         let map: MapSpan = Engine::map;
         self.step_by_step(start, end, buf, |at, rest| self.by_extents(map, at, end - at, rest, Self::read_state_extent))
             .await
@@ -60,6 +62,7 @@ impl Qcow2Driver {
             Ok(range) => range,
             Err(error) => return (Err(error), buf),
         };
+        self.meet(Event::VmstateSave).await;
         if let Err(error) = self.grow_l1(end).await {
             return (Err(error), buf);
         }
