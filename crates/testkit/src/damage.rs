@@ -101,6 +101,40 @@ impl Victim {
         table.resize(len, 0);
         self.file.write_all_at(&table, start).expect("write");
     }
+
+    /// Puts the snapshot table behind the end of the file, the first entry's extra data made longer by `more` bytes. The
+    /// header and the refcounts follow.
+    pub fn lengthen_snapshot(&self, more: usize) {
+        let mut bytes = vec![0; 1 << 16];
+        let len = self.file.read_at(&mut bytes, self.header.snapshots_offset).expect("snapshot table");
+        let extra = 36..40;
+        let had = u32::from_be_bytes(bytes[extra.clone()].try_into().expect("four bytes")) as usize;
+        bytes[extra].copy_from_slice(&((had + more) as u32).to_be_bytes());
+        // Whole words, so that the entries behind stay aligned.
+        assert!(more.is_multiple_of(8) && len > 40 + had);
+        bytes.splice(40 + had..40 + had, vec![0xee; more]);
+        let cluster_size = self.geometry.cluster_size();
+        let first = self.file.metadata().expect("a length").len().div_ceil(cluster_size);
+        let clusters = (len + more).min(8192 + more).div_ceil(cluster_size as usize) as u64;
+        bytes.resize((clusters * cluster_size) as usize, 0);
+        self.file.write_all_at(&bytes, first * cluster_size).expect("write");
+        (first..first + clusters).for_each(|cluster| self.set_refcount(cluster, 1));
+        self.set_word(64, first * cluster_size);
+    }
+
+    /// Says that there is one snapshot more, whose entry ends nowhere.
+    pub fn add_endless_snapshot(&self) {
+        let start = self.header.snapshots_offset;
+        let mut bytes = vec![0; 1 << 16];
+        let len = self.file.read_at(&mut bytes, start).expect("snapshot table");
+        let parsed = snapshot::parse_table(&bytes[..len], self.header.nb_snapshots).expect("a valid table");
+        let Parsed::Complete { len, .. } = parsed else { panic!("the table does not end") };
+        let mut entry = [0; 40];
+        entry[36..].copy_from_slice(&0xffff_ff00u32.to_be_bytes());
+        self.file.write_all_at(&entry, start + len as u64).expect("write");
+        let count = self.header.nb_snapshots + 1;
+        self.file.write_all_at(&count.to_be_bytes(), 60).expect("write");
+    }
 }
 
 /// A piece of metadata.

@@ -100,6 +100,30 @@ fn cases() -> Vec<Case> {
             lossy: false,
         },
         Case {
+            name: "snapshot with too much extra data",
+            options: "cluster_size=512",
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
+            damage: |v| v.lengthen_snapshot(2000),
+            repair: Repair::All,
+            lossy: false,
+        },
+        Case {
+            name: "snapshot without an end",
+            options: PLAIN,
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
+            damage: |v| v.add_endless_snapshot(),
+            repair: Repair::All,
+            lossy: true,
+        },
+        Case {
+            name: "bitmap directory that lies",
+            options: PLAIN,
+            steps: &["write -P 1 0 96k", "bitmap", "write -P 2 8k 16k"],
+            damage: |v| v.set_word(v.header.bitmaps().expect("bitmaps").directory_offset, u64::MAX),
+            repair: Repair::All,
+            lossy: true,
+        },
+        Case {
             name: "snapshots",
             options: PLAIN,
             steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k"],
@@ -119,6 +143,7 @@ fn damaged(qemu: &Qemu, folder: &Path, case: &Case) -> Vec<u8> {
     qemu.create(&path, "qcow2", case.options, SIZE);
     for step in case.steps {
         match *step {
+            "bitmap" => drop(qemu.img(["bitmap", "--add", path.to_str().expect("text path"), "b"]).expect_ok()),
             "snapshot" => drop(qemu.img(["snapshot", "-c", "a", path.to_str().expect("text path")]).expect_ok()),
             step => drop(qemu.io_commands(&path, "qcow2", &[step.to_owned()]).expect_ok()),
         }

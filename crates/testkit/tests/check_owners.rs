@@ -8,6 +8,7 @@ use cowshed_layout::qcow2::{BitmapTableEntry, Header, bitmap};
 use cowshed_storage::rt;
 use cowshed_testkit::damage::Victim;
 use cowshed_testkit::specimens::Workbench;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 type Damage = fn(&Victim);
@@ -156,5 +157,78 @@ fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
         let content = bench.content(&copy).expect("it can be read");
         let expected = if kept == 0 { 0 } else { 1 };
         assert!(content[192 << 10..256 << 10].iter().all(|byte| *byte == expected));
+    }
+}
+
+/// Owners that can't be read stand in the way of every repair, and of every writer: what can be saved of them is, and the rest is
+/// given up on demand only.
+#[test]
+fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
+    // Name, image, damage, whether it takes `lossy`, snapshots left.
+    type Case = (&'static str, &'static str, fn(&Victim), bool, [bool; 2]);
+    let cases: [Case; 5] = [
+        ("too much extra data", "snapshots", |v| v.lengthen_snapshot(2000), false, [true, true]),
+        ("an entry without an end", "snapshots", |v| v.add_endless_snapshot(), true, [true, true]),
+        ("a table behind the end", "snapshots", |v| v.set_word(64, 1 << 40), true, [false, false]),
+        (
+            "a bitmap directory behind the end",
+            "bitmaps",
+            |v| {
+                // The extension's body: count, reserved, size and offset of the directory.
+                let mut bytes = vec![0; 4096];
+                v.file.read_at(&mut bytes, 0).expect("header");
+                let kind = 0x2385_2875u32.to_be_bytes();
+                let at = bytes.windows(4).position(|word| word == kind).expect("the bitmaps extension") as u64;
+                v.set_word(at + 8 + 16, 1 << 40);
+            },
+            true,
+            [false, false],
+        ),
+        (
+            "a bitmap of an unknown type",
+            "bitmaps",
+            |v| {
+                let start = v.header.bitmaps().expect("bitmaps").directory_offset;
+                v.file.write_all_at(&[9], start + 16).expect("write");
+            },
+            true,
+            [false, false],
+        ),
+    ];
+    let bench = Workbench::new();
+    for (name, base, damage, lossy, left) in cases {
+        let image = bench.base(base);
+        let before = bench.content(&image);
+        let snapshots = ["a", "b"].map(|name| snapshot(&bench, &image, name));
+        let copy = bench.copy(&image, "damaged");
+        damage(&Victim::open(&copy));
+        let check = |repair: Repair, lossy: bool| {
+            let image = ImageSpec::file(copy.to_str().expect("text path")).format("qcow2");
+            let options = CheckOptions { image, repair, lossy, ..CheckOptions::default() };
+            rt::block_on(check::run(&options, &JobHandle::new())).expect("a check").expect("qcow2 is checked")
+        };
+        let damaged = std::fs::read(&copy).expect("the image");
+        assert_eq!(check(Repair::None, false).exit_code(), 2, "{name}");
+        if lossy {
+            let refused = check(Repair::All, false);
+            assert_eq!(refused.exit_code(), 2, "{name}: {}", report::finding_lines(&refused).join("\n"));
+            assert!(
+                std::fs::read(&copy).expect("the image") == damaged,
+                "{name}: changed, though nothing was repaired"
+            );
+        }
+        let repaired = check(Repair::All, lossy);
+        let lines = report::finding_lines(&repaired).join("\n");
+        assert_eq!(repaired.exit_code(), 0, "{name}: {lines}");
+        assert!(check(Repair::None, false).exit_code() == 0, "{name}: damage or leaks are left");
+        bench.qemu.expect_clean(&copy);
+        assert!(bench.content(&copy) == before, "{name}: the disk changed");
+        let expected: Vec<_> = snapshots.into_iter().zip(left).map(|(was, stays)| was.filter(|_| stays)).collect();
+        assert!(["a", "b"].map(|name| snapshot(&bench, &copy, name)).to_vec() == expected, "{name}: snapshots");
+        assert_eq!(bitmaps(&copy).len(), 0, "{name}");
+        // And it is an image to write to again, here and there.
+        bench.qemu.img(["snapshot", "-c", "new", copy.to_str().expect("text path")]).expect_ok();
+        bench.qemu.io_commands(&copy, "qcow2", &["write -P 5 0 64k".to_owned()]).expect_ok();
+        bench.qemu.expect_clean(&copy);
     }
 }

@@ -8,7 +8,9 @@ use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};
+use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::create::CreateRequest;
+use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle, create};
@@ -27,6 +29,7 @@ const OBJECT: &str = "secret,id=s,data=geheim";
 #[derive(Clone, Debug)]
 struct Features {
     options: String,
+    cluster_bytes: u64,
     is_v2: bool,
     is_encrypted: bool,
     has_data_file: bool,
@@ -38,13 +41,14 @@ struct Features {
 impl Features {
     fn random(random: &mut Random, folder: &Path) -> Features {
         let is_v2 = random.chance(15);
-        let mut options =
-            format!("compat={},cluster_size={}", if is_v2 { "0.10" } else { "1.1" }, 512 << random.below(8));
+        let mut cluster_bytes = 512 << random.below(8);
+        let mut options = format!("compat={},cluster_size={cluster_bytes}", if is_v2 { "0.10" } else { "1.1" });
         let mut has_data_file = false;
         let mut is_raw = false;
         if !is_v2 {
             if random.chance(35) {
-                options = format!("cluster_size={},extended_l2=on", 16384 << random.below(3));
+                cluster_bytes = 16384 << random.below(3);
+                options = format!("cluster_size={cluster_bytes},extended_l2=on");
             }
             options += &format!(",refcount_bits={}", random.pick(&[8, 16, 16, 32, 64]));
             if random.chance(25) {
@@ -76,7 +80,7 @@ impl Features {
         } else if !is_v2 && random.chance(20) {
             options += ",preallocation=metadata";
         }
-        Features { options, is_v2, is_encrypted, has_data_file, is_raw, backing }
+        Features { options, cluster_bytes, is_v2, is_encrypted, has_data_file, is_raw, backing }
     }
 }
 
@@ -234,6 +238,60 @@ impl<'a> Subject<'a> {
         close(&node);
     }
 
+    /// A whole cluster, compressed.
+    fn compress(&mut self) {
+        let cluster = self.features.cluster_bytes;
+        let clusters = self.current.len() as u64 / cluster;
+        if self.features.is_encrypted || self.features.has_data_file || clusters == 0 {
+            return self.write();
+        }
+        let (start, pattern) = (self.random.below(clusters) * cluster, 1 + self.random.below(255) as u8);
+        if self.random.chance(50) {
+            let command = format!("write -c -q -P {pattern} {start} {cluster}");
+            let image = self.image_opts();
+            let done = self.qemu.io(["--image-opts", "-c", command.as_str(), image.as_str()]);
+            if done.code != 0 || done.stdout.contains("failed") {
+                // It doesn't compress what has a cluster already.
+                assert!(format!("{}{}", done.stdout, done.stderr).contains("Input/output error"), "{done:?}");
+                return;
+            }
+        } else {
+            let node = self.open_ours(true);
+            let bytes = IoBuf::copy_from(&vec![pattern; cluster as usize]);
+            let done = rt::block_on(node.write_compressed(vec![(start, bytes)]));
+            done.unwrap_or_else(|error| panic!("a compressed write of {start}+{cluster}: {error}"));
+            close(&node);
+        }
+        self.current[start as usize..(start + cluster) as usize].fill(pattern);
+        self.mark(start, cluster);
+    }
+
+    /// Into the backing file, or away from it. Snapshots stand on it too, and what a bitmap makes of it is nobody's
+    /// promise: not with those.
+    fn move_content(&mut self) {
+        if self.features.backing.is_none() || !self.taken.is_empty() || !self.bitmaps.is_empty() {
+            return self.write();
+        }
+        let (away, ours) = (self.random.chance(25), self.random.chance(50));
+        match (away, ours) {
+            (true, true) => {
+                let options = RebaseOptions { image: self.spec(), ..RebaseOptions::default() };
+                rt::block_on(rebase::run(&options, &JobHandle::new()))
+                    .unwrap_or_else(|error| panic!("rebase: {error}"));
+            }
+            (true, false) => drop(self.theirs(&["rebase", "-b", ""], &[])),
+            (false, true) => {
+                let options = CommitOptions { image: self.spec(), ..CommitOptions::default() };
+                rt::block_on(commit::run(&options, &JobHandle::new()))
+                    .unwrap_or_else(|error| panic!("commit: {error}"));
+            }
+            (false, false) => drop(self.theirs(&["commit", "-q"], &[])),
+        }
+        if away {
+            self.features.backing = None;
+        }
+    }
+
     fn snapshot(&mut self) {
         if self.features.has_data_file {
             return self.write();
@@ -360,13 +418,15 @@ impl<'a> Subject<'a> {
     }
 
     fn step(&mut self) {
-        let kind = self.random.below(20);
+        let kind = self.random.below(24);
         eprintln!("step {kind}: {} bytes, snapshots {:?}", self.current.len(), self.taken.len());
         match kind {
             0..=8 => self.write(),
             9..=12 => self.snapshot(),
             13..=16 => self.bitmap(),
             17 => self.amend(),
+            18..=20 => self.compress(),
+            21 => self.move_content(),
             _ => self.grow(),
         }
     }
@@ -431,7 +491,7 @@ fn close(node: &Node) {
 #[test]
 fn qemu_and_we_take_turns_on_images_with_many_features() {
     let qemu = Qemu::system();
-    for_each_seed(24, |seed| {
+    for_each_seed(32, |seed| {
         let folder = temp_dir();
         let mut subject = Subject::create(&qemu, folder.path(), seed);
         for step in 0..16 {

@@ -27,15 +27,40 @@ impl Session<'_> {
         if self.bitmaps.is_empty() || self.stale_bitmaps || !self.gives_up_parts_of_the_disk().await? {
             return Ok(None);
         }
+        self.end_bitmaps().await?;
+        let count = self.bitmaps.len();
+        self.bitmaps.clear();
+        self.stale_bitmaps = true;
+        Ok(Some(format!("dirty bitmaps were removed ({count}): they don't know what was given up")))
+    }
+
+    /// From now on nobody believes the bitmaps, durably.
+    async fn end_bitmaps(&mut self) -> Result<()> {
         let gone = features::AUTOCLEAR_BITMAPS | features::AUTOCLEAR_BITMAP_JOURNAL;
         let left = self.header.autoclear_features & !gone;
         self.write(offset::AUTOCLEAR_FEATURES, &left.to_be_bytes()).await?;
         self.barrier().await?;
         self.header.autoclear_features = left;
-        let count = self.bitmaps.len();
-        self.bitmaps.clear();
-        self.stale_bitmaps = true;
-        Ok(Some(format!("dirty bitmaps were removed ({count}): they don't know what was given up")))
+        Ok(())
+    }
+
+    /// Snapshots and bitmaps that can't be read go, durably, so that what is left can be counted. True when there were any.
+    pub(super) async fn give_up_owners(&mut self, notes: &mut Vec<String>) -> Result<bool> {
+        if self.lost_bitmaps {
+            self.end_bitmaps().await?;
+            notes.push("dirty bitmaps were given up: they can't be read".to_owned());
+        }
+        if self.lost_snapshots {
+            let (had, kept) = (self.header.nb_snapshots, self.snapshots.len() as u32);
+            let start = if kept == 0 { 0 } else { self.header.snapshots_offset };
+            // The number of snapshots, and behind it where their table is: in one sector.
+            let fields = [&kept.to_be_bytes()[..], &start.to_be_bytes()].concat();
+            self.write(offset::NB_SNAPSHOTS, &fields).await?;
+            self.barrier().await?;
+            let given_up = had.saturating_sub(kept);
+            notes.push(format!("{given_up} of {had} internal snapshots were given up: their table can't be read"));
+        }
+        Ok(self.lost_bitmaps || self.lost_snapshots)
     }
 
     async fn gives_up_parts_of_the_disk(&self) -> Result<bool> {

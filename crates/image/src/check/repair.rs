@@ -21,12 +21,21 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
         return Ok(report);
     }
     let mut notes = Vec::new();
-    let mut changed = false;
-    if before.counters.corruptions + before.counters.leaks != 0 {
+    let file = session.file;
+    let mut changed = session.give_up_owners(&mut notes).await?;
+    if changed {
+        // What is left is another image, whose damage is looked for anew.
+        let mut now = Ledger::new(session.options.findings_max);
+        session = Session::load(file, session.options, session.watch, session.journal, &mut now).await?;
+        let overlaps = session.survey(&mut now).await?;
+        if session.obstacles.is_empty() {
+            session.repair(&now, &overlaps, &mut notes).await?;
+        }
+        notes.extend(session.obstacles.iter().map(|why| format!("not repaired: {why}")));
+    } else if before.counters.corruptions + before.counters.leaks != 0 {
         changed = session.repair(&before, overlaps, &mut notes).await?;
     }
     let mut after = Ledger::new(session.options.findings_max);
-    let file = session.file;
     let mut session = if changed {
         let mut reread = Session::load(file, session.options, session.watch, session.journal, &mut after).await?;
         reread.survey(&mut after).await?;

@@ -2,7 +2,7 @@
 //! What a check knows of an image before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
 use super::journal::Journal;
-use super::{CheckOptions, Watch};
+use super::{CheckOptions, Repair, Watch};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
@@ -31,6 +31,10 @@ pub(super) struct Session<'a> {
     pub snapshots: Vec<Snapshot>,
     /// Snapshots lack fields that version 3 asks for.
     pub incomplete_snapshots: bool,
+    /// The snapshot table can't be read behind `snapshots`, and is to be given up from there on.
+    pub lost_snapshots: bool,
+    /// Bitmaps can't be read, and all of them are to be given up.
+    pub lost_bitmaps: bool,
     /// Bytes of the snapshot table.
     pub snapshot_table_len: u64,
     pub bitmaps: Vec<BitmapEntry>,
@@ -81,6 +85,8 @@ impl<'a> Session<'a> {
             refcount_table: Vec::new(),
             snapshots: Vec::new(),
             incomplete_snapshots: false,
+            lost_snapshots: false,
+            lost_bitmaps: false,
             snapshot_table_len: 0,
             bitmaps: Vec::new(),
             stale_bitmaps: false,
@@ -331,11 +337,27 @@ impl<'a> Session<'a> {
         bitmap::parse_directory(&bytes, extension)
     }
 
-    /// A structure that can't be counted: reported, and nothing is repaired.
+    /// Snapshots and bitmaps that can't be read are given up, so that all the rest can be counted.
+    pub(super) fn gives_up_owners(&self) -> bool {
+        self.options.lossy && self.options.repair == Repair::All
+    }
+
+    /// A structure that can't be counted: reported, and nothing is repaired unless it is one to give up.
     pub(super) fn unreadable(&mut self, structure: Structure, offset: u64, error: &Error, ledger: &mut Ledger) {
         let reason = error.message().to_owned();
-        self.obstacles.push(format!("the {} at {offset:#x} can't be read: {reason}", structure.name()));
+        let is_bitmap = matches!(structure, Structure::BitmapDirectory | Structure::BitmapTable);
+        let is_given_up = self.gives_up_owners() && (is_bitmap || structure == Structure::SnapshotTable);
+        let hidden = ledger.hidden_references;
+        if is_given_up {
+            self.lost_bitmaps |= is_bitmap;
+        } else {
+            self.obstacles.push(format!("the {} at {offset:#x} can't be read: {reason}", structure.name()));
+        }
         ledger.add(Finding::at(FindingKind::Unreadable { structure, offset, reason }, offset, None));
+        if is_given_up {
+            // Whatever it named is nobody's then.
+            ledger.hidden_references = hidden;
+        }
     }
 }
 

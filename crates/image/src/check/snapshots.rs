@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The snapshot table, and its repair where entries lack fields.
+//! The snapshot table, and its repair where entries lack fields or have too much.
 
 use super::relocate::Copy;
 use super::session::{Session, add_l1_entries};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_layout::qcow2::{L1Entry, Parsed, Snapshot, limits, offset, snapshot};
+use cowshed_layout::qcow2::snapshot::{self, Salvaged};
+use cowshed_layout::qcow2::{L1Entry, Snapshot, limits, offset};
 use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs, normal_l1_entry};
 
 /// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
@@ -22,24 +23,26 @@ impl Session<'_> {
             return Ok(());
         }
         let start = self.header.snapshots_offset;
-        let (snapshots, len) = match self.read_snapshot_table(start, count).await {
-            Ok(read) => read,
-            Err(error) if error.kind() == ErrorKind::InvalidImage => {
-                self.unreadable(Structure::SnapshotTable, start, &error, ledger);
+        let (table, error) = self.read_snapshot_table(start, count).await?;
+        if let Some(error) = error {
+            self.unreadable(Structure::SnapshotTable, start, &error, ledger);
+            if !self.gives_up_owners() {
                 return Ok(());
             }
-            Err(error) => return Err(error),
-        };
-        self.snapshot_table_len = len as u64;
+            self.lost_snapshots = true;
+        }
+        self.snapshot_table_len = table.len as u64;
         let context = self.context;
-        let mut entry_offset = start;
-        for (snapshot, index) in snapshots.iter().zip(0..) {
-            let offset = snapshot.l1_table_offset;
+        for ((snapshot, entry), index) in table.snapshots.iter().zip(&table.starts).zip(0..) {
+            let (offset, entry_offset) = (snapshot.l1_table_offset, start.saturating_add(*entry as u64));
+            if table.trimmed.contains(&index) {
+                self.incomplete_snapshots = true;
+                ledger.add(Finding::at(FindingKind::SnapshotOversized { index }, entry_offset, None));
+            }
             if self.header.version >= 3 && snapshot.extra_data.len() < EXTRA_BYTES_MIN {
                 self.incomplete_snapshots = true;
                 ledger.add(Finding::at(FindingKind::SnapshotIncomplete { index }, entry_offset, None));
             }
-            entry_offset = entry_offset.saturating_add(snapshot.encoded_len() as u64);
             if let Err(error) = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits) {
                 self.unreadable(Structure::SnapshotL1, offset, &error, ledger);
                 continue;
@@ -50,7 +53,7 @@ impl Session<'_> {
             })
             .await?;
         }
-        self.snapshots = snapshots;
+        self.snapshots = table.snapshots;
         Ok(())
     }
 
@@ -95,7 +98,8 @@ impl Session<'_> {
         Ok(!edits.is_empty())
     }
 
-    async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Vec<Snapshot>, usize)> {
+    /// The table as far as it can be read, and why not further.
+    async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Salvaged, Option<Error>)> {
         let mut len = 64 << 10;
         loop {
             // The file's last cluster may be incomplete: what isn't there reads as zeroes.
@@ -103,13 +107,15 @@ impl Session<'_> {
             let available = end.saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
             let have = (len as u64).min(available) as usize;
             let bytes = self.read(start, have).await?;
-            match snapshot::parse_table(&bytes, count)? {
-                Parsed::Complete { value, len } => return Ok((value, len)),
-                Parsed::Incomplete { need } if have as u64 == available => {
+            let table = snapshot::salvage_table(&bytes, count);
+            match table.need {
+                None => return Ok((table, None)),
+                Some(need) if have as u64 == available => {
                     let message = format!("the table needs {need} bytes, the file has {available} from there on");
-                    return Err(Error::invalid_image("snapshots_offset", format!("{start:#x}"), message));
+                    let error = Error::invalid_image("snapshots_offset", format!("{start:#x}"), message);
+                    return Ok((table, Some(error)));
                 }
-                Parsed::Incomplete { need } => len = need.max(have.saturating_mul(2)),
+                Some(need) => len = need.max(have.saturating_mul(2)),
             }
         }
     }

@@ -7,6 +7,8 @@ use cowshed_block::{Error, Result};
 
 /// Bytes of an entry without its variable part.
 const FIXED_BYTES: usize = 40;
+/// Bytes of extra data whose meaning is known: size of the VM state, size of the disk, instruction count.
+const KNOWN_EXTRA_BYTES: usize = 24;
 
 /// An entry of the snapshot table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,19 +56,21 @@ impl Snapshot {
 
     /// Parses the entry at the start of `bytes`.
     pub fn parse(bytes: &[u8]) -> Result<Parsed<Self>> {
-        Self::parse_fields(bytes).unwrap_or(Ok(Parsed::Incomplete { need: FIXED_BYTES }))
+        Self::parse_fields(bytes, false).unwrap_or(Ok(Parsed::Incomplete { need: FIXED_BYTES }))
     }
 
-    /// `None` where not even the fixed part is there.
-    fn parse_fields(bytes: &[u8]) -> Option<Result<Parsed<Self>>> {
+    /// `None` where not even the fixed part is there. `trim`: of more extra data than there may be, only the known fields are
+    /// taken.
+    fn parse_fields(bytes: &[u8], trim: bool) -> Option<Result<Parsed<Self>>> {
         let id_len = usize::from(be16_at(bytes, 12)?);
         let name_len = usize::from(be16_at(bytes, 14)?);
         let extra_bytes = be32_at(bytes, 36)?;
-        if extra_bytes > limits::SNAPSHOT_EXTRA_BYTES {
+        let is_long = extra_bytes > limits::SNAPSHOT_EXTRA_BYTES;
+        if is_long && !trim {
             let message = format!("more than {} bytes of extra data in a snapshot", limits::SNAPSHOT_EXTRA_BYTES);
             return Some(Err(Error::invalid_image("snapshot_extra_data_size", extra_bytes, message)));
         }
-        // No overflow: 40 + 1024 + 2 * 65535 at most.
+        // No overflow: 40 + 2^32 + 2 * 65535 at most.
         let extra_end = FIXED_BYTES + extra_bytes as usize;
         let id_end = extra_end + id_len;
         let name_end = id_end + name_len;
@@ -84,7 +88,7 @@ impl Snapshot {
             date_ns: be32_at(bytes, 20)?,
             vm_clock_ns: be64_at(bytes, 24)?,
             vm_state_size_32: be32_at(bytes, 32)?,
-            extra_data: extra_data.to_vec(),
+            extra_data: if is_long { extra_data[..KNOWN_EXTRA_BYTES].to_vec() } else { extra_data.to_vec() },
             id: id.to_vec(),
             name: name.to_vec(),
         };
@@ -165,6 +169,48 @@ pub fn parse_table(bytes: &[u8], count: u32) -> Result<Parsed<Vec<Snapshot>>> {
     Ok(Parsed::Complete { value: snapshots, len })
 }
 
+/// What of a damaged table can be read, for a repair.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Salvaged {
+    /// The entries up to the first one that doesn't end within the bytes at hand.
+    pub snapshots: Vec<Snapshot>,
+    /// Where each of them starts, in bytes from the start of the table.
+    pub starts: Vec<usize>,
+    /// Which of them have more extra data than there may be; only the known fields were taken.
+    pub trimmed: Vec<u32>,
+    /// Bytes that they take.
+    pub len: usize,
+    /// Bytes needed to come one entry further; `None` when none is missing.
+    pub need: Option<usize>,
+}
+
+/// As [`parse_table`], as far as it goes: extra data may be too long, and what doesn't end is left out.
+pub fn salvage_table(bytes: &[u8], count: u32) -> Salvaged {
+    let mut found = Salvaged::default();
+    for index in 0..count {
+        let rest = bytes.get(found.len..).unwrap_or_default();
+        match Snapshot::parse_fields(rest, true) {
+            Some(Ok(Parsed::Complete { value, len })) => {
+                if be32_at(rest, 36).is_some_and(|extra_bytes| extra_bytes > limits::SNAPSHOT_EXTRA_BYTES) {
+                    found.trimmed.push(index);
+                }
+                found.snapshots.push(value);
+                found.starts.push(found.len);
+                found.len += len;
+            }
+            other => {
+                let need = match other {
+                    Some(Ok(Parsed::Incomplete { need })) => need,
+                    _ => FIXED_BYTES,
+                };
+                found.need = Some(found.len + need);
+                break;
+            }
+        }
+    }
+    found
+}
+
 fn within_limit(len: usize) -> Result<usize> {
     if len as u64 > limits::SNAPSHOT_TABLE_BYTES {
         let message = format!("snapshot table is larger than {} MiB", limits::SNAPSHOT_TABLE_BYTES >> 20);
@@ -214,6 +260,45 @@ mod tests {
                     let _ = (snapshot.validate(3, 16), snapshot.vm_state_bytes(), snapshot.icount());
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_damaged_table_is_read_as_far_as_it_goes() {
+        let entry = |extra: usize, name: &str| Snapshot {
+            l1_table_offset: 65536,
+            l1_size: 1,
+            date_s: 1,
+            date_ns: 2,
+            vm_clock_ns: 3,
+            vm_state_size_32: 0,
+            extra_data: (0..extra).map(|at| at as u8).collect(),
+            id: b"1".to_vec(),
+            name: name.as_bytes().to_vec(),
+        };
+        let (short, last) = (entry(16, "short"), entry(24, "last"));
+        let mut long = entry(1000, "long").encode().unwrap();
+        long[36..40].copy_from_slice(&2000u32.to_be_bytes());
+        long.splice(1040..1040, vec![7; 1000]);
+        let table = [short.encode().unwrap(), long.clone(), last.encode().unwrap()].concat();
+        assert!(parse_table(&table, 3).is_err());
+        let found = salvage_table(&table, 3);
+        let trimmed = Snapshot { extra_data: (0..24).collect(), ..entry(0, "long") };
+        assert_eq!(found.snapshots, [short.clone(), trimmed, last]);
+        let starts = vec![0, short.encoded_len(), short.encoded_len() + long.len()];
+        assert_eq!((found.starts, found.trimmed, found.len, found.need), (starts, vec![1], table.len(), None));
+        let cut = salvage_table(&table[..short.encoded_len() + 100], 3);
+        assert_eq!((cut.snapshots, cut.len), (vec![short.clone()], short.encoded_len()));
+        assert!(cut.need.is_some_and(|need| need > short.encoded_len() + 100));
+        let none = salvage_table(&[], 3);
+        assert_eq!((none.snapshots.len(), none.need), (0, Some(FIXED_BYTES)));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_salvaged_without_panic(bytes in vec(any::<u8>(), 0..3000), count in 0u32..70000) {
+            let found = salvage_table(&bytes, count);
+            prop_assert!(found.snapshots.len() == count as usize || found.need.is_some_and(|need| need > bytes.len()));
         }
     }
 

@@ -109,6 +109,8 @@ pub enum FindingKind {
     Overlap { structure: Structure, cluster: u64 },
     /// A snapshot lacks fields that version 3 asks for.
     SnapshotIncomplete { index: u32 },
+    /// A snapshot has more extra data than there may be.
+    SnapshotOversized { index: u32 },
     /// A structure can't be read by the rules of the format.
     Unreadable { structure: Structure, offset: u64, reason: String },
 }
@@ -162,6 +164,7 @@ impl Finding {
             FindingKind::RefcountBlockShared { .. } => "refcount-block-shared",
             FindingKind::Overlap { .. } => "overlap",
             FindingKind::SnapshotIncomplete { .. } => "snapshot-incomplete",
+            FindingKind::SnapshotOversized { .. } => "snapshot-oversized",
             FindingKind::Unreadable { .. } => "unreadable",
         }
     }
@@ -285,6 +288,9 @@ impl fmt::Display for Finding {
             }
             FindingKind::SnapshotIncomplete { index } => {
                 write!(f, "{word} snapshot table entry {index} is incomplete")
+            }
+            FindingKind::SnapshotOversized { index } => {
+                write!(f, "{word} snapshot table entry {index} has too much extra data")
             }
             FindingKind::Unreadable { structure, offset, reason } => {
                 write!(f, "{word} {} at offset {offset:#x}: {reason}", structure.name())

@@ -23,8 +23,12 @@ pub enum Remedy {
     MakeZeroPlain,
     /// The guest's data gets a cluster of its own.
     CopyCluster,
-    /// The snapshot table is written anew, with the fields that are missing.
+    /// The snapshot table is written anew, with the fields that are missing and without what is too much.
     CompleteSnapshots,
+    /// Snapshots that can't be read are given up.
+    DropSnapshots,
+    /// Dirty bitmaps that can't be read are given up, and the others with them.
+    DropBitmaps,
     /// Refcount table and blocks are made anew.
     RebuildRefcounts,
     /// The header no longer says that the external data file is raw.
@@ -46,7 +50,9 @@ impl Remedy {
             Remedy::ClearCopiedFlag => "clear the copied flag".to_owned(),
             Remedy::MakeZeroPlain => "drop the offset of the zero cluster".to_owned(),
             Remedy::CopyCluster => "copy the guest's data to a cluster of its own".to_owned(),
-            Remedy::CompleteSnapshots => "write the snapshot table anew with the missing fields".to_owned(),
+            Remedy::CompleteSnapshots => "write the snapshot table anew with the fields that it must have".to_owned(),
+            Remedy::DropSnapshots => "give up the internal snapshots that can't be read".to_owned(),
+            Remedy::DropBitmaps => "give up the dirty bitmaps".to_owned(),
             Remedy::RebuildRefcounts => "make the refcount structure anew".to_owned(),
             Remedy::EndRawData => "no longer call the data file raw".to_owned(),
             Remedy::GiveUp => "give it up, so that it reads as zeroes".to_owned(),
@@ -152,7 +158,17 @@ impl Outlook {
             FindingKind::CompressedCopied { .. } | FindingKind::FlagWithoutTable { .. } => {
                 Some(Remedy::ClearCopiedFlag)
             }
-            FindingKind::SnapshotIncomplete { .. } => Some(Remedy::CompleteSnapshots),
+            FindingKind::SnapshotIncomplete { .. } | FindingKind::SnapshotOversized { .. } => {
+                Some(Remedy::CompleteSnapshots)
+            }
+            FindingKind::Unreadable { structure: Structure::SnapshotTable, .. } if self.lossy => {
+                Some(Remedy::DropSnapshots)
+            }
+            FindingKind::Unreadable { structure: Structure::BitmapDirectory | Structure::BitmapTable, .. }
+                if self.lossy =>
+            {
+                Some(Remedy::DropBitmaps)
+            }
             FindingKind::RefcountBlockUnaligned { .. }
             | FindingKind::RefcountBlockPastEnd { .. }
             | FindingKind::RefcountTableReserved { .. }
