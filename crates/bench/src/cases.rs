@@ -183,7 +183,7 @@ pub fn command(program: &Path, arguments: &[&str], files: &[&Path]) -> Command {
 
 /// A line of the table.
 pub fn row(name: &str, target: &'static str, result: Outcome) -> Row {
-    Row { name: name.to_owned(), target, result }
+    Row::new(name, target, result)
 }
 
 /// Bytes that a file takes on disk.

@@ -106,7 +106,7 @@ fn full_image(settings: &Settings, name: &str, options: &str, source: &Path) -> 
 }
 
 fn row(name: String, pairs: Pairs) -> Row {
-    Row { name, target: "≥ 2×", result: Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 } }
+    Row::new(name, "≥ 2×", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })
 }
 
 /// An empty encrypted image of QEMU's, as large as the source.

@@ -244,11 +244,8 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
         let mode = if direct { "direct" } else { "cached" };
         let name = format!("{} {mode}: {name}", program.name());
         let target = if direct { "CPU ≤ 0.5" } else { load.target };
-        rows.push(Row {
-            name,
-            target,
-            result: Outcome::Served { ours: our_runs, theirs: their_runs, bare: runs.next() },
-        });
+        let result = Outcome::Served { ours: our_runs, theirs: their_runs, bare: runs.next() };
+        rows.push(Row::new(name, target, result));
     }
     drop((ours, theirs, bare));
     for image in &images {
@@ -299,7 +296,7 @@ pub fn idle(settings: &Settings) -> Result<Vec<Row>, String> {
     let their_bytes = measure(Command::new(settings.qemu.with_file_name("qemu-storage-daemon")), "theirs.sock")?;
     std::fs::remove_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let name = format!("a daemon with {IDLE_IMAGES} idle images");
-    Ok(vec![Row { name, target: "< 100 MiB", result: Outcome::Memory { our_bytes, their_bytes } }])
+    Ok(vec![Row::new(name, "< 100 MiB", Outcome::Memory { our_bytes, their_bytes })])
 }
 
 /// Resident memory of a process.

@@ -60,7 +60,7 @@ pub fn cold(settings: &Settings) -> Result<Vec<Row>, String> {
             recipe(program)
         };
         let pairs = alternate(settings.rounds, &|| fresh(&settings.cowshed), &|| fresh(&settings.qemu))?;
-        rows.push(Row { name, target: "report", result: Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 } });
+        rows.push(Row::new(name, "report", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }));
     }
     let _ = std::fs::remove_file(&output);
     Ok(rows)
@@ -110,7 +110,7 @@ pub fn overlays(settings: &Settings) -> Result<Vec<Row>, String> {
     let their_bytes = growth(&|| Command::new(settings.qemu.with_file_name("qemu-storage-daemon")))?;
     std::fs::remove_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let name = format!("each of {OVERLAYS} further overlays of one base, all read");
-    Ok(vec![Row { name, target: "< 0.25 MiB", result: Outcome::Memory { our_bytes, their_bytes } }])
+    Ok(vec![Row::new(name, "< 0.25 MiB", Outcome::Memory { our_bytes, their_bytes })])
 }
 
 /// Reads a little of every part of the disk that has an L2 table of its own.

@@ -46,7 +46,7 @@ fn scaling(settings: &Settings, name: &str, request: impl Fn() -> OpenRequest) -
     }
     rt::block_on(node.close()).map_err(|error| error.to_string())?;
     let name = format!("4 KiB reads at depth 32 a queue, one and two queues: {name}");
-    Ok(Row { name, target: "≥ 1.8×", result: Outcome::Scaling { one, two } })
+    Ok(Row::new(name, "≥ 1.8×", Outcome::Scaling { one, two }))
 }
 
 /// Requests per second of all queues together.

@@ -65,7 +65,7 @@ fn case(settings: &Settings, name: &str, write: bool) -> Result<Row, String> {
     for path in [&raw, &image] {
         std::fs::remove_file(path).map_err(|e| format!("{}: {e}", path.display()))?;
     }
-    Ok(Row { name: name.into(), target: "≤ 1.3 × the raw file", result: Outcome::Requests { library_ns, file_ns } })
+    Ok(Row::new(name, "≤ 1.3 × the raw file", Outcome::Requests { library_ns, file_ns }))
 }
 
 /// CPU time of the process per request, in nanoseconds.

@@ -188,7 +188,7 @@ pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     let mut runs = runs.into_iter();
     let (ours, theirs) = (runs.next().unwrap_or_default(), runs.next().unwrap_or_default());
     let result = Outcome::Beside { ours, theirs, limit: runs.next() };
-    Ok(Some(Row { name: case.name.clone(), target: case.target, result }))
+    Ok(Some(Row::new(case.name.clone(), case.target, result)))
 }
 
 /// Images that are written to, removed at the end.

@@ -31,11 +31,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
         };
         let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
         std::fs::remove_file(&work).map_err(|e| format!("{}: {e}", work.display()))?;
-        rows.push(Row {
-            name: name.to_owned(),
-            target: TARGET,
-            result: Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 },
-        });
+        rows.push(Row::new(name, TARGET, Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }));
     }
     Ok(rows)
 }

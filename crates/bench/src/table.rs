@@ -17,6 +17,15 @@ pub struct Row {
     pub result: Outcome,
 }
 
+impl Row {
+    /// A finished row. It is shown at once: who stops a long run keeps what there is.
+    pub fn new(name: impl Into<String>, target: &'static str, result: Outcome) -> Row {
+        let row = Row { name: name.into(), target, result };
+        eprintln!("| {} | {} | {} |", row.name, line(&row.result), row.target);
+        row
+    }
+}
+
 /// A load, and what the server wrote to files for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Written {

@@ -101,7 +101,7 @@ fn measure(settings: &Settings, case: &Case, base: &Path) -> Result<Row, String>
     let mut runs = sides.into_iter().map(|(_, runs)| runs);
     let (ours, theirs) = (runs.next().unwrap_or_default(), runs.next().unwrap_or_default());
     let result = Outcome::Written { ours, theirs, limit: runs.next() };
-    Ok(Row { name: case.name.to_owned(), target: case.target, result })
+    Ok(Row::new(case.name, case.target, result))
 }
 
 fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Written, String> {

@@ -154,6 +154,10 @@ async fn start(daemon: &Rc<Daemon>, steps: Vec<Step>) -> Result<()> {
     for step in steps {
         step.run(daemon).await?;
     }
+    daemon.is_starting.set(false);
+    if let Some(nbd) = daemon.nbd() {
+        nbd.release();
+    }
     Ok(())
 }
 

@@ -33,6 +33,8 @@ pub(crate) struct NbdSetup {
     pub queues: usize,
     /// Stop the daemon when the last client goes.
     pub stop_when_idle: bool,
+    /// Clients wait until [`Nbd::release`].
+    pub held: bool,
 }
 
 /// An export.
@@ -94,6 +96,9 @@ impl Nbd {
             events: Some(tell(setup.stop_when_idle.then_some(control))),
         };
         let server = Server::new(config)?;
+        if setup.held {
+            server.hold();
+        }
         let addresses = match setup.address {
             Some(address) => server.listen(&address)?,
             None => listen_on_passed(&server)?,
@@ -109,6 +114,11 @@ impl Nbd {
             tls,
             multi_conn: setup.max_connections != 1,
         })
+    }
+
+    /// Takes the clients that have waited, and those that come.
+    pub fn release(&self) {
+        self.server.release();
     }
 
     /// The exports, in the order of their coming.

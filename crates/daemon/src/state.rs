@@ -14,7 +14,7 @@ use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -40,6 +40,8 @@ pub(crate) struct Daemon {
     pub queues: usize,
     /// Stop when the last client goes.
     pub stop_when_idle: bool,
+    /// The steps of the start aren't all done: who connects to the NBD server waits for the exports that are to come.
+    pub is_starting: Cell<bool>,
     nbd: RefCell<Option<Rc<Nbd>>>,
     /// Where monitors are and can be.
     pub chardevs: Devices,
@@ -59,6 +61,7 @@ impl Daemon {
             jobs: Rc::default(),
             queues: setup.queues,
             stop_when_idle: setup.stop_when_idle,
+            is_starting: Cell::new(true),
             nbd: RefCell::default(),
             chardevs: Devices::default(),
             metrics: RefCell::default(),

@@ -468,7 +468,9 @@ fn damaged_volumes_are_refused_by_name() {
     }
     // Without a key there is no data.
     std::fs::write(&path, &image).unwrap();
-    let node = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()))).unwrap();
+    let text = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()))).expect_err("refused").to_string();
+    assert!(text.contains(NAME) && text.contains("key-secret"), "{text}");
+    let node = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).without_content())).unwrap();
     assert_eq!(node.driver_name(), "luks");
     let (result, _) = rt::block_on(node.read(0, IoBuf::zeroed(512)));
     assert!(result.expect_err("no key").to_string().contains("key-secret"));

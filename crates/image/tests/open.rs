@@ -136,7 +136,7 @@ fn wrong_options_are_named_with_their_path() {
         ("driver=raw", ["'file'", "'raw'"]),
         ("driver=file", ["'filename'", "'file'"]),
         ("driver=qcow2,file.filename=F,overlap-check.template=some", ["'overlap-check.template'", "none, constant"]),
-        ("driver=floppy,file.filename=F", ["unknown driver 'floppy'", "qcow2"]),
+        ("driver=floppy,file.filename=F", ["Unknown driver 'floppy'", "qcow2"]),
         ("driver=bochs,file.filename=F", ["'bochs'", "Bochs"]),
         ("read-only=on", ["'driver'", "'file'"]),
         ("driver=raw,file=nobody", ["'file'", "no node 'nobody'"]),

@@ -155,6 +155,7 @@ async fn accept_all<D: Disk>(
     mailboxes: Vec<Arc<Mailbox<Message<D>>>>,
     next: Arc<AtomicUsize>,
 ) {
+    registry.held.wait(|held| (!*held).then_some(())).await;
     loop {
         // Clients that are too many are left where the system keeps them.
         Slot::wait(&registry).await;

@@ -23,6 +23,8 @@ pub(crate) struct Registry<D> {
     exports: Watched<Exports<D>>,
     /// Connections that have been accepted and aren't closed.
     pub connections: Watched<usize>,
+    /// Clients are left where the system keeps them.
+    pub held: Watched<bool>,
 }
 
 #[derive(Debug)]
@@ -70,7 +72,7 @@ impl Client {
 impl<D: Disk> Registry<D> {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let exports = Exports { by_name: BTreeMap::new(), stopping: false };
-        Registry { config, exports: Watched::new(exports), connections: Watched::new(0) }
+        Registry { config, exports: Watched::new(exports), connections: Watched::new(0), held: Watched::new(false) }
     }
 
     pub(crate) fn add(&self, export: Export<D>) -> Result<()> {

@@ -37,6 +37,17 @@ impl<D: Disk> Server<D> {
         Listener::bind(address)?.into_iter().map(|listener| self.listen_on(listener)).collect()
     }
 
+    /// Clients that connect wait, without an answer, until [`Server::release`]: for sockets that listen before all exports are
+    /// there. Call it before the first [`Server::listen`].
+    pub fn hold(&self) {
+        self.registry.held.change(|held| *held = true);
+    }
+
+    /// From now on clients are taken.
+    pub fn release(&self) {
+        self.registry.held.change(|held| *held = false);
+    }
+
     /// Takes clients from a socket that listens already; returns its address.
     pub fn listen_on(&self, listener: Listener) -> Result<SocketAddress> {
         let address = listener.address().clone();

@@ -4,7 +4,7 @@
 mod served;
 
 use cowshed_image::OpenRequest;
-use cowshed_nbd_server::{Event, ServerConfig};
+use cowshed_nbd_server::{Event, Server, ServerConfig};
 use cowshed_testkit::qemu::Qemu;
 use served::{Served, run, run_failing, write_pattern};
 
@@ -171,4 +171,27 @@ fn events_tell_who_comes_and_goes() {
     let connected = events.iter().any(|e| matches!(e, Event::ClientConnected { export, .. } if export == "disk"));
     let left = events.iter().any(|e| matches!(e, Event::ClientDisconnected { error: None, .. }));
     assert!(connected && left, "{events:?}");
+}
+
+#[test]
+fn who_comes_before_the_exports_waits_for_them() {
+    use std::io::Read;
+    let served = Served::start_prepared(ServerConfig::default(), Server::hold);
+    let mut early = std::os::unix::net::UnixStream::connect(&served.socket).expect("it listens");
+    early.set_read_timeout(Some(std::time::Duration::from_millis(200))).expect("a timeout");
+    let mut greeting = [0; 8];
+    let silence = early.read(&mut greeting).expect_err("an answer of a server that holds its clients");
+    assert_eq!(silence.kind(), std::io::ErrorKind::WouldBlock);
+    let path = served.path("disk.raw");
+    write_pattern(&path, 1 << 20, 1);
+    served.export(OpenRequest::file(path.to_str().unwrap()).format("raw"), |_| ());
+    served.server.release();
+    early.set_read_timeout(Some(std::time::Duration::from_secs(30))).expect("a timeout");
+    early.read_exact(&mut greeting).expect("a greeting");
+    assert_eq!(&greeting, b"NBDMAGIC");
+    drop(early);
+    run("nbdinfo", &[&served.uri("")]);
+    served.stop();
+    // One that never let anybody in stops as well.
+    Served::start_prepared(ServerConfig::default(), Server::hold).stop();
 }

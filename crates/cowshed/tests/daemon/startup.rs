@@ -399,7 +399,7 @@ fn wrong_options_are_named_with_what_they_may_be() {
         (vec!["qemu-nbd", "--aio", "fast", "disk.qcow2"], &["aio", "fast", "threads", "native", "io_uring"]),
         (vec!["qemu-nbd", "--discard", "some", "disk.qcow2"], &["discard", "some", "ignore", "unmap"]),
         (vec!["qemu-nbd", "--detect-zeroes", "1", "disk.qcow2"], &["detect-zeroes", "1", "off", "on", "unmap"]),
-        (blockdev("driver=fast,node-name=d"), &["unknown driver 'fast'", "qcow2", "raw", "throttle"]),
+        (blockdev("driver=fast,node-name=d"), &["Unknown driver 'fast'", "qcow2", "raw", "throttle"]),
         (
             blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,overlap-check=some"),
             &["overlap-check", "some", "constant", "cached"],

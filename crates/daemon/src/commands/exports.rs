@@ -91,6 +91,7 @@ pub(crate) fn start_nbd(
         handshake_seconds,
         queues: daemon.queues,
         stop_when_idle: daemon.stop_when_idle,
+        held: daemon.is_starting.get(),
     };
     let nbd = Nbd::start(setup, daemon.events.clone(), daemon.control.clone()).map_err(failed)?;
     daemon.set_nbd(Some(Rc::new(nbd)));

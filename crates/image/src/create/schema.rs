@@ -211,7 +211,7 @@ impl OptionValues {
         self.schema
             .iter()
             .find(|option| option.name == key)
-            .ok_or_else(|| Error::invalid_argument(format!("invalid parameter '{key}'")))
+            .ok_or_else(|| Error::invalid_argument(format!("Invalid parameter '{key}'")))
     }
 
     /// The value as given (sizes and numbers in decimal), or the default.

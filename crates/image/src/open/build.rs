@@ -289,7 +289,7 @@ impl Opener {
             }
             None => {
                 let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
-                Error::invalid_argument(format!("unknown driver '{name}': one of {} is expected", known.join(", ")))
+                Error::invalid_argument(format!("Unknown driver '{name}': one of {} is expected", known.join(", ")))
             }
         })
     }

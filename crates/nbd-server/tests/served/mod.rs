@@ -25,13 +25,19 @@ pub struct Served {
 
 impl Served {
     /// A server without exports on a Unix socket.
-    pub fn start(mut config: ServerConfig) -> Served {
+    pub fn start(config: ServerConfig) -> Served {
+        Self::start_prepared(config, |_| ())
+    }
+
+    /// As [`Served::start`]; `prepare` sees the server before it listens.
+    pub fn start_prepared(mut config: ServerConfig, prepare: impl FnOnce(&Server<Arc<Node>>)) -> Served {
         let dir = cowshed_testkit::qemu::temp_dir();
         let socket = dir.path().join("nbd.sock");
         let events: Arc<Mutex<Vec<Event>>> = Arc::default();
         let seen = Arc::clone(&events);
         config.events = Some(EventHandler(Arc::new(move |event| seen.lock().unwrap().push(event))));
         let server = Arc::new(Server::new(config).expect("server"));
+        prepare(&server);
         server.listen(&SocketAddress::Unix(socket.to_str().unwrap().to_owned())).expect("listen");
         Served { server, dir, socket, events, nodes: Mutex::default() }
     }
