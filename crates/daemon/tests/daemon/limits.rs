@@ -173,17 +173,7 @@ fn a_filter_of_the_users_stays_when_its_limits_go() {
 
 #[test]
 fn waits_are_counted_while_they_last_and_after() {
-    let folder = super::running::temp_folder();
-    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 16 << 20);
-    let path = |name: &str| folder.path().join(name).display().to_string();
-    let steps = vec![
-        Step::metrics("--metrics", "127.0.0.1:0"),
-        Step::blockdev(&format!("qcow2,node-name=q,file.driver=file,file.filename={}", path("a.qcow2")))
-            .expect("right"),
-        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
-        Step::export("nbd,id=e,node-name=q,name=q,writable=on").expect("right"),
-    ];
-    let daemon = Running::start_in(folder, steps);
+    let daemon = Running::start_measured(16 << 20);
     let mut client = daemon.client();
     let set = "block_set_io_throttle";
     // A tenth of a second's worth goes at once: one request. Each of the next four waits a tenth of a second, less what has

@@ -2,6 +2,7 @@
 //! A daemon on a thread of its own, and a client that speaks QMP to it.
 
 use cowshed_daemon::{Message, MonitorAddress, Sender, Setup, Step, StopReason, run};
+use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -20,6 +21,21 @@ impl Running {
     /// A daemon with a monitor at `m.sock`, and further steps.
     pub fn start(steps: Vec<Step>) -> Running {
         let folder = temp_folder();
+        Self::start_in(folder, steps)
+    }
+
+    /// A daemon with a new image of `bytes` as the node `q`, its export `e`, and a page of metrics.
+    pub fn start_measured(bytes: u64) -> Running {
+        let folder = temp_folder();
+        Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", bytes);
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let node = format!("qcow2,node-name=q,file.driver=file,file.filename={}", path("a.qcow2"));
+        let steps = vec![
+            Step::metrics("--metrics", "127.0.0.1:0"),
+            Step::blockdev(&node).expect("right"),
+            Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
+            Step::export("nbd,id=e,node-name=q,name=q,writable=on").expect("right"),
+        ];
         Self::start_in(folder, steps)
     }
 

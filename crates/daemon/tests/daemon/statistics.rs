@@ -270,17 +270,7 @@ fn wrong_bounds_change_nothing() {
 
 #[test]
 fn a_page_of_metrics_says_the_same() {
-    let folder = super::running::temp_folder();
-    Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 1 << 20);
-    let path = |name: &str| folder.path().join(name).display().to_string();
-    let steps = vec![
-        Step::metrics("--metrics", "127.0.0.1:0"),
-        Step::blockdev(&format!("qcow2,node-name=q,file.driver=file,file.filename={}", path("a.qcow2")))
-            .expect("right"),
-        Step::nbd_server(&format!("addr.type=unix,addr.path={}", path("n.sock"))).expect("right"),
-        Step::export("nbd,id=e,node-name=q,writable=on").expect("right"),
-    ];
-    let daemon = Running::start_in(folder, steps);
+    let daemon = Running::start_measured(1 << 20);
     let mut client = daemon.client();
     client.command("block-latency-histogram-set", json!({"id": "e", "boundaries": [1_000_000_000_000_u64]}));
     client.command("x-block-stats-intervals-set", json!({"id": "e", "intervals": [3600]}));
