@@ -238,3 +238,60 @@ fn preallocated_clusters_are_in_the_file() {
         rt::block_on(node.close()).unwrap();
     }
 }
+
+/// Damage to the snapshot table of an image with two snapshots, and what a reader is warned of.
+type LostTable = (&'static str, fn(&std::fs::File), &'static str);
+
+fn lost_tables() -> [LostTable; 2] {
+    [
+        (
+            "behind the end",
+            |file| file.write_all_at(&(1u64 << 40).to_be_bytes(), 64).unwrap(),
+            "table of 80 bytes reaches past the end of the file",
+        ),
+        (
+            "partly behind the end",
+            |file| {
+                // The whole table, and then the file ends within its first entry.
+                let mut table = [0; 4096];
+                let mut place = [0; 8];
+                file.read_exact_at(&mut place, 64).unwrap();
+                file.read_at(&mut table, u64::from_be_bytes(place)).unwrap();
+                let end = file.metadata().unwrap().len().next_multiple_of(65536);
+                file.write_all_at(&table[..60], end).unwrap();
+                file.write_all_at(&end.to_be_bytes(), 64).unwrap();
+            },
+            "table of 80 bytes reaches past the end of the file",
+        ),
+    ]
+}
+
+#[test]
+fn a_lost_snapshot_table_hides_the_snapshots_and_not_the_disk() {
+    for (name, damage, warning) in lost_tables() {
+        let (folder, path) = image("cluster_size=64k", "write -P 3 0 1M");
+        for (id, write) in [("one", "write -P 4 512k 64k"), ("two", "write -P 5 1M 64k")] {
+            run("qemu-img", folder.path(), &["snapshot", "-c", id, "a.qcow2"]);
+            run("qemu-io", folder.path(), &["-c", write, "a.qcow2"]);
+        }
+        damage(&std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap());
+        // QEMU takes the table for zeroes.
+        let reads = ["-r", "-c", "read -P 4 512k 64k", "-c", "read -P 5 1M 64k", "a.qcow2"];
+        run("qemu-io", folder.path(), &reads);
+        let node = open_now(&path, false);
+        let warnings = node.warnings().join("\n");
+        for word in ["a.qcow2", "snapshots_offset", warning, "internal snapshots can't be"] {
+            assert!(warnings.contains(word), "{name}: no {word:?} in {warnings}");
+        }
+        for (at, fill) in [(0, 3), (512 << 10, 4), (1 << 20, 5), (2 << 20, 0)] {
+            assert!(read(&node, at, 65536).unwrap().iter().all(|byte| *byte == fill), "{name}: {at}");
+        }
+        rt::block_on(node.close()).unwrap();
+        let of_snapshot =
+            OpenRequest::file(path.to_str().unwrap()).snapshot(cowshed_image::snapshots::SnapshotName::of_name("one"));
+        let text = rt::block_on(open(of_snapshot)).expect_err("a snapshot").to_string();
+        assert!(text.contains("a.qcow2") && text.contains("snapshots_offset"), "{name}: {text}");
+        let text = refusal(&path);
+        assert!(text.contains("snapshots_offset") && text.contains("check -r all"), "{name}: {text}");
+    }
+}

@@ -66,6 +66,9 @@ pub struct ImageInfo {
     pub backing_filename: Option<String>,
     /// Not closed properly.
     pub dirty_flag: bool,
+    /// What of it couldn't be read and isn't said therefore, in words.
+    #[serde(skip)]
+    pub warnings: Vec<String>,
 }
 
 /// A child node.
@@ -129,6 +132,9 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
         let closed = node.close().await;
         let info = info?;
         closed?;
+        if let Some(warn) = spec.on_warning {
+            info.warnings.iter().for_each(|text| warn(text));
+        }
         if options.backing_chain
             && let Some(name) = &info.full_backing_filename
         {
@@ -172,7 +178,11 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
         info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
         info.backing_filename = Some(name.into_owned());
     }
-    info.snapshots = layer.snapshots().await?.iter().map(SnapshotInfo::from).collect();
+    match layer.snapshots().await {
+        Ok(snapshots) => info.snapshots = snapshots.iter().map(SnapshotInfo::from).collect(),
+        Err(error) if error.kind() == ErrorKind::InvalidImage => info.warnings.push(error.to_string()),
+        Err(error) => return Err(error),
+    }
     info.format_specific = Some(json!({ "type": "qcow2", "data": qcow2_specific(&layer).await? }));
     Ok(info)
 }
@@ -224,6 +234,7 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         full_backing_filename: None,
         backing_filename: None,
         dirty_flag: false,
+        warnings: Vec::new(),
     })
 }
 

@@ -332,8 +332,11 @@ fn cases() -> Vec<Case> {
         ),
         case("stale bitmaps", "bitmaps", |v| v.set_word(88, 0), (0, 0)),
         case("leak beside bitmaps", "bitmaps", |v| v.set_refcount(v.host_cluster(1), 2), (0, 0)),
-        case("snapshot L1 behind the end", "snapshots", |v| v.set_word(v.header.snapshots_offset, 1 << 40), (2, 2)),
-        case("snapshot L1 not aligned", "snapshots", |v| v.flip(v.header.snapshots_offset, 512), (2, 2)),
+        lossy(
+            0,
+            case("snapshot L1 behind the end", "snapshots", |v| v.set_word(v.header.snapshots_offset, 1 << 40), (2, 2)),
+        ),
+        lossy(0, case("snapshot L1 not aligned", "snapshots", |v| v.flip(v.header.snapshots_offset, 512), (2, 2))),
     ]
 }
 
@@ -428,7 +431,9 @@ fn damaged_images() {
             if before.0.is_some() && bench.content(&copy) != before.0 {
                 fail("the data changed".to_owned());
             }
-            if before.2.is_some() && snapshot(&bench, &copy) != before.2 {
+            // qemu-img reads a snapshot whose L1 table is behind the end as zeroes.
+            let gone = outcome.report.notes.iter().any(|note| note.contains("internal snapshots were given up"));
+            if before.2.is_some() && !(lossy && gone) && snapshot(&bench, &copy) != before.2 {
                 fail("the snapshot's data changed".to_owned());
             }
             let lost = before.1.iter().zip(pieces(&copy)).position(|(old, new)| old.is_some() && *old != new);

@@ -30,7 +30,15 @@ type Harm = fn(&Victim);
 const CASES: &[(&str, Harm, End)] = &[
     ("L1 table of absurd size", |v| v.file.write_all_at(&[0xff; 4], 36).unwrap(), End::Error("l1_size")),
     ("refcount table of absurd size", |v| v.file.write_all_at(&[0xff; 4], 56).unwrap(), End::Error("refcount_table")),
-    ("too many snapshots", |v| v.file.write_all_at(&[0xff; 4], 60).unwrap(), End::Error("nb_snapshots")),
+    ("too many snapshots nowhere", |v| v.file.write_all_at(&[0xff; 4], 60).unwrap(), End::Error("snapshots_offset")),
+    (
+        "too many snapshots",
+        |v| {
+            v.file.write_all_at(&[0xff; 4], 60).unwrap();
+            v.set_word(64, v.header.l1_table_offset);
+        },
+        End::Hopeless,
+    ),
     ("refcount order", |v| v.file.write_all_at(&[7], 99).unwrap(), End::Error("refcount_order")),
     ("cluster bits", |v| v.file.write_all_at(&[40], 23).unwrap(), End::Error("cluster_bits")),
     ("size near 2^63", |v| v.set_word(24, i64::MAX as u64), End::Error("l1_size")),

@@ -2,11 +2,14 @@
 //! Repairs of images in which more than the guest's data owns clusters: internal snapshots, bitmaps, LUKS headers, data
 //! files. All refcounts are wrong at first, so whoever is forgotten loses its clusters.
 
+use cowshed_image::check::{FindingKind, Structure};
+use cowshed_jobs::check::CheckOutcome;
 use cowshed_jobs::check::{self, CheckOptions, Repair, report};
-use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_layout::qcow2::{BitmapTableEntry, Header, bitmap};
+use cowshed_jobs::commit::{self, CommitOptions};
+use cowshed_jobs::{ImageSpec, JobHandle, info, snapshot as snapshots};
+use cowshed_layout::qcow2::{BitmapTableEntry, Header, bitmap, refcount};
 use cowshed_storage::rt;
-use cowshed_testkit::damage::Victim;
+use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::specimens::Workbench;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -166,10 +169,17 @@ fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
 fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
     // Name, image, damage, whether it takes `lossy`, snapshots left.
     type Case = (&'static str, &'static str, fn(&Victim), bool, [bool; 2]);
-    let cases: [Case; 5] = [
+    let cases: [Case; 6] = [
         ("too much extra data", "snapshots", |v| v.lengthen_snapshot(2000), false, [true, true]),
         ("an entry without an end", "snapshots", |v| v.add_endless_snapshot(), true, [true, true]),
         ("a table behind the end", "snapshots", |v| v.set_word(64, 1 << 40), true, [false, false]),
+        (
+            "more snapshots than there may be",
+            "snapshots",
+            |v| v.file.write_all_at(&65_537u32.to_be_bytes(), 60).expect("write"),
+            true,
+            [true, true],
+        ),
         (
             "a bitmap directory behind the end",
             "bitmaps",
@@ -231,4 +241,161 @@ fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
         bench.qemu.io_commands(&copy, "qcow2", &["write -P 5 0 64k".to_owned()]).expect_ok();
         bench.qemu.expect_clean(&copy);
     }
+}
+
+/// Where the `nth` entry of the snapshot table starts.
+fn table_entry(victim: &Victim, nth: usize) -> u64 {
+    let mut bytes = vec![0; 4096];
+    let len = victim.file.read_at(&mut bytes, victim.header.snapshots_offset).expect("a snapshot table");
+    let found = cowshed_layout::qcow2::snapshot::salvage_table(&bytes[..len], victim.header.nb_snapshots);
+    victim.header.snapshots_offset + found.starts[nth] as u64
+}
+
+fn refcounts(image: &Path) -> Vec<u64> {
+    let victim = Victim::open(image);
+    let mut block = vec![0; victim.geometry.cluster_size() as usize];
+    victim.file.read_exact_at(&mut block, victim.word(victim.refcount_table_entry(0))).expect("a refcount block");
+    (0..clusters(&victim)).map(|n| refcount::get(&block, victim.geometry.refcount_order(), n as usize)).collect()
+}
+
+fn check_as(image: ImageSpec, repair: Repair, lossy: bool) -> CheckOutcome {
+    let options = CheckOptions { image, repair, lossy, ..CheckOptions::default() };
+    rt::block_on(check::run(&options, &JobHandle::new())).expect("a check").expect("qcow2 is checked")
+}
+
+/// What only stays because a snapshot can't be read.
+fn is_of_unread_snapshot(kind: &FindingKind) -> bool {
+    matches!(
+        kind,
+        FindingKind::Leak { .. }
+            | FindingKind::Unreadable { structure: Structure::SnapshotL1, .. }
+            | FindingKind::PastEnd { structure: Structure::SnapshotL1, .. }
+    )
+}
+
+/// A snapshot whose L1 table can't be read keeps all that it may own, and the rest of the image is repaired; on demand it
+/// is given up.
+#[test]
+fn a_snapshot_that_cannot_be_read_bars_no_other_repair() {
+    let just_behind = |v: &Victim| v.file.metadata().expect("a length").len().next_multiple_of(1 << 14) + (1 << 14);
+    // Name, damage, snapshots that can be read.
+    type Case<'a> = (&'static str, &'a dyn Fn(&Victim), [bool; 2]);
+    let cases: [Case<'_>; 6] = [
+        ("not aligned", &|v| v.flip(table_entry(v, 0), 512), [false, true]),
+        ("behind the end", &|v| v.set_word(table_entry(v, 0), 1 << 40), [false, true]),
+        ("just behind the end", &|v| v.set_word(table_entry(v, 0), just_behind(v)), [false, true]),
+        (
+            "too large",
+            &|v| v.file.write_all_at(&[0x7f, 0xff, 0xff, 0xff], table_entry(v, 0) + 8).expect("write"),
+            [false, true],
+        ),
+        ("the last one's", &|v| v.set_word(table_entry(v, 1), 1 << 40), [true, false]),
+        ("both", &|v| (0..2).for_each(|nth| v.set_word(table_entry(v, nth), 1 << 40)), [false, false]),
+    ];
+    let bench = Workbench::new();
+    for (name, damage, readable) in cases {
+        let image = bench.base("snapshots");
+        let before = bench.content(&image);
+        let kept: Vec<_> =
+            ["a", "b"].iter().zip(readable).map(|(name, is)| snapshot(&bench, &image, name).filter(|_| is)).collect();
+        let copy = bench.copy(&image, "damaged");
+        let spec = || ImageSpec::file(copy.to_str().expect("text path")).format("qcow2");
+        let victim = Victim::open(&copy);
+        damage(&victim);
+        // A right too many, one too few, a count too low, and a cluster that nobody uses.
+        victim.flip(victim.l2_entry(0), COPIED);
+        victim.flip(victim.l2_entry(4), COPIED);
+        victim.set_refcount(victim.host_cluster(4), 0);
+        victim.set_refcount(clusters(&victim) - 1, 7);
+        let (damaged, counts) = (std::fs::read(&copy).expect("the image"), refcounts(&copy));
+
+        let leaks = check_as(spec(), Repair::Leaks, false);
+        assert_eq!(leaks.exit_code(), 2, "{name}");
+        assert!(std::fs::read(&copy).expect("the image") == damaged, "{name}: -r leaks wrote");
+        let planned = CheckOptions { image: spec(), repair: Repair::All, dry_run: true, ..CheckOptions::default() };
+        let planned = rt::block_on(check::run(&planned, &JobHandle::new())).expect("a check").expect("qcow2");
+        let stays = |outcome: &CheckOutcome| outcome.report.findings.len();
+        let all = check_as(spec(), Repair::All, false);
+        let lines = report::finding_lines(&all).join("\n");
+        assert!(all.report.changed && stays(&all) < stays(&planned), "{name}: {lines}");
+        assert!(all.report.findings.iter().all(|finding| is_of_unread_snapshot(&finding.kind)), "{name}: {lines}");
+        let notes = all.report.notes.join("\n");
+        let lost = if readable[0] { "internal snapshot 2 (b)" } else { "internal snapshot 1 (a)" };
+        assert!(notes.contains(lost) && notes.contains("nothing was freed"), "{name}: {notes}");
+        let fell = counts.iter().zip(refcounts(&copy)).position(|(before, after)| after < *before);
+        assert_eq!(fell, None, "{name}: a count fell");
+        assert!(bench.content(&copy) == before, "{name}: the disk changed");
+        let now = std::fs::read(&copy).expect("the image");
+        assert!(!check_as(spec(), Repair::All, false).report.changed, "{name}: it repairs again and again");
+        assert!(std::fs::read(&copy).expect("the image") == now, "{name}: it writes again and again");
+
+        let lossy = check_as(spec(), Repair::All, true);
+        assert_eq!(lossy.exit_code(), 0, "{name}: {}", report::finding_lines(&lossy).join("\n"));
+        bench.qemu.expect_clean(&copy);
+        assert!(bench.content(&copy) == before, "{name}: the disk changed");
+        assert!(["a", "b"].map(|name| snapshot(&bench, &copy, name)).to_vec() == kept, "{name}: snapshots");
+        bench.qemu.img(["snapshot", "-c", "new", copy.to_str().expect("text path")]).expect_ok();
+        bench.qemu.expect_clean(&copy);
+    }
+}
+
+/// The same where the disk doesn't give the table.
+#[test]
+fn a_snapshot_behind_a_bad_sector_bars_no_other_repair() {
+    let bench = Workbench::new();
+    let image = bench.base("snapshots");
+    let before = bench.content(&image);
+    let victim = Victim::open(&image);
+    let sector = victim.word(table_entry(&victim, 0)) / 512;
+    let options = format!(
+        "driver=qcow2,file.driver=blkdebug,file.image.driver=file,file.image.filename={},\
+         file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.sector={sector}",
+        image.display()
+    );
+    let spec = || ImageSpec { name: options.clone(), image_opts: true, ..ImageSpec::default() };
+    victim.flip(victim.l2_entry(4), COPIED);
+    victim.set_refcount(victim.host_cluster(4), 0);
+    let counts = refcounts(&image);
+    let all = check_as(spec(), Repair::All, false);
+    let lines = report::finding_lines(&all).join("\n");
+    assert!(all.report.changed && all.exit_code() == 2, "{lines}");
+    assert!(all.report.findings.iter().all(|finding| is_of_unread_snapshot(&finding.kind)), "{lines}");
+    assert!(counts.iter().zip(refcounts(&image)).all(|(before, after)| after >= *before), "a count fell");
+    // Nothing was lost: where the sector can be read, the image is as it should be.
+    bench.qemu.expect_clean(&image);
+    assert!(snapshot(&bench, &image, "a").is_some() && bench.content(&image) == before);
+    let lossy = check_as(spec(), Repair::All, true);
+    assert_eq!(lossy.exit_code(), 0, "{}", report::finding_lines(&lossy).join("\n"));
+    bench.qemu.expect_clean(&image);
+    assert!(snapshot(&bench, &image, "a").is_none() && snapshot(&bench, &image, "b").is_some());
+    assert!(bench.content(&image) == before, "the disk changed");
+}
+
+/// Where the snapshot table is lost, who asks for snapshots is told so, and who asks for more than that gets it.
+#[test]
+fn lost_snapshot_tables_hide_the_snapshots_alone() {
+    let bench = Workbench::new();
+    let image = bench.base("snapshots");
+    Victim::open(&image).set_word(64, 1 << 40);
+    let spec = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
+    let options = info::InfoOptions { image: spec.clone(), backing_chain: false, limits: false };
+    let layers = rt::block_on(info::run(&options, &JobHandle::new())).expect("what is known");
+    assert!(layers[0].snapshots.is_empty() && layers[0].virtual_size == 8 << 20);
+    let told = layers[0].warnings.join("\n");
+    let error = rt::block_on(snapshots::list(&spec)).expect_err("a list").to_string();
+    for text in [told, error] {
+        for word in ["base-snapshots", "snapshots_offset", "0x10000000000"] {
+            assert!(text.contains(word), "no {word} in {text}");
+        }
+    }
+    // Nobody writes to it, nor when it becomes writable while it is open.
+    let before = std::fs::read(&image).expect("the image");
+    let over = bench.path("over");
+    let text = over.to_str().expect("text path");
+    bench.qemu.img(["create", "-q", "-f", "qcow2", "-b", &spec.name, "-F", "qcow2", text]).expect_ok();
+    bench.qemu.io_commands(&over, "qcow2", &["write -P 9 0 64k".to_owned()]).expect_ok();
+    let options = CommitOptions { image: ImageSpec::file(text).format("qcow2"), ..CommitOptions::default() };
+    let error = rt::block_on(commit::run(&options, &JobHandle::new())).expect_err("a commit").to_string();
+    assert!(error.contains("snapshots_offset") && error.contains("check -r all"), "{error}");
+    assert!(std::fs::read(&image).expect("the image") == before, "the image changed");
 }

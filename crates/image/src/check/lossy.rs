@@ -2,9 +2,9 @@
 //! The steps of a repair that give up or guess, and only on demand.
 
 use super::session::Session;
-use cowshed_block::Result;
-use cowshed_layout::qcow2::{L1Entry, features, offset};
-use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, give_up_l1, give_up_l2};
+use cowshed_block::{Error, Result};
+use cowshed_layout::qcow2::{L1Entry, features, offset, snapshot};
+use cowshed_qcow2::check::{EditStep, Finding, FindingKind, INACTIVE, give_up_l1, give_up_l2};
 
 impl Session<'_> {
     /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.
@@ -51,16 +51,35 @@ impl Session<'_> {
             notes.push("dirty bitmaps were given up: they can't be read".to_owned());
         }
         if self.lost_snapshots {
-            let (had, kept) = (self.header.nb_snapshots, self.snapshots.len() as u32);
-            let start = if kept == 0 { 0 } else { self.header.snapshots_offset };
+            let (had, kept) = (self.declared_snapshots, self.snapshots.len() as u32);
+            let start = match kept {
+                0 => 0,
+                _ if self.scattered_snapshots => self.move_snapshot_table(notes).await?,
+                _ => self.header.snapshots_offset,
+            };
             // The number of snapshots, and behind it where their table is: in one sector.
             let fields = [&kept.to_be_bytes()[..], &start.to_be_bytes()].concat();
             self.write(offset::NB_SNAPSHOTS, &fields).await?;
             self.barrier().await?;
             let given_up = had.saturating_sub(kept);
-            notes.push(format!("{given_up} of {had} internal snapshots were given up: their table can't be read"));
+            notes.push(format!("{given_up} of {had} internal snapshots were given up: they can't be read"));
         }
         Ok(self.lost_bitmaps || self.lost_snapshots)
+    }
+
+    /// The snapshots that are left get a table of their own, counted and durable, to which nothing refers yet. No count falls:
+    /// those that can't be read are in the image until it does. Where it starts.
+    async fn move_snapshot_table(&mut self, notes: &mut Vec<String>) -> Result<u64> {
+        // The file is going to grow: an L1 table that should be there must not come into being.
+        for entry in std::mem::take(&mut self.lost_near_end) {
+            self.write(entry + snapshot::L1_SIZE_OFFSET, &[0; 4]).await?;
+        }
+        self.barrier().await?;
+        let copies = self.write_snapshot_table().await?;
+        self.edit_entries(EditStep::Revoke).await?;
+        self.raise_counts(true, &copies, notes).await?;
+        let pointer = copies.first().and_then(|copy| copy.pointer);
+        pointer.map(|(_, start)| start).ok_or_else(|| Error::internal("a snapshot table without a place"))
     }
 
     async fn gives_up_parts_of_the_disk(&self) -> Result<bool> {

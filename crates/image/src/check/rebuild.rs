@@ -22,7 +22,8 @@ impl Session<'_> {
             for index in self.blocks_of(&counts) {
                 let first = index * entries;
                 let mut clusters = first..(first + entries).min(counts.end());
-                let kept = keep && self.refcount_block(index).is_some();
+                let is_old = self.refcount_block(index).is_some();
+                let kept = keep && (is_old || !self.unread_snapshots.is_empty() && first < self.file_clusters);
                 if kept || clusters.any(|cluster| counts.references(cluster) != 0) {
                     needed.insert(index);
                 }
@@ -63,7 +64,9 @@ impl Session<'_> {
                 Some(place) => Some(self.read(place, cluster_size).await?),
                 None => None,
             };
-            fill_block(counts, self.geometry, &mut block, *index, &layout.clusters, old.as_deref());
+            // A snapshot that can't be read may have any cluster whose count is lost.
+            let hidden = (self.unread_snapshots.len() as u64, self.file_clusters);
+            fill_block(counts, self.geometry, &mut block, *index, &layout.clusters, (old.as_deref(), hidden));
             self.write(layout.block_cluster(nth) << self.geometry.cluster_bits(), &block).await?;
         }
         Ok(())

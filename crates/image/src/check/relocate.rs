@@ -79,6 +79,10 @@ impl Session<'_> {
         if overlaps.is_empty() {
             return Ok(Vec::new());
         }
+        if let Some(why) = self.growth_obstacle() {
+            notes.push(why.to_owned());
+            return Ok(Vec::new());
+        }
         if self.header.crypt_method != 0 {
             // Where a cluster is decides how it decrypts.
             notes.push("encrypted clusters that overlap with metadata can't be copied".to_owned());

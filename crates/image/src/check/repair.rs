@@ -80,7 +80,7 @@ impl Session<'_> {
             return Ok(false);
         }
         if self.options.repair == Repair::All {
-            let mut copies = self.copy_snapshot_table().await?;
+            let mut copies = self.copy_snapshot_table(notes).await?;
             let snapshot_table = copies.first().and_then(|copy| copy.pointer);
             let mut movable = overlaps.to_vec();
             movable.extend(self.overfull(before).await?.into_values().flatten());
@@ -108,7 +108,12 @@ impl Session<'_> {
             }
         }
         if hidden {
+            self.note_unread_snapshots(notes);
             notes.push("nothing was freed: what can't be read may use what looks leaked".to_owned());
+            if self.options.repair == Repair::All {
+                // By the stored count: whoever wrote elsewhere instead would free the cluster.
+                changed |= self.edit_entries(EditStep::Grant).await?;
+            }
             return Ok(changed);
         }
         changed |= self.lower_counts().await?;
@@ -117,7 +122,7 @@ impl Session<'_> {
     }
 
     /// One step over all entries of L2 tables and the active L1 table, and a barrier when it wrote anything.
-    async fn edit_entries(&mut self, step: EditStep) -> Result<bool> {
+    pub(super) async fn edit_entries(&mut self, step: EditStep) -> Result<bool> {
         let mut changed = false;
         for window in self.windows() {
             let mut silent = Ledger::new(0);
@@ -204,7 +209,7 @@ impl Session<'_> {
 
     /// Makes every stored count at least the number of references: in place, or where that can't be, in a structure
     /// made anew.
-    async fn raise_counts(&mut self, keep: bool, copies: &[Copy], notes: &mut Vec<String>) -> Result<bool> {
+    pub(super) async fn raise_counts(&mut self, keep: bool, copies: &[Copy], notes: &mut Vec<String>) -> Result<bool> {
         let mut changed = false;
         if !self.needs_rebuild {
             for window in self.windows() {
@@ -216,7 +221,9 @@ impl Session<'_> {
                 self.barrier().await?;
             }
         }
-        if self.needs_rebuild {
+        if let Some(why) = self.growth_obstacle().filter(|_| self.needs_rebuild) {
+            notes.push(why.to_owned());
+        } else if self.needs_rebuild {
             notes.push("the refcount structure was made anew".to_owned());
             self.rebuild(keep, copies).await?;
             changed = true;

@@ -6,7 +6,7 @@ use super::{CheckOptions, Repair, Watch};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
-    limits,
+    limits, offset,
 };
 use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
 use cowshed_storage::{File, IoBuf};
@@ -31,8 +31,17 @@ pub(super) struct Session<'a> {
     pub snapshots: Vec<Snapshot>,
     /// Snapshots lack fields that version 3 asks for.
     pub incomplete_snapshots: bool,
-    /// The snapshot table can't be read behind `snapshots`, and is to be given up from there on.
+    /// How many there are by the header, more than there may be included.
+    pub declared_snapshots: u32,
+    /// Snapshots that can't be read are to be given up: those behind the readable part of their table, and those that
+    /// aren't in `snapshots` any more.
     pub lost_snapshots: bool,
+    /// Those in `snapshots` aren't the first ones of the table.
+    pub scattered_snapshots: bool,
+    /// Entries of snapshots to be given up whose L1 tables would be in the file if it grew.
+    pub lost_near_end: Vec<u64>,
+    /// Snapshots whose L1 table can't be read, of those in `snapshots`.
+    pub unread_snapshots: Vec<UnreadSnapshot>,
     /// Bitmaps can't be read, and all of them are to be given up.
     pub lost_bitmaps: bool,
     /// Bytes of the snapshot table.
@@ -64,7 +73,7 @@ impl<'a> Session<'a> {
         journal: Option<&'a Journal>,
         ledger: &mut Ledger,
     ) -> Result<Self> {
-        let header = read_header(file).await?;
+        let (header, declared_snapshots) = read_header(file).await?;
         let geometry = header.geometry()?;
         let file_len = file.len();
         let context = ScanContext {
@@ -85,7 +94,11 @@ impl<'a> Session<'a> {
             refcount_table: Vec::new(),
             snapshots: Vec::new(),
             incomplete_snapshots: false,
+            declared_snapshots,
             lost_snapshots: false,
+            scattered_snapshots: false,
+            lost_near_end: Vec::new(),
+            unread_snapshots: Vec::new(),
             lost_bitmaps: false,
             snapshot_table_len: 0,
             bitmaps: Vec::new(),
@@ -337,9 +350,10 @@ impl<'a> Session<'a> {
         bitmap::parse_directory(&bytes, extension)
     }
 
-    /// Snapshots and bitmaps that can't be read are given up, so that all the rest can be counted.
+    /// Snapshots and bitmaps that can't be read are given up, so that all the rest can be counted; also where it is only
+    /// asked what a repair would do.
     pub(super) fn gives_up_owners(&self) -> bool {
-        self.options.lossy && self.options.repair == Repair::All
+        self.options.lossy && self.options.repair != Repair::Leaks
     }
 
     /// A structure that can't be counted: reported, and nothing is repaired unless it is one to give up.
@@ -361,8 +375,19 @@ impl<'a> Session<'a> {
     }
 }
 
-/// The header, read with as few bytes as it takes.
-async fn read_header(file: &File) -> Result<Header> {
+/// A snapshot whose L1 table can't be read.
+pub(super) struct UnreadSnapshot {
+    /// Its index in the session's list.
+    pub index: usize,
+    /// Where its L1 table is, and how long, in bytes; 0 where that can't be.
+    pub offset: u64,
+    pub len: u64,
+    /// Why not.
+    pub reason: String,
+}
+
+/// The header, read with as few bytes as it takes, and the number of snapshots that it declares.
+async fn read_header(file: &File) -> Result<(Header, u32)> {
     let mut len = 4096;
     for _ in 0..3 {
         let have = file.len().min(len as u64) as usize;
@@ -370,7 +395,10 @@ async fn read_header(file: &File) -> Result<Header> {
         result?;
         let need = Header::bytes_needed(&bytes)?;
         if need <= have || have < len {
-            return Header::parse(&bytes);
+            let header = Header::parse_to_check(&bytes)?;
+            let place = offset::NB_SNAPSHOTS as usize;
+            let declared = bytes.get(place..place + 4).and_then(|field| field.try_into().ok());
+            return Ok((header, declared.map_or(0, u32::from_be_bytes)));
         }
         len = need;
     }

@@ -2,7 +2,7 @@
 //! The snapshot table, and its repair where entries lack fields or have too much.
 
 use super::relocate::Copy;
-use super::session::{Session, add_l1_entries};
+use super::session::{Session, UnreadSnapshot, add_l1_entries};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::snapshot::{self, Salvaged};
 use cowshed_layout::qcow2::{L1Entry, Snapshot, limits, offset};
@@ -13,6 +13,8 @@ use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs, n
 pub(super) const SNAPSHOT_RULES_VERSION: u32 = 2;
 /// "Version 3 images must include extra data at least up to byte 55": size of the VM state and of the disk.
 const EXTRA_BYTES_MIN: usize = 16;
+/// What a repair may write behind the end of the file, at most: a refcount structure, and copies of a few clusters.
+const GROWTH_BYTES_MAX: u64 = 4 << 30;
 /// L1 entries of a snapshot are edited so many bytes at a time.
 const L1_PIECE_BYTES: usize = 1 << 20;
 
@@ -23,18 +25,21 @@ impl Session<'_> {
             return Ok(());
         }
         let start = self.header.snapshots_offset;
-        let (table, error) = self.read_snapshot_table(start, count).await?;
+        let (mut table, error) = self.read_snapshot_table(start, count).await?;
         if let Some(error) = error {
             self.unreadable(Structure::SnapshotTable, start, &error, ledger);
             if !self.gives_up_owners() {
                 return Ok(());
             }
             self.lost_snapshots = true;
+            // Where the table doesn't end, zeroes behind it aren't snapshots.
+            let readable = table.snapshots.iter().position(is_blank).unwrap_or(table.snapshots.len());
+            table.snapshots.truncate(readable);
+            table.len = table.starts.get(readable).copied().unwrap_or(table.len);
         }
         self.snapshot_table_len = table.len as u64;
-        let context = self.context;
-        for ((snapshot, entry), index) in table.snapshots.iter().zip(&table.starts).zip(0..) {
-            let (offset, entry_offset) = (snapshot.l1_table_offset, start.saturating_add(*entry as u64));
+        for ((snapshot, entry), index) in table.snapshots.into_iter().zip(table.starts).zip(0..) {
+            let entry_offset = start.saturating_add(entry as u64);
             if table.trimmed.contains(&index) {
                 self.incomplete_snapshots = true;
                 ledger.add(Finding::at(FindingKind::SnapshotOversized { index }, entry_offset, None));
@@ -43,18 +48,84 @@ impl Session<'_> {
                 self.incomplete_snapshots = true;
                 ledger.add(Finding::at(FindingKind::SnapshotIncomplete { index }, entry_offset, None));
             }
-            if let Err(error) = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits) {
-                self.unreadable(Structure::SnapshotL1, offset, &error, ledger);
+            if self.gives_up_owners() && is_emptied(&snapshot) {
+                self.lost_snapshots = true;
                 continue;
             }
-            let len = self.within(Structure::SnapshotL1, offset, u64::from(snapshot.l1_size) * 8, ledger);
-            self.read_numbers(offset, len / 8, |first, entries| {
-                add_l1_entries(&context, entries, first, (offset, false), refs, ledger)
-            })
-            .await?;
+            let hidden = ledger.hidden_references;
+            let Some(unread) = self.load_snapshot_l1(&snapshot, refs, ledger).await? else {
+                self.scattered_snapshots |= self.snapshots.len() < index as usize;
+                self.snapshots.push(snapshot);
+                continue;
+            };
+            if self.gives_up_owners() {
+                // What only it named is nobody's then.
+                ledger.hidden_references = hidden;
+                self.lost_snapshots = true;
+                if self.is_near_the_end(&unread) {
+                    self.lost_near_end.push(entry_offset);
+                }
+            } else {
+                self.unread_snapshots.push(UnreadSnapshot { index: self.snapshots.len(), ..unread });
+                self.snapshots.push(snapshot);
+            }
         }
-        self.snapshots = table.snapshots;
         Ok(())
+    }
+
+    /// Adds what a snapshot's L1 table refers to. Why it can't be read, if it can't.
+    async fn load_snapshot_l1(
+        &self,
+        snapshot: &Snapshot,
+        refs: &mut TableRefs,
+        ledger: &mut Ledger,
+    ) -> Result<Option<UnreadSnapshot>> {
+        let (offset, len) = (snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
+        let unread = |len: u64, reason: &str| UnreadSnapshot { index: 0, offset, len, reason: reason.to_owned() };
+        let unreadable = |error: &Error| {
+            let reason = error.message().to_owned();
+            let kind = FindingKind::Unreadable { structure: Structure::SnapshotL1, offset, reason };
+            Finding::at(kind, offset, None)
+        };
+        if let Err(error) = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits) {
+            ledger.add(unreadable(&error));
+            return Ok(Some(unread(0, error.message())));
+        }
+        if self.within(Structure::SnapshotL1, offset, len, ledger) < len {
+            return Ok(Some(unread(len, "it reaches past the end of the file")));
+        }
+        let context = self.context;
+        let read = self.read_numbers(offset, len / 8, |first, entries| {
+            add_l1_entries(&context, entries, first, (offset, false), refs, ledger)
+        });
+        match read.await {
+            Err(error) if error.kind() == ErrorKind::Io => {
+                ledger.add(unreadable(&error));
+                Ok(Some(unread(len, error.message())))
+            }
+            result => result.map(|()| None),
+        }
+    }
+
+    /// Why metadata can't be written behind the end of the file: a snapshot may have its L1 table there.
+    pub(super) fn growth_obstacle(&self) -> Option<&'static str> {
+        let why = "what needs space behind the end of the file wasn't repaired: a snapshot's L1 table should be there";
+        self.unread_snapshots.iter().any(|unread| self.is_near_the_end(unread)).then_some(why)
+    }
+
+    fn is_near_the_end(&self, unread: &UnreadSnapshot) -> bool {
+        let first = self.file_clusters << self.geometry.cluster_bits();
+        unread.len != 0 && unread.offset + unread.len > first && unread.offset < first.saturating_add(GROWTH_BYTES_MAX)
+    }
+
+    /// Says which snapshots couldn't be read, and stay.
+    pub(super) fn note_unread_snapshots(&self, notes: &mut Vec<String>) {
+        for unread in &self.unread_snapshots {
+            let Some(snapshot) = self.snapshots.get(unread.index) else { continue };
+            let (id, name) = (String::from_utf8_lossy(&snapshot.id), String::from_utf8_lossy(&snapshot.name));
+            let (offset, reason) = (unread.offset, &unread.reason);
+            notes.push(format!("internal snapshot {id} ({name}) can't be read: L1 table at {offset:#x}: {reason}"));
+        }
     }
 
     /// Gives entries of the snapshots' L1 tables a valid form, with a barrier.
@@ -65,10 +136,9 @@ impl Session<'_> {
     /// Replaces entries of the snapshots' L1 tables, with a barrier when it wrote anything.
     pub(super) async fn edit_snapshot_l1s(&self, edit: impl Fn(L1Entry) -> L1Entry) -> Result<bool> {
         let mut changed = false;
-        for snapshot in &self.snapshots {
+        for (index, snapshot) in self.snapshots.iter().enumerate() {
             let (start, len) = (snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8);
-            let valid = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits).is_ok();
-            if !valid || self.context.is_past_end(start, len) {
+            if self.unread_snapshots.iter().any(|unread| unread.index == index) {
                 continue;
             }
             // Piece by piece: thousands of snapshots may have millions of entries each.
@@ -109,6 +179,11 @@ impl Session<'_> {
             let bytes = self.read(start, have).await?;
             let table = snapshot::salvage_table(&bytes, count);
             match table.need {
+                None if self.declared_snapshots > count => {
+                    let message = format!("more than {} internal snapshots", limits::SNAPSHOTS);
+                    let error = Error::invalid_image("nb_snapshots", self.declared_snapshots, message);
+                    return Ok((table, Some(error)));
+                }
                 None => return Ok((table, None)),
                 Some(need) if have as u64 == available => {
                     let message = format!("the table needs {need} bytes, the file has {available} from there on");
@@ -120,11 +195,20 @@ impl Session<'_> {
         }
     }
 
-    /// Writes the table with all its fields behind the end of the file, with a barrier. Nothing refers to it yet.
-    pub(super) async fn copy_snapshot_table(&mut self) -> Result<Vec<Copy>> {
-        if !self.incomplete_snapshots {
-            return Ok(Vec::new());
+    /// As [`Session::write_snapshot_table`], where entries lack fields or have too much.
+    pub(super) async fn copy_snapshot_table(&mut self, notes: &mut Vec<String>) -> Result<Vec<Copy>> {
+        match self.growth_obstacle() {
+            _ if !self.incomplete_snapshots => Ok(Vec::new()),
+            Some(why) => {
+                notes.push(why.to_owned());
+                Ok(Vec::new())
+            }
+            None => self.write_snapshot_table().await,
         }
+    }
+
+    /// Writes the table with all its fields behind the end of the file, with a barrier. Nothing refers to it yet.
+    pub(super) async fn write_snapshot_table(&mut self) -> Result<Vec<Copy>> {
         let mut table = Vec::new();
         for snapshot in &self.snapshots {
             table.extend(completed(snapshot, self.header.size).encode()?);
@@ -152,6 +236,16 @@ impl Session<'_> {
             self.snapshots.iter().map(|snapshot| completed(snapshot, self.header.size).encoded_len() as u64).sum();
         self.incomplete_snapshots = false;
     }
+}
+
+/// What a repair leaves of a snapshot that it was giving up when it was interrupted: a disk without an L1 table.
+fn is_emptied(snapshot: &Snapshot) -> bool {
+    snapshot.l1_size == 0 && snapshot.disk_size_bytes().is_some_and(|bytes| bytes != 0)
+}
+
+/// An entry of zeroes.
+fn is_blank(snapshot: &Snapshot) -> bool {
+    snapshot.l1_table_offset == 0 && snapshot.l1_size == 0 && snapshot.id.is_empty() && snapshot.name.is_empty()
 }
 
 /// The snapshot with the size of its VM state and of the disk, taken to be that of today.

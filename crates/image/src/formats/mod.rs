@@ -80,6 +80,11 @@ pub fn probe(first_bytes: &[u8]) -> &'static str {
 
 /// Reads and checks the header of a qcow2 image: one read unless the header needs more than 64 KiB.
 pub async fn read_header(file: &File) -> Result<Header> {
+    read_header_as(file, false).await
+}
+
+/// As [`read_header`]; `check`: what a check can judge is no error.
+pub(crate) async fn read_header_as(file: &File, check: bool) -> Result<Header> {
     const FIRST_READ_BYTES: u64 = 64 << 10;
     let read = async |len: u64| {
         let (result, buf) = file.read_at(IoBuf::zeroed(len as usize), 0).await;
@@ -90,5 +95,6 @@ pub async fn read_header(file: &File) -> Result<Header> {
     if needed > bytes.len() as u64 && file.len() > bytes.len() as u64 {
         bytes = read(file.len().min(needed)).await?;
     }
-    Header::parse(&bytes).map_err(|error: Error| error.file(file.name()))
+    let parsed = if check { Header::parse_to_check(&bytes) } else { Header::parse(&bytes) };
+    parsed.map_err(|error: Error| error.file(file.name()))
 }

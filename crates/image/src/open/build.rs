@@ -533,9 +533,17 @@ impl Opener {
         let in_file = |error: Error| error.file(filename.clone());
         let file = child.storage();
         let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
-        let header = formats::read_header(&file).await.map_err(in_file)?;
+        let header = formats::read_header_as(&file, self.check).await.map_err(in_file)?;
         self.policy.check_header(&header).map_err(in_file)?;
         self.require_key(header.crypt_method != 0, encrypt_key(draft), "encrypt.key-secret").map_err(in_file)?;
+        // Who asks for the snapshots themselves is told by what reads them.
+        let reads_disk = draft.settings.read_only && !self.check && !self.no_io && !self.no_content;
+        if let Err(error) = header.check_snapshot_table_within(file.len())
+            && reads_disk
+        {
+            let text = format!("{}; the disk is read, internal snapshots can't be", in_file(error));
+            self.warnings.borrow_mut().push(text);
+        }
         let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
         let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
         draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));

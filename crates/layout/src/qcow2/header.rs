@@ -169,13 +169,27 @@ impl Header {
     /// Parses the header at the start of a file and checks it. `bytes` are the file's first bytes: at least
     /// [`Header::bytes_needed`] of them, or the whole file where that is shorter.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let header = Self::parse_unjudged(bytes)?;
+        header.validate()?;
+        Ok(header)
+    }
+
+    /// As [`Header::parse`], for a check: more internal snapshots than there may be are taken for as many as there may be,
+    /// 65,536.
+    pub fn parse_to_check(bytes: &[u8]) -> Result<Self> {
+        let mut header = Self::parse_unjudged(bytes)?;
+        header.nb_snapshots = header.nb_snapshots.min(limits::SNAPSHOTS);
+        header.validate()?;
+        Ok(header)
+    }
+
+    fn parse_unjudged(bytes: &[u8]) -> Result<Self> {
         let cluster_size = 1usize << peek_cluster_bits(bytes)?;
         let area = &bytes[..bytes.len().min(cluster_size)];
         let mut header = Self::parse_fields(area)?;
         header.check_feature_bits_known(area)?;
         header.backing_file = parse_backing_file(area, cluster_size, header.backing_file_offset, header.header_length)?;
         header.extensions = parse_extensions(area, &header)?;
-        header.validate()?;
         Ok(header)
     }
 
@@ -249,10 +263,21 @@ impl Header {
         Ok(())
     }
 
-    /// Refuses tables that don't lie within a file of `file_len` bytes (the L1 and the refcount table; a snapshot
-    /// table must at least start there).
+    /// Refuses tables that don't lie within a file of `file_len` bytes: the L1 and the refcount table, and a snapshot
+    /// table with the smallest entries that there can be.
     pub fn check_tables_within(&self, file_len: u64) -> Result<()> {
-        validate::tables_within(self, file_len)
+        self.check_disk_tables_within(file_len)?;
+        self.check_snapshot_table_within(file_len)
+    }
+
+    /// As [`Header::check_tables_within`], the L1 and the refcount table alone: the disk can be read with those.
+    pub fn check_disk_tables_within(&self, file_len: u64) -> Result<()> {
+        validate::disk_tables_within(self, file_len)
+    }
+
+    /// As [`Header::check_tables_within`], the snapshot table alone.
+    pub fn check_snapshot_table_within(&self, file_len: u64) -> Result<()> {
+        validate::snapshot_table_within(self, file_len)
     }
 
     /// The bytes from the start of the file: header, extensions, end mark, backing file name. Fails on a header that

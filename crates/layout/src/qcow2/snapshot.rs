@@ -5,6 +5,8 @@ use super::{Parsed, limits};
 use crate::bytes::{be16_at, be32_at, be64_at};
 use cowshed_block::{Error, Result};
 
+/// Where the field `l1_size` is in an entry, in bytes.
+pub const L1_SIZE_OFFSET: u64 = 8;
 /// Bytes of an entry without its variable part.
 const FIXED_BYTES: usize = 40;
 /// Bytes of extra data whose meaning is known: size of the VM state, size of the disk, instruction count.

@@ -305,20 +305,24 @@ fn region(field: &'static str, start: u64, bytes: u64, max_bytes: u64) -> Result
     }
 }
 
-pub(super) fn tables_within(header: &Header, file_len: u64) -> Result<()> {
+pub(super) fn disk_tables_within(header: &Header, file_len: u64) -> Result<()> {
     let l1_bytes = u64::from(header.l1_size) * 8;
     let refcount_table_bytes = u64::from(header.refcount_table_clusters) << header.cluster_bits.min(32);
+    within(("l1_table_offset", offset::L1_TABLE_OFFSET), header.l1_table_offset, l1_bytes, file_len)?;
+    let refcount_table = ("refcount_table_offset", offset::REFCOUNT_TABLE_OFFSET);
+    within(refcount_table, header.refcount_table_offset, refcount_table_bytes, file_len)
+}
+
+pub(super) fn snapshot_table_within(header: &Header, file_len: u64) -> Result<()> {
     // The smallest snapshot table entry has 40 bytes.
-    let snapshot_bytes = u64::from(header.nb_snapshots) * 40;
-    for (field, at, start, bytes) in [
-        ("l1_table_offset", offset::L1_TABLE_OFFSET, header.l1_table_offset, l1_bytes),
-        ("refcount_table_offset", offset::REFCOUNT_TABLE_OFFSET, header.refcount_table_offset, refcount_table_bytes),
-        ("snapshots_offset", offset::SNAPSHOTS_OFFSET, header.snapshots_offset, snapshot_bytes),
-    ] {
-        if bytes != 0 && start.checked_add(bytes).is_none_or(|end| end > file_len) {
-            let message = format!("table of {bytes} bytes reaches past the end of the file ({file_len} bytes)");
-            return Err(Error::invalid_image(field, format!("{start:#x}"), message).offset(at));
-        }
+    let bytes = u64::from(header.nb_snapshots) * 40;
+    within(("snapshots_offset", offset::SNAPSHOTS_OFFSET), header.snapshots_offset, bytes, file_len)
+}
+
+fn within((field, at): (&'static str, u64), start: u64, bytes: u64, file_len: u64) -> Result<()> {
+    if bytes != 0 && start.checked_add(bytes).is_none_or(|end| end > file_len) {
+        let message = format!("table of {bytes} bytes reaches past the end of the file ({file_len} bytes)");
+        return Err(Error::invalid_image(field, format!("{start:#x}"), message).offset(at));
     }
     Ok(())
 }

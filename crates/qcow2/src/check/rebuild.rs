@@ -71,21 +71,23 @@ fn too_large(value: u64) -> Error {
 
 /// Fills the block with index `block_index` with the references of the window and one for each cluster of `fresh`. A
 /// count that doesn't fit the width becomes the largest that does; the next check reports it. `old` is the block
-/// before: its counts are the least, for images with references that nobody can see.
+/// before: its counts are the least, for images with references that nobody can see. Without it `hidden` are: so many more
+/// references than those counted to each of the clusters before the second number.
 pub fn fill_block(
     counts: &Counts,
     geometry: Geometry,
     block: &mut [u8],
     block_index: u64,
     fresh: &Range<u64>,
-    old: Option<&[u8]>,
+    (old, hidden): (Option<&[u8]>, (u64, u64)),
 ) {
     let (entries, order) = (geometry.refcount_block_entries(), geometry.refcount_order());
     let first = block_index * entries;
     for cluster in first..first + entries {
         let index = (cluster - first) as usize;
         let stored = old.map_or(0, |old| refcount::get(old, order, index));
-        let references = counts.references(cluster) + u64::from(fresh.contains(&cluster));
+        let unseen = if old.is_none() && cluster < hidden.1 { hidden.0 } else { 0 };
+        let references = counts.references(cluster) + u64::from(fresh.contains(&cluster)) + unseen;
         let wanted = references.max(stored).min(geometry.max_refcount());
         if wanted != 0 {
             refcount::set(block, order, index, wanted);

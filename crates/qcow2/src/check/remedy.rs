@@ -131,13 +131,13 @@ impl Outlook {
             FindingKind::Leak { references, .. } => {
                 (!self.hides_references).then_some(Remedy::LowerRefcount { to: references })
             }
-            FindingKind::CopiedL1 { entry, refcount, .. } => {
+            FindingKind::CopiedL1 { entry, .. } => {
                 let given_up = self.give_up(!self.has_backing && all);
-                self.flag(L1Entry(entry).offset().0, (entry, refcount), all, given_up)
+                self.flag(L1Entry(entry).offset().0, entry, all, given_up)
             }
-            FindingKind::CopiedL2 { entry, refcount } => {
+            FindingKind::CopiedL2 { entry, .. } => {
                 let given_up = self.give_up(self.may_zero() && all);
-                self.flag(L2Entry(entry).offset().0, (entry, refcount), all, given_up)
+                self.flag(L2Entry(entry).offset().0, entry, all, given_up)
             }
             _ if !all => None,
             FindingKind::RefcountLow { references, .. } if references <= self.refcount_max => {
@@ -161,7 +161,10 @@ impl Outlook {
             FindingKind::SnapshotIncomplete { .. } | FindingKind::SnapshotOversized { .. } => {
                 Some(Remedy::CompleteSnapshots)
             }
-            FindingKind::Unreadable { structure: Structure::SnapshotTable, .. } if self.lossy => {
+            FindingKind::Unreadable { structure: Structure::SnapshotTable | Structure::SnapshotL1, .. }
+            | FindingKind::PastEnd { structure: Structure::SnapshotL1, .. }
+                if self.lossy =>
+            {
                 Some(Remedy::DropSnapshots)
             }
             FindingKind::Unreadable { structure: Structure::BitmapDirectory | Structure::BitmapTable, .. }
@@ -193,7 +196,7 @@ impl Outlook {
         !self.is_version_2 || !self.has_backing
     }
 
-    fn flag(&self, offset: u64, (entry, refcount): (u64, u64), all: bool, given_up: Option<Remedy>) -> Option<Remedy> {
+    fn flag(&self, offset: u64, entry: u64, all: bool, given_up: Option<Remedy>) -> Option<Remedy> {
         if offset >= self.file_len {
             // There is nothing that could be counted.
             return given_up;
@@ -201,10 +204,8 @@ impl Outlook {
         let copied = entry >> 63 != 0;
         let is_low = self.low.contains(&(offset >> self.cluster_bits));
         let fixed = match (self.hides_references, all) {
-            // Flags are given last, and only where counts could fall: a count that rises is all that happens then.
-            (true, true) => copied && is_low && refcount == 0,
+            (_, true) => true,
             (true, false) => false,
-            (false, true) => true,
             // A flag is not given for a cluster that has more users than its count says.
             (false, false) => copied || !is_low,
         };

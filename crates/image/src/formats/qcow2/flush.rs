@@ -92,7 +92,10 @@ impl Qcow2Driver {
             }
             match index {
                 0 => self.meet(Event::RefblockUpdate).await,
-                1 => self.meet(Event::ReftableUpdate).await,
+                1 => {
+                    self.meet(Event::RefblockAllocHookup).await;
+                    self.meet(Event::ReftableUpdate).await;
+                }
                 _ => {
                     self.meet(Event::L2Update).await;
                     self.meet(Event::L1Update).await;

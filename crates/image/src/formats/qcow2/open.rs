@@ -8,7 +8,7 @@ use super::shared::Core;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::codec::Codec;
 use crate::encryption::Writers;
-use crate::formats::{Qcow2RuntimeOptions, read_header};
+use crate::formats::{Qcow2RuntimeOptions, read_header, read_header_as};
 use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
 use arc_swap::ArcSwapOption;
@@ -44,7 +44,7 @@ impl Qcow2Driver {
 
     /// As [`Qcow2Driver::open`], with the cipher of an encrypted image.
     pub async fn open_with_cipher(context: OpenContext, cipher: Option<Arc<dyn Cipher>>) -> Result<Qcow2Driver> {
-        let mut header = read_header(&context.file).await?;
+        let mut header = read_header_as(&context.file, context.check).await?;
         let name = context.file_name.clone();
         let may_write = context.writable && !context.check;
         if header.is_dirty() && may_write {
@@ -68,7 +68,7 @@ impl Qcow2Driver {
         }
         if !context.check {
             // To be checked, they are read as far as they go: the check says what is wrong.
-            header.check_tables_within(context.file.len())?;
+            header.check_disk_tables_within(context.file.len())?;
         }
         if header.has_data_file() && context.data_file.is_none() && !context.no_data {
             return Err(Error::invalid_argument("'data-file' is required for this image"));
@@ -81,7 +81,7 @@ impl Qcow2Driver {
         let mut config = config_of(&header, &context)?;
         if context.writable && !context.check {
             let inactive_l2 = context.options.overlap_check.inactive_l2;
-            config.other_metadata.extend(snapshot_metadata(&context.file, &header, inactive_l2).await?);
+            config.other_metadata.extend(snapshots_to_keep(&context.file, &header, inactive_l2).await?);
         }
         let punch = context.options.pass_discard_request;
         let core = Core::of(&context.file, config, &l1, !context.writable && !context.check);
@@ -160,7 +160,7 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
         let message = format!("the snapshot's L1 table needs {needed} entries");
         return Err(Error::invalid_image("snapshot_l1_size", header.l1_size, message));
     }
-    header.check_tables_within(context.file.len())?;
+    header.check_disk_tables_within(context.file.len())?;
     Ok(header)
 }
 
@@ -229,6 +229,21 @@ pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
         .with(Structure::InactiveL1, checks.inactive_l1)
         .with(Structure::InactiveL2, checks.inactive_l2)
         .with(Structure::BitmapDirectory, checks.bitmap_directory)
+}
+
+/// As [`snapshot_metadata`]. Nobody writes where it can't be told what belongs to a snapshot.
+pub(super) async fn snapshots_to_keep(
+    file: &File,
+    header: &Header,
+    inactive_l2: bool,
+) -> Result<Vec<(Structure, u64, u64)>> {
+    const REFUSAL: &str = "can't be opened for writing, which would harm internal snapshots that can't be read ('check -r \
+                           all' repairs them, with '--lossy' it gives up those that are lost)";
+    let read = async {
+        header.check_snapshot_table_within(file.len())?;
+        snapshot_metadata(file, header, inactive_l2).await
+    };
+    read.await.map_err(|error| error.context(REFUSAL))
 }
 
 /// What belongs to internal snapshots: their table, their L1 tables, and where asked for their L2 tables.

@@ -3,7 +3,7 @@
 
 use super::Qcow2Driver;
 use super::cleaner::clean_each;
-use super::open::{cache_sizes, check_may_write, overlap_set, slice_bytes};
+use super::open::{cache_sizes, check_may_write, overlap_set, slice_bytes, snapshots_to_keep};
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -62,6 +62,7 @@ impl Qcow2Driver {
             let message = "the image was not closed cleanly: close it and open it for writing, which repairs it";
             return Err(self.error(Error::new(ErrorKind::InvalidImage, message)));
         }
+        snapshots_to_keep(&self.file, &header, false).await.map_err(|error| self.error(error))?;
         // A plain file is its node's, and writable by now; what stands for another node is ours.
         for file in std::iter::once(&self.file).chain(&self.data_file).filter(|file| !file.is_writable()) {
             file.make_writable(Permissions::WRITE).map_err(|error| self.error(error))?;
