@@ -3,6 +3,7 @@
 //!
 //! [`run`] is all of it: it carries the [`Step`]s of a command line out, then serves until it is told to stop.
 
+mod authorization;
 mod chardevs;
 mod commands;
 mod control;

@@ -10,8 +10,8 @@ use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
-use cowshed_nbd_server::{Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
-use cowshed_storage::{Listener, SocketAddress};
+use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
+use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -26,7 +26,9 @@ const GRACE: Duration = Duration::from_secs(10);
 pub(crate) struct NbdSetup {
     /// Where to listen; none: on the sockets that a service manager passed.
     pub address: Option<SocketAddress>,
+    pub listen: ListenOptions,
     pub tls: Option<ServerTls>,
+    pub authorizer: Option<Authorizer>,
     /// 0 is no limit of its own.
     pub max_connections: usize,
     pub handshake_seconds: Option<u64>,
@@ -93,6 +95,7 @@ impl Nbd {
             limits,
             tls: setup.tls,
             tls_required: true,
+            authorizer: setup.authorizer,
             events: Some(tell(setup.stop_when_idle.then_some(control))),
         };
         let server = Server::new(config)?;
@@ -100,7 +103,10 @@ impl Nbd {
             server.hold();
         }
         let addresses = match setup.address {
-            Some(address) => server.listen(&address)?,
+            Some(address) => {
+                let listeners = Listener::bind_with(&address, &setup.listen)?;
+                listeners.into_iter().map(|listener| server.listen_on(listener)).collect::<Result<_>>()?
+            }
             None => listen_on_passed(&server)?,
         };
         for address in &addresses {

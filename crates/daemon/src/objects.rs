@@ -1,27 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What `object-add` makes: throttle groups, credentials, secrets, threads; and of what types that is.
 
+use crate::authorization::{Authorization, Authorizations};
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An object.
 #[derive(Clone, Debug)]
 pub(crate) enum Object {
     /// A name for a thread: connections are spread over the daemon's own threads, so it decides nothing.
-    IoThread,
+    IoThread(Arc<IoThreadProperties>),
     /// `throttle-group`: limits that its members share.
     ThrottleGroup(Arc<Group>),
     /// `secret`: a passphrase or key for others. It is never shown.
     Secret(Secret),
     /// `tls-creds-x509`: a folder with certificates.
     TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool },
+    /// `authz-…`: which clients may come.
+    Authorization(Arc<Authorization>),
     /// `monitor-qmp`: a monitor on a character device.
     Monitor { chardev: String, pretty: bool },
 }
@@ -30,10 +33,11 @@ impl Object {
     /// Its type.
     pub fn kind(&self) -> &'static str {
         match self {
-            Object::IoThread => "iothread",
+            Object::IoThread(_) => "iothread",
             Object::ThrottleGroup(_) => "throttle-group",
             Object::Secret(_) => "secret",
             Object::TlsCreds { .. } => "tls-creds-x509",
+            Object::Authorization(authorization) => authorization.kind(),
             Object::Monitor { .. } => "monitor-qmp",
         }
     }
@@ -57,6 +61,8 @@ impl Object {
                 Some(if *is_server { "server" } else { "client" }.into())
             }
             (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
+            (Object::Authorization(authorization), name) => authorization.get(name),
+            (Object::IoThread(properties), name) => properties.lock().get(name).map(|value| json!(value)),
             (Object::Monitor { chardev, .. }, "chardev") => Some(chardev.as_str().into()),
             (Object::Monitor { pretty, .. }, "pretty") => Some((*pretty).into()),
             _ => None,
@@ -66,6 +72,9 @@ impl Object {
     /// Changes a property. What is wrong changes nothing.
     pub fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
         let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
+        if let Object::IoThread(properties) = self {
+            return properties.set(property, value);
+        }
         let Object::ThrottleGroup(group) = self else {
             return Err(QmpError::generic(format!("Property '{property}' of '{}' cannot be changed", self.kind())));
         };
@@ -112,6 +121,10 @@ const fn base(name: &'static str) -> TypeInfo {
 
 /// All types, with QEMU's names and kinship.
 pub(crate) const TYPES: &[TypeInfo] = &[
+    base("authz"),
+    creatable("authz-list", "authz"),
+    creatable("authz-listfile", "authz"),
+    creatable("authz-simple", "authz"),
     TypeInfo { name: "container", parent: Some("object"), is_abstract: false, is_creatable: false },
     base("event-loop-base"),
     creatable("iothread", "event-loop-base"),
@@ -145,12 +158,74 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
             let names = Limits::option_names().map(|name| (format!("x-{name}"), "int"));
             std::iter::once(("limits".to_owned(), "ThrottleLimits")).chain(names).collect()
         }
+        "authz-simple" => named(&[("identity", "string")]),
+        "authz-list" => named(&[("policy", "QAuthZListPolicy"), ("rules", "QAuthZListRule")]),
+        "authz-listfile" => named(&[("filename", "string"), ("refresh", "bool")]),
+        "iothread" => IoThreadProperties::RANGES.iter().map(|(name, ..)| ((*name).to_owned(), "int")).collect(),
         "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool")]),
         "secret" => named(&[("file", "string"), ("format", "QCryptoSecretFormat")]),
         "tls-creds-x509" => {
             named(&[("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")])
         }
         _ => Vec::new(),
+    }
+}
+
+/// What an `iothread` says of its polling and its workers: kept, shown, and without effect here.
+#[derive(Debug)]
+pub(crate) struct IoThreadProperties(Mutex<BTreeMap<&'static str, i64>>);
+
+impl IoThreadProperties {
+    /// Names, largest values, and values where nothing is said.
+    const RANGES: &[(&str, i64, i64)] = &[
+        ("poll-max-ns", i64::MAX, 32768),
+        ("poll-grow", i64::MAX, 2),
+        ("poll-shrink", i64::MAX, 2),
+        ("poll-weight", 63, 3),
+        ("aio-max-batch", i64::MAX, 0),
+        ("thread-pool-min", i64::MAX, 0),
+        ("thread-pool-max", i64::MAX, 64),
+    ];
+
+    /// With what is given; the rest is as in QEMU.
+    pub fn new(given: &serde_json::Map<String, Value>) -> QmpResult<IoThreadProperties> {
+        let all = Self::RANGES.iter().map(|(name, _, default)| (*name, *default));
+        let properties = IoThreadProperties(Mutex::new(all.collect()));
+        // The most before the least, so that both may be given in any order.
+        for (name, ..) in Self::RANGES.iter().rev() {
+            if let Some(value) = given.get(*name) {
+                properties.set(name, value)?;
+            }
+        }
+        Ok(properties)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, i64>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
+        let Some((name, most, _)) = Self::RANGES.iter().find(|(name, ..)| *name == property) else {
+            return Err(QmpError::generic(format!("Property 'iothread.{property}' not found")));
+        };
+        let wrong = || QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"));
+        let value = value.as_i64().ok_or_else(wrong)?;
+        let mut all = self.lock();
+        let least = all.get("thread-pool-min").copied().unwrap_or(0);
+        let top = all.get("thread-pool-max").copied().unwrap_or(i64::MAX);
+        let is_pool = match *name {
+            "thread-pool-min" => value <= top,
+            "thread-pool-max" => value > 0 && value >= least,
+            _ => true,
+        };
+        if !(0..=*most).contains(&value) {
+            return Err(QmpError::generic(format!("{name} value must be in range [0, {most}]")));
+        }
+        if !is_pool {
+            return Err(QmpError::generic("bad thread-pool-min/thread-pool-max values"));
+        }
+        all.insert(name, value);
+        Ok(())
     }
 }
 
@@ -183,14 +258,21 @@ impl Secret {
 
 /// The objects by id.
 #[derive(Debug, Default)]
-pub(crate) struct Objects(RefCell<BTreeMap<String, Object>>);
+pub(crate) struct Objects {
+    all: RefCell<BTreeMap<String, Object>>,
+    /// Those of them that say which clients may come.
+    pub authorizations: Authorizations,
+}
 
 impl Objects {
     /// Adds one; its id must be new.
     pub fn add(&self, id: &str, object: Object) -> QmpResult<()> {
-        let mut objects = self.0.borrow_mut();
+        let mut objects = self.all.borrow_mut();
         if objects.contains_key(id) {
             return Err(duplicate(id));
+        }
+        if let Object::Authorization(authorization) = &object {
+            self.authorizations.set(id, Some(Arc::clone(authorization)));
         }
         objects.insert(id.to_owned(), object);
         Ok(())
@@ -198,7 +280,7 @@ impl Objects {
 
     /// The secrets, with their ids.
     pub fn secrets(&self) -> Vec<(String, secret::Secret)> {
-        let objects = self.0.borrow();
+        let objects = self.all.borrow();
         let secrets = objects.iter().filter_map(|(id, object)| match object {
             Object::Secret(secret) => Some((id.clone(), secret.bytes().clone())),
             _ => None,
@@ -208,17 +290,18 @@ impl Objects {
 
     /// The object with this id.
     pub fn find(&self, id: &str) -> Option<Object> {
-        self.0.borrow().get(id).cloned()
+        self.all.borrow().get(id).cloned()
     }
 
     /// Takes one away.
     pub fn remove(&self, id: &str) -> Option<Object> {
-        self.0.borrow_mut().remove(id)
+        self.authorizations.set(id, None);
+        self.all.borrow_mut().remove(id)
     }
 
     /// Ids and types.
     pub fn list(&self) -> Vec<(String, &'static str)> {
-        self.0.borrow().iter().map(|(id, object)| (id.clone(), object.kind())).collect()
+        self.all.borrow().iter().map(|(id, object)| (id.clone(), object.kind())).collect()
     }
 
     /// The object that a path means: its id, or `/objects/ID`.
@@ -243,7 +326,7 @@ impl Objects {
     /// There must be such a thread.
     pub fn check_iothread(&self, id: &str) -> QmpResult<()> {
         match self.find(id) {
-            Some(Object::IoThread) => Ok(()),
+            Some(Object::IoThread(_)) => Ok(()),
             _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
         }
     }

@@ -346,6 +346,35 @@ fn the_caches_change_their_shape_and_the_page_cache_its_use_under_writers() {
 }
 
 #[test]
+fn a_file_with_native_operations_stays_past_the_page_cache() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
+    let words = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+    let graph = Graph::new();
+    // The file by itself, and as it was described with its image.
+    let file = "driver=file,node-name=f,filename=F,aio=native,cache.direct=".replace('F', &path);
+    let node = add(&graph, &format!("{file}on")).unwrap();
+    let off = BlockdevOptions::from_keyval(&format!("{file}off")).unwrap();
+    let error = reopen(&graph, &[off]).unwrap_err().to_string();
+    assert!(error.contains(words) && error.contains(&path), "{error}");
+    assert!(node.file().unwrap().cache_mode().direct);
+    assert_eq!(node.options().get("cache").and_then(|cache| cache.get("direct")), Some(&true.into()));
+    drop(node);
+    rt::block_on(graph.delete("f")).unwrap();
+    let image = "driver=qcow2,node-name=n,file.filename=F,file.aio=native,cache.direct=on".replace('F', &path);
+    let node = add(&graph, &image).unwrap();
+    for without in ["cache.direct=off", "", "cache.direct=off,cache.no-flush=on"] {
+        let error = reopen(&graph, &[changed(&node, without)]).unwrap_err().to_string();
+        assert!(error.contains(words), "{without}: {error}");
+        let mode = node.child(ChildRole::File).unwrap().file().unwrap().cache_mode();
+        assert_eq!((mode.direct, mode.no_flush), (true, false), "{without}");
+    }
+    reopen(&graph, &[changed(&node, "cache.direct=on,cache.no-flush=on")]).unwrap();
+    drop(node);
+    rt::block_on(graph.close_all()).unwrap();
+}
+
+#[test]
 fn a_mapping_that_images_share_keeps_its_shape() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=4k");

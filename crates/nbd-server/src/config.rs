@@ -19,13 +19,22 @@ pub struct ServerConfig {
     pub tls: Option<ServerTls>,
     /// With credentials: clients must encrypt. Else they may.
     pub tls_required: bool,
+    /// Which of those with a certificate may come; none: all. Needs credentials that verify clients.
+    pub authorizer: Option<Authorizer>,
     /// Called for what happens, on the threads that serve: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
 }
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        ServerConfig { queues: 1, limits: Limits::default(), tls: None, tls_required: true, events: None }
+        ServerConfig {
+            queues: 1,
+            limits: Limits::default(),
+            tls: None,
+            tls_required: true,
+            authorizer: None,
+            events: None,
+        }
     }
 }
 
@@ -74,6 +83,20 @@ impl Default for Limits {
             max_payload_bytes: PORTABLE_PAYLOAD_BYTES,
             handshake_timeout: Duration::from_secs(10),
         }
+    }
+}
+
+/// Decides whether the client with a certificate for this distinguished name may come; else says why not. Called on the
+/// threads that serve: it must be quick.
+#[derive(Clone)]
+pub struct Authorizer(pub Arc<Check>);
+
+/// What an [`Authorizer`] calls.
+pub type Check = dyn Fn(&str) -> std::result::Result<(), String> + Send + Sync;
+
+impl fmt::Debug for Authorizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Authorizer")
     }
 }
 

@@ -27,7 +27,7 @@ mod session;
 mod signal;
 mod status;
 
-pub use config::{Event, EventHandler, Limits, ServerConfig};
+pub use config::{Authorizer, Check, Event, EventHandler, Limits, ServerConfig};
 pub use disk::{DirtyRun, Disk, DiskQueue, DiskRun};
 pub use export::{Export, ExportInfo, Removal};
 pub use server::Server;

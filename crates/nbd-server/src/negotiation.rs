@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! From the greeting to the transmission phase: option haggling in fixed newstyle.
 
+use crate::config::Authorizer;
 use crate::registry::{Registry, Served, Stay};
 use crate::{Disk, Export};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -263,6 +264,11 @@ impl<D: Disk> Negotiation<'_, D> {
         self.reply(option, OptionReply::Ack).await?;
         self.send().await?;
         self.stream.start_server_tls(&credentials).await?;
+        if let Some(Authorizer(check)) = &self.registry.config.authorizer {
+            let identity = self.stream.peer_identity();
+            let identity = identity.ok_or_else(|| refused("the client has no certificate with a name"))?;
+            check(&identity).map_err(refused)?;
+        }
         self.replies = ReplyStyle::Simple;
         self.chosen = None;
         Ok(Next::Option)

@@ -35,9 +35,13 @@ impl Foreign {
             .spawn()
             .unwrap_or_else(|error| panic!("{program} must be installed (scripts/setup test): {error}"));
         let mut foreign = Foreign { child, socket: socket.to_owned() };
-        // It is ready when its socket is there: qemu-nbd takes the first connection for a client, so none is tried.
+        // It is ready when it listens (flag 00010000): qemu-nbd takes the first connection for a client, so none is tried.
+        let listens = || {
+            let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
+            sockets.lines().any(|line| line.ends_with(text(socket)) && line.contains(" 00010000 "))
+        };
         for _ in 0..6000 {
-            if socket.exists() {
+            if listens() {
                 return foreign;
             }
             assert!(foreign.child.try_wait().expect("wait").is_none(), "{program} ended at once");
@@ -252,6 +256,70 @@ fn images_and_backing_files_may_be_on_a_server() {
     });
     drop(server);
     qemu.expect_clean(&base);
+}
+
+/// What qemu-img says of the same: start, length, data, zero, present.
+type Shown = (u64, u64, bool, bool, bool);
+
+fn shown_by_qemu(options: &str) -> Vec<Shown> {
+    let map = Qemu::system().img(["map", "--output=json", "--image-opts", options]).expect_ok().json();
+    let number = |run: &serde_json::Value, key: &str| run[key].as_u64().expect("a number");
+    let flag = |run: &serde_json::Value, key: &str| run[key].as_bool().expect("a flag");
+    let shown = |run: &serde_json::Value| {
+        let (data, zero, present) = (flag(run, "data"), flag(run, "zero"), flag(run, "present"));
+        (number(run, "start"), number(run, "length"), data, zero, present)
+    };
+    map.as_array().expect("runs").iter().map(shown).collect()
+}
+
+#[test]
+fn a_map_shows_the_metadata_context_that_is_asked_for() {
+    let dir = temp_dir();
+    let qemu = Qemu::system();
+    let (base, top) = (dir.path().join("base.qcow2"), dir.path().join("top.qcow2"));
+    qemu.create(&base, "qcow2", "", SIZE);
+    qemu.io_commands(&base, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&top)]);
+    run("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "b"]);
+    run("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "clean"]);
+    let writes = ["write -P 2 512k 64k", "write -P 3 3M 1M", "write -z 7M 128k", "write -P 0 7M 64k"];
+    qemu.io_commands(&top, "qcow2", &writes.map(str::to_owned)).expect_ok();
+    run("qemu-img", &["bitmap", "--clear", text(&top), "clean"]);
+    let socket = dir.path().join("socket");
+    let all = ["-k", "SOCKET", "-t", "-r", "--shared=8", "-A", "-B", "b", "-B", "clean", "-f", "qcow2", text(&top)];
+    let _server = Foreign::start("qemu-nbd", &socket, &all);
+    let place = format!("server.type=unix,server.path={}", socket.display());
+    let file_place = format!("file.{}", place.replace(",server", ",file.server"));
+    for context in ["qemu:dirty-bitmap:b", "qemu:dirty-bitmap:clean", "qemu:allocation-depth", "base:allocation"] {
+        for options in [
+            format!("driver=nbd,{place},x-dirty-bitmap={context}"),
+            format!("driver=raw,file.driver=nbd,{file_place},file.x-dirty-bitmap={context}"),
+        ] {
+            let expected = shown_by_qemu(&options);
+            rt::block_on(async {
+                let request = || OpenRequest::image_opts(&options).expect("options");
+                let node = open(request().without_content()).await.expect("open");
+                let runs = node.block_status_chain(0, SIZE, 100).await.expect("status");
+                let found = runs.iter().map(|run| (run.start, run.len, run.data, run.zero, run.present));
+                assert_eq!(found.collect::<Vec<Shown>>(), expected, "{options}");
+                let first = node.block_status(100, 700, 1).await.expect("status");
+                assert_eq!((first[0].start, first[0].len, first.len()), (100, 700, 1), "{options}");
+                node.close().await.expect("close");
+                // Who wants the content isn't led to believe that what has changed isn't there.
+                let node = open(request()).await.expect("open");
+                let runs = node.block_status_chain(0, SIZE, 100).await.expect("status");
+                let is_said = context == "base:allocation";
+                assert_eq!(runs.iter().all(|run| run.data && !run.zero), !is_said, "{options}: {runs:?}");
+                assert!(read(&node, 3 << 20, 1 << 20).await == vec![3; 1 << 20], "{options}");
+                node.close().await.expect("close");
+            });
+        }
+    }
+    for wrong in ["qemu:dirty-bitmap:nope", "qemu:", "", "other:b"] {
+        let request = OpenRequest::image_opts(&format!("driver=nbd,{place},x-dirty-bitmap={wrong}")).expect("options");
+        let error = rt::block_on(open(request)).expect_err("no such context").to_string();
+        assert!(error.contains(&format!("no metadata context '{wrong}'")), "{error}");
+    }
 }
 
 #[test]

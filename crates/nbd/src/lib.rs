@@ -3,10 +3,12 @@
 //!
 //! - `stream`: bytes in both directions, with TLS where it was started
 //! - `receiver`: what came in and hasn't been looked at yet
+//! - `identity`: who a certificate is for
 //! - `tls`: credentials, in folders as QEMU has them
 //! - `client`: an export as a file
 
 pub mod client;
+mod identity;
 mod receiver;
 mod stream;
 mod tls;

@@ -3,6 +3,7 @@
 //!
 //! At most one receives and one sends at a time; the two may be different tasks, of a client also on different threads.
 
+use crate::identity::distinguished_name;
 use crate::tls::{ClientTls, ServerTls, server_name};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
@@ -179,6 +180,14 @@ impl Stream {
         let connection =
             ClientConnection::new(credentials.config.clone(), server_name(name)?).map_err(|error| failed(&error))?;
         self.handshake(connection.into()).await
+    }
+
+    /// Who the peer's certificate is for: its distinguished name as [RFC 4514](https://www.rfc-editor.org/rfc/rfc4514) writes
+    /// it, but in the certificate's order, as QEMU compares it. `None` without TLS, without a certificate, or where it can't be
+    /// parsed.
+    pub fn peer_identity(&self) -> Option<String> {
+        let tls = self.lock()?;
+        distinguished_name(tls.connection.peer_certificates()?.first()?)
     }
 
     async fn handshake(&self, connection: Connection) -> Result<()> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sockets on the ring and without one.
 
-use cowshed_storage::{Dispatch, IoBuf, Listener, Socket, SocketAddress, Want, rt};
+use cowshed_storage::{Dispatch, IoBuf, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, rt};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -148,4 +148,107 @@ fn errors_name_the_address() {
         let error = Socket::connect(&host, TIMEOUT).await.expect_err("no host").to_string();
         assert!(error.contains("no-such-host.invalid"), "{error}");
     });
+}
+
+fn local(port: u16) -> SocketAddress {
+    SocketAddress::Tcp { host: "127.0.0.1".to_owned(), port }
+}
+
+fn port_of(listener: &Listener) -> u16 {
+    match listener.address() {
+        SocketAddress::Tcp { port, .. } => *port,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_listening_socket_has_the_options_that_are_given() {
+    use rustix::net::{ipproto, sockopt};
+    let bind = |options: &ListenOptions| Listener::bind_with(&local(0), options);
+    let plain = bind(&ListenOptions::default()).expect("listens").remove(0);
+    assert!(!sockopt::socket_keepalive(&plain).expect("asked"));
+    assert_eq!(sockopt::socket_protocol(&plain).expect("asked"), Some(ipproto::TCP));
+    let keep_alive = KeepAlive { count: Some(5), idle_seconds: Some(7), interval_seconds: Some(3) };
+    let options = ListenOptions { keep_alive: Some(keep_alive), ..ListenOptions::default() };
+    let listener = bind(&options).expect("listens").remove(0);
+    assert!(sockopt::socket_keepalive(&listener).expect("asked"));
+    let found = (sockopt::tcp_keepcnt(&listener), sockopt::tcp_keepidle(&listener), sockopt::tcp_keepintvl(&listener));
+    let seconds = Duration::from_secs;
+    assert_eq!(
+        (found.0.expect("asked"), found.1.expect("asked"), found.2.expect("asked")),
+        (5, seconds(7), seconds(3))
+    );
+    // 0 and nothing are what the system has.
+    let none = KeepAlive { count: Some(0), ..KeepAlive::default() };
+    let defaults =
+        bind(&ListenOptions { keep_alive: Some(none), ..ListenOptions::default() }).expect("listens").remove(0);
+    assert!(sockopt::socket_keepalive(&defaults).expect("asked"));
+    let (found, system) = (sockopt::tcp_keepcnt(&defaults), sockopt::tcp_keepcnt(&plain));
+    assert_eq!(found.expect("asked"), system.expect("asked"));
+    for (wrong, words) in [
+        (KeepAlive { count: Some(500_000), ..none }, "Unable to set TCP keep-alive count option on socket"),
+        (KeepAlive { idle_seconds: Some(500_000), ..none }, "Unable to set TCP keep-alive idle option on socket"),
+        (
+            KeepAlive { interval_seconds: Some(500_000), ..none },
+            "Unable to set TCP keep-alive interval option on socket",
+        ),
+    ] {
+        let error = bind(&ListenOptions { keep_alive: Some(wrong), ..ListenOptions::default() }).expect_err("too much");
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    // A kernel without MPTCP says so.
+    match (bind(&ListenOptions { mptcp: true, ..options }), std::path::Path::new("/proc/sys/net/mptcp").exists()) {
+        (Ok(listeners), true) => {
+            assert_eq!(sockopt::socket_protocol(&listeners[0]).expect("asked"), Some(ipproto::MPTCP));
+            assert!(sockopt::socket_keepalive(&listeners[0]).expect("asked"));
+            let address = listeners[0].address().clone();
+            rt::block_on(async {
+                let client = Socket::connect(&address, TIMEOUT).await.expect("clients of TCP may come");
+                let accepted = listeners[0].accept().await.expect("accepted");
+                accepted.send(vec![IoBuf::copy_from(b"hello")], Dispatch::Alone).await.0.expect("sent");
+                let (count, buf) = client.receive(IoBuf::zeroed(5), Want::All).await;
+                assert_eq!((count.expect("received"), &buf[..]), (5, &b"hello"[..]));
+            });
+        }
+        (result, has_mptcp) => {
+            let error = result.expect_err("the kernel has no MPTCP").to_string();
+            assert!(!has_mptcp && error.contains("MPTCP"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn addresses_and_ports_are_chosen_as_asked() {
+    let first = Listener::bind(&local(0)).expect("listens").remove(0);
+    let port = port_of(&first);
+    let up_to = |last| ListenOptions { last_port: Some(last), ..ListenOptions::default() };
+    let error = Listener::bind_with(&local(port), &up_to(port)).expect_err("it is taken");
+    assert_eq!(error.errno().0, 98, "{error}");
+    if port < u16::MAX - 100 {
+        let next = Listener::bind_with(&local(port), &up_to(port + 100)).expect("a later one is free").remove(0);
+        assert!(port_of(&next) > port && port_of(&next) <= port + 100);
+    }
+    let any = SocketAddress::Tcp { host: String::new(), port: 0 };
+    let families = |ipv4, ipv6| ListenOptions { ipv4, ipv6, ..ListenOptions::default() };
+    let host = |options| match Listener::bind_with(&any, &options).expect("listens").remove(0).address() {
+        SocketAddress::Tcp { host, .. } => host.clone(),
+        other => panic!("{other}"),
+    };
+    assert_eq!(host(families(Some(true), None)), "0.0.0.0");
+    assert_eq!(host(families(None, Some(false))), "0.0.0.0");
+    for (address, options, words) in [
+        (any.clone(), families(Some(false), Some(false)), "Cannot disable IPv4 and IPv6 at same time"),
+        (local(0), families(None, Some(true)), "no address of the kind"),
+        (local(port), up_to(1), "lower than the first"),
+        (
+            SocketAddress::Tcp { host: "localhost".to_owned(), port: 0 },
+            ListenOptions { numeric: true, ..ListenOptions::default() },
+            "address resolution failed for localhost:0: Name or service not known",
+        ),
+    ] {
+        let error = Listener::bind_with(&address, &options).expect_err("wrong").to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    let numeric = ListenOptions { numeric: true, ipv4: Some(true), ipv6: Some(true), ..ListenOptions::default() };
+    assert!(Listener::bind_with(&local(0), &numeric).is_ok());
 }

@@ -129,6 +129,9 @@ fn dirty(oracle: &Oracle, bitmap: &str) -> Vec<(u64, u64)> {
         runs.map(|run| (run[start].as_u64().expect("start"), run["length"].as_u64().expect("length"))).collect()
     };
     let found = runs(&map, "start", |run| run["data"] == false);
+    let ours = Command::new(COWSHED).args(["map", "--output=json", "--image-opts", &options]).output();
+    let ours = serde_json::from_slice(&ours.expect("our own binary runs").stdout).expect("JSON");
+    assert_eq!(runs(&ours, "start", |run| run["data"] == false && run["present"] == false), found);
     let uri = format!("nbd+unix:///x?socket={}", socket.display());
     let output = Command::new("nbdinfo").args([format!("--map={name}"), "--json".to_owned(), uri]).output();
     let output = output.expect("nbdinfo runs: scripts/setup test installs it");
@@ -270,7 +273,10 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
         (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,throttling.group=none"], "'none' does not exist"),
         (&["qemu-nbd", "-k", "n.sock", "-c", "/dev/nbd0", "disk.qcow2"], "--connect"),
         (&["qemu-nbd", "-k", "n.sock", "--selinux-label", "x", "disk.qcow2"], "--selinux-label"),
-        (&["qemu-nbd", "-k", "n.sock", "--tls-authz", "x", "disk.qcow2"], "--tls-authz"),
+        (
+            &["qemu-nbd", "-k", "n.sock", "--tls-authz", "x", "disk.qcow2"],
+            "--tls-authz is not permitted without --tls-creds",
+        ),
         (&["qemu-nbd", "-k", "n.sock", "-l", "none", "disk.qcow2"], "none"),
         (&["qemu-storage-daemon", "--object", "tls-creds-psk,id=t"], "no pre-shared keys"),
         (&["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=z"], "'z'"),

@@ -34,6 +34,8 @@ struct Closed {
     options: BlockdevOptions,
     /// Its `BlockDeviceInfo` when it was closed, without what stands below it.
     described: Map<String, Value>,
+    /// A command put it in, not the user.
+    is_inserted: bool,
 }
 
 /// The inactive nodes by name.
@@ -196,10 +198,11 @@ async fn close(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
     described.insert("active".to_owned(), json!(false));
     let options = lasting_options(daemon, node);
     let name = node.name().to_owned();
+    let is_inserted = daemon.inserted_filters.contains(node);
     let closed = daemon.graph.delete(&name).await;
     // It is closed, also where that met an error; not where it was refused.
     if daemon.graph.find(&name).is_none() {
-        daemon.inactive.0.borrow_mut().insert(name, Closed { options, described });
+        daemon.inactive.0.borrow_mut().insert(name, Closed { options, described, is_inserted });
     }
     closed.map_err(failed)
 }
@@ -212,7 +215,10 @@ pub(super) fn activate<'a>(daemon: &'a Rc<Daemon>, name: &'a str) -> LocalFuture
         };
         let opened = activate_named(daemon, &closed.options).await?;
         match daemon.graph.add(closed.options).await {
-            Ok(_) => {
+            Ok(node) => {
+                if closed.is_inserted {
+                    daemon.inserted_filters.add(&node);
+                }
                 daemon.inactive.0.borrow_mut().remove(name);
                 Ok(())
             }
@@ -268,6 +274,6 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
     described.insert("active".to_owned(), json!(false));
     described.insert("ro".to_owned(), json!(options.get("read-only") == Some(&json!(true))));
     let name = options.text("node-name").unwrap_or_default().to_owned();
-    daemon.inactive.0.borrow_mut().insert(name, Closed { options, described });
+    daemon.inactive.0.borrow_mut().insert(name, Closed { options, described, is_inserted: false });
     Ok(())
 }

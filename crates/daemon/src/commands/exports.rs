@@ -3,6 +3,7 @@
 
 use super::{Arguments, Group, activity, command, failed, nothing};
 use crate::nbd::{ExportSpec, Nbd, NbdSetup};
+use crate::objects::Object;
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
 use cowshed_image::Node;
@@ -10,7 +11,7 @@ use cowshed_image::graph::AttachRequest;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd_server::Removal;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::SocketAddress;
+use cowshed_storage::{KeepAlive, ListenOptions, SocketAddress};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,9 +30,10 @@ object UnixSocketAddressWrapper: data: UnixSocketAddress
 object FdSocketAddressWrapper: data: FdSocketAddress
 object SocketAddressLegacy: type: SocketAddressType | type = inet: InetSocketAddressWrapper
   , unix: UnixSocketAddressWrapper, fd: FdSocketAddressWrapper
-object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: int, tls-creds?: str, max-connections?: int
-command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: int, tls-creds?: str
+object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: int, tls-creds?: str, tls-authz?: str
   , max-connections?: int
+command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: int, tls-creds?: str
+  , tls-authz?: str, max-connections?: int
 command nbd-server-add: device: str, name?: str, description?: str, writable?: bool, bitmap?: str
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
@@ -69,24 +71,54 @@ async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
     let most = arguments.number("max-connections")?.unwrap_or(0);
     let most = usize::try_from(most).map_err(|_| too_large("max-connections"))?;
     let patience = arguments.number("handshake-max-seconds")?;
-    start_nbd(&daemon, address, arguments.maybe_text("tls-creds"), most, patience)?;
+    let access = Access { tls_creds: arguments.maybe_text("tls-creds"), tls_authz: arguments.maybe_text("tls-authz") };
+    start_nbd(&daemon, address, access, most, patience)?;
     nothing()
+}
+
+/// Who may connect: ids of objects.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access<'a> {
+    /// Credentials of the server.
+    pub tls_creds: Option<&'a str>,
+    /// Which certificates.
+    pub tls_authz: Option<&'a str>,
+}
+
+impl Access<'_> {
+    /// Names without certificates to find them in would let everybody in.
+    fn check(&self, daemon: &Daemon) -> QmpResult<()> {
+        let (Some(_), creds) = (self.tls_authz, self.tls_creds) else { return Ok(()) };
+        let Some(creds) = creds else {
+            return Err(QmpError::generic("'tls-authz' is not permitted without 'tls-creds'"));
+        };
+        match daemon.objects.find(creds) {
+            Some(Object::TlsCreds { verify_peer: false, .. }) => {
+                let message = format!("'tls-authz' needs credentials with 'verify-peer=on', which '{creds}' hasn't");
+                Err(QmpError::generic(message))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Starts the NBD server; without an address on the sockets that were passed to this process.
 pub(crate) fn start_nbd(
     daemon: &Rc<Daemon>,
-    address: Option<SocketAddress>,
-    tls: Option<&str>,
+    (address, listen): (Option<SocketAddress>, ListenOptions),
+    access: Access<'_>,
     max_connections: usize,
     handshake_seconds: Option<u64>,
 ) -> QmpResult<()> {
     if daemon.nbd().is_some() {
         return Err(QmpError::generic("NBD server already running"));
     }
+    access.check(daemon)?;
     let setup = NbdSetup {
         address,
-        tls: tls.map(|id| daemon.objects.server_tls(id)).transpose()?,
+        listen,
+        tls: access.tls_creds.map(|id| daemon.objects.server_tls(id)).transpose()?,
+        authorizer: access.tls_authz.map(|id| daemon.objects.authorizations.authorizer(id)),
         max_connections,
         handshake_seconds,
         queues: daemon.queues,
@@ -103,7 +135,7 @@ fn too_large(key: &str) -> QmpError {
 }
 
 /// A `SocketAddress`, or the older spelling with its members in `data`. `None`: the sockets that were passed to us.
-fn address(given: Option<&Map<String, Value>>) -> QmpResult<Option<SocketAddress>> {
+fn address(given: Option<&Map<String, Value>>) -> QmpResult<(Option<SocketAddress>, ListenOptions)> {
     let missing = || QmpError::generic("Parameter 'addr' is missing");
     let given = given.ok_or_else(missing)?;
     let members = given.get("data").and_then(Value::as_object).unwrap_or(given);
@@ -113,18 +145,44 @@ fn address(given: Option<&Map<String, Value>>) -> QmpResult<Option<SocketAddress
         "unix" => {
             let is_abstract = members.get("abstract").and_then(Value::as_bool).unwrap_or(false);
             let prefix = if is_abstract { "\0" } else { "" };
-            Ok(Some(SocketAddress::Unix(format!("{prefix}{}", text("path")))))
+            Ok((Some(SocketAddress::Unix(format!("{prefix}{}", text("path")))), ListenOptions::default()))
         }
         "inet" => {
             let wrong = || {
                 QmpError::generic(format!("Parameter 'addr.port' expects a number up to 65535, not '{}'", text("port")))
             };
             let port = text("port").parse().map_err(|_| wrong())?;
-            Ok(Some(SocketAddress::Tcp { host: text("host").to_owned(), port }))
+            Ok((Some(SocketAddress::Tcp { host: text("host").to_owned(), port }), listen_options(members)?))
         }
         // The name of a descriptor says nothing to us: all that were passed are meant.
-        _ => Ok(None),
+        _ => Ok((None, ListenOptions::default())),
     }
+}
+
+/// What an `InetSocketAddress` says beside host and port.
+fn listen_options(members: &Map<String, Value>) -> QmpResult<ListenOptions> {
+    let flag = |key: &str| members.get(key).and_then(Value::as_bool);
+    let number = |key: &str| members.get(key).and_then(Value::as_u64);
+    let keep_alive = |key: &str| {
+        let wrong = || QmpError::generic(format!("Parameter 'addr.{key}' expects a number of 32 bits"));
+        members.get(key).map(|_| number(key).and_then(|number| number.try_into().ok()).ok_or_else(wrong)).transpose()
+    };
+    let (count, idle, interval) =
+        (keep_alive("keep-alive-count")?, keep_alive("keep-alive-idle")?, keep_alive("keep-alive-interval")?);
+    let last_port = members.get("to").map(|_| number("to").and_then(|port| port.try_into().ok()));
+    let wrong = || QmpError::generic("Parameter 'addr.to' expects a number up to 65535");
+    Ok(ListenOptions {
+        ipv4: flag("ipv4"),
+        ipv6: flag("ipv6"),
+        numeric: flag("numeric") == Some(true),
+        last_port: last_port.map(|port| port.ok_or_else(wrong)).transpose()?,
+        keep_alive: (flag("keep-alive") == Some(true)).then_some(KeepAlive {
+            count,
+            idle_seconds: idle,
+            interval_seconds: interval,
+        }),
+        mptcp: flag("mptcp") == Some(true),
+    })
 }
 
 async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {

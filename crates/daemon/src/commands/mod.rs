@@ -21,7 +21,7 @@ mod throttle;
 pub(crate) use activity::InactiveNodes;
 pub(crate) use arguments::{Arguments, failed};
 pub(crate) use chardevs::REFUSED_BACKENDS;
-pub(crate) use exports::start_nbd;
+pub(crate) use exports::{Access, start_nbd};
 pub(crate) use nodes::add_node;
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;

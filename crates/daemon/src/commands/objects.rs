@@ -2,18 +2,29 @@
 //! Objects, and their properties.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::objects::{Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of};
+use crate::authorization::{Authorization, Rules};
+use crate::objects::{
+    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
+};
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
+use std::path::Path;
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum ObjectType: iothread secret throttle-group tls-creds-x509 monitor-qmp
+enum ObjectType: authz-list authz-listfile authz-simple iothread secret throttle-group tls-creds-x509 monitor-qmp
+enum QAuthZListPolicy: deny allow
+enum QAuthZListFormat: exact glob
+object QAuthZListRule: match: str, policy: QAuthZListPolicy, format?: QAuthZListFormat
+object AuthZListProperties: policy?: QAuthZListPolicy, rules?: [QAuthZListRule]
+object AuthZListFileProperties: filename: str, refresh?: bool
+object AuthZSimpleProperties: identity: str
 object MonitorQMPProperties: chardev: str, pretty?: bool
 enum QCryptoSecretFormat: raw base64
 object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
@@ -33,7 +44,8 @@ object ThrottleGroupProperties: limits?: ThrottleLimits, x-bps-total?: int, x-bp
   , x-iops-total-max?: int, x-iops-total-max-length?: int, x-iops-read?: int, x-iops-read-max?: int
   , x-iops-read-max-length?: int, x-iops-write?: int, x-iops-write-max?: int, x-iops-write-max-length?: int
   , x-iops-size?: int
-object ObjectOptions: qom-type: ObjectType, id: str | qom-type = iothread: IothreadProperties
+object ObjectOptions: qom-type: ObjectType, id: str | qom-type = authz-list: AuthZListProperties
+  , authz-listfile: AuthZListFileProperties, authz-simple: AuthZSimpleProperties, iothread: IothreadProperties
   , secret: SecretProperties
   , throttle-group: ThrottleGroupProperties, tls-creds-x509: TlsCredsX509Properties
   , monitor-qmp: MonitorQMPProperties
@@ -69,7 +81,18 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         return Err(QmpError::generic("Parameter 'id' expects an identifier"));
     }
     let object = match arguments.text("qom-type") {
-        "iothread" => Object::IoThread,
+        "authz-simple" => {
+            let identity = arguments.text("identity").to_owned();
+            Object::Authorization(Arc::new(Authorization::Simple { identity }))
+        }
+        "authz-list" => {
+            Object::Authorization(Arc::new(Authorization::List(Rules::from_json(&arguments.clone().into_map())?)))
+        }
+        "authz-listfile" => {
+            let path = Path::new(arguments.text("filename"));
+            Object::Authorization(Arc::new(Authorization::from_file(path, arguments.flag("refresh", true))?))
+        }
+        "iothread" => Object::IoThread(Arc::new(IoThreadProperties::new(&arguments.clone().into_map())?)),
         "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         "monitor-qmp" => {
@@ -98,7 +121,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         }
         Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),
         Object::Monitor { chardev, pretty } => daemon.start_monitor(chardev, *pretty).map_err(failed)?,
-        Object::IoThread | Object::ThrottleGroup(_) => {}
+        Object::IoThread(_) | Object::ThrottleGroup(_) | Object::Authorization(_) => {}
     }
     daemon.objects.add(id, object)?;
     nothing()
@@ -140,7 +163,7 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
         Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
         Some(Object::Monitor { chardev, .. }) => daemon.chardevs.stop_monitor(&chardev).map_err(failed)?,
-        Some(Object::IoThread) => {}
+        Some(Object::IoThread(_) | Object::Authorization(_)) => {}
     }
     daemon.objects.remove(id);
     nothing()

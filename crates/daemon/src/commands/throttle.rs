@@ -32,13 +32,13 @@ const FILTER_PREFIX: &str = "throttle-";
 pub(crate) struct InsertedFilters(RefCell<Vec<Weak<Node>>>);
 
 impl InsertedFilters {
-    fn add(&self, filter: &Arc<Node>) {
+    pub(super) fn add(&self, filter: &Arc<Node>) {
         let mut filters = self.0.borrow_mut();
         filters.retain(|filter| filter.strong_count() > 0);
         filters.push(Arc::downgrade(filter));
     }
 
-    fn contains(&self, filter: &Arc<Node>) -> bool {
+    pub(super) fn contains(&self, filter: &Arc<Node>) -> bool {
         self.0.borrow().iter().any(|known| known.as_ptr() == Arc::as_ptr(filter))
     }
 }

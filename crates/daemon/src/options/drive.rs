@@ -157,7 +157,14 @@ impl Drive {
         match key {
             "cache" => {
                 self.cache = Cache::parse(value)?;
-                let cache = json!({"direct": self.cache.direct, "no-flush": self.cache.no_flush});
+                // What is said of one of them counts more than the mode.
+                let mut cache = match self.options.remove("cache") {
+                    Some(serde_json::Value::Object(map)) => map,
+                    _ => Map::new(),
+                };
+                for (key, value) in [("direct", self.cache.direct), ("no-flush", self.cache.no_flush)] {
+                    cache.entry(key).or_insert(json!(value));
+                }
                 self.options.insert("cache", cache);
             }
             "aio" => {
@@ -320,6 +327,11 @@ mod tests {
         let both = drive("file=a,cache.writeback=off,cache=none").cache;
         assert!(both.writethrough && both.direct);
         assert!(!drive("file=a,cache=writethrough,cache.writeback=on").cache.writethrough);
+        // What is said of one thing counts more than the mode, on whichever side of it that stands.
+        let cache = |text: &str| Value::from(drive(text).options)["cache"].clone();
+        assert_eq!(cache("file=a,cache=none,cache.direct=off"), json!({"direct": "off", "no-flush": false}));
+        assert_eq!(cache("file=a,cache.no-flush=off,cache=unsafe"), json!({"direct": false, "no-flush": "off"}));
+        assert_eq!(cache("file=a,cache=writeback,cache.direct=on"), json!({"direct": "on", "no-flush": false}));
         assert!(drive("file=a,copy-on-read=on").copies && !drive("file=a,copy-on-read=off").copies);
     }
 

@@ -79,7 +79,9 @@ mod tests {
         }
         let all = object_help("help").unwrap().unwrap();
         assert!(
-            all.starts_with("List of user creatable objects:\n  iothread\n") && all.contains("\n  secret\n"),
+            all.starts_with("List of user creatable objects:\n  authz-list\n")
+                && all.contains("\n  iothread\n")
+                && all.contains("\n  secret\n"),
             "{all}"
         );
         for text in ["?", "nosuch,help", "qom-type=help"] {

@@ -17,7 +17,7 @@ use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_nbd::ClientTls;
 use cowshed_qmp::Strictness;
-use cowshed_storage::SocketAddress;
+use cowshed_storage::{ListenOptions, SocketAddress};
 use drive::Controls;
 use serde_json::{Map, Value};
 use std::rc::Rc;
@@ -66,6 +66,7 @@ enum What {
     Serve {
         address: Option<SocketAddress>,
         tls: Option<String>,
+        authz: Option<String>,
         max_connections: usize,
         handshake_seconds: Option<u64>,
     },
@@ -101,10 +102,7 @@ pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
         "tls-creds-anon",
         "the TLS library has no anonymous key exchange, which anybody in between could read; use tls-creds-x509",
     ),
-    ("authz-list", "who may connect is decided by the client's certificate (verify-peer)"),
-    ("authz-listfile", "who may connect is decided by the client's certificate (verify-peer)"),
-    ("authz-pam", "who may connect is decided by the client's certificate (verify-peer)"),
-    ("authz-simple", "who may connect is decided by the client's certificate (verify-peer)"),
+    ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
     ("secret_keyring", "secrets come from a text or a file; use secret"),
     ("main-loop", "there is no such loop to set up"),
 ];
@@ -267,16 +265,16 @@ impl Step {
     }
 
     /// The NBD server; without an address it listens on the sockets that were passed to this process. `tls` is the id
-    /// of credentials, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
+    /// of credentials, `authz` that of who may come, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
     pub fn serve(
         address: Option<SocketAddress>,
-        tls: Option<String>,
+        (tls, authz): (Option<String>, Option<String>),
         max_connections: usize,
         handshake_seconds: Option<u64>,
     ) -> Step {
         Step {
             option: "the NBD server".to_owned(),
-            what: What::Serve { address, tls, max_connections, handshake_seconds },
+            what: What::Serve { address, tls, authz, max_connections, handshake_seconds },
         }
     }
 
@@ -287,8 +285,15 @@ impl Step {
                 return commands::set_budget(bytes).map_err(|error| error.file(self.option));
             }
             What::Drive(drive) => return drive.add(daemon).await,
-            What::Serve { address, tls, max_connections, handshake_seconds } => {
-                commands::start_nbd(daemon, address, tls.as_deref(), max_connections, handshake_seconds)
+            What::Serve { address, tls, authz, max_connections, handshake_seconds } => {
+                let access = commands::Access { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
+                commands::start_nbd(
+                    daemon,
+                    (address, ListenOptions::default()),
+                    access,
+                    max_connections,
+                    handshake_seconds,
+                )
             }
             What::Controls(id, controls) => controls.apply(daemon, &id).await,
             What::Node(options) => commands::add_node(daemon, options).await,

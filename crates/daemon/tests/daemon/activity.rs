@@ -39,7 +39,8 @@ fn export(client: &mut Client, id: &str, node: &str) {
 }
 
 fn unexport(client: &mut Client, id: &str) {
-    client.command("block-export-del", json!({"id": id}));
+    // The server may not have noticed yet that its client is gone.
+    client.command("block-export-del", json!({"id": id, "mode": "hard"}));
     client.event("BLOCK_EXPORT_DELETED");
 }
 

@@ -4,6 +4,8 @@
 use super::commits::{SIZE, backing_of, chain};
 use super::exports::{serving, uri};
 use super::load::Load;
+use super::running::{Running, temp_folder};
+use cowshed_daemon::{Drive, Step};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::json;
 
@@ -192,4 +194,28 @@ fn a_mirror_is_told_to_hold_writes_while_it_runs() {
     stopped.expect("stopped in order");
     qemu.expect_clean(&folder.path().join("copy"));
     assert!(qemu.content(&folder.path().join("copy"), "qcow2") == model);
+}
+
+#[test]
+fn what_a_drive_says_of_the_page_cache_counts_more_than_its_mode() {
+    for (settings, direct, no_flush, writeback) in [
+        ("cache=none", true, false, true),
+        ("cache=none,cache.direct=off", false, false, true),
+        ("cache.direct=off,cache=none", false, false, true),
+        ("cache=unsafe,cache.no-flush=off", false, false, true),
+        ("cache=writeback,cache.direct=on,cache.no-flush=on", true, true, true),
+        ("cache=none,cache.writeback=off", true, false, false),
+        ("cache.writeback=on,cache=directsync", true, false, true),
+    ] {
+        let folder = temp_folder();
+        let path = folder.path().join("a.qcow2");
+        Qemu::system().create(&path, "qcow2", "", 1 << 20);
+        let drive = Drive::parse(&format!("file={},{settings}", path.display()), "d", true).expect("right");
+        let daemon = Running::start_in(folder, vec![Step::drive("--drive", drive)]);
+        let nodes = daemon.client().command("query-named-block-nodes", json!({"flat": true}));
+        let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "d").expect("there");
+        let expected = json!({"direct": direct, "no-flush": no_flush, "writeback": writeback});
+        assert_eq!(node["cache"], expected, "{settings}");
+        daemon.stop().expect("stopped in order");
+    }
 }

@@ -186,3 +186,51 @@ fn ids_of_exports_are_identifiers() {
     assert_eq!(refused, "Parameter 'mode' does not accept value 'gentle': one of safe, hard");
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn the_address_of_the_server_has_options_of_its_own() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("listens");
+    let port = taken.local_addr().expect("an address").port();
+    let start = |more: Value| {
+        let mut data = json!({"host": "127.0.0.1", "port": port.to_string()});
+        data.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        json!({"addr": {"type": "inet", "data": data}})
+    };
+    for (more, words) in [
+        (json!({}), "in use"),
+        (json!({"to": 70000}), "'addr.to' expects a number up to 65535"),
+        (json!({"ipv4": false, "ipv6": false}), "Cannot disable IPv4 and IPv6 at same time"),
+        (json!({"to": 65535, "keep-alive": true, "keep-alive-count": 500_000}), "Unable to set TCP keep-alive count"),
+        (json!({"keep-alive": true, "keep-alive-idle": -1}), "'addr.keep-alive-idle'"),
+        (json!({"host": "localhost", "numeric": true}), "address resolution failed for localhost"),
+    ] {
+        let refusal = client.refusal("nbd-server-start", start(more.clone()));
+        assert!(refusal.contains(words), "{more}: {refusal}");
+    }
+    client.command("nbd-server-start", start(json!({"to": 65535, "keep-alive": true, "keep-alive-idle": 100})));
+    client.command("blockdev-add", json!({"driver": "null-co", "node-name": "n"}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "n"}));
+    // The first free port behind the one that is taken, and a timer that asks whether the client is still there.
+    let sockets = || std::fs::read_to_string("/proc/net/tcp").expect("a list of sockets");
+    let inodes: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .expect("descriptors")
+        .filter_map(|entry| Some(std::fs::read_link(entry.ok()?.path()).ok()?.to_string_lossy().into_owned()))
+        .collect();
+    // Columns: number, local and remote address, state, queues, timer, …, and the inode as the tenth.
+    let fields = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<String>>();
+    let listening = sockets().lines().map(fields).find(|line| {
+        let found = line[1].strip_prefix("0100007F:").and_then(|port| u16::from_str_radix(port, 16).ok());
+        line[3] == "0A" && found.is_some_and(|found| found > port) && inodes.contains(&format!("socket:[{}]", line[9]))
+    });
+    let local = listening.expect("the server listens")[1].clone();
+    let found = u16::from_str_radix(&local[9..], 16).expect("a port");
+    let connected = std::net::TcpStream::connect(("127.0.0.1", found)).expect("a client may come");
+    let mut greeting = [0; 18];
+    std::io::Read::read_exact(&mut &connected, &mut greeting).expect("a greeting");
+    let ours = sockets().lines().map(fields).find(|line| line[1] == local && line[3] == "01").expect("is connected");
+    assert_eq!(&ours[5][..2], "02", "the timer of keep-alive runs: {ours:?}");
+    drop(connected);
+    daemon.stop().expect("stopped in order");
+}

@@ -230,3 +230,29 @@ fn a_filter_moves_to_another_node_or_stays_where_it_is() {
     works(&daemon, "disk", &["read -P 4 2M 64k"]);
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn what_is_saved_does_not_stand_on_the_disk_it_is_saved_from() {
+    let (daemon, mut client, _) = with_room();
+    // The older way: an overlay of the disk is the target, and what is exported.
+    let overlay = daemon.path("overlay");
+    Qemu::system().create(&overlay, "qcow2", "", SIZE);
+    let mut over = node(&overlay, "over");
+    over["backing"] = json!("t");
+    let refusal = client.refusal("blockdev-add", over.clone());
+    assert!(refusal.contains("'top' needs permission to write, which 'over' doesn't share"), "{refusal}");
+    // Also while nobody writes, and with the disk itself as the target.
+    client.command("block-export-del", json!({"id": "disk", "mode": "hard"}));
+    client.event("BLOCK_EXPORT_DELETED");
+    client.command("blockdev-del", json!({"node-name": "top"}));
+    client.command("blockdev-add", over);
+    for target in ["over", "t"] {
+        let filter = json!({"driver": "copy-before-write", "node-name": "filter", "file": "t", "target": target});
+        let refusal = client.refusal("blockdev-add", filter);
+        let words = format!("the target '{target}' stands on 't', whose past it is to keep");
+        assert!(refusal.contains(&words) && refusal.contains("'snapshot-access'"), "{refusal}");
+    }
+    let names = client.command("query-named-block-nodes", json!({"flat": true})).to_string();
+    assert!(!names.contains("\"filter\""), "{names}");
+    daemon.stop().expect("stopped in order");
+}

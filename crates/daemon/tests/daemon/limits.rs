@@ -50,6 +50,30 @@ fn limits_come_change_and_go() {
 }
 
 #[test]
+fn a_filter_that_limits_put_in_goes_with_them_also_when_it_was_inactive_meanwhile() {
+    let (daemon, mut client) = serving();
+    client.command("block_set_io_throttle", limits("q", json!({"iops": 5000})));
+    let filter = throttles(&mut client)[0]["node-name"].clone();
+    for active in [false, true] {
+        client.command("blockdev-set-active", json!({"node-name": filter, "active": active}));
+        assert_eq!(throttles(&mut client)[0]["active"], active);
+    }
+    assert_eq!(throttles(&mut client)[0]["iops"], 5000);
+    client.command("block_set_io_throttle", limits("q", json!({})));
+    assert_eq!(throttles(&mut client), Vec::<Value>::new());
+    // One of the user's stays, whatever it was meanwhile.
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 7}}));
+    let own = json!({"driver": "throttle", "node-name": "own", "throttle-group": "g", "file": "q"});
+    client.command("blockdev-add", own);
+    for active in [false, true] {
+        client.command("blockdev-set-active", json!({"node-name": "own", "active": active}));
+    }
+    client.command("block_set_io_throttle", limits("own", json!({})));
+    assert_eq!(throttles(&mut client)[0]["node-name"], "own");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
 fn limits_of_one_export_leave_another_of_the_same_node_alone() {
     let (daemon, mut client) = serving();
     for id in ["e", "f"] {

@@ -2,6 +2,7 @@
 //! The daemon as its clients see it.
 
 mod activity;
+mod authorization;
 mod backups;
 mod beside_qemu;
 mod bitmaps;

@@ -188,6 +188,12 @@ impl Graph {
         };
         let window = wanted_window(&node, &old, &options)?;
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
+        if let Some(CacheMode { direct: false, .. }) = cache {
+            // What can't be opened isn't reopened either.
+            for file in files_of(&node, &old) {
+                options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
+            }
+        }
         Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, cache, backing, file })
     }
 
@@ -235,10 +241,11 @@ impl Graph {
             qcow2.apply_slice_bytes(options).await?;
         }
         if let Some(mode) = plan.cache {
-            for file in files_of(&plan.node, &plan.node.options()) {
+            for node in files_of(&plan.node, &plan.node.options()) {
+                let Some(file) = node.file() else { continue };
                 let old = file.cache_mode();
                 file.set_cache_mode(mode)?;
-                before.caches.push((file, old));
+                before.caches.push((file.clone(), old));
             }
         }
         match (plan.node.is_read_only(), plan.read_only) {
@@ -281,13 +288,11 @@ fn cache_mode(options: &BlockdevOptions) -> CacheMode {
     CacheMode { direct: flag("direct"), no_flush: flag("no-flush") }
 }
 
-/// The files that get a node's use of the page cache: its own, or those of the children that were described with it and said
-/// nothing of their own.
-fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<File> {
-    if node.driver_name() != "raw"
-        && let Some(file) = node.file()
-    {
-        return vec![file.clone()];
+/// The nodes of the files that get a node's use of the page cache: the node itself, or those of the children that were
+/// described with it and said nothing of their own.
+fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<Arc<Node>> {
+    if node.driver_name() != "raw" && node.file().is_some() {
+        return vec![Arc::clone(node)];
     }
     let mut files = Vec::new();
     for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {

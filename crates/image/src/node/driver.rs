@@ -25,6 +25,16 @@ pub(crate) struct FileDriver {
     pub file: File,
     /// For `null-co`: whether reads are promised to give zeroes.
     pub null_reads_zeroes: Option<bool>,
+    /// What a map shows in place of where data is.
+    pub context: Option<ForeignContext>,
+}
+
+/// A metadata context of an NBD server that the user named (`x-dirty-bitmap`).
+#[derive(Debug)]
+pub(crate) struct ForeignContext {
+    pub client: std::sync::Arc<cowshed_nbd::Client>,
+    /// It tells depths, and not bits.
+    pub has_depths: bool,
 }
 
 pub(crate) enum Driver {

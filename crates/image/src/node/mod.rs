@@ -15,7 +15,7 @@ mod watch;
 
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub use driver::LocalFuture;
-pub(crate) use driver::{Driver, FileDriver, NESTED_POLLS};
+pub(crate) use driver::{Driver, FileDriver, ForeignContext, NESTED_POLLS};
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where data is: one layer, or the whole chain.
 
-use super::driver::{Driver, FileDriver};
+use super::driver::{Driver, FileDriver, ForeignContext};
 use super::{LocalFuture, Node, StatusExtent, boxed};
 use crate::formats::raw;
-use cowshed_block::Result;
+use cowshed_block::{Errno, Error, Result};
+use cowshed_nbd_proto::flags::{STATE_HOLE, STATE_ZERO};
+use cowshed_storage::File;
 use std::sync::Arc;
 
 impl Node {
@@ -111,6 +113,9 @@ impl Node {
 
 impl FileDriver {
     async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        if let Some(context) = &self.context {
+            return context.block_status(&self.file, offset, len, max_runs).await;
+        }
         match self.null_reads_zeroes {
             None => raw::file_status(&self.file, offset, len, max_runs).await,
             Some(zero) => Ok(vec![StatusExtent {
@@ -125,5 +130,45 @@ impl FileDriver {
                 depth: 0,
             }]),
         }
+    }
+}
+
+impl ForeignContext {
+    /// What QEMU makes of any context: bit 0 says that there is no data, bit 1 that there are zeroes. Of depths, 2 stands for
+    /// all below the image.
+    async fn block_status(&self, file: &File, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let failed =
+            |errno| Error::os(errno, "could not ask for the metadata context").file(file.name()).offset(offset);
+        let name: Arc<str> = file.name().into();
+        let end = offset + len;
+        let (mut at, mut found) = (offset, Vec::new());
+        while at < end && found.len() < max_runs {
+            let runs = self.client.context_status(at, end - at).await.map_err(failed)?;
+            if runs.is_empty() || runs.iter().any(|run| run.len == 0) {
+                return Err(failed(Errno::EIO));
+            }
+            for run in runs {
+                if at == end || found.len() == max_runs {
+                    break;
+                }
+                let len = run.len.min(end - at);
+                let flags = if self.has_depths { run.flags.min(STATE_ZERO) } else { run.flags };
+                let (data, zero) = (flags & STATE_HOLE == 0, flags & STATE_ZERO != 0);
+                let present = data || zero;
+                found.push(StatusExtent {
+                    start: at,
+                    len,
+                    data,
+                    zero,
+                    present,
+                    compressed: false,
+                    offset: present.then_some(at),
+                    file: present.then(|| Arc::clone(&name)),
+                    depth: 0,
+                });
+                at += len;
+            }
+        }
+        Ok(found)
     }
 }

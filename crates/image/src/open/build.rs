@@ -9,7 +9,7 @@ use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, Snapshot
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::formats::{self, PROBE_BYTES};
-use crate::graph::Graph;
+use crate::graph::{Graph, nodes_below};
 use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
 };
@@ -392,10 +392,8 @@ impl Opener {
 
     fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
         let options = FileOptions::new(&draft.options);
-        if options.is_native && !draft.place.cache.direct {
-            let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
-            return Err(Error::invalid_argument(message).file(options.filename));
-        }
+        options::check_aio(&draft.options, draft.place.cache.direct)
+            .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);
         check_file_kind(driver, self.files.kind(&path)).map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
@@ -422,7 +420,7 @@ impl Opener {
         // Before the lock: the second open of a file would conflict with the first.
         self.check_loop(&file, &options.filename)?;
         file.lock(self.file_permissions(&draft.place, open_options.write))?;
-        Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None }), options.filename))
+        Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
     }
 
     /// What the locks of a file say.
@@ -459,13 +457,22 @@ impl Opener {
         let file = child.storage();
         let file = file.with_faults(Arc::new(options.faults), options.align, options.max_transfer)?;
         let null_reads_zeroes = child.null_reads_zeroes();
-        Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes }), filename))
+        Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes, context: None }), filename))
     }
 
     async fn copy_before_write_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
         let child = self.file_child(draft).await?;
         let spec = draft.options.get("target").cloned().unwrap_or(Value::Null);
         let target = self.child(draft, ChildRole::Target, spec, draft.place.storage("target", true)).await?;
+        if nodes_below(&target).iter().any(|below| Arc::ptr_eq(below, &child)) {
+            let message = format!(
+                "the target '{}' stands on '{}', whose past it is to keep: it needs storage of its own, and 'snapshot-access' \
+                 reads the past",
+                target.name(),
+                child.name()
+            );
+            return Err(Error::invalid_argument(message));
+        }
         if target.size() != child.size() {
             let message = format!("the target '{}' must be as large as '{}'", target.name(), child.name());
             return Err(Error::invalid_argument(message).value(target.size()));
@@ -582,7 +589,10 @@ fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
         latency: std::time::Duration::from_nanos(options.latency_ns),
         read_zeroes: options.read_zeroes,
     });
-    (Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(options.read_zeroes) }), filename)
+    (
+        Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(options.read_zeroes), context: None }),
+        filename,
+    )
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.

@@ -2,13 +2,15 @@
 //! Opening an export of an NBD server.
 
 use super::build::{Draft, Opener};
-use crate::node::{Driver, FileDriver};
+use crate::node::{Driver, FileDriver, ForeignContext};
 use crate::options;
 use cowshed_block::{Error, Result};
 use cowshed_nbd::Client;
 use cowshed_nbd_proto::NbdUri;
+use cowshed_nbd_proto::context::QEMU_ALLOCATION_DEPTH;
 use cowshed_storage::File;
 use std::rc::Rc;
+use std::sync::Arc;
 
 impl Opener {
     pub(super) async fn nbd_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
@@ -18,8 +20,12 @@ impl Opener {
         if draft.place.auto_read_only && client.is_read_only() {
             draft.settings.read_only = true;
         }
-        let file = client.into_file(!draft.settings.read_only)?;
-        Ok((Driver::File(FileDriver { name: "nbd", file, null_reads_zeroes: None }), filename))
+        let client = Arc::new(client);
+        let file = client.file(!draft.settings.read_only)?;
+        // What the context says isn't where data is: only who asks for a map gets to see it.
+        let context = draft.options.text("x-dirty-bitmap").filter(|_| self.no_content);
+        let context = context.map(|name| ForeignContext { client, has_depths: name == QEMU_ALLOCATION_DEPTH });
+        Ok((Driver::File(FileDriver { name: "nbd", file, null_reads_zeroes: None, context }), filename))
     }
 }
 

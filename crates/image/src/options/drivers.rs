@@ -96,6 +96,12 @@ const NBD: &[Key] = &[
     key("host", KeyType::Text, "", "older spelling of server.host"),
     key("port", KeyType::Text, "10809", "older spelling of server.port"),
     key("export", KeyType::Text, "the default one", "name of the export"),
+    key(
+        "x-dirty-bitmap",
+        KeyType::Text,
+        "base:allocation",
+        "metadata context that a map shows: what is set is no data",
+    ),
     key("tls-creds", KeyType::Text, "no encryption", "id of TLS credentials"),
     key("tls-certificates", KeyType::Text, "no encryption", "folder with TLS credentials, instead of tls-creds"),
     key("tls-hostname", KeyType::Text, "the host", "name in the server's certificate"),

@@ -19,7 +19,7 @@ pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
 pub(crate) use typed::{
-    FileOptions, NullOptions, RawOptions, detect_zeroes, fault_rules, qcow2_options, saving_options,
+    FileOptions, NullOptions, RawOptions, check_aio, detect_zeroes, fault_rules, qcow2_options, saving_options,
 };
 
 /// `on` or `off`, also `yes`, `no`, `true`, `false`, `y`, `n`, as QEMU takes them.

@@ -45,6 +45,7 @@ pub(crate) fn nbd_client(
     let seconds = |key| Duration::from_secs(options.number(key).unwrap_or(0));
     client.reconnect_delay = seconds("reconnect-delay");
     client.open_timeout = seconds("open-timeout");
+    client.context = options.text("x-dirty-bitmap").map(str::to_owned);
     client.tls_hostname = options.text("tls-hostname").map(str::to_owned);
     let verify_peer = options.flag("tls-verify-peer").unwrap_or(true);
     client.tls = match (options.text("tls-creds"), options.text("tls-certificates")) {

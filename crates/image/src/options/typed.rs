@@ -44,8 +44,6 @@ pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str
 pub(crate) struct FileOptions {
     pub filename: String,
     pub engine: Engine,
-    /// `aio=native`.
-    pub is_native: bool,
     pub locking: Locking,
 }
 
@@ -59,7 +57,6 @@ impl FileOptions {
                 // Linux' older asynchronous interface has nothing that io_uring lacks.
                 _ => Engine::Auto,
             },
-            is_native: options.text("aio") == Some("native"),
             locking: match options.text("locking") {
                 Some("on") => Locking::On,
                 Some("off") => Locking::Off,
@@ -67,6 +64,15 @@ impl FileOptions {
             },
         }
     }
+}
+
+/// Refuses `aio=native` of a file that goes through the page cache (not `direct`), in QEMU's words.
+pub(crate) fn check_aio(options: &BlockdevOptions, direct: bool) -> Result<()> {
+    if options.text("aio") == Some("native") && !direct {
+        let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+        return Err(Error::invalid_argument(message));
+    }
+    Ok(())
 }
 
 /// Options of `null-co`.

@@ -287,7 +287,7 @@ impl Connection {
                 }
             }
             Chunk::Status(status) => {
-                if Some(status.context) == self.agreed.allocation_context {
+                if Some(status.context) == self.agreed.context {
                     pending.runs = status.runs().collect();
                 }
             }

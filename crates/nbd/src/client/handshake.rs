@@ -21,8 +21,8 @@ pub(crate) struct Agreed {
     pub facts: ExportFacts,
     pub headers: HeaderStyle,
     pub replies: ReplyStyle,
-    /// The number of `base:allocation`.
-    pub allocation_context: Option<u32>,
+    /// The number of the metadata context that was asked for.
+    pub context: Option<u32>,
 }
 
 pub(super) struct Handshake<'a> {
@@ -64,7 +64,7 @@ pub(super) async fn begin<'a>(
         facts: ExportFacts::unsaid(),
         headers: HeaderStyle::Compact,
         replies: ReplyStyle::Simple,
-        allocation_context: None,
+        context: None,
     };
     let mut handshake = Handshake { stream, receiver, no_zeroes: false, agreed, said: Said::default() };
     let fixed = handshake.greet().await?;
@@ -90,11 +90,14 @@ pub(super) async fn begin<'a>(
 pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, options: &ClientOptions) -> Result<Agreed> {
     let (mut handshake, fixed) = begin(stream, receiver, options).await?;
     if fixed {
-        handshake.haggle(&options.export).await?;
+        handshake.haggle(options).await?;
     } else {
         handshake.export_name(&options.export).await?;
     }
     let mut agreed = handshake.agreed;
+    if let (Some(name), None) = (&options.context, agreed.context) {
+        return Err(Error::invalid_argument(format!("the server has no metadata context '{name}' of this export")));
+    }
     let minimum = agreed.facts.block_sizes.minimum;
     let maximum = agreed.facts.block_sizes.maximum.min(MAX_REQUEST_BYTES);
     agreed.facts.block_sizes.maximum = (maximum - maximum % minimum).max(minimum);
@@ -133,10 +136,11 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    async fn haggle(&mut self, export: &str) -> Result<()> {
+    async fn haggle(&mut self, options: &ClientOptions) -> Result<()> {
+        let export = options.export.as_str();
         self.choose_replies().await?;
         if self.agreed.replies != ReplyStyle::Simple {
-            self.set_context(export).await?;
+            self.set_context(export, options.context.as_deref()).await?;
         }
         let request = InfoRequest { name: export, block_size: true, canonical_name: false, description: true };
         match self.ask(code::GO, &request.encode()).await? {
@@ -149,13 +153,16 @@ impl Handshake<'_> {
         }
     }
 
-    async fn set_context(&mut self, export: &str) -> Result<()> {
-        let request = MetaContextRequest { name: export, queries: vec![BASE_ALLOCATION], too_many: false };
+    /// Asks for the context `other`, or for that of the protocol itself.
+    async fn set_context(&mut self, export: &str, other: Option<&str>) -> Result<()> {
+        let wanted = other.unwrap_or(BASE_ALLOCATION);
+        let request = MetaContextRequest { name: export, queries: vec![wanted], too_many: false };
+        self.said.contexts.clear();
         // A refusal only means that the server doesn't know where data is.
-        if let End::Refused(..) = self.ask(code::SET_META_CONTEXT, &request.encode()).await? {
-            self.agreed.allocation_context = None;
-        }
-        self.agreed.facts.has_status = self.agreed.allocation_context.is_some();
+        let end = self.ask(code::SET_META_CONTEXT, &request.encode()).await?;
+        let is_chosen = matches!(end, End::Ack) && self.said.contexts.iter().any(|name| name == wanted);
+        self.agreed.context = self.agreed.context.filter(|_| is_chosen);
+        self.agreed.facts.has_status = is_chosen && wanted == BASE_ALLOCATION;
         Ok(())
     }
 
@@ -201,9 +208,8 @@ impl Handshake<'_> {
                 }
                 OptionReply::Description(description) => facts.description = description.to_owned(),
                 OptionReply::MetaContext(number, name) => {
-                    if name == BASE_ALLOCATION {
-                        self.agreed.allocation_context = Some(number);
-                    }
+                    // One is asked for where it matters: `set_context` looks at its name.
+                    self.agreed.context = Some(number);
                     self.said.contexts.push(name.to_owned());
                 }
                 OptionReply::Server { name, description } => {

@@ -54,6 +54,9 @@ pub struct ClientOptions {
     pub reconnect_delay: Duration,
     /// Try so long to connect at first; zero: once.
     pub open_timeout: Duration,
+    /// The metadata context that is asked for in place of `base:allocation`, for [`Client::context_status`]. A server that
+    /// doesn't have it is refused.
+    pub context: Option<String>,
 }
 
 impl ClientOptions {
@@ -66,6 +69,7 @@ impl ClientOptions {
             tls_hostname: None,
             reconnect_delay: Duration::ZERO,
             open_timeout: Duration::ZERO,
+            context: None,
         }
     }
 
@@ -95,7 +99,7 @@ pub struct ExportFacts {
     pub flags: TransmissionFlags,
     /// Its block sizes, those of the protocol where it doesn't say.
     pub block_sizes: BlockSizes,
-    /// Block status can be asked for.
+    /// Where data is can be asked for (`base:allocation`).
     pub has_status: bool,
     /// For people; may be empty.
     pub description: String,
@@ -283,6 +287,19 @@ impl Client {
         if !self.facts.has_status {
             return Ok(Vec::new());
         }
+        self.status(offset, length).await
+    }
+
+    /// What the context of [`ClientOptions::context`] says of a range: at least one run, from `offset`, which may end before
+    /// the range does. `ENOTSUP` where no context was asked for.
+    pub async fn context_status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
+        if self.options.context.is_none() {
+            return Err(Errno::ENOTSUP);
+        }
+        self.status(offset, length).await
+    }
+
+    async fn status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
         let length = length.min(self.longest_effect());
         self.simple(Command::BlockStatus, CommandFlags::default(), offset, length).await
     }

@@ -15,12 +15,17 @@ impl Client {
 
     /// The export as a file, to be written to or not. Its length can't be changed.
     pub fn into_file(self, writable: bool) -> Result<File> {
+        Arc::new(self).file(writable)
+    }
+
+    /// As [`Client::into_file`], beside other uses of the client.
+    pub fn file(self: &Arc<Self>, writable: bool) -> Result<File> {
         let name = self.name().to_owned();
         if writable && self.is_read_only() {
             return Err(Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(name));
         }
         let len = self.facts().size;
-        Ok(File::remote(name, writable, len, Arc::new(self)))
+        Ok(File::remote(name, writable, len, Arc::clone(self) as Arc<dyn Remote>))
     }
 
     /// The next range from `offset` that may hold something else than zeroes.

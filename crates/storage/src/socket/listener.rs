@@ -5,16 +5,20 @@ use super::readiness::{self, Interest};
 use super::stale::clear_stale;
 use super::{Socket, SocketAddress, describe};
 use crate::{rt, sys};
-use cowshed_block::{Errno, Error, Result};
-use rustix::net::SocketFlags;
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// First descriptor that a service manager passes (systemd's `sd_listen_fds`).
 const LISTEN_FDS_START: i32 = 3;
+
+/// Clients that wait to be accepted, as the standard library has it.
+const BACKLOG: i32 = 128;
 
 /// A listening socket. When it made a file in the file system, that goes with it.
 #[derive(Debug)]
@@ -24,7 +28,119 @@ pub struct Listener {
     path: Option<PathBuf>,
 }
 
+/// How to listen on a TCP address, beside where; nothing of it is about Unix sockets. Names and meaning as in QEMU's
+/// `InetSocketAddress`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListenOptions {
+    /// Clients of IPv4 may come, or not; where neither this nor the next one is said, as the host has addresses.
+    pub ipv4: Option<bool>,
+    /// Clients of IPv6 may come, or not.
+    pub ipv6: Option<bool>,
+    /// The host is an address: no name server is asked.
+    pub numeric: bool,
+    /// Ports up to this one are tried where earlier ones are taken.
+    pub last_port: Option<u16>,
+    /// The system asks clients that say nothing whether they are still there.
+    pub keep_alive: Option<KeepAlive>,
+    /// Multipath TCP, for clients that have it.
+    pub mptcp: bool,
+}
+
+/// How often; `None` and 0 are the system's own values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeepAlive {
+    /// Questions without an answer after which a client is gone.
+    pub count: Option<u32>,
+    /// Seconds of silence before the first question.
+    pub idle_seconds: Option<u32>,
+    /// Seconds between two questions.
+    pub interval_seconds: Option<u32>,
+}
+
+impl ListenOptions {
+    fn takes(&self, address: &SocketAddr) -> bool {
+        match (self.ipv4, self.ipv6) {
+            (Some(true), Some(true)) => true,
+            (Some(true), None | Some(false)) => address.is_ipv4(),
+            (None | Some(false), Some(true)) => address.is_ipv6(),
+            (ipv4, ipv6) => {
+                if address.is_ipv4() {
+                    ipv4 != Some(false)
+                } else {
+                    ipv6 != Some(false)
+                }
+            }
+        }
+    }
+
+    fn check(&self, address: &SocketAddress) -> Result<()> {
+        let SocketAddress::Tcp { host, port } = address else { return Ok(()) };
+        if (self.ipv4, self.ipv6) == (Some(false), Some(false)) {
+            return Err(Error::invalid_argument("Cannot disable IPv4 and IPv6 at same time"));
+        }
+        if self.numeric && !host.is_empty() && host.parse::<std::net::IpAddr>().is_err() {
+            let message = format!("address resolution failed for {host}:{port}: Name or service not known");
+            return Err(Error::invalid_argument(message));
+        }
+        if self.last_port.is_some_and(|last| last < *port) {
+            return Err(Error::invalid_argument("the last port is lower than the first one").file(address.to_string()));
+        }
+        Ok(())
+    }
+}
+
 impl Listener {
+    /// As [`Listener::bind`], in a way of one's own.
+    pub fn bind_with(address: &SocketAddress, options: &ListenOptions) -> Result<Vec<Listener>> {
+        options.check(address)?;
+        let SocketAddress::Tcp { host, port } = address else { return Self::bind(address) };
+        // One socket for both families; a machine without IPv6 gets the other.
+        let any = [SocketAddr::from(([0u16; 8], *port)), SocketAddr::from(([0u8; 4], *port))];
+        let found = if host.is_empty() { any.to_vec() } else { SocketAddress::resolve(host, *port)? };
+        let mut found: Vec<SocketAddr> = found.into_iter().filter(|one| options.takes(one)).collect();
+        if found.is_empty() {
+            let message = "the host has no address of the kind that is wanted";
+            return Err(Error::new(ErrorKind::NotFound, message).file(address.to_string()));
+        }
+        if host.is_empty() && found.len() == any.len() {
+            let has_ipv6 = TcpListener::bind((std::net::Ipv6Addr::UNSPECIFIED, 0)).is_ok();
+            found = any.into_iter().filter(|one| one.is_ipv6() == has_ipv6).collect();
+        }
+        let last = options.last_port.unwrap_or(*port).max(*port);
+        for port in *port..=last {
+            found.iter_mut().for_each(|one| one.set_port(port));
+            match Self::bind_all(&found, options) {
+                Err(error) if error.errno().0 == libc::EADDRINUSE && port < last => {}
+                result => return result,
+            }
+        }
+        Err(Error::internal("no port was tried"))
+    }
+
+    /// All of them, with one port.
+    fn bind_all(addresses: &[SocketAddr], options: &ListenOptions) -> Result<Vec<Listener>> {
+        let mut listeners: Vec<Listener> = Vec::new();
+        for address in addresses {
+            let mut address = *address;
+            if let Some(SocketAddress::Tcp { port, .. }) = listeners.first().map(|first| &first.address) {
+                address.set_port(*port);
+            }
+            let failed = |errno, what: &str| Error::os(sys::errno(errno), what).file(address.to_string());
+            let fd = if options.mptcp {
+                multipath(&address).map_err(|errno| failed(errno, "could not listen with MPTCP"))?
+            } else {
+                let bound = TcpListener::bind(address);
+                bound.map_err(|error| Error::io(&error, "could not listen").file(address.to_string()))?.into()
+            };
+            if let Some(keep_alive) = &options.keep_alive {
+                // Those who connect get it from here.
+                keep_alive.set(&fd).map_err(|(errno, what)| failed(errno, what))?;
+            }
+            listeners.push(Self::from_descriptor(fd)?);
+        }
+        Ok(listeners)
+    }
+
     /// Listens on an address. A host name may have several addresses, hence several listeners; an empty host is every
     /// address, IPv4 and IPv6. A Unix socket that nobody listens on any more is replaced. May wait for a name server.
     pub fn bind(address: &SocketAddress) -> Result<Vec<Listener>> {
@@ -178,4 +294,36 @@ fn passed_descriptors() -> Result<Vec<OwnedFd>> {
         passed.push(unsafe { OwnedFd::from_raw_fd(number) });
     }
     Ok(passed)
+}
+
+impl KeepAlive {
+    fn set(&self, fd: &OwnedFd) -> std::result::Result<(), (rustix::io::Errno, &'static str)> {
+        let seconds =
+            |value: Option<u32>| value.filter(|&value| value > 0).map(|value| Duration::from_secs(value.into()));
+        sockopt::set_socket_keepalive(fd, true)
+            .map_err(|errno| (errno, "Unable to set keep-alive option on socket"))?;
+        if let Some(count) = self.count.filter(|&count| count > 0) {
+            let what = "Unable to set TCP keep-alive count option on socket";
+            sockopt::set_tcp_keepcnt(fd, count).map_err(|errno| (errno, what))?;
+        }
+        if let Some(idle) = seconds(self.idle_seconds) {
+            let what = "Unable to set TCP keep-alive idle option on socket";
+            sockopt::set_tcp_keepidle(fd, idle).map_err(|errno| (errno, what))?;
+        }
+        if let Some(interval) = seconds(self.interval_seconds) {
+            let what = "Unable to set TCP keep-alive interval option on socket";
+            sockopt::set_tcp_keepintvl(fd, interval).map_err(|errno| (errno, what))?;
+        }
+        Ok(())
+    }
+}
+
+/// A socket that listens for clients of Multipath TCP, and of TCP.
+fn multipath(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let fd = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, Some(ipproto::MPTCP))?;
+    sockopt::set_socket_reuseaddr(&fd, true)?;
+    rustix::net::bind(&fd, address)?;
+    rustix::net::listen(&fd, BACKLOG)?;
+    Ok(fd)
 }

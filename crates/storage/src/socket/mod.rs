@@ -16,7 +16,7 @@ mod readiness;
 mod stale;
 
 pub use address::SocketAddress;
-pub use listener::Listener;
+pub use listener::{KeepAlive, ListenOptions, Listener};
 pub use stale::clear_stale;
 
 use crate::IoBuf;

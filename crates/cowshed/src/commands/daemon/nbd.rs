@@ -76,7 +76,7 @@ struct NbdArgs {
     /// Encrypt, with the credentials of an object
     #[arg(long, value_name = "ID")]
     tls_creds: Option<String>,
-    /// Authorization by an object (not supported)
+    /// Let in only whom an object (authz-…) allows, by the name in the certificate
     #[arg(long, value_name = "ID")]
     tls_authz: Option<String>,
     /// Name in the server's certificate, for --list [default: the host, else localhost]
@@ -138,7 +138,6 @@ struct NbdArgs {
 impl NbdArgs {
     fn check(&self) -> Result<(), Failure> {
         let never = [
-            ("--tls-authz", self.tls_authz.is_some(), "who may connect is decided by the client's certificate"),
             ("--selinux-label", self.selinux_label.is_some(), "label the socket's folder instead"),
             ("--connect", self.connect.is_some(), "attach with nbd-client"),
             ("--disconnect", self.disconnect.is_some(), "detach with nbd-client"),
@@ -155,6 +154,7 @@ impl NbdArgs {
                 self.tls_hostname.is_some() && self.tls_creds.is_none(),
                 "--tls-hostname is not permitted without --tls-creds",
             ),
+            (self.tls_authz.is_some() && self.tls_creds.is_none(), "--tls-authz is not permitted without --tls-creds"),
             (self.tls_hostname.is_some(), "TLS hostname is only supported with export list"),
             (self.image_opts && self.format.is_some(), "--image-opts and -f are mutually exclusive"),
             (self.nocache && !self.cache.is_empty(), "-n and --cache can only be specified once"),
@@ -272,7 +272,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         steps.push(Step::object(object)?);
     }
     steps.push(Step::drive(file, args.drive(file)?));
-    steps.push(Step::serve(args.address(), args.tls_creds.clone(), args.shared, args.handshake_limit));
+    steps.push(Step::serve(
+        args.address(),
+        (args.tls_creds.clone(), args.tls_authz.clone()),
+        args.shared,
+        args.handshake_limit,
+    ));
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth,
                         "bitmaps": args.bitmap});

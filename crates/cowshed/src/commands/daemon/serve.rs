@@ -192,7 +192,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if !args.daemonize || is_second {
         let (address, made) = args.address()?;
         folder = made;
-        steps.push(Step::serve(address, args.tls_creds.clone(), args.max_connections, None));
+        steps.push(Step::serve(address, (args.tls_creds.clone(), None), args.max_connections, None));
     }
     let only = exports.len() == 1;
     for (id, writable) in exports {
