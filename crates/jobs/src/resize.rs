@@ -44,13 +44,11 @@ impl NewSize {
         let size = match self {
             NewSize::Absolute(size) => Some(size),
             NewSize::Grow(more) => old.checked_add(more),
-            NewSize::Shrink(less) => {
-                return old
-                    .checked_sub(less)
-                    .filter(|size| *size > 0)
-                    .ok_or_else(|| Error::invalid_argument("the new image size must be positive").field("size"));
-            }
+            NewSize::Shrink(less) => Some(old.saturating_sub(less)),
         };
+        if size == Some(0) {
+            return Err(Error::invalid_argument("the new image size must be positive").field("size"));
+        }
         size.filter(|size| i64::try_from(*size).is_ok())
             .ok_or_else(|| Error::invalid_argument("the new image size must be below 2^63 bytes").field("size"))
     }
@@ -93,8 +91,10 @@ mod tests {
         assert_eq!(NewSize::Absolute(7).apply(5).expect("size"), 7);
         assert_eq!(NewSize::Grow(7).apply(5).expect("size"), 12);
         assert_eq!(NewSize::Shrink(3).apply(5).expect("size"), 2);
-        for wrong in [NewSize::Shrink(5), NewSize::Shrink(6), NewSize::Grow(u64::MAX), NewSize::Absolute(1 << 63)] {
+        let wrong = [NewSize::Shrink(5), NewSize::Shrink(6), NewSize::Grow(u64::MAX), NewSize::Absolute(1 << 63)];
+        for wrong in wrong.into_iter().chain([NewSize::Absolute(0)]) {
             assert!(wrong.apply(5).is_err(), "{wrong:?}");
         }
+        assert!(NewSize::Grow(0).apply(0).is_err());
     }
 }

@@ -86,7 +86,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         (_, false) => return Err(Failure::usage("Expecting filename and bitmap name")),
     };
     check(&args, &actions)?;
-    let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 1, sizes::MOST));
+    let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 0, sizes::MOST));
     let image = args.naming.spec(file, args.format.as_ref())?;
     let source = match &args.source_file {
         Some(source) => {
@@ -95,7 +95,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         None => None,
     };
-    let options = BitmapOptions { image, name, actions, granularity_bytes: granularity.transpose()?, source };
+    // 0 is the default, as there.
+    let granularity_bytes = granularity.transpose()?.filter(|bytes| *bytes != 0);
+    let options = BitmapOptions { image, name, actions, granularity_bytes, source };
     let mut uses = vec![Use::Write(&options.image)];
     uses.extend(options.source.as_ref().map(Use::Read));
     args.naming.untrusted.guard(&uses, console)?;

@@ -99,9 +99,13 @@ fn list(image: &ImageSpec, file: &str, console: &mut Console) -> Result<u8, Fail
 
 /// qemu-img says which snapshot could not be taken, applied or deleted, and then why.
 fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) -> Failure {
-    if persona == Persona::Cowshed
-        || !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy | ErrorKind::Unsupported)
-    {
+    // A file that isn't there has no snapshots to look among.
+    let is_about_snapshot = match error.kind() {
+        ErrorKind::NotFound => error.message().starts_with("there is no snapshot"),
+        ErrorKind::Busy | ErrorKind::Unsupported => true,
+        _ => is_full_count(error),
+    };
+    if persona == Persona::Cowshed || !is_about_snapshot {
         return Failure::open(persona, file, error);
     }
     let (verb, name, missing) = match action {
@@ -118,7 +122,13 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
             SnapshotAction::Delete(_) => missing,
         },
         ErrorKind::Unsupported => "Operation not supported",
+        _ if is_full_count(error) => &format!("{}: Invalid argument", error.message()),
         _ => return Failure::open(persona, file, error),
     };
     Failure::new(format!("Could not {verb} snapshot '{name}': {why}"))
+}
+
+/// A cluster would have more users than its refcount can say.
+fn is_full_count(error: &Error) -> bool {
+    error.message().contains("of which refcounts of")
 }

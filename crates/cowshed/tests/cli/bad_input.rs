@@ -24,6 +24,8 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     oracle.make("create -q -f qcow2 base.qcow2 4M");
     oracle.make("create -q -f qcow2 -b base.qcow2 -F qcow2 middle.qcow2");
     oracle.make("create -q -f qcow2 -b middle.qcow2 -F qcow2 top.qcow2");
+    oracle.make("create -q -f qcow2 -o refcount_bits=1 narrow.qcow2 4M");
+    oracle.io(&["write -P 5 0 1M"], "narrow.qcow2");
     oracle.make("create -q -f qcow2 snapshots.qcow2 4M");
     oracle.io(&["write -P 5 0 1M"], "snapshots.qcow2");
     oracle.make("snapshot -c one snapshots.qcow2");
@@ -45,6 +47,12 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
         ("commit base.qcow2", "does not have a backing file"),
         ("commit -b top.qcow2 top.qcow2", "backing chain"),
         ("snapshot -l many.qcow2", "65536"),
+        ("snapshot -c two missing.qcow2", "Could not open 'missing.qcow2'"),
+        ("snapshot -a two missing.qcow2", "Could not open 'missing.qcow2'"),
+        ("snapshot -d two missing.qcow2", "Could not open 'missing.qcow2'"),
+        ("snapshot -c two narrow.qcow2", "Could not create snapshot 'two': a cluster would have 2 references"),
+        ("resize --shrink snapshots.qcow2 0", "New image size must be positive"),
+        ("resize --shrink snapshots.qcow2 -4M", "New image size must be positive"),
         ("snapshot -c two many.qcow2", "65536"),
         ("snapshot -d one far.qcow2", "snapshots_offset"),
         ("snapshot -a one far.qcow2", "snapshots_offset"),

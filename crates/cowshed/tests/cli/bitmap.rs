@@ -54,6 +54,7 @@ fn bitmap_does_what_qemu_img_does() {
         "--add a.qcow2 new",
         "--add -g 512 a.qcow2 new",
         "--add --granularity=2G a.qcow2 new",
+        "--add -g 0 a.qcow2 new",
         "--add --disable a.qcow2 new",
         "--add --disable --merge b0 a.qcow2 new",
         "--add --merge b0 --merge b1 --enable a.qcow2 new",
