@@ -158,19 +158,29 @@ impl FileCounters {
     /// that of the executor's round.
     #[inline]
     pub(crate) fn start_ns(&self) -> u64 {
-        self.clock_ns(self.is_observed.load(Ordering::Relaxed))
-    }
-
-    #[inline]
-    fn clock_ns(&self, is_observed: bool) -> u64 {
-        if is_observed { crate::rt::now_ns() } else { crate::rt::round_now_ns() }
+        if self.is_observed.load(Ordering::Relaxed) { crate::rt::now_ns() } else { crate::rt::round_now_ns() }
     }
 
     /// Counts an operation that began at `start_ns`, as [`FileCounters::start_ns`] gave it.
     #[inline]
     pub(crate) fn count(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, done: bool) {
-        let is_observed = self.is_observed.load(Ordering::Relaxed);
-        let end_ns = self.clock_ns(is_observed);
+        // One look at the flag, and nothing else where nobody asked.
+        if self.is_observed.load(Ordering::Relaxed) {
+            return self.count_observed(op, offset, len, start_ns, done);
+        }
+        self.count_until(op, offset, len, start_ns, crate::rt::round_now_ns(), done);
+    }
+
+    #[cold]
+    fn count_observed(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, done: bool) {
+        let end_ns = crate::rt::now_ns();
+        self.count_until(op, offset, len, start_ns, end_ns, done);
+        let latency_ns = end_ns.saturating_sub(start_ns);
+        self.tell(&EndedOp { op, end: offset.saturating_add(len), done, latency_ns, end_ns });
+    }
+
+    #[inline]
+    fn count_until(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, end_ns: u64, done: bool) {
         let latency_ns = end_ns.saturating_sub(start_ns);
         let end = offset.saturating_add(len);
         let row = self.table.row(op as usize);
@@ -185,12 +195,8 @@ impl FileCounters {
         } else {
             row[FAILED].fetch_add(1, Ordering::Relaxed);
         }
-        if is_observed {
-            self.tell(&EndedOp { op, end, done, latency_ns, end_ns });
-        }
     }
 
-    #[cold]
     fn tell(&self, ended: &EndedOp) {
         let observer = self.observer.read().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(observer) = observer {

@@ -49,13 +49,25 @@ impl Node {
     /// Counts a request of this node for `len` bytes at `offset` that began at `start_ns`.
     #[inline]
     pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        let end_ns = self.clock_ns();
+        // One look at the flag, and nothing else where nobody asked.
+        if self.is_watched() {
+            return self.count_watched(kind, offset, len, start_ns, result);
+        }
+        self.count_until(kind, len, start_ns, rt::round_now_ns(), result);
+    }
+
+    #[cold]
+    fn count_watched(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        let end_ns = rt::now_ns();
+        self.count_until(kind, len, start_ns, end_ns, result);
+        self.note_watched(kind, offset + len, start_ns, end_ns, outcome_of(result));
+    }
+
+    #[inline]
+    fn count_until(&self, kind: IoKind, len: u64, start_ns: u64, end_ns: u64, result: &Result<()>) {
         match result {
             Ok(()) => self.counters.count_done(kind, len, start_ns, end_ns),
             Err(error) => self.count_failed(kind, end_ns.saturating_sub(start_ns), end_ns, error),
-        }
-        if self.is_watched() {
-            self.note_watched(kind, offset + len, start_ns, end_ns, outcome_of(result));
         }
     }
 

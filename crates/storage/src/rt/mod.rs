@@ -111,7 +111,9 @@ pub fn now() -> Duration {
     }
 }
 
-/// As [`now`], in nanoseconds: never 0 outside of the simulator.
+/// As [`now`], in nanoseconds: never 0 outside of the simulator. Out of the way of requests, which look at the clock only
+/// where somebody asked for that.
+#[cold]
 pub fn now_ns() -> u64 {
     u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
 }
