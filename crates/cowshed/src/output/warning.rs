@@ -6,6 +6,9 @@ use cowshed_block::name_of_text;
 use std::io::Write;
 use std::sync::OnceLock;
 
+/// Fields of a snapshot table that can't be read.
+const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
+
 static PERSONA: OnceLock<Persona> = OnceLock::new();
 
 /// Says whose manners the warnings of this process have. The first call counts.
@@ -21,9 +24,12 @@ pub fn print(text: &str) {
     }
 }
 
-/// qemu-img warns of a guessed raw format only, in words that scripts know.
+/// As qemu-img there are a guessed raw format, in words that scripts know, and snapshots that can't be shown.
 fn worded(persona: Persona, text: &str) -> Option<String> {
     match persona {
+        Persona::QemuImg if FIELDS.iter().any(|field| text.contains(field)) => {
+            Some(format!("qemu-img: warning: {text}\n"))
+        }
         Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(text),
         Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
     }
