@@ -13,7 +13,7 @@ const KEY_BYTES: usize = 32;
 /// What was wrapped with a key of 32 bytes and an initial vector of 16. A wrong key shows in the padding, mostly.
 pub fn unwrap_aes256(key: &[u8], vector: &[u8], wrapped: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
     if key.len() != KEY_BYTES {
-        let message = format!("Secret key length must be {KEY_BYTES} bytes, not {}", key.len());
+        let message = format!("Key should be {KEY_BYTES} bytes in length, not {}", key.len());
         return Err(Error::invalid_argument(message));
     }
     let Ok(mut last) = <[u8; BLOCK_BYTES]>::try_from(vector) else {
@@ -33,9 +33,12 @@ pub fn unwrap_aes256(key: &[u8], vector: &[u8], wrapped: &[u8]) -> Result<Zeroiz
         last = stored;
     }
     let padding = plain.last().copied().map_or(0, usize::from);
-    let is_padded = (1..=BLOCK_BYTES).contains(&padding)
-        && plain[plain.len() - padding..].iter().all(|byte| usize::from(*byte) == padding);
-    if !is_padded {
+    if !(1..=BLOCK_BYTES).contains(&padding) {
+        return Err(Error::invalid_argument(format!(
+            "Incorrect number of padding bytes ({padding}) found on decrypted data: the key or IV is another"
+        )));
+    }
+    if plain[plain.len() - padding..].iter().any(|byte| usize::from(*byte) != padding) {
         return Err(Error::invalid_argument("Incorrect padding found on decrypted data: the key or IV is another"));
     }
     let len = plain.len() - padding;

@@ -2,7 +2,7 @@
 //! Persistent dirty bitmaps of an image that nobody uses: added, removed, cleared, enabled, disabled, merged.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus, Qcow2Driver};
 use std::sync::Arc;
@@ -88,8 +88,8 @@ async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep,
 }
 
 async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action: &BitmapAction) -> Result<()> {
-    let driver = driver_of(node)?;
     let name = options.name.clone();
+    let Some(driver) = node.qcow2() else { return Err(no_bitmaps(node, &name, action)) };
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
         BitmapAction::Remove => BitmapChange::Remove(name),
@@ -108,6 +108,18 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
         }
     };
     driver.change_bitmaps(&[change]).await
+}
+
+/// A format without bitmaps: none can be added, and there is none for anything else, as QEMU says it.
+fn no_bitmaps(node: &Node, name: &str, action: &BitmapAction) -> Error {
+    let file = node.filename();
+    let error = match action {
+        BitmapAction::Add => {
+            Error::unsupported(format!("Can't store persistent bitmaps to {file}: Operation not supported"))
+        }
+        _ => Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{name}' not found")),
+    };
+    error.file(file)
 }
 
 fn driver_of(node: &Node) -> Result<&Qcow2Driver> {
@@ -155,7 +167,8 @@ pub async fn check_copy(source: &Node, skip_broken: bool) -> Result<()> {
     let Some(driver) = source.qcow2().filter(|driver| driver.header().version >= 3) else {
         return Err(Error::unsupported("Source lacks bitmap support"));
     };
-    let broken = driver.bitmaps().await?.into_iter().find(|bitmap| bitmap.inconsistent);
+    // QEMU names the one that was added last.
+    let broken = driver.bitmaps().await?.into_iter().rfind(|bitmap| bitmap.inconsistent);
     match broken.filter(|_| !skip_broken) {
         Some(bitmap) => {
             let message = format!(

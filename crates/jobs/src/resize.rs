@@ -66,16 +66,16 @@ pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutco
 async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
     let old_size = node.size();
     let new_size = options.size.apply(old_size)?;
-    if node.qcow2().is_some() && !new_size.is_multiple_of(512) {
-        return Err(Error::invalid_argument("the new size must be a multiple of 512").field("size").value(new_size));
-    }
     if new_size <= old_size && options.preallocation != Preallocation::Off {
-        return Err(Error::invalid_argument("preallocation can only be used for growing images"));
+        return Err(Error::invalid_argument("Preallocation can only be used for growing images"));
     }
     if new_size < old_size && !options.shrink {
         return Err(Error::invalid_argument(
             "shrinking an image deletes all data beyond its new end: use --shrink to do it all the same",
         ));
+    }
+    if node.qcow2().is_some() && !new_size.is_multiple_of(512) {
+        return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").value(new_size));
     }
     node.resize(new_size, options.preallocation).await?;
     node.flush().await?;

@@ -117,7 +117,8 @@ impl ImageSpec {
 
     /// Opens a request that was made of this image, and passes its warnings on.
     pub async fn open(&self, request: OpenRequest) -> Result<Arc<Node>> {
-        let node = open(request).await?;
+        // What is wrong before any file was opened is about this image.
+        let node = open(request).await.map_err(|error| error.file(&self.name))?;
         if let Some(warn) = self.on_warning {
             node.warnings().iter().for_each(|text| warn(text));
         }

@@ -536,7 +536,7 @@ fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
         if error == rustix::io::Errno::INVAL && options.cache.direct {
             return no_direct_io(error);
         }
-        os_error(error, "could not open")
+        os_error(error, if options.create { "could not create" } else { "could not open" })
     })
 }
 

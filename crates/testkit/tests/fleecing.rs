@@ -321,7 +321,10 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
                 format!("{filter},min-cluster-size=4G"),
                 "option 'min-cluster-size' expects a power of two up to 2 GiB (4294967296)",
             ),
-            (format!("{filter},cbw-timeout=4294967296"), "option 'cbw-timeout' expects a number from 0 to 4294967295"),
+            (
+                format!("{filter},cbw-timeout=4294967296"),
+                "Parameter 'cbw-timeout' expects a number from 0 to 4294967295",
+            ),
             (format!("{filter},bitmap.node=a"), "option 'bitmap.name' is missing"),
             (format!("{filter},bitmap.node=a,bitmap.name=x"), "Dirty bitmap 'x' not found"),
             (format!("{filter},bitmap.node=z,bitmap.name=x"), "Failed to find node with node-name='z'"),

@@ -104,7 +104,9 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
             Failure::new("Can't amend encryption options - encryption not present")
         }
         // Also qemu-img finds out when it opens the image.
-        _ if error.message().contains("cannot unlock any keyslot") => Failure::open(persona, file, error),
+        _ if error.message().contains("cannot unlock any keyslot") || error.message().starts_with("Unknown driver") => {
+            Failure::open(persona, file, error)
+        }
         ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
             let message = error.message();
             Failure::new(match message.strip_prefix("invalid ") {

@@ -76,14 +76,23 @@ impl NamingArgs {
 /// The properties of a secret.
 const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
 
+fn is_identifier(id: &str) -> bool {
+    id.starts_with(|first: char| first.is_ascii_alphabetic())
+        && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
 /// What `--object` says: secrets, each with its id.
 pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
     let mut secrets = Secrets::new();
     for object in objects {
         let (kind, rest) = object.split_once(',').unwrap_or((object, ""));
-        if kind.strip_prefix("qom-type=").unwrap_or(kind) != "secret" {
+        let kind = kind.strip_prefix("qom-type=").unwrap_or(kind);
+        if kind.is_empty() {
+            return Err(Failure::new("Parameter 'qom-type' is missing"));
+        }
+        if kind != "secret" {
             return Err(Failure::new(format!(
-                "invalid object type: {kind} (images need objects of the type 'secret')"
+                "Parameter 'qom-type' does not accept value '{kind}' (images need objects of the type 'secret')"
             )));
         }
         let options = BlockdevOptions::from_keyval(rest)?;
@@ -94,6 +103,12 @@ pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
             )));
         }
         let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
+        if !is_identifier(id) {
+            return Err(Failure::new(
+                "Parameter 'id' expects an identifier\n\
+                 Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.",
+            ));
+        }
         let is_base64 = match options.text("format") {
             None | Some("raw") => false,
             Some("base64") => true,

@@ -9,7 +9,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
-use cowshed_jobs::compare::{self, CompareOptions, Failed, FailedAt};
+use cowshed_jobs::compare::{self, CompareOptions, CompareOutcome, Failed, FailedAt};
 
 /// Exit code of an error while opening, and of all but the two below: 1 says "different".
 const ERROR_EXIT_CODE: u8 = 2;
@@ -88,11 +88,16 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
     args.naming.untrusted.guard(&[Use::Read(&options.first), Use::Read(&options.second)], console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
     let failed_at = FailedAt::default();
-    let failed = |error: &Error| failure(console.persona, [first, second], failed_at.get(), error);
-    let outcome = job.run(async |handle| compare::run_noting(&options, &handle, &failed_at).await, failed)?;
-    if !args.quiet {
-        outcome.messages().into_iter().for_each(|message| console.line(message));
-    }
+    let persona = console.persona;
+    let failed = |error: &Error| failure(persona, [first, second], failed_at.get(), error);
+    let say = |outcome: &CompareOutcome| {
+        if !args.quiet {
+            outcome.messages().into_iter().for_each(|message| console.line(message));
+            console.flush();
+        }
+    };
+    let work = async |handle| compare::run_noting(&options, &handle, &failed_at).await;
+    let outcome = job.run_saying(work, failed, say)?;
     Ok(u8::try_from(outcome.exit_code()).unwrap_or(ERROR_EXIT_CODE))
 }
 

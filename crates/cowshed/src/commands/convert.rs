@@ -8,7 +8,7 @@ use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, ErrorKind};
+use cowshed_block::Error;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_image::snapshots::SnapshotName;
@@ -186,7 +186,10 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
     let format = args.target_format.as_deref().unwrap_or("raw");
     for (wrong, message) in [
         (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
-        (args.target_image_opts && args.target_format.is_some(), "-O is not used with --target-image-opts"),
+        (
+            args.target_image_opts && args.target_format.is_some(),
+            "--image-opts and --format are mutually exclusive: -O is not used with --target-image-opts",
+        ),
         (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
         (
             !args.compress && (args.compression_level.is_some() || args.compression_window.is_some()),
@@ -301,6 +304,9 @@ fn sparse_bytes(text: &str) -> Result<u64, Failure> {
 
 fn requests(text: &str) -> Result<usize, Failure> {
     let requests = text.parse().ok().filter(|requests| (1..=MOST_REQUESTS).contains(requests));
+    if text.parse::<i64>().is_err() {
+        return Err(Failure::new(format!("Invalid number of coroutines specified: '{text}'")));
+    }
     requests.and_then(|requests| usize::try_from(requests).ok()).ok_or_else(|| {
         Failure::new(format!("Invalid number of coroutines specified. Must be between 1 and {MOST_REQUESTS}."))
     })
@@ -312,13 +318,16 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     let about_target = error.file_name() == Some(target.name.as_str());
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");
-        let reason = match error.kind() {
-            ErrorKind::Busy => qemu_reason(&target.name, error),
-            _ => {
-                let reason = Failure::about(persona, &target.name, error).message;
-                reason.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&reason).to_owned()
-            }
-        };
+        let reason = qemu_reason(&target.name, error);
+        // What -o says wrongly is no conversion that failed.
+        let expects = reason.starts_with("Parameter '") && reason.contains("' expects ");
+        let plain = ["Invalid parameter '", "Format driver '"].iter().any(|start| reason.starts_with(start));
+        if expects || plain {
+            return Failure::new(reason);
+        }
+        if reason.starts_with("Backing file specified without backing format") {
+            return Failure::new("Use of backing file requires explicit backing format");
+        }
         return Failure::new(format!("{}: error while converting {format}: {reason}", target.name));
     }
     let mut names: Vec<&str> = options.sources.iter().map(|source| source.name.as_str()).collect();

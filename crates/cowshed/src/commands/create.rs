@@ -101,16 +101,13 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     let text = error.to_string();
     let reason = text.strip_prefix(&format!("{backing}: could not open the backing image: "));
     match (persona, reason) {
+        (Persona::QemuImg, Some(reason)) if reason.starts_with("Unknown driver") => {
+            Failure::new(format!("{file}: {reason}\nCould not open backing image."))
+        }
         (Persona::QemuImg, Some(reason)) => {
             let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
             Failure::new(format!("{file}: Could not open '{backing}': {reason}\nCould not open backing image."))
         }
-        (Persona::QemuImg, None) => match error.message() {
-            "image creation needs a size parameter" => {
-                Failure::new(format!("{file}: Image creation needs a size parameter"))
-            }
-            _ => Failure::about(persona, file, error),
-        },
         _ => Failure::about(persona, file, error),
     }
 }

@@ -9,6 +9,11 @@ pub fn asks_for_help(lists: &[String]) -> bool {
     lists.iter().flat_map(|list| list.split(',')).any(|element| element == "help" || element == "?")
 }
 
+/// True of a format that no image can be created in.
+pub fn is_unknown(format: &str) -> bool {
+    options_of(format).is_none()
+}
+
 /// Refuses a format that no image can be created in; none is raw.
 pub fn require_format(format: Option<&str>) -> Result<(), Failure> {
     let format = format.unwrap_or("raw");

@@ -81,7 +81,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify both input and output files"));
     };
     let options = DdOptions {
-        source: ImageSpec { force_share: args.force_share, ..args.naming.spec(&input, args.format.as_ref())? },
+        // Not shared even where it is raw: what is copied onto itself would be lost.
+        source: ImageSpec {
+            force_share: args.force_share,
+            shares_raw: false,
+            ..args.naming.spec(&input, args.format.as_ref())?
+        },
         target: ImageSpec {
             shares_raw: true,
             secrets: args.naming.secrets()?,

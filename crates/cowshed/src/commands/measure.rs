@@ -7,6 +7,7 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
@@ -74,11 +75,14 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };
-    create_options::require_format(args.target_format.as_deref())?;
+    measurable(console.persona, args.target_format.as_deref())?;
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
     let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
     args.naming.untrusted.guard(&uses, console)?;
     let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
+        if let Some(failure) = of_options(console.persona, &options, &error) {
+            return failure;
+        }
         let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();
         Failure::open_either(console.persona, &names, &error)
     })?;
@@ -91,6 +95,31 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         OutputFormat::Human => print_human(&measurement, console),
     }
     Ok(0)
+}
+
+/// Formats that no image can be created in have no size that could be told.
+fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
+    match format.filter(|name| cowshed_image::formats::find(name).is_some()) {
+        Some(name) if persona == Persona::QemuImg && create_options::is_unknown(name) => {
+            Err(Failure::new(format!("Block driver '{name}' does not support size measurement")))
+        }
+        _ => create_options::require_format(format),
+    }
+}
+
+/// What is wrong with the image that is to be measured, in qemu-img's words.
+fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Option<Failure> {
+    let message = error.message();
+    let format = options.target_format.as_deref().unwrap_or("raw");
+    match persona {
+        Persona::QemuImg if message.starts_with("Invalid parameter '") => {
+            Some(Failure::new(format!("{message}\nqemu-img: Invalid options for file format '{format}'")))
+        }
+        Persona::QemuImg if message.starts_with("The image size is too large") => {
+            Some(Failure::new("The image size is too large (try using a larger cluster size)"))
+        }
+        _ => None,
+    }
 }
 
 fn print_human(measurement: &Measurement, console: &mut Console) {

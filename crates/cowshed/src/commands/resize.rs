@@ -87,6 +87,14 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         message if message.contains("which has snapshots can't be resized") => {
             Failure::new("Can't resize a v2 image which has snapshots")
         }
+        // What was asked for is wrong, not the image.
+        message
+            if ["Preallocation can", "The new size must be a multiple", "Unsupported preallocation", "Bitmap '"]
+                .iter()
+                .any(|start| message.starts_with(start)) =>
+        {
+            Failure::new(message)
+        }
         _ => Failure::open(persona, file, error),
     }
 }

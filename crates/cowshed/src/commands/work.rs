@@ -86,9 +86,26 @@ impl Foreground {
         work: impl FnOnce(JobHandle) -> F,
         failed: impl FnOnce(&Error) -> Failure,
     ) -> Result<T, Failure> {
+        self.run_saying(work, failed, |_| {})
+    }
+
+    /// As [`Foreground::run`] for what has a result to `say`: qemu-img does so before it ends the line of its progress.
+    pub fn run_saying<T, F: Future<Output = Result<T, Error>>>(
+        &self,
+        work: impl FnOnce(JobHandle) -> F,
+        failed: impl FnOnce(&Error) -> Failure,
+        say: impl FnOnce(&T),
+    ) -> Result<T, Failure> {
         lock(&self.progress).update(0, 1);
         let result = watch_time(&self.handle).and_then(|()| rt::block_on(work(self.handle.clone())));
-        lock(&self.progress).finish(result.is_ok());
+        {
+            let mut progress = lock(&self.progress);
+            progress.complete(result.is_ok());
+            if let Ok(value) = &result {
+                say(value);
+            }
+            progress.finish();
+        }
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {

@@ -221,19 +221,21 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
         return Err(Failed::complaint("file open already, try 'help close'"));
     }
     let name = spec.name();
-    let node = open_node(&spec).await.map_err(|error| refusal(shell, &name, &error))?;
+    let node = open_node(&spec).await.map_err(|error| refusal(shell, &name, !spec.image_opts, &error))?;
     node.warnings().iter().for_each(|text| warning::print(text));
     shell.session = Some(Session { node, spec });
     Ok(())
 }
 
-fn refusal(shell: &Shell, name: &str, error: &Error) -> Failed {
+fn refusal(shell: &Shell, name: &str, named: bool, error: &Error) -> Failed {
     match shell.manner.terse {
         true => {
             let reason = Failure::open(Persona::QemuImg, name, error).message;
             // Unlike qemu-img it has no frame of its own around the reason.
             let reason = reason.strip_prefix(&format!("Could not open '{name}': ")).unwrap_or(&reason);
-            Failed::complaint(format!("can't open device {name}: {reason}"))
+            // What image options name, the reason names.
+            let device = if named { format!(" device {name}") } else { String::new() };
+            Failed::complaint(format!("can't open{device}: {reason}"))
         }
         false => Failed::complaint(Failure::about(Persona::Cowshed, name, error).message),
     }
@@ -293,6 +295,12 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     spec.check()?;
     if let Some(text) = arguments.value('o') {
         let options = BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?;
+        let clash = (arguments.has('r') || arguments.has('w')) && options.get("read-only").is_some();
+        if clash {
+            return Err(Failed::complaint("Cannot set both -r/-w and 'read-only'"));
+        }
+        let driver = shell.session()?.node.driver_name();
+        check_changes(driver, &options)?;
         spec.add(options)?;
     }
     if before.snapshot {
@@ -305,6 +313,15 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
         open(shell, before).await?;
     }
     opened
+}
+
+/// Refuses options that the driver of an open image does not have, or whose values make no sense.
+fn check_changes(driver: &str, options: &BlockdevOptions) -> std::result::Result<(), Failed> {
+    let Some(schema) = DriverSchema::find(driver) else { return Ok(()) };
+    if let Some((key, _)) = options.iter().find(|(key, _)| !schema.knows(key)) {
+        return Err(Failed::complaint(format!("Cannot change the option '{key}'")));
+    }
+    schema.check_values(&mut options.clone()).map_err(|error| Failed::complaint(error.to_string()))
 }
 
 impl OpenSpec {

@@ -25,12 +25,18 @@ pub(super) struct Range {
 
 /// The one range of a command.
 fn range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
-    let [offset, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
-    let range = Range { offset: arguments::size(offset)?, len: arguments::size(len)? };
+    let range = unbounded_range(arguments)?;
     if range.len > MOST_BYTES {
+        let [_, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
         return Err(Failed::output(format!("length cannot exceed {MOST_BYTES}, given {len}")));
     }
     Ok(range)
+}
+
+/// As [`range`], without a bound.
+fn unbounded_range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
+    let [offset, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
+    Ok(Range { offset: arguments::size(offset)?, len: arguments::size(len)? })
 }
 
 /// An offset and the lengths of several buffers, which lie behind one another.
@@ -199,7 +205,12 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
             return Err(Failed::output(message));
         }
     }
-    let range = range(&arguments)?;
+    // Zeroes that may not become data need no buffer.
+    let range = unbounded_range(&arguments)?;
+    if range.len > MOST_BYTES && !has('n') {
+        let given = arguments.operands.get(1).map_or("", String::as_str);
+        return Err(Failed::output(format!("length cannot exceed {MOST_BYTES} without -n, given {given}")));
+    }
     if has('b') || has('c') {
         check_sectors(range)?;
     }

@@ -40,6 +40,14 @@ impl Failure {
             Persona::QemuImg if error.message() == "can't find the snapshot" => {
                 Self::new("Failed to load snapshot: Can't find snapshot")
             }
+            // What can't be made, or is no target for this, is no matter of opening.
+            Persona::QemuImg
+                if ["Unknown file format", "output file is smaller"]
+                    .iter()
+                    .any(|start| error.message().starts_with(start)) =>
+            {
+                Self::new(error.message())
+            }
             Persona::QemuImg => Self::of_backing(error)
                 .unwrap_or_else(|| Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error)))),
         }
@@ -71,8 +79,12 @@ impl Failure {
     }
 
     /// Something about the file `name` failed: `NAME: REASON`.
-    pub fn about(_persona: Persona, name: &str, error: &Error) -> Self {
-        Self::new(format!("{name}: {}", reason(name, error)))
+    pub fn about(persona: Persona, name: &str, error: &Error) -> Self {
+        let reason = match persona {
+            Persona::QemuImg => qemu_reason(name, error),
+            Persona::Cowshed | Persona::Tool(_) => reason(name, error),
+        };
+        Self::new(format!("{name}: {reason}"))
     }
 }
 
@@ -118,10 +130,12 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
     }
     // What image options name isn't said again.
     let reason = reason(if names_file(name, file) { file } else { name }, error);
-    match reason.strip_prefix("could not open: ") {
-        Some(rest) => format!("Could not open '{file}': {rest}"),
-        None => reason,
+    for (ours, theirs) in [("could not open: ", "open"), ("could not create: ", "create")] {
+        if let Some(rest) = reason.strip_prefix(ours) {
+            return format!("Could not {theirs} '{file}': {rest}");
+        }
     }
+    reason
 }
 
 /// The error's text without `name` in front, which the caller has said already.

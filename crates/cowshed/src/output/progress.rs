@@ -61,19 +61,22 @@ impl Progress {
         }
     }
 
-    /// The work ended; with `complete` it ended well and stands at 100 %.
-    pub fn finish(&mut self, complete: bool) {
+    /// The work ended; with `well` it stands at 100 %. A bar goes away, a percentage stays until [`Progress::finish`].
+    pub fn complete(&mut self, well: bool) {
         match self {
-            Progress::Hidden => {}
-            Progress::Percent { shown } => {
-                if complete {
-                    print_percent(10_000);
-                }
-                if shown.is_some() || complete {
-                    end_percent_line();
-                }
+            Progress::Percent { shown } if well && *shown != Some(10_000) => {
+                *shown = Some(10_000);
+                print_percent(10_000);
             }
             Progress::Bar(bar) => bar.finish_and_clear(),
+            Progress::Hidden | Progress::Percent { .. } => {}
+        }
+    }
+
+    /// Ends the line of a percentage.
+    pub fn finish(&mut self) {
+        if let Progress::Percent { shown: Some(_) } = self {
+            end_percent_line();
         }
         *self = Progress::Hidden;
     }

@@ -346,7 +346,6 @@ fn snapshot() {
     oracle.compare_refusal("snapshot -a none snapshots.qcow2");
     oracle.compare_refusal("snapshot -a 1 middle.qcow2");
     oracle.compare_refusal("snapshot -c one data.qcow2");
-    oracle.compare_refusal("snapshot -c one -f raw base.raw");
     oracle.compare_refusal("snapshot -c one -d two snapshots.qcow2");
     oracle.compare_refusal("snapshot");
     oracle.verdict();

@@ -140,7 +140,10 @@ fn what_opens_no_key_slot_is_refused_by_every_verb() {
         let ours = oracle.ours(&folder, &words(&line));
         assert!(ours.err.contains("Invalid password, cannot unlock any keyslot"), "{line}: {}", ours.err);
         assert_eq!(ours.err.lines().count(), 1, "{line}: {}", ours.err);
-        oracle.compare_refusal(&line);
+        // Only QEMU 10 and later take secrets here.
+        if !line.starts_with("bench") {
+            oracle.compare_refusal(&line);
+        }
         assert!(files() == before, "{line}: something was written");
     }
     oracle.verdict();

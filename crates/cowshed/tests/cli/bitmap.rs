@@ -36,15 +36,15 @@ fn images() -> Oracle {
     for cluster in ["512", "4k", "2M"] {
         oracle.make(&format!("create -q -f qcow2 -o cluster_size={cluster} c{cluster}.qcow2 10M"));
     }
-    // In use, and nobody knows what is in it.
     std::fs::copy(oracle.work().join("a.qcow2"), oracle.work().join("broken.qcow2")).expect("copied");
-    let killed = Command::new("qemu-io")
-        .current_dir(oracle.work())
-        .args(["-c", "write 0 4k", "-c", "sigraise 9", "broken.qcow2"])
-        .output()
-        .expect("qemu-io runs");
-    assert!(!killed.status.success());
+    make_inconsistent(&oracle.work().join("broken.qcow2"));
     oracle
+}
+
+/// Bitmaps of an image become in use, and nobody knows what is in them: a writer was killed.
+pub fn make_inconsistent(image: &Path) {
+    let killed = Command::new("qemu-io").args(["-c", "write 0 4k", "-c", "sigraise 9"]).arg(image).output();
+    assert!(!killed.expect("qemu-io runs").status.success());
 }
 
 #[test]

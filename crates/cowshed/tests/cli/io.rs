@@ -95,6 +95,8 @@ const SCRIPTS: &[&str] = &[
     "blkdebug:rules.conf:image.qcow2; write -P 7 0 4k; write -P 8 0 4k; read -P 8 0 4k",
     "--image-opts BLKDEBUG,file.config=rules.conf; write -P 7 0 4k; write -P 8 0 4k; read -P 8 0 4k",
     "blkdebug:nothing.conf:image.qcow2; length",
+    "-f qcow2 image.qcow2; write -z -n 0 3G; write -z 0 3G; read 0 3G; reopen -o bogus=1; length",
+    "-f qcow2 image.qcow2; reopen -r -o read-only=on; length; write 0 4k",
     "blkdebug:image.qcow2; length",
     "--image-opts BLKDEBUG; break read_aio A; aio_read -P 1 0 8k; wait_break A; length; resume A; aio_flush",
 ];

@@ -18,6 +18,7 @@ mod missing_key;
 mod names;
 mod on_servers;
 mod oracle;
+mod refusals;
 mod running;
 mod serving;
 mod stranger;

@@ -65,16 +65,14 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
 
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
-        Error::unsupported("images of this format can't be created: qcow2, luks and raw can")
-            .field("format")
-            .value(format!("'{}'", request.format))
+        Error::unsupported(format!("Unknown file format '{}': qcow2, luks and raw can be created", request.format))
     })?;
     let mut values = OptionValues::parse(schema, &request.options)?;
     let takes_backing = schema.iter().any(|option| option.name == "backing_file");
     for (key, value) in [("backing_file", &request.backing_file), ("backing_fmt", &request.backing_format)] {
         let Some(value) = value else { continue };
         if !takes_backing {
-            return Err(Error::unsupported(format!("backing file not supported for file format '{}'", request.format)));
+            return Err(Error::unsupported(format!("Backing file not supported for file format '{}'", request.format)));
         }
         values.set(key, value.clone())?;
     }
@@ -82,11 +80,10 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         values.set("size", size.to_string())?;
     } else if let Some(size) = request.size {
         if values.is_given("size") {
-            return Err(Error::invalid_argument("the image size must be specified only once").field("size"));
+            return Err(Error::invalid_argument("The image size must be specified only once").field("size"));
         }
         values.set("size", size.to_string())?;
     }
-    let path = path_of(&request.filename)?;
     if let Some(backing) = values.get("backing_file").map(str::to_owned) {
         check_backing(request, &backing, &mut values).await?;
     }
@@ -95,7 +92,8 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     let size = values
         .number("size")
         .or(least)
-        .ok_or_else(|| Error::invalid_argument("image creation needs a size parameter").field("size"))?;
+        .ok_or_else(|| Error::invalid_argument("Image creation needs a size parameter"))?;
+    let path = path_of(&request.filename)?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
     Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone() })
 }
@@ -103,10 +101,13 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
 /// The rules for a backing file; without a size the new image takes its.
 async fn check_backing(request: &CreateRequest, backing: &str, values: &mut OptionValues) -> Result<()> {
     if backing.is_empty() {
-        return Err(Error::invalid_argument("expected a backing file name, got an empty string").field("backing_file"));
+        return Err(Error::invalid_argument("Expected backing file name, got empty string").field("backing_file"));
     }
     if backing == request.filename {
-        return Err(Error::invalid_argument("an image can't be its own backing file").field("backing_file"));
+        return Err(Error::invalid_argument(
+            "Error: Trying to create an image with the same filename as the backing file",
+        )
+        .field("backing_file"));
     }
     let format = values.get("backing_fmt").map(str::to_owned);
     if !request.backing_unchecked {
@@ -119,16 +120,15 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
         node.close().await?;
         if format.is_none() {
             return Err(Error::invalid_argument(format!(
-                "backing file specified without backing format (detected format of {detected})"
-            ))
-            .field("backing_fmt"));
+                "Backing file specified without backing format (detected format of {detected})"
+            )));
         }
         if !values.is_given("size") {
             values.set("size", size.to_string())?;
         }
     }
     if format.is_none() {
-        return Err(Error::invalid_argument("backing file specified without backing format").field("backing_fmt"));
+        return Err(Error::invalid_argument("Backing file specified without backing format").field("backing_fmt"));
     }
     Ok(())
 }
@@ -169,6 +169,11 @@ impl CreatePlan {
     /// True when space or metadata is to be allocated at once.
     pub fn is_preallocated(&self) -> bool {
         self.values.get("preallocation").is_some_and(|mode| mode != "off")
+    }
+
+    /// True when persistent dirty bitmaps can be added to the image.
+    pub fn takes_bitmaps(&self) -> bool {
+        self.format == "qcow2" && !matches!(self.values.get("compat"), Some("0.10" | "v2"))
     }
 
     /// True when the image is to have an external data file.
@@ -220,7 +225,7 @@ impl CreatePlan {
     fn space(&self) -> Result<Preallocation> {
         let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
         if preallocation == Preallocation::Metadata {
-            let message = format!("a {} image has no metadata to preallocate", self.format);
+            let message = format!("Unsupported preallocation mode: metadata (a {} image has no metadata)", self.format);
             return Err(Error::unsupported(message).field("preallocation"));
         }
         Ok(preallocation)

@@ -86,6 +86,15 @@ pub fn layout_hints(values: &OptionValues) -> Result<LayoutHints> {
     Ok(LayoutHints { no_cow: values.switch("nocow"), extent_bytes })
 }
 
+/// What QEMU says of refcounts whose width version 2 doesn't have.
+const REFCOUNTS_OF_V3: &str = "Different refcount widths than 16 bits require compatibility level 1.1 or above (use \
+                               version=v3 or greater), that is compat=1.1";
+
+/// QEMU's words for a value that is none of the known ones; `parameter` is its name for the option.
+fn not_accepted(parameter: &str, value: &str, known: &str) -> Error {
+    Error::invalid_argument(format!("Parameter '{parameter}' does not accept value '{value}': {known}"))
+}
+
 /// `value` of option `preallocation`.
 pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
     match value {
@@ -93,9 +102,9 @@ pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
         "metadata" => Ok(Preallocation::Metadata),
         "falloc" => Ok(Preallocation::Falloc),
         "full" => Ok(Preallocation::Full),
-        _ => Err(Error::invalid_argument("unknown preallocation mode: off, metadata, falloc and full are known")
-            .field("preallocation")
-            .value(format!("'{value}'"))),
+        _ => {
+            Err(not_accepted("preallocation", value, "off, metadata, falloc and full are known").field("preallocation"))
+        }
     }
 }
 
@@ -104,13 +113,13 @@ impl Qcow2CreateOptions {
     pub fn from_values(size: u64, values: &OptionValues) -> Result<Self> {
         let cluster_size = values.number("cluster_size").unwrap_or(65536);
         let cluster_bits = exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
-            Error::invalid_argument("cluster size must be a power of two between 512 and 2048k")
+            Error::invalid_argument("Cluster size must be a power of two between 512 and 2048k")
                 .field("cluster_size")
                 .value(cluster_size)
         })?;
         let refcount_bits = values.number("refcount_bits").unwrap_or(16);
         let refcount_order = exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
-            Error::invalid_argument("refcount width must be a power of two and may not exceed 64 bits")
+            Error::invalid_argument("Refcount width must be a power of two and may not exceed 64 bits")
                 .field("refcount_bits")
                 .value(refcount_bits)
         })?;
@@ -118,18 +127,16 @@ impl Qcow2CreateOptions {
             None | Some("1.1" | "v3") => 3,
             Some("0.10" | "v2") => 2,
             Some(other) => {
-                return Err(Error::invalid_argument("unknown compatibility level: 0.10, v2, 1.1 and v3 are known")
-                    .field("compat")
-                    .value(format!("'{other}'")));
+                return Err(not_accepted("version", other, "0.10, v2, 1.1 and v3 are known").field("compat"));
             }
         };
         let compression = match values.get("compression_type") {
             None | Some("zlib") => Compression::Zlib,
             Some("zstd") => Compression::Zstd,
             Some(other) => {
-                return Err(Error::invalid_argument("unknown compression type: zlib and zstd are known")
-                    .field("compression_type")
-                    .value(format!("'{other}'")));
+                return Err(
+                    not_accepted("compression-type", other, "zlib and zstd are known").field("compression_type")
+                );
             }
         };
         let text = |key| values.get(key).map(str::to_owned);
@@ -164,31 +171,39 @@ impl Qcow2CreateOptions {
     pub fn check(&self) -> Result<()> {
         let refuse = |field, message: &str| Err(Error::invalid_argument(message).field(field));
         if self.version < 3 {
-            let v3 = |what| format!("{what} only supported with compatibility level 1.1 and above (compat=1.1)");
+            let v3 = |what| {
+                format!(
+                    "{what} supported with compatibility level 1.1 and above (use version=v3 or greater), that is \
+                     compat=1.1"
+                )
+            };
             if self.refcount_order != 4 {
-                return refuse("refcount_bits", &v3("refcount widths other than 16 bits are"));
+                return refuse("refcount_bits", REFCOUNTS_OF_V3);
             }
             if self.lazy_refcounts {
-                return refuse("lazy_refcounts", &v3("lazy refcounts are"));
+                return refuse("lazy_refcounts", &v3("Lazy refcounts only"));
             }
             if self.extended_l2 {
-                return refuse("extended_l2", &v3("extended L2 entries are"));
+                return refuse("extended_l2", &v3("Extended L2 entries are only"));
             }
             if self.compression != Compression::Zlib {
-                return refuse("compression_type", &v3("compression types other than zlib are"));
+                return refuse("compression_type", &v3("Non-zlib compression type is only"));
             }
             if self.data_file.is_some() {
-                return refuse("data_file", &v3("external data files are"));
+                return refuse("data_file", &v3("External data files are only"));
             }
         }
         if self.extended_l2 && self.cluster_bits < 14 {
-            return refuse("extended_l2", "extended L2 entries need a cluster size of at least 16384 bytes");
+            return refuse(
+                "extended_l2",
+                "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
+            );
         }
         if self.data_file_raw && self.data_file.is_none() {
-            return refuse("data_file_raw", "data_file_raw requires data_file");
+            return refuse("data_file_raw", "data-file-raw requires data-file");
         }
         if self.data_file_raw && self.backing_file.is_some() {
-            return refuse("data_file_raw", "a backing file and data_file_raw cannot be used at the same time");
+            return refuse("data_file_raw", "Backing file and data-file-raw cannot be used at the same time");
         }
         if self.keep_data_file {
             self.check_kept_data_file()?;
@@ -196,11 +211,11 @@ impl Qcow2CreateOptions {
         if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
             return refuse(
                 "preallocation",
-                "a backing file and preallocation can only be used at the same time if extended_l2 is on",
+                "Backing file and preallocation can only be used at the same time if extended_l2 is on",
             );
         }
         if self.backing_format.is_some() && self.backing_file.is_none() {
-            return refuse("backing_fmt", "a backing format cannot be used without a backing file");
+            return refuse("backing_fmt", "Backing format cannot be used without backing file");
         }
         self.check_names()?;
         self.l1_entries().map(|_| ())
@@ -274,7 +289,7 @@ impl Qcow2CreateOptions {
 
 pub(super) fn too_large(format: &str) -> Error {
     Error::invalid_argument(format!(
-        "the image size is too large for file format '{format}' (try using a larger cluster size)"
+        "The image size is too large for file format '{format}' (try using a larger cluster size)"
     ))
     .field("size")
 }
@@ -283,5 +298,5 @@ pub(super) fn too_large(format: &str) -> Error {
 pub fn round_size(size: u64) -> Result<u64> {
     size.checked_next_multiple_of(512)
         .filter(|size| i64::try_from(*size).is_ok())
-        .ok_or_else(|| too_large("qcow2").value(size))
+        .ok_or_else(|| Error::invalid_argument("The image size must be below 2^63 bytes").field("size").value(size))
 }

@@ -200,7 +200,7 @@ impl OptionValues {
                 value
             }
             Number => parse_number(&value).ok_or_else(|| wrong(option, "a number", &value))?.to_string(),
-            Size => parse_size(&value).map_err(|error| error.field(option.name))?.to_string(),
+            Size => parse_size(&value).map_err(|_| wrong(option, SIZE_EXPECTED, &value))?.to_string(),
         };
         self.values.retain(|(name, _)| *name != option.name);
         self.values.push((option.name, value));
@@ -252,8 +252,11 @@ impl OptionValues {
     }
 }
 
+/// What QEMU says that a size is.
+const SIZE_EXPECTED: &str = "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E";
+
 fn wrong(option: &CreateOption, expected: &str, value: &str) -> Error {
-    Error::invalid_argument(format!("parameter '{}' expects {expected}", option.name)).value(format!("'{value}'"))
+    Error::invalid_argument(format!("Parameter '{}' expects {expected}", option.name)).value(format!("'{value}'"))
 }
 
 /// Splits at single commas; a doubled one stands for itself.

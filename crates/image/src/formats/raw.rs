@@ -208,7 +208,7 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
     match preallocation {
         Preallocation::Off => file.set_len(size).await,
         Preallocation::Metadata => {
-            Err(Error::unsupported("a raw image has no preallocation mode 'metadata'").file(file.name()))
+            Err(Error::unsupported("Unsupported preallocation mode: metadata").file(file.name()))
         }
         Preallocation::Falloc if size > old => file.allocate(old, size - old).await,
         Preallocation::Full if size > old => write_zero_bytes(file, old, size - old).await,

@@ -298,7 +298,9 @@ impl Opener {
     async fn guess_format(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static str> {
         if draft.options.get("file").is_none() {
             let path = &draft.place.path;
-            return Err(Error::invalid_argument(format!("one of '{path}driver' and '{path}file' must be given")));
+            return Err(Error::invalid_argument(format!(
+                "Must specify either driver or file ('{path}driver' or '{path}file')"
+            )));
         }
         let child = self.file_child(draft).await?;
         let name = child.filename();

@@ -78,20 +78,42 @@ impl DriverSchema {
         DRIVERS.iter().find(|driver| driver.name == name)
     }
 
+    /// True when the driver has an option of this name.
+    pub fn knows(&self, name: &str) -> bool {
+        self.keys.iter().chain(COMMON).any(|key| key.name == name)
+    }
+
+    /// Checks the options that are given, of which some may be missing, and turns texts into the type of their key.
+    pub fn check_values(&self, options: &mut BlockdevOptions) -> Result<()> {
+        self.check_given(options, "")
+    }
+
+    fn check_given(&self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
+        for (name, value) in options.values_mut() {
+            let full = format!("{path}{name}");
+            let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
+                return Err(self.does_not_support(&full));
+            };
+            check_value(key, value, &full)?;
+        }
+        Ok(())
+    }
+
+    /// QEMU's words for an option that this driver doesn't have.
+    fn does_not_support(&self, option: &str) -> Error {
+        Error::invalid_argument(match self.kind {
+            // Fault injection has names of its own, which makes it a protocol there.
+            _ if self.name == "blkdebug" => format!("Block protocol 'blkdebug' doesn't support the option '{option}'"),
+            DriverKind::Protocol => format!("Block protocol '{}' doesn't support the option '{option}'", self.name),
+            _ => format!("Block format '{}' does not support the option '{option}'", self.name),
+        })
+    }
+
     /// Checks the options of one node and turns texts into the type of their key. Children given inline are checked
     /// when they are opened, with their own driver. `path` is where the node stands in the whole tree ("" or
     /// "backing."), for messages.
     pub(crate) fn check(&'static self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
-        for (name, value) in options.values_mut() {
-            let full = format!("{path}{name}");
-            let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
-                return Err(Error::invalid_argument(format!(
-                    "driver '{}' does not support the option '{full}'",
-                    self.name
-                )));
-            };
-            check_value(key, value, &full)?;
-        }
+        self.check_given(options, path)?;
         match self.keys.iter().find(|key| key.default == REQUIRED && options.get(key.name).is_none()) {
             Some(key) => Err(missing(&format!("{path}{}", key.name), self.name)),
             None => Ok(()),
@@ -155,7 +177,13 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
             Ok(())
         }
         None => {
-            Err(Error::invalid_argument(format!("option '{path}' expects {}", key.value.describe())).value(&*value))
+            // As QEMU says it.
+            let expected = match key.value {
+                KeyType::Bool => "'on' or 'off'".into(),
+                KeyType::Size => "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E".into(),
+                ref other => other.describe(),
+            };
+            Err(Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value))
         }
     }
 }

@@ -30,7 +30,7 @@ impl BlockdevOptions {
         match serde_json::from_str(text) {
             Ok(Value::Object(map)) => Self::from_map(map),
             Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")),
-            Err(error) => Err(Error::invalid_argument(format!("could not parse the JSON options: {error}"))),
+            Err(error) => Err(Error::invalid_argument(format!("Could not parse the JSON options: {error}"))),
         }
     }
 

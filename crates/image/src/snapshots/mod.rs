@@ -206,13 +206,13 @@ fn not_found(wanted: &[u8]) -> Error {
 pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
     named(file, async {
         let mut image = Image::load(file).await?;
-        let Some(index) = find(&image.snapshots, wanted, Lookup::IdOrName) else {
-            return Err(not_found(wanted));
-        };
         if image.header.bitmaps().is_some_and(|bitmaps| bitmaps.nb_bitmaps > 0) {
             let message = "the image has dirty bitmaps, which would not see the change: remove them first";
             return Err(Error::new(ErrorKind::Busy, message));
         }
+        let Some(index) = find(&image.snapshots, wanted, Lookup::IdOrName) else {
+            return Err(not_found(wanted));
+        };
         let snapshot = &image.snapshots[index];
         let size = snapshot.disk_size_bytes().unwrap_or(image.header.size);
         let needed = image.geometry.l1_entries_needed(size);

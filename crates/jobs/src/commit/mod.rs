@@ -53,10 +53,14 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
 
 /// The node to commit to, and how many layers it is below `top`.
 fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> {
-    let Some(mut node) = top.backing() else {
-        return Err(Error::invalid_argument("the image does not have a backing file"));
+    let not_there =
+        |wanted: &str| Error::invalid_argument(format!("'{wanted}' is not in the backing chain")).field("base");
+    let (mut node, wanted) = match (top.backing(), wanted) {
+        (Some(node), None) => return Ok((node, 1)),
+        (Some(node), Some(wanted)) => (node, wanted),
+        (None, None) => return Err(Error::invalid_argument("the image does not have a backing file")),
+        (None, Some(wanted)) => return Err(not_there(wanted)),
     };
-    let Some(wanted) = wanted else { return Ok((node, 1)) };
     let same = |node: &Node| {
         node.filename() == wanted
             || std::fs::canonicalize(wanted)
@@ -68,9 +72,7 @@ fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> 
             return Ok((node, depth));
         }
         depth += 1;
-        node = node
-            .backing()
-            .ok_or_else(|| Error::invalid_argument(format!("'{wanted}' is not in the backing chain")).field("base"))?;
+        node = node.backing().ok_or_else(|| not_there(wanted))?;
     }
 }
 

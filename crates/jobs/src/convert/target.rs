@@ -112,6 +112,10 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Ve
         secrets: options.target.secrets.clone(),
     };
     let plan = create::prepare_sized(&request, sources.size()).await?;
+    if options.bitmaps && !plan.takes_bitmaps() {
+        let message = format!("Format driver '{}' does not support bitmaps", request.format);
+        return Err(Error::unsupported(message).file(&request.filename));
+    }
     if options.compressed && plan.is_preallocated() {
         return Err(Error::invalid_argument("Compression and preallocation not supported at the same time"));
     }
@@ -131,11 +135,11 @@ fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Res
     }
     if node.size() < sources.size() {
         return Err(Error::invalid_argument(format!(
-            "the target is smaller than the input of {} bytes",
+            "output file is smaller than input file: {} of {} bytes",
+            node.size(),
             sources.size()
         ))
-        .file(node.filename())
-        .value(node.size()));
+        .file(node.filename()));
     }
     if options.backing_file.is_some() && node.backing().is_none() {
         return Err(Error::invalid_argument("the existing target has no backing file").file(node.filename()));

@@ -105,7 +105,7 @@ pub struct Header {
 pub fn peek_cluster_bits(bytes: &[u8]) -> Result<u32> {
     let magic = be32_at(bytes, 0).ok_or_else(|| too_short(bytes.len()))?;
     if magic != MAGIC {
-        return Err(Error::invalid_image("magic", format!("{magic:#010x}"), "image is not in qcow2 format"));
+        return Err(Error::invalid_image("magic", format!("{magic:#010x}"), "Image is not in qcow2 format"));
     }
     let version = be32_at(bytes, offset::VERSION as usize).ok_or_else(|| too_short(bytes.len()))?;
     if !(2..=3).contains(&version) {

@@ -93,7 +93,13 @@ impl Qcow2Driver {
     pub async fn change_bitmaps(&self, changes: &[BitmapChange]) -> Result<()> {
         self.check_writable()?;
         if self.header().version < 3 {
-            return Err(self.error(Error::unsupported("Cannot store dirty bitmaps in qcow2 v2 files")));
+            return match changes.first() {
+                None => Ok(()),
+                Some(BitmapChange::Add { name, .. }) => {
+                    Err(self.not_persistent(name, Error::unsupported("Cannot store dirty bitmaps in qcow2 v2 files")))
+                }
+                Some(other) => Err(self.no_such_bitmap(other.name())),
+            };
         }
         self.know_bitmaps().await?;
         let _change = self.bitmaps.change.lock().await;
@@ -147,6 +153,11 @@ impl Qcow2Driver {
         Ok(())
     }
 
+    /// QEMU's words for a bitmap that this image can't hold.
+    fn not_persistent(&self, name: &str, why: Error) -> Error {
+        self.error(why.context(format!("Can't make bitmap '{name}' persistent in '{}'", self.file_name)))
+    }
+
     fn no_bits(&self, granularity_bits: u32) -> DirtyBits {
         DirtyBits::new(self.header().size, granularity_bits, self.engine.geometry().cluster_bits())
     }
@@ -156,7 +167,8 @@ impl Qcow2Driver {
         let bits = self.no_bits(granularity_bits);
         if bits.piece_count() * 8 > limits::BITMAP_TABLE_BYTES || bits.bits().div_ceil(8) > DATA_BYTES {
             let message = "Too much space will be occupied by the bitmap. Use larger granularity";
-            return Err(self.error(Error::new(ErrorKind::Limit, message).value(granularity_bytes)));
+            let error = Error::new(ErrorKind::Limit, message).field("granularity").value(granularity_bytes);
+            return Err(self.not_persistent(name, error));
         }
         Ok(StoredBitmap {
             entry: BitmapEntry {
