@@ -363,8 +363,14 @@ mod tests {
     #[test]
     fn requests_in_flight() {
         assert_eq!(requests("16").unwrap(), 16);
-        for text in ["0", "17", "x", ""] {
+        for text in ["0", "17", "-1"] {
             assert!(requests(text).unwrap_err().message.ends_with("between 1 and 16."), "{text}");
+        }
+        for text in ["x", "", "1k"] {
+            assert_eq!(
+                requests(text).unwrap_err().message,
+                format!("Invalid number of coroutines specified: '{text}'")
+            );
         }
     }
 }
