@@ -5,9 +5,10 @@
 use cowshed_nbd_proto::flags::{HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{OPTION_HEADER_BYTES, OptionHeader, OptionReply, code, rep};
 use cowshed_nbd_proto::{Command, HeaderStyle, Request, greeting, reply};
+use rustix::fs::OFlags;
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::unix::fs::FileExt;
+use std::io::{self, IoSlice, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process;
@@ -16,6 +17,10 @@ use std::sync::Arc;
 /// The option by which this program starts itself as that server; socket and file follow.
 pub const SERVE: &str = "--serve-bare";
 
+/// Behind socket and file: past the page cache.
+const DIRECT: &str = "direct";
+/// What memory for direct I/O is a multiple of.
+const ALIGNMENT: usize = 4096;
 /// Bytes received at once, beside the data of writes.
 const INPUT_BYTES: usize = 64 << 10;
 /// Replies that gather before they are sent; one more read may follow.
@@ -24,22 +29,24 @@ const OUTPUT_BYTES: usize = 256 << 10;
 const LONGEST_BYTES: usize = 2 << 20;
 const EINVAL: u32 = 22;
 
-/// The command line that starts it.
-pub fn command(socket: &Path, file: &Path) -> Result<process::Command, String> {
+/// The command line that starts it; with `direct` it goes past the page cache.
+pub fn command(socket: &Path, file: &Path, direct: bool) -> Result<process::Command, String> {
     let own = std::env::current_exe().map_err(|e| e.to_string())?;
     let mut command = process::Command::new(own);
-    command.arg(SERVE).args([socket, file]);
+    command.arg(SERVE).args([socket, file]).args(direct.then_some(DIRECT));
     Ok(command)
 }
 
-/// What the started process does, until it is ended.
-pub fn serve(socket: &str, file: &str) -> Result<(), String> {
+/// What the started process does, until it is ended; `how` is empty or [`DIRECT`].
+pub fn serve(socket: &str, file: &str, how: &[String]) -> Result<(), String> {
     let fail = |e: io::Error| format!("bare server of {file}: {e}");
-    let file = Arc::new(File::options().read(true).write(true).open(file).map_err(fail)?);
+    let flags = if how == [DIRECT] { OFlags::DIRECT.bits().cast_signed() } else { 0 };
+    let opened = File::options().read(true).write(true).custom_flags(flags).open(file);
+    let file = Arc::new(opened.map_err(fail)?);
     for stream in UnixListener::bind(socket).map_err(fail)?.incoming() {
         let (stream, file) = (stream.map_err(fail)?, Arc::clone(&file));
         // A client that goes away ends its thread only.
-        std::thread::spawn(move || drop(talk(&stream, &file)));
+        std::thread::spawn(move || drop(talk(&stream, &file, flags != 0)));
     }
     Ok(())
 }
@@ -48,7 +55,7 @@ fn malformed(_: cowshed_nbd_proto::Malformed) -> io::Error {
     io::ErrorKind::InvalidData.into()
 }
 
-fn talk(mut stream: &UnixStream, file: &File) -> io::Result<()> {
+fn talk(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()> {
     stream.write_all(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE.with(HandshakeFlags::NO_ZEROES, true)))?;
     stream.read_exact(&mut [0; 4])?;
     loop {
@@ -63,20 +70,22 @@ fn talk(mut stream: &UnixStream, file: &File) -> io::Result<()> {
             OptionReply::Export(file.metadata()?.len(), flags).append(header.option, &mut answer);
             OptionReply::Ack.append(header.option, &mut answer);
             stream.write_all(&answer)?;
-            return transmit(stream, file);
+            return transmit(stream, file, direct);
         }
         OptionReply::Refused(rep::ERR_UNSUP, "").append(header.option, &mut answer);
         stream.write_all(&answer)?;
     }
 }
 
-fn transmit(mut stream: &UnixStream, file: &File) -> io::Result<()> {
+fn transmit(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()> {
     let style = HeaderStyle::Compact;
     let mut input = vec![0; INPUT_BYTES];
     let (mut start, mut end) = (0, 0);
     let mut output = vec![0; OUTPUT_BYTES + LONGEST_BYTES + reply::SIMPLE_BYTES];
     let mut ready = 0;
-    let mut data = vec![0; LONGEST_BYTES];
+    let mut data = vec![0; LONGEST_BYTES + ALIGNMENT];
+    let aligned = data.as_ptr().align_offset(ALIGNMENT);
+    let data = &mut data[aligned..];
     loop {
         let waits = end - start < style.request_bytes();
         if waits || ready >= OUTPUT_BYTES {
@@ -100,6 +109,16 @@ fn transmit(mut stream: &UnixStream, file: &File) -> io::Result<()> {
         ready = head.end;
         match request.command {
             Command::Disconnect => return Ok(()),
+            // Direct I/O needs aligned memory, which is sent as it is.
+            Command::Read if direct && len <= LONGEST_BYTES => {
+                file.read_exact_at(&mut data[..len], request.offset)?;
+                output[head].copy_from_slice(&reply::simple(request.cookie, 0));
+                let sent = stream.write_vectored(&[IoSlice::new(&output[..ready]), IoSlice::new(&data[..len])])?;
+                stream.write_all(&output[sent.min(ready)..ready])?;
+                stream.write_all(&data[sent.saturating_sub(ready)..len])?;
+                ready = 0;
+                continue;
+            }
             Command::Read if len <= LONGEST_BYTES => {
                 file.read_exact_at(&mut output[ready..ready + len], request.offset)?;
                 ready += len;

@@ -76,10 +76,10 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     {
         return memory::touch(mib);
     }
-    if let [option, socket, file] = arguments.as_slice()
+    if let [option, socket, file, how @ ..] = arguments.as_slice()
         && option == bare::SERVE
     {
-        return bare::serve(socket, file);
+        return bare::serve(socket, file, how);
     }
     let (settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {

@@ -214,13 +214,9 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
     let mut command = Command::new(settings.qemu.with_file_name(program.name()));
     command.args(program.arguments(their_image, &their_socket, direct));
     let theirs = Server::start(command, their_socket)?;
-    // It reads and writes through the page cache.
     let bare_socket = settings.folder.join("bare.sock");
-    let bare = match direct {
-        true => None,
-        false => Some(Server::start(bare::command(&bare_socket, bare_image)?, bare_socket)?),
-    };
-    let servers: Vec<&Server> = [&ours, &theirs].into_iter().chain(&bare).collect();
+    let bare = Server::start(bare::command(&bare_socket, bare_image, direct)?, bare_socket)?;
+    let servers = [&ours, &theirs, &bare];
     let mut rows = Vec::new();
     let wanted = |name: &str| settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
     for load in LOADS {

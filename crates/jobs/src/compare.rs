@@ -133,7 +133,8 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
 
 /// Requests in flight.
 const REQUESTS: usize = 4;
-const CHUNK_BYTES: u64 = 1 << 20;
+/// Read at once of either image: what is in flight stays in the cache of a core.
+const CHUNK_BYTES: u64 = 256 << 10;
 
 async fn compare(nodes: [&Node; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
     let [first, second] = nodes;
