@@ -88,6 +88,15 @@ impl Victim {
         self.file.write_all_at(&bytes, block).expect("write");
     }
 
+    /// Where the entry of the snapshot with this index is, in the snapshot table.
+    pub fn snapshot(&self, index: u64) -> u64 {
+        (0..index).fold(self.header.snapshots_offset, |at, _| {
+            let field = |offset: u64, bits: u64, width: u64| (self.word(at + offset) >> bits) & ((1 << width) - 1);
+            let (id, name, extra) = (field(8, 16, 16), field(8, 0, 16), field(32, 0, 32));
+            (at + 40 + extra + id + name).next_multiple_of(8)
+        })
+    }
+
     /// Leaves the first snapshot `keep` bytes of extra data.
     pub fn shorten_snapshot(&self, keep: usize) {
         let start = self.header.snapshots_offset;

@@ -137,6 +137,41 @@ fn cases() -> Vec<Case> {
             lossy: true,
         },
         Case {
+            name: "snapshot just behind the end, small clusters",
+            options: "cluster_size=512",
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k", "snapshot b"],
+            damage: |v| {
+                let end = v.file.metadata().expect("a length").len().next_multiple_of(512);
+                v.set_word(v.header.snapshots_offset, end);
+            },
+            repair: Repair::All,
+            lossy: true,
+        },
+        Case {
+            name: "snapshot just behind the end, in the table's last entry",
+            options: "cluster_size=512",
+            steps: &["write -P 1 0 96k", "snapshot", "write -P 2 8k 16k", "snapshot b"],
+            damage: |v| {
+                let end = v.file.metadata().expect("a length").len().next_multiple_of(512);
+                v.set_word(v.snapshot(1), end + 512);
+            },
+            repair: Repair::All,
+            lossy: true,
+        },
+        Case {
+            lossy: true,
+            ..filled(
+                "data just behind the end, small clusters",
+                "cluster_size=512",
+                |v| {
+                    let end = v.file.metadata().expect("a length").len().next_multiple_of(512);
+                    v.set_word(v.l2_entry(3), COPIED | end);
+                    v.set_word(v.l2_entry(9), COPIED | (end + 512));
+                },
+                Repair::All,
+            )
+        },
+        Case {
             name: "bitmap directory that lies",
             options: PLAIN,
             steps: &["write -P 1 0 96k", "bitmap", "write -P 2 8k 16k"],
@@ -313,9 +348,13 @@ async fn write_mended((at, word): &(u64, u64)) -> cowshed_block::Result<()> {
 #[test]
 fn repairs_beside_a_snapshot_that_cannot_be_read_survive_power_cuts() {
     type Damage = fn(&Victim);
-    let damages: [(&str, &str, Damage); 4] = [
+    let damages: [(&str, &str, Damage); 5] = [
         ("not aligned", PLAIN, |v| v.flip(v.header.snapshots_offset, 512)),
         ("behind the end", "cluster_size=512", |v| v.set_word(v.header.snapshots_offset, 1 << 40)),
+        ("just behind the end", "cluster_size=512", |v| {
+            let end = v.file.metadata().expect("a length").len().next_multiple_of(512);
+            v.set_word(v.header.snapshots_offset, end);
+        }),
         ("refcounts elsewhere", "cluster_size=512", |v| {
             v.set_word(v.header.snapshots_offset, 1 << 40);
             v.set_word(v.refcount_table_entry(0), 0);
@@ -347,23 +386,25 @@ fn repairs_beside_a_snapshot_that_cannot_be_read_survive_power_cuts() {
         let mended = Some((place, victim.word(place)));
         damage(&victim);
         let image = std::fs::read(&path).expect("the image");
-        let config = Config::new(number as u64);
-        let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
-        let world = World::with_files(config.clone(), &files);
-        let before = world.run(run_check(Repair::None, false)).expect("a check");
-        let content = world.run(content(false)).expect("a readable image");
-        let world = World::with_files(config.clone(), &files);
-        let report = world.run(run_check(Repair::All, false)).expect("a repair");
-        assert!(report.changed && report.findings.iter().all(is_of_unread_snapshot), "{name}: {report:#?}");
-        let (qemu, folder) = (&qemu, folder.path());
-        // The table of snapshots that lack something moves.
-        let mended = mended.filter(|_| name != "extra data missing");
-        let (repair, lossy, partly) = (Repair::All, false, true);
-        let expected = Expected { qemu, folder, before, content, repair, lossy, partly, mended, config };
-        let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(number as u64) };
-        match explore(&world.trace(), &plan, |state| expected.verify(state)) {
-            Ok(report) => total.add(&report),
-            Err(failure) => panic!("{name}: {failure}"),
+        for sector_bytes in [512, 4096] {
+            let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
+            let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
+            let world = World::with_files(config.clone(), &files);
+            let before = world.run(run_check(Repair::None, false)).expect("a check");
+            let content = world.run(content(false)).expect("a readable image");
+            let world = World::with_files(config.clone(), &files);
+            let report = world.run(run_check(Repair::All, false)).expect("a repair");
+            assert!(report.changed && report.findings.iter().all(is_of_unread_snapshot), "{name}: {report:#?}");
+            let (qemu, folder) = (&qemu, folder.path());
+            // The table of snapshots that lack something moves.
+            let mended = mended.filter(|_| name != "extra data missing");
+            let (repair, lossy, partly) = (Repair::All, false, true);
+            let expected = Expected { qemu, folder, before, content, repair, lossy, partly, mended, config };
+            let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(number as u64) };
+            match explore(&world.trace(), &plan, |state| expected.verify(state)) {
+                Ok(report) => total.add(&report),
+                Err(failure) => panic!("{name}: {failure}"),
+            }
         }
     }
     println!("repair beside a snapshot: {total}");

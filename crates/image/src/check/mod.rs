@@ -21,7 +21,7 @@ mod undo_log;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::check::Ledger;
 pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Outlook, Remedy, Severity, Structure};
-use cowshed_storage::File;
+use cowshed_storage::{CacheMode, File};
 use journal::Journal;
 use session::Session;
 pub use undo::{UndoReport, undo};
@@ -101,11 +101,40 @@ impl CheckReport {
 
 /// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; what
 /// a repair has written until then leaves the image no worse than it was.
+///
+/// A repair of a file with direct I/O that ends within a sector of the disk, or may come to, goes by way of the page cache, so
+/// no other operation may run on the file then.
 pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     if options.repair != Repair::None && !file.is_writable() {
         return Err(named(Error::new(ErrorKind::ReadOnly, "a repair needs a writable file")));
     }
+    let mode = file.cache_mode();
+    let result = check_file(file, options, watch).await;
+    if file.cache_mode() != mode {
+        file.set_cache_mode(mode)?;
+    }
+    result
+}
+
+/// Before a repair of a file with direct I/O that ends within a sector, or may come to: a direct write to the last sector
+/// makes the file longer for a moment; a power cut then would bring into being what an entry says to be behind the end,
+/// and nobody counts it.
+fn leave_odd_ends_to_the_cache(session: &Session<'_>) {
+    let (file, sector) = (session.file, session.file.alignment().offset);
+    let may_be_odd = !file.len().is_multiple_of(sector) || session.geometry.cluster_size() < sector;
+    let mode = file.cache_mode();
+    if mode.direct
+        && may_be_odd
+        && let Err(error) = file.set_cache_mode(CacheMode { direct: false, ..mode })
+    {
+        // A file with faults stays as it is.
+        tracing::debug!("{}: {error}", file.name());
+    }
+}
+
+async fn check_file(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Result<CheckReport> {
+    let named = |error: Error| error.file(file.name());
     let mut ledger = Ledger::new(options.findings_max);
     let journal = match &options.undo_log {
         Some(log) if options.repair != Repair::None => Some(Journal::start(log, file).await.map_err(named)?),
@@ -117,6 +146,7 @@ pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Res
     if options.repair == Repair::None {
         return Ok(CheckReport { outlook, ..report_of(ledger) });
     }
+    leave_odd_ends_to_the_cache(&session);
     let mut report = repair::run(session, ledger, &overlaps).await.map_err(named)?;
     if let Some(journal) = &journal {
         journal.finish(file.len()).await?;

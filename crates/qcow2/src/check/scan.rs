@@ -29,11 +29,11 @@ pub struct ScanContext {
 }
 
 impl ScanContext {
-    /// True when a region ends a whole cluster or more behind the end of the file: the last cluster of a file may be
-    /// incomplete, what lies further out can't have been written.
+    /// True when a region begins behind the end of the file, or ends a whole cluster or more behind it: the last cluster of a
+    /// file may be incomplete, what lies further out can't have been written.
     pub fn is_past_end(&self, offset: u64, len: u64) -> bool {
         let Some(end) = offset.checked_add(len) else { return true };
-        end >= self.file_len.saturating_add(self.geometry.cluster_size())
+        offset >= self.file_len || end >= self.file_len.saturating_add(self.geometry.cluster_size())
     }
 }
 
