@@ -141,6 +141,93 @@ fn new_images_lie_on_btrfs_as_asked() {
     }
 }
 
+/// Bytes of a file that it shares with others.
+fn shared_bytes(path: &str) -> u64 {
+    let extents = run("filefrag", &["-v", "-b4096", path]);
+    let shared =
+        extents.lines().filter(|line| line.split(':').next_back().is_some_and(|flags| flags.contains("shared")));
+    let blocks = |line: &str| line.split(':').nth(3).and_then(|length| length.trim().parse::<u64>().ok());
+    shared.map(|line| blocks(line).unwrap_or_else(|| panic!("{line}")) * 4096).sum()
+}
+
+/// What is read the same is kept once by file systems that can, the zeroes in it are holes all the same, and neither side
+/// sees what is written to the other.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn data_are_shared_where_the_file_system_can() {
+    let qemu = Qemu::system();
+    for make in ["mkfs.xfs", "mkfs.btrfs"] {
+        let mount = Mount::new(make, "600M");
+        let path = |name: &str| mount.path(name);
+        // 16 MiB: data, zeroes that are stored, a hole, data to an odd end.
+        let mut bytes: Vec<u8> = (0..16 * MIB as u32 + 1536).map(|at| (at / 512) as u8 | 1).collect();
+        bytes[4 * MIB..6 * MIB].fill(0);
+        std::fs::write(path("a.raw"), &bytes).unwrap();
+        run("fallocate", &["--punch-hole", "-o", "8M", "-l", "1M", &path("a.raw")]);
+        qemu.img(["convert", "-f", "raw", "-O", "qcow2", &path("a.raw"), &path("a.qcow2")]).expect_ok();
+        let small =
+            ["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4k", &path("a.raw"), &path("small.qcow2")];
+        qemu.img(small).expect_ok();
+        qemu.img(["create", "-q", "-f", "qcow2", "-b", "a.qcow2", "-F", "qcow2", &path("top.qcow2")]).expect_ok();
+        qemu.io_commands(Path::new(&path("top.qcow2")), "qcow2", &["write -P 9 2M 1M".to_owned()]).expect_ok();
+        run("sync", &["-f", &path("a.raw")]);
+        for source in ["a.raw", "a.qcow2", "small.qcow2", "top.qcow2"] {
+            let format = if source == "a.raw" { "raw" } else { "qcow2" };
+            let targets = [
+                ("raw", vec![], 12),
+                ("qcow2", vec![], 12),
+                ("qcow2", vec!["-o", "extended_l2=on,cluster_size=128k"], 12),
+                ("qcow2", vec!["-W", "-m", "16", "-o", "cluster_size=512"], 0),
+                ("raw", vec!["-C"], 12),
+                ("qcow2", vec!["-C"], 12),
+                ("qcow2", vec!["-S", "0"], 0),
+                ("raw", vec!["-o", "preallocation=falloc"], 0),
+                ("qcow2", vec!["-c"], 0),
+                ("qcow2", vec!["--reflink=never"], 0),
+                ("raw", vec!["--reflink", "never"], 0),
+            ];
+            for (to, options, shared_mib) in targets {
+                let (from, target) = (path(source), path("target"));
+                let case = format!("{make}: {source} to {to} {options:?}");
+                let mut arguments = vec!["convert", "-q", "-f", format, "-O", to];
+                arguments.extend(&options);
+                arguments.extend([from.as_str(), target.as_str()]);
+                cowshed(&arguments);
+                assert!(qemu.is_equal((Path::new(&from), format), (Path::new(&target), to)), "{case}");
+                if to == "qcow2" {
+                    assert_eq!(qemu.check(Path::new(&target), "qcow2").code, 0, "{case}");
+                }
+                run("sync", &["-f", &target]);
+                let shared = shared_bytes(&target);
+                let wanted = shared_mib * MIB as u64;
+                assert!(if wanted == 0 { shared == 0 } else { shared >= wanted }, "{case}: {shared} bytes are shared");
+                let has_holes = !options.contains(&"-C") && !options.contains(&"-S") && !options.contains(&"-o");
+                let found = std::fs::metadata(&target).unwrap();
+                // XFS gives a qcow2 file space in pieces of 1 MiB, so there the length tells.
+                let space =
+                    if to == "raw" { std::os::unix::fs::MetadataExt::blocks(&found) * 512 } else { found.len() };
+                assert!(!has_holes || space < 14 * MIB as u64, "{case}: {space} bytes");
+                // Each is its own: what is written to the copy stays there.
+                let before = std::fs::read(&from).unwrap();
+                qemu.io_commands(Path::new(&target), to, &["write -P 0xdd 1M 9M".to_owned()]).expect_ok();
+                assert!(std::fs::read(&from).unwrap() == before, "{case}: the source changed");
+                std::fs::remove_file(&target).unwrap();
+            }
+        }
+        // An image within an image has its container's name, and other places in it.
+        qemu.img(["convert", "-f", "raw", "-O", "qcow2", &path("a.qcow2"), &path("outer.qcow2")]).expect_ok();
+        let outer = format!(
+            "{{\"driver\":\"qcow2\",\"file\":{{\"driver\":\"file\",\"filename\":\"{}\"}}}}",
+            path("outer.qcow2")
+        );
+        let [outer, inner] =
+            [outer.clone(), format!("{{\"driver\":\"qcow2\",\"file\":{outer}}}")].map(|text| format!("json:{text}"));
+        cowshed(&["convert", "-q", "-O", "raw", &outer, &inner, &path("both")]);
+        cowshed(&["convert", "-q", "--reflink=never", "-O", "raw", &outer, &inner, &path("written")]);
+        assert!(std::fs::read(path("both")).unwrap() == std::fs::read(path("written")).unwrap(), "{make}");
+    }
+}
+
 /// A daemon, killed when the test ends early.
 struct Daemon(std::process::Child);
 

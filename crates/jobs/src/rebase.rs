@@ -98,6 +98,7 @@ async fn open_base(image: &Node, name: &str, options: &RebaseOptions) -> Result<
         format: options.base_format.clone(),
         cache: options.base_cache.clone(),
         policy: options.image.policy.clone(),
+        secrets: options.image.secrets.clone(),
         on_warning: options.image.on_warning,
         ..ImageSpec::default()
     };
@@ -250,7 +251,9 @@ impl Move<'_> {
         }
         self.job.throttle(len).await?;
         let unit = self.image.qcow2().map_or(0, |driver| driver.cluster_size());
-        let whole = unit != 0 && start.is_multiple_of(unit) && len.is_multiple_of(unit);
+        // The disk's last cluster may be a part of one.
+        let ends_whole = len.is_multiple_of(unit.max(1)) || start + len == self.image.size();
+        let whole = unit != 0 && start.is_multiple_of(unit) && ends_whole;
         if self.options.compressed && whole {
             let clusters = bytes
                 .chunks(unit as usize)

@@ -49,7 +49,7 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
             return Ok(None);
         }
         job.pause_point().await?;
-        let end = ((self.at / PIECE_BYTES + 1) * PIECE_BYTES).min(self.node.size());
+        let mut end = self.stretch_end();
         let mut pieces = Vec::new();
         while self.at < end {
             let Some(run) = self.known.front() else {
@@ -60,16 +60,30 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
                 }
                 continue;
             };
-            let stop = (run.start + run.len).min(end);
-            if (self.wanted)(run) {
+            let run_end = run.start + run.len;
+            let is_wanted = (self.wanted)(run);
+            // Terabytes of nothing are passed over at once.
+            let passes = !is_wanted && pieces.is_empty();
+            let stop = if passes { run_end } else { run_end.min(end) };
+            if is_wanted {
                 pieces.push(Piece { start: self.at, len: stop - self.at, zero: run.zero });
             }
             self.at = stop;
-            if run.start + run.len == stop {
+            if run_end == stop {
                 self.known.pop_front();
+            }
+            if passes {
+                if self.at >= self.node.size() {
+                    break;
+                }
+                end = self.stretch_end();
             }
         }
         Ok(Some(pieces))
+    }
+
+    fn stretch_end(&self) -> u64 {
+        ((self.at / PIECE_BYTES + 1) * PIECE_BYTES).min(self.node.size())
     }
 
     /// How far it has come, in bytes.
@@ -93,6 +107,10 @@ where
             match runs.next(job).await {
                 Ok(Some(pieces)) => {
                     let passed = runs.position() - before;
+                    if pieces.is_empty() {
+                        job.advance(passed);
+                        continue;
+                    }
                     let work = work(pieces);
                     running.push(async move { work.await.map(|()| passed) });
                     continue;

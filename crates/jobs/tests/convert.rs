@@ -5,6 +5,7 @@ mod oracle;
 
 use cowshed_block::Error;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
+use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use oracle::{Bench, run};
 use std::os::unix::fs::MetadataExt;
@@ -213,6 +214,46 @@ fn read_errors_name_their_offset_or_are_salvaged() {
     assert!(error.contains("error while reading at byte") && error.contains("incomplete"), "{error}");
     let outcome = convert(&ConvertOptions { salvage: true, ..options }).expect("salvaged");
     assert!(outcome.salvaged.iter().any(|offset| *offset >= start), "{:?}", outcome.salvaged.first());
+}
+
+/// Some nodes above an overlay say only what its top layer has: what lies below is data all the same.
+#[test]
+fn what_lies_below_an_inner_overlay_is_copied() {
+    let bench = Bench::new();
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "base.qcow2", "2M"]);
+    bench.qemu_io("base.qcow2", &["write -P 17 0 2M"]);
+    bench.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]);
+    bench.qemu_io("top.qcow2", &["write -P 3 64k 64k", "write -z 256k 64k"]);
+    bench.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "top.qcow2", "theirs.raw"]);
+    let whole = std::fs::read(bench.path("theirs.raw")).expect("an image");
+    let inner = format!("file.driver=qcow2,file.file.filename={}", bench.path("top.qcow2"));
+    let outer =
+        |options: &str| ImageSpec { name: format!("{options},{inner}"), image_opts: true, ..ImageSpec::default() };
+    for (driver, range) in [
+        ("driver=raw", 0..2 << 20),
+        ("driver=raw,offset=65536,size=1048576", 64 << 10..(64 << 10) + (1 << 20)),
+        ("driver=copy-on-read", 0..2 << 20),
+    ] {
+        let plain = ConvertOptions::new(vec![outer(driver)], spec(&bench, "b.raw"));
+        let outcome = convert(&plain).unwrap_or_else(|error| panic!("{driver}: {error}"));
+        assert!(std::fs::read(bench.path("b.raw")).expect("an image") == whole[range], "{driver}: {outcome:?}");
+        if plain.sources[0].name.contains("size") {
+            continue;
+        }
+        let (backing_file, backing_format) = (Some("base.qcow2".to_owned()), Some("qcow2".to_owned()));
+        let above = ConvertOptions { backing_file, backing_format, ..options(&bench, &[], "b.qcow2", "") };
+        convert(&ConvertOptions { sources: vec![outer(driver)], ..above }).expect("above a backing file");
+        bench.assert_same("top.qcow2", "b.qcow2", driver);
+    }
+    let dd = DdOptions {
+        source: outer("driver=raw"),
+        target: spec(&bench, "d.raw"),
+        block_bytes: 4096,
+        count: None,
+        skip: 8,
+    };
+    run(dd::run(&dd, &JobHandle::new())).expect("copied");
+    assert!(std::fs::read(bench.path("d.raw")).expect("an image") == whole[8 * 4096..]);
 }
 
 #[test]

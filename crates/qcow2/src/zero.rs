@@ -16,8 +16,8 @@ pub enum ZeroMode {
     Unmap,
     /// The range reads as zeroes; host clusters of ours stay allocated underneath.
     Keep,
-    /// A hint: allocated data reads as zeroes and its host clusters go back (or stay with `discard-no-unref`); what is
-    /// unallocated stays so. What the format can't express is left alone.
+    /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or stay with
+    /// `discard-no-unref`). What the format can't express is left alone.
     Discard,
 }
 
@@ -37,8 +37,8 @@ impl Engine {
         }
         let l1_index = self.geometry.l1_index(guest) as usize;
         let range = guest.0..guest.0 + len;
-        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 && (mode == ZeroMode::Discard || !self.backed(guest.0))
-        {
+        let is_left_alone = mode == ZeroMode::Discard && self.config.format.version < 3;
+        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 && (is_left_alone || !self.backed(guest.0)) {
             let table_end = (l1_index as u64 + 1) << self.geometry.l2_coverage_bits();
             return Ok(table_end.min(range.end) - guest.0);
         }
@@ -109,7 +109,7 @@ impl Engine {
         let is_discard = mode == ZeroMode::Discard;
         let keeps = mode == ZeroMode::Keep || (is_discard && self.discard_no_unref());
         Ok(match cluster {
-            Cluster::Unallocated if is_discard || !self.backed(guest) => old,
+            Cluster::Unallocated if !self.backed(guest) || (is_discard && !has_zero_flag) => old,
             Cluster::Zero { host: None } => old,
             Cluster::Zero { host: Some(_) } if keeps => old,
             Cluster::Data { host } if keeps && has_zero_flag && self.is_ours(old) => {
@@ -147,8 +147,8 @@ impl Engine {
         }
         let bitmap = SubclusterBitmap(old.1);
         let mask = SubclusterBitmap::mask(touched);
-        // A discard leaves alone what has no data here; so does a zero write where nothing lies beneath.
-        let mask = match is_discard || !self.backed(guest) {
+        // Where nothing lies beneath, what has no data here is left alone.
+        let mask = match !self.backed(guest) {
             true => mask & (bitmap.data_mask() | bitmap.zero_mask()),
             false => mask,
         };

@@ -37,7 +37,8 @@ impl File {
         let direct = match &inner.medium {
             Medium::Host(host) => host.is_direct(),
             Medium::Faulty(faulty) => faulty.base().cache_mode().direct,
-            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => false,
+            Medium::Sim(sim) => sim.is_direct(),
+            Medium::Null(_) | Medium::Remote(_) => false,
         };
         CacheMode { direct, no_flush: inner.no_flush.load(Ordering::Relaxed) }
     }
@@ -50,6 +51,7 @@ impl File {
             Medium::Host(host) if host.is_direct() != mode.direct => {
                 inner.alignment.set(host.set_direct(mode.direct).map_err(|error| error.file(self.name()))?);
             }
+            Medium::Sim(sim) if sim.is_direct() != mode.direct => inner.alignment.set(sim.set_direct(mode.direct)),
             Medium::Faulty(_) if self.cache_mode().direct != mode.direct => {
                 let message = "the use of the page cache can't change below a file with faults";
                 return Err(Error::unsupported(message).file(self.name()));

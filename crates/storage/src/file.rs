@@ -231,6 +231,11 @@ impl File {
         }
     }
 
+    /// True for a file of this machine, or of a simulated one, with nothing in between.
+    pub fn is_plain(&self) -> bool {
+        matches!(self.0.medium, Medium::Host(_) | Medium::Sim(_))
+    }
+
     /// Device and inode number: the same for two names of one file. `None` for what has no inode.
     pub fn identity(&self) -> Option<(u64, u64)> {
         match &self.0.medium {
@@ -442,6 +447,13 @@ impl File {
         result.map_err(|errno| self.error(errno, "could not look for data", offset))
     }
 
+    /// As [`File::next_data`] again and again: the runs of data that begin from `offset` on and before `end`, in order, at
+    /// most `max`. Fewer than `max`: there is no more of it before `end`.
+    pub async fn data_ranges(&self, offset: u64, end: u64, max: usize) -> Result<Vec<DataRange>> {
+        let result = self.0.medium.data_ranges(offset, end, self.len(), max).await;
+        result.map_err(|errno| self.error(errno, "could not look for data", offset))
+    }
+
     /// Copies inside the kernel (`copy_file_range`, which reflinks where it can). Returns the bytes copied, 0 or
     /// more; `Unsupported` where the kernel can't, before anything was copied.
     pub async fn copy_from(&self, source: &File, source_offset: u64, offset: u64, len: u64) -> Result<u64> {
@@ -462,6 +474,31 @@ impl File {
         self.0.note_end(offset + copied);
         drop(guard);
         Ok(copied)
+    }
+
+    /// True where the file system can share blocks of `source` with this file. Nothing is changed.
+    pub async fn can_share_from(&self, source: &File) -> bool {
+        self.is_writable() && self.0.medium.can_share_from(&source.0.medium, source.len()).await
+    }
+
+    /// Takes over `len` bytes of `source` by sharing its blocks (a reflink, `FICLONERANGE`): the file system keeps them
+    /// once until one side changes them, as with `cp --reflink`. `Unsupported` where the two can't: other file systems
+    /// and kinds of files, ranges that aren't whole blocks. After an error part of the range may have been taken over.
+    pub async fn share_from(&self, source: &File, source_offset: u64, offset: u64, len: u64) -> Result<()> {
+        source.check_range(source_offset, len)?;
+        self.check_change(offset, len, true)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let start_ns = self.0.counters.start_ns();
+        let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
+        let shared = guard.as_ref().map(BlockGuard::share);
+        let result = self.0.medium.share_from(&source.0.medium, source_offset, offset, len, shared).await;
+        result.map_err(|errno| self.error(errno, "could not share blocks", offset))?;
+        self.0.counters.count(FileOp::Write, offset, len, start_ns, true);
+        self.0.note_end(offset + len);
+        drop(guard);
+        Ok(())
     }
 
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).

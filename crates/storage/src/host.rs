@@ -410,25 +410,20 @@ impl HostFile {
     /// `len` is the length of the file as far as we know.
     pub(crate) async fn next_data(&self, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
         let is_device = self.is_device;
+        self.call(move |fd| seek_data(fd, is_device, offset, len)).await
+    }
+
+    /// The first `max` runs of data that begin from `offset` on and before `end`, with one change of thread for all.
+    pub(crate) async fn data_ranges(&self, offset: u64, end: u64, len: u64, max: usize) -> SysResult<Vec<DataRange>> {
+        let is_device = self.is_device;
         self.call(move |fd| {
-            let all = (offset < len).then_some(DataRange { start: offset, end: len });
-            if is_device {
-                return Ok(all);
+            let (mut ranges, mut at) = (Vec::new(), offset);
+            while at < end && ranges.len() < max {
+                let Some(range) = seek_data(fd, is_device, at, len)?.filter(|range| range.start < end) else { break };
+                at = range.end.max(at + 1);
+                ranges.push(range);
             }
-            let start = match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
-                Ok(start) => start,
-                Err(rustix::io::Errno::NXIO) => return Ok(None),
-                Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
-                    return Ok(all);
-                }
-                Err(error) => return Err(sys::errno(error)),
-            };
-            match rustix::fs::seek(fd, SeekFrom::Hole(start)) {
-                Ok(end) => Ok(Some(DataRange { start, end })),
-                // The file was cut meanwhile.
-                Err(rustix::io::Errno::NXIO) => Ok(None),
-                Err(error) => Err(sys::errno(error)),
-            }
+            Ok(ranges)
         })
         .await
     }
@@ -454,12 +449,27 @@ impl HostFile {
                     .map(|count| count as u64)
                     .map_err(sys::errno)
             })
-            .map_err(|errno| match errno.0 {
-                libc::EXDEV | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::EBADF | libc::EPERM => {
-                    Errno::ENOTSUP
-                }
-                _ => errno,
-            })
+            .map_err(not_between_these)
+        })
+        .await
+    }
+
+    /// As the system call says it: [`not_between_these`] is for the caller.
+    pub(crate) async fn share_from(
+        &self,
+        source: &HostFile,
+        source_offset: u64,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<()> {
+        if self.is_device || source.is_device {
+            return Err(Errno::ENOTSUP);
+        }
+        let source = Arc::clone(&source.fd);
+        self.call(move |fd| {
+            let _guard = guard;
+            sys::share_range(&source, source_offset, fd, offset, len)
         })
         .await
     }
@@ -468,6 +478,38 @@ impl HostFile {
         let stat = rustix::fs::fstat(&self.fd).map_err(sys::errno)?;
         // `st_blocks` counts units of 512 bytes on Linux, whatever the block size.
         u64::try_from(stat.st_blocks).map(|blocks| blocks.saturating_mul(512)).map_err(|_| Errno::EIO)
+    }
+}
+
+/// The first run of data of a file at or behind `offset`; of devices, and where the file system can't tell, all.
+fn seek_data(fd: BorrowedFd<'_>, is_device: bool, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
+    let all = (offset < len).then_some(DataRange { start: offset, end: len });
+    if is_device {
+        return Ok(all);
+    }
+    let start = match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
+        Ok(start) => start,
+        Err(rustix::io::Errno::NXIO) => return Ok(None),
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+            return Ok(all);
+        }
+        Err(error) => return Err(sys::errno(error)),
+    };
+    match rustix::fs::seek(fd, SeekFrom::Hole(start)) {
+        Ok(end) => Ok(Some(DataRange { start, end })),
+        // The file was cut meanwhile.
+        Err(rustix::io::Errno::NXIO) => Ok(None),
+        Err(error) => Err(sys::errno(error)),
+    }
+}
+
+/// Of a copy inside the kernel: errors that say that these two files can't.
+pub(crate) fn not_between_these(errno: Errno) -> Errno {
+    match errno.0 {
+        libc::EXDEV | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::EBADF | libc::EPERM | libc::ENOTTY => {
+            Errno::ENOTSUP
+        }
+        _ => errno,
     }
 }
 

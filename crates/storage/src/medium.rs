@@ -8,7 +8,7 @@
 
 use crate::blocklock::BlockGuard;
 use crate::fault::FaultyFile;
-use crate::host::HostFile;
+use crate::host::{HostFile, not_between_these};
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload, locate};
 use crate::remote::RemoteFile;
@@ -142,6 +142,20 @@ impl Medium {
         }
     }
 
+    /// The first `max` runs of data that begin from `offset` on and before `end`.
+    pub(crate) async fn data_ranges(&self, offset: u64, end: u64, len: u64, max: usize) -> SysResult<Vec<DataRange>> {
+        if let Medium::Host(host) = self {
+            return host.data_ranges(offset, end, len, max).await;
+        }
+        let (mut ranges, mut at) = (Vec::new(), offset);
+        while at < end && ranges.len() < max {
+            let Some(range) = self.next_data(at, len).await?.filter(|range| range.start < end) else { break };
+            at = range.end.max(at + 1);
+            ranges.push(range);
+        }
+        Ok(ranges)
+    }
+
     /// `EOPNOTSUPP` where the two have no way to do it, before anything was copied.
     pub(crate) async fn copy_from(
         &self,
@@ -156,6 +170,46 @@ impl Medium {
                 host.copy_from(source, source_offset, offset, len, guard).await
             }
             (Medium::Sim(sim), Medium::Sim(source)) => sim.copy_range(source, source_offset, offset, len).await,
+            _ => Err(Errno::ENOTSUP),
+        }
+    }
+
+    /// Whether [`Medium::share_from`] is worth a try.
+    pub(crate) async fn can_share_from(&self, source: &Medium, source_len: u64) -> bool {
+        match (self, source) {
+            (Medium::Host(host), Medium::Host(source)) => {
+                // A place behind the end, and within a block: nothing is there to be shared. Who has no way to share says so
+                // first.
+                let place = source_len.next_multiple_of(1 << 20) + 1;
+                let can = host.share_from(source, place, 1, 1, None).await == Err(Errno::EINVAL);
+                if can {
+                    // Blocks that aren't on the disk yet are waited for, one range after the other. A hint; it may fail.
+                    let _ = source.start_writeback().await;
+                }
+                can
+            }
+            (Medium::Sim(sim), Medium::Sim(_)) => sim.can_copy_range(),
+            _ => false,
+        }
+    }
+
+    /// `EOPNOTSUPP` where the two can't share blocks.
+    pub(crate) async fn share_from(
+        &self,
+        source: &Medium,
+        source_offset: u64,
+        offset: u64,
+        len: u64,
+        guard: Option<BlockGuard>,
+    ) -> SysResult<()> {
+        match (self, source) {
+            (Medium::Host(host), Medium::Host(source)) => {
+                host.share_from(source, source_offset, offset, len, guard).await.map_err(not_between_these)
+            }
+            (Medium::Sim(sim), Medium::Sim(source)) => {
+                let copied = sim.copy_range(source, source_offset, offset, len).await?;
+                if copied == len { Ok(()) } else { Err(Errno::ENOTSUP) }
+            }
             _ => Err(Errno::ENOTSUP),
         }
     }

@@ -199,6 +199,24 @@ pub(crate) fn zero_device(file: impl AsFd, offset: u64, len: u64) -> SysResult<(
     })
 }
 
+/// Lets `to` share the blocks of a range of `from` (`FICLONERANGE`).
+pub(crate) fn share_range(from: impl AsFd, from_offset: u64, to: impl AsFd, offset: u64, len: u64) -> SysResult<()> {
+    let range = libc::file_clone_range {
+        src_fd: i64::from(from.as_fd().as_raw_fd()),
+        src_offset: from_offset,
+        src_length: len,
+        dest_offset: offset,
+    };
+    let fd = to.as_fd().as_raw_fd();
+    retry(|| {
+        // SAFETY: the request reads one `struct file_clone_range`.
+        match unsafe { libc::ioctl(fd, libc::FICLONERANGE, &raw const range) } {
+            0.. => Ok(()),
+            _ => Err(last_errno()),
+        }
+    })
+}
+
 /// The logical block size of a block device, in bytes.
 pub(crate) fn device_block_size(file: impl AsFd) -> SysResult<u64> {
     let mut size: libc::c_int = 0;

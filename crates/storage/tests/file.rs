@@ -3,7 +3,7 @@
 
 use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::rt::{block_on, spawn, yield_now};
-use cowshed_storage::{CacheMode, EndedOp, Engine, File, FileObserver, FileOp, IoBuf, OpenOptions};
+use cowshed_storage::{CacheMode, DataRange, EndedOp, Engine, File, FileObserver, FileOp, IoBuf, OpenOptions};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use std::path::PathBuf;
@@ -204,6 +204,29 @@ fn space_operations() {
         file.set_len(10).await.expect("set_len");
         assert!(file.next_data(10).await.expect("seek").is_none());
         assert!(file.allocated_bytes().expect("stat") <= 65536);
+    });
+}
+
+#[test]
+fn runs_of_data_are_those_that_are_found_one_by_one() {
+    each_mode(async |file, _| {
+        const BLOCK: u64 = 64 << 10;
+        file.set_len(20 * BLOCK).await.expect("set_len");
+        for block in [0, 2, 3, 7, 12] {
+            write(&file, &[7; BLOCK as usize], block * BLOCK).await;
+        }
+        let (mut singly, mut at) = (Vec::new(), 0);
+        while let Some(range) = file.next_data(at).await.expect("seek") {
+            at = range.end;
+            singly.push(range);
+        }
+        let starts = |ranges: &[DataRange]| ranges.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>();
+        let ask = async |offset, end, max| file.data_ranges(offset, end, max).await.expect("seek");
+        assert_eq!(starts(&ask(0, 20 * BLOCK, 100).await), starts(&singly));
+        assert_eq!(starts(&ask(0, 20 * BLOCK, 2).await), starts(&singly[..2]));
+        // What begins before the end counts whole; what reaches over the start counts from there on.
+        assert_eq!(starts(&ask(512, 3 * BLOCK, 100).await), [(512, BLOCK), (2 * BLOCK, 4 * BLOCK)]);
+        assert_eq!(starts(&ask(8 * BLOCK, 12 * BLOCK, 100).await), []);
     });
 }
 

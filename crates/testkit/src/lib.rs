@@ -17,6 +17,7 @@ pub mod mutants;
 pub mod operations;
 pub mod qemu;
 pub mod random;
+pub mod reflink;
 pub mod runner;
 pub mod scenario;
 pub mod specimens;

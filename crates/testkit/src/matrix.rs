@@ -8,6 +8,8 @@ use crate::random::Random;
 use crate::scenario::{BEHIND_A_FILTER, Prepared, Trial};
 use cowshed_storage::sim::{Config, Fault, Features};
 use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// One case: what image, on what machine.
 #[derive(Clone, Debug)]
@@ -32,6 +34,8 @@ pub struct CrashScene {
     pub amend: &'static str,
     /// The guest writes multiples of 512 bytes; otherwise any number.
     pub whole_sectors: bool,
+    /// Writes take over blocks of another file; counts their bytes.
+    pub shared: Option<Arc<AtomicU64>>,
 }
 
 /// How long and how hard a case is tried.
@@ -112,6 +116,7 @@ impl CrashScene {
             encryption: "",
             amend: "",
             whole_sectors,
+            shared: None,
         };
         // Each cluster is counted three times then, a compressed one's neighbours too.
         let allows_snapshots = scene.spec().data_file.is_none() && scene.sizes().1 >= 16;
@@ -149,6 +154,15 @@ impl CrashScene {
     #[must_use]
     pub fn behind_a_filter(mut self) -> CrashScene {
         self.options = BEHIND_A_FILTER;
+        self.encryption = "";
+        self
+    }
+
+    /// The same case with writes that take over blocks of another file, on a file system that can; `shared` counts them.
+    #[must_use]
+    pub fn sharing(mut self, shared: Arc<AtomicU64>) -> CrashScene {
+        self.shared = Some(shared);
+        self.config.features = Features::default();
         self.encryption = "";
         self
     }
@@ -252,6 +266,7 @@ impl CrashScene {
             plan,
             sample_qemu: effort.sample_qemu,
             amend: self.amend,
+            shared: self.shared.clone(),
         }
     }
 

@@ -178,11 +178,12 @@ async fn run_streams<D: GuestDisk>(shared: &Arc<Shared<D>>, steps: &[Step]) {
     steps.iter().for_each(|step| streams.entry(step.stream).or_default().push(*step));
     let tasks = streams.into_values().map(|steps| {
         let shared = Arc::clone(shared);
-        rt::spawn(async move {
+        // In a box: a disk that takes snapshots and commits has a large future, and spawning moves it through many frames.
+        rt::spawn(Box::pin(async move {
             for step in steps {
                 shared.run(step, runs_alone).await;
             }
-        })
+        }))
     });
     for task in tasks.collect::<Vec<_>>() {
         task.await;

@@ -8,6 +8,7 @@ use crate::images::{Chain, Qcow2Spec, QemuIo};
 use crate::model::Model;
 use crate::operations::{Op, OpGen, Step, print_steps, shrink};
 use crate::qemu::{Qemu, temp_dir};
+use crate::reflink::SharingDisk;
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::check::{CheckOptions, Repair, check};
@@ -22,6 +23,7 @@ use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// A panic of the engine is a complaint like any other.
 fn told<T>(work: impl FnOnce() -> std::result::Result<T, String>) -> std::result::Result<T, String> {
@@ -134,6 +136,8 @@ pub struct Trial {
     pub sample_qemu: usize,
     /// What is amended behind the guest's requests, "" for nothing.
     pub amend: &'static str,
+    /// Writes take over blocks of another file; counts their bytes.
+    pub shared: Option<Arc<AtomicU64>>,
 }
 
 impl Trial {
@@ -141,6 +145,14 @@ impl Trial {
     pub(crate) fn may_fail(&self) -> bool {
         let harms = |fault: &Fault| !matches!(fault.effect, Effect::Delay(_));
         self.faults.iter().any(harms) || self.config.capacity_bytes.is_some()
+    }
+}
+
+/// Lets the guest of a trial loose on a disk.
+fn guest_at<D: GuestDisk + Send + Sync>(disk: D, world: &World, model: Model, trial: &Trial) -> (Outcome, D) {
+    match trial.queues {
+        0 | 1 => world.run(run_steps(disk, world, model, &trial.steps)),
+        queues => run_steps_on_queues(disk, world, model, &trial.steps, queues, trial.config.seed),
     }
 }
 
@@ -395,9 +407,13 @@ impl Prepared {
             Err(_) if trial.may_fail() => return Ok(Outcome::untouched(model)),
             disk => disk.map_err(failed)?,
         };
-        let (mut outcome, disk) = match trial.queues {
-            0 | 1 => world.run(run_steps(disk, world, model, &trial.steps)),
-            queues => run_steps_on_queues(disk, world, model, &trial.steps, queues, trial.config.seed),
+        let (mut outcome, disk) = match &trial.shared {
+            None => guest_at(disk, world, model, trial),
+            Some(shared) => {
+                let disk = world.run(async { SharingDisk::new(disk, self.spec.cluster_size, Arc::clone(shared)) });
+                let (outcome, disk) = guest_at(disk.map_err(failed)?, world, model, trial);
+                (outcome, disk.into_image())
+            }
         };
         let closed = world.run(disk.0.close());
         outcome.closed_at = world.position();

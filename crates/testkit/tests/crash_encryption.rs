@@ -52,6 +52,7 @@ fn encrypted_images_survive_power_cuts() {
             plan: CrashPlan { max_distinct: 60, ..CrashPlan::new(seed) },
             sample_qemu: 25,
             amend: "",
+            shared: None,
         };
         let report = prepared.crash_or_shrink(&trial);
         total.add(&report.unwrap_or_else(|complaint| panic!("case {index} ({spec:?}, {options}): {complaint}")));

@@ -8,6 +8,8 @@ use cowshed_storage::sim::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::tally::Tally;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 fn run_all(seeds: std::ops::Range<u64>, effort: &Effort, faults: impl Fn(u64) -> Vec<Fault>) -> Tally {
     let (mut tally, mut failures) = (Tally::default(), Vec::new());
@@ -50,6 +52,37 @@ fn no_power_cut_harms_an_image_behind_a_filter() {
     }
     println!("{tally}");
     assert!(tally.total.distinct() > 30 * count, "too few states to mean anything: {}", tally.total);
+}
+
+#[test]
+fn no_power_cut_harms_an_image_that_takes_over_blocks_of_another_file() {
+    let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
+    let (mut tally, mut count, shared) = (Tally::default(), 0, Arc::new(AtomicU64::new(0)));
+    for seed in seeds(16) {
+        let scene = CrashScene::new(seed).sharing(Arc::clone(&shared));
+        match scene.run(&effort, Vec::new()) {
+            Ok(report) => tally.add(&scene, &report),
+            Err(complaint) => panic!("{complaint}"),
+        }
+        count += 1;
+    }
+    println!("{tally}, {shared:?} bytes shared");
+    assert!(tally.total.distinct() > 30 * count, "too few states to mean anything: {}", tally.total);
+    assert!(shared.load(Relaxed) > count * (16 << 10), "too little was shared: {shared:?}");
+}
+
+#[test]
+fn no_failed_sharing_harms_an_image() {
+    let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: None };
+    let shared = Arc::new(AtomicU64::new(0));
+    for seed in seeds(8) {
+        let effect = [Effect::Fail(Errno::EIO), Effect::Torn(Errno::EIO), Effect::Fail(Errno::ENOSPC)];
+        let faults = vec![Fault::new(effect[seed as usize % 3]).kind(OpKind::CopyRange).skip(seed % 4)];
+        if let Err(complaint) = CrashScene::new(seed).sharing(Arc::clone(&shared)).run(&effort, faults) {
+            panic!("{complaint}");
+        }
+    }
+    assert!(shared.load(Relaxed) > 0, "nothing was shared");
 }
 
 #[test]

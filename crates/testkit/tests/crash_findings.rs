@@ -26,6 +26,7 @@ fn survives(layers: Vec<Layer>, config: &Config, faults: &[Fault], requests: &st
             plan: CrashPlan { max_distinct: 300, ..CrashPlan::new(seed) },
             sample_qemu: 0,
             amend: "",
+            shared: None,
         };
         let report = prepared.crash(&trial).unwrap_or_else(|complaint| panic!("seed {seed}: {complaint}"));
         assert!(report.distinct() > 2, "{report}");

@@ -86,6 +86,7 @@ fn a_live_snapshot_waits_for_a_write_that_is_under_way() {
         plan: CrashPlan::new(1),
         sample_qemu: 0,
         amend: "",
+        shared: None,
     };
     let world = prepared.world(&trial);
     let top = prepared.top.clone();

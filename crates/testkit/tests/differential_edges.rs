@@ -255,3 +255,30 @@ fn a_resize_keeps_what_preallocation_promises() {
         assert_eq!(fixture.qemu.content(&path, "qcow2"), vec![0; 9 << 20], "{mode:?}");
     }
 }
+
+/// Also where the overlay has nothing: version 3 can say that the backing file isn't to be seen.
+#[test]
+fn a_discard_hides_the_backing_file_as_in_qemu() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = |name: &str| folder.path().join(name);
+    for (options, is_hidden) in [("cluster_size=64k", true), ("compat=0.10", false), ("extended_l2=on", true)] {
+        qemu.create(&path("base"), "qcow2", "", 1 << 20);
+        qemu.io_commands(&path("base"), "qcow2", &["write -P 66 0 1M".to_owned()]).expect_ok();
+        for name in ["theirs", "ours"] {
+            let text = path(name).to_str().expect("text path").to_owned();
+            qemu.img(["create", "-q", "-f", "qcow2", "-o", options, "-b", "base", "-F", "qcow2", &text]).expect_ok();
+            qemu.io_commands(&path(name), "qcow2", &["write -P 3 96k 32k".to_owned()]).expect_ok();
+        }
+        qemu.io_commands(&path("theirs"), "qcow2", &["discard 0 512k".to_owned()]).expect_ok();
+        let discarded = rt::block_on(async {
+            let node = open(OpenRequest::file(path("ours").to_string_lossy()).format("qcow2").writable(true)).await?;
+            node.discard(0, 512 << 10).await?;
+            node.close().await
+        });
+        discarded.unwrap_or_else(|error| panic!("{options}: {error}"));
+        let content = qemu.content(&path("ours"), "qcow2");
+        assert!(content == qemu.content(&path("theirs"), "qcow2"), "{options}");
+        assert_eq!(content[0] == 0, is_hidden, "{options}");
+        assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{options}");
+    }
+}

@@ -40,6 +40,7 @@ fn trial(seed: u64, requests: &str) -> Trial {
         plan: CrashPlan { max_distinct: 400, ..CrashPlan::new(seed) },
         sample_qemu: 150,
         amend: "",
+        shared: None,
     }
 }
 

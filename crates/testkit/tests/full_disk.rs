@@ -3,7 +3,7 @@
 //! anything. With room again the same command succeeds. (Writes of a guest, amendments and bitmaps: `crash_engine.rs`,
 //! `crash_amend.rs`, `bitmaps_hostile.rs`.)
 
-use cowshed_block::{ErrorKind, Result};
+use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::check::Repair;
 use cowshed_image::check::{CheckOptions as ImageCheck, check};
 use cowshed_image::snapshots::{self, SnapshotName};
@@ -20,7 +20,7 @@ use cowshed_jobs::rescue::{self, RescueOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;
@@ -228,6 +228,35 @@ fn judge(world: &World, verb: &str, before: &Contents) {
             _ => now == then,
         };
         assert!(is_kept, "{verb}: {name} has changed");
+    }
+}
+
+/// A file system that shares blocks has what can't be read at hand; `--salvage` promised zeroes.
+#[test]
+fn what_is_salvaged_is_not_taken_over() {
+    let bad = 256 << 10..260 << 10;
+    for format in ["raw", "qcow2"] {
+        let files = Snapshot::from([("a".to_owned(), PageMap::from_bytes(&vec![7; SIZE as usize]))]);
+        let world = World::with_files(Config::new(0), &files);
+        world.add_fault(
+            Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Read).file("a").range(bad.clone()).times(u64::MAX),
+        );
+        let options = ConvertOptions {
+            salvage: true,
+            sparse_bytes: 64 << 10,
+            ..ConvertOptions::new(vec![ImageSpec::file("a").format("raw")], ImageSpec::file("new").format(format))
+        };
+        let outcome = world.run(convert::run(&options, &JobHandle::new())).expect("salvaged");
+        assert_eq!(outcome.salvaged, [bad.start], "{format}");
+        let found = world.run(async {
+            let node = open(OpenRequest::file("new").format(format)).await?;
+            let (result, buf) = node.read(0, IoBuf::zeroed(SIZE as usize)).await;
+            result?;
+            node.close().await.map(|()| buf.to_vec())
+        });
+        let mut expected = vec![7; SIZE as usize];
+        expected[bad.start as usize..bad.end as usize].fill(0);
+        assert!(found.expect("a readable copy") == expected, "{format}");
     }
 }
 

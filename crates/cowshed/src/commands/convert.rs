@@ -7,7 +7,7 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
-use clap::{ArgMatches, Args, FromArgMatches};
+use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_block::Error;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
@@ -46,6 +46,14 @@ pub const VERB: Verb = Verb {
     arguments: ConvertArgs::augment_args,
     run,
 };
+
+/// As `cp --reflink`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Reflink {
+    #[default]
+    Auto,
+    Never,
+}
 
 #[derive(Args, Clone, Debug)]
 struct ConvertArgs {
@@ -115,9 +123,12 @@ struct ConvertArgs {
     /// Requests in flight, 1 to 16
     #[arg(short = 'm', long, value_name = "NUM_PARALLEL", default_value = "8")]
     parallel: String,
-    /// Copy inside the kernel where it can
+    /// Copy inside the kernel where it can, without reading: zeroes that are stored in the source stay stored
     #[arg(short = 'C', long)]
     copy_range_offloading: bool,
+    /// Let the file system share data of sources and target (XFS, btrfs): where it can, or never
+    #[arg(long, value_enum, default_value_t, value_name = "auto|never")]
+    reflink: Reflink,
     /// Allow writes out of order
     #[arg(short = 'W', long)]
     oob_writes: bool,
@@ -198,7 +209,12 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
         (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
         (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
+        (
+            args.copy_range_offloading && args.reflink == Reflink::Never,
+            "Cannot enable copy offloading with --reflink=never",
+        ),
         (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
+        (args.copy_range_offloading && args.salvage, "Cannot use copy offloading in salvaging mode"),
         (args.skip_broken_bitmaps && !args.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
         (source_count > 1 && args.bitmaps, "Copying bitmaps only possible with single source"),
         (source_count > 1 && args.snapshot.is_some(), "No support for concatenating multiple snapshot"),
@@ -277,6 +293,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         rate,
         salvage: args.salvage,
         copy_range: args.copy_range_offloading,
+        share: args.reflink == Reflink::Auto,
         bitmaps: args.bitmaps,
         skip_broken_bitmaps: args.skip_broken_bitmaps,
         ..ConvertOptions::new(sources?, target)

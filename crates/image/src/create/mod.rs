@@ -113,7 +113,8 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     if !request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename))?;
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
-        let opened = opened.secrets(request.secrets.iter().cloned()).without_content();
+        // A running machine may be writing to it: that is how its next overlay is made.
+        let opened = opened.secrets(request.secrets.iter().cloned()).without_content().force_share(true);
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();
@@ -169,6 +170,11 @@ impl CreatePlan {
     /// True when space or metadata is to be allocated at once.
     pub fn is_preallocated(&self) -> bool {
         self.values.get("preallocation").is_some_and(|mode| mode != "off")
+    }
+
+    /// True when the new file is to have space of its own: preallocated, or written in place ever after (`nocow`).
+    pub fn has_own_space(&self) -> bool {
+        self.is_preallocated() || self.values.switch("nocow")
     }
 
     /// True when persistent dirty bitmaps can be added to the image.

@@ -220,29 +220,37 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
 pub(crate) async fn file_status(file: &File, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
     let name: Arc<str> = file.name().into();
     let end = offset + len;
+    let mut runs: Vec<StatusExtent> = Vec::new();
+    let mut add = |start: u64, until: u64, is_data: bool| {
+        if start < until && runs.len() < max_runs {
+            runs.push(StatusExtent {
+                start,
+                len: until - start,
+                data: is_data,
+                zero: !is_data,
+                present: true,
+                compressed: false,
+                offset: Some(start),
+                file: Some(Arc::clone(&name)),
+                depth: 0,
+            });
+        }
+    };
+    let ranges = file.data_ranges(offset, end, max_runs).await?;
+    let is_all = ranges.len() < max_runs;
     let mut at = offset;
-    let mut runs = Vec::new();
-    while at < end && runs.len() < max_runs {
+    for data in ranges {
+        let (start, until) = (data.start.clamp(at, end), data.end.clamp(at, end));
+        add(at, start, false);
+        add(start, until, true);
+        at = until.max(start);
+    }
+    if is_all {
         // Behind the end of the file (its odd tail) there is only a hole.
-        let (data_start, data_end) = match file.next_data(at).await? {
-            Some(data) => (data.start.max(at), data.end),
-            None => (end, end),
-        };
-        let is_data = data_start == at && data_end > at;
-        let until = if is_data { data_end } else { data_start };
-        let until = until.clamp(at + 1, end);
-        runs.push(StatusExtent {
-            start: at,
-            len: until - at,
-            data: is_data,
-            zero: !is_data,
-            present: true,
-            compressed: false,
-            offset: Some(at),
-            file: Some(Arc::clone(&name)),
-            depth: 0,
-        });
-        at = until;
+        add(at, end, false);
+    } else if at == offset {
+        // Nothing but empty runs: the file changes under us. It is read.
+        add(at, end, true);
     }
     Ok(runs)
 }

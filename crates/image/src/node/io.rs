@@ -42,7 +42,7 @@ impl Node {
     /// The time: by the clock itself where somebody wants to know how long each request takes, else by that of the
     /// executor's round, which is there already.
     #[inline]
-    fn clock_ns(&self) -> u64 {
+    pub(super) fn clock_ns(&self) -> u64 {
         if self.is_watched() { rt::now_ns() } else { rt::round_now_ns() }
     }
 
@@ -380,7 +380,7 @@ impl Node {
         Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
     }
 
-    fn check_write(&self, offset: u64, len: u64) -> Result<()> {
+    pub(super) fn check_write(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
         self.check_range(offset, len)
     }

@@ -6,6 +6,7 @@ mod driver;
 mod edge;
 mod io;
 mod live;
+mod reflink;
 mod settings;
 mod status;
 mod storage;

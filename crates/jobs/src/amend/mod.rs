@@ -202,7 +202,8 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
             data_file: values.get("data_file").map(str::to_owned),
             data_file_raw: switch("data_file_raw"),
         },
-        size: values.number("size"),
+        // 0 is what QEMU takes for "not given"; nobody gives up a whole disk so.
+        size: values.number("size").filter(|size| *size != 0),
         key_slots: known.iter().any(|option| option.name.starts_with("encrypt.") && values.is_given(option.name)),
         values,
     })

@@ -7,7 +7,9 @@ pub(crate) mod opened;
 use crate::runs::{Runs, copy_runs};
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
+use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, Preallocation};
+use cowshed_storage::path_of_text;
 use std::sync::Arc;
 
 /// What to commit.
@@ -61,19 +63,27 @@ fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> 
         (None, None) => return Err(Error::invalid_argument("the image does not have a backing file")),
         (None, Some(wanted)) => return Err(not_there(wanted)),
     };
-    let same = |node: &Node| {
-        node.filename() == wanted
-            || std::fs::canonicalize(wanted)
-                .is_ok_and(|path| std::fs::canonicalize(node.filename()).is_ok_and(|other| path == other))
-    };
-    let mut depth = 1;
+    let (mut above, mut depth) = (Arc::clone(top), 1);
     loop {
-        if same(&node) {
+        if is_named(&above, &node, wanted) {
             return Ok((node, depth));
         }
         depth += 1;
+        above = Arc::clone(&node);
         node = node.backing().ok_or_else(|| not_there(wanted))?;
     }
+}
+
+/// Names are those of the headers, and relative to the image that has them: a file of the same name may lie in the working
+/// directory, too.
+fn is_named(above: &Node, backing: &Node, wanted: &str) -> bool {
+    if above.qcow2().is_some_and(|driver| driver.header().backing_file_name().is_some_and(|name| name == wanted)) {
+        return true;
+    }
+    let Ok(resolved) = resolve_name(wanted, Some(&above.filename())) else { return false };
+    let real = |name: &str| std::fs::canonicalize(path_of_text(name));
+    resolved == backing.filename()
+        || real(&resolved).is_ok_and(|path| real(&backing.filename()).is_ok_and(|other| path == other))
 }
 
 async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandle) -> Result<()> {

@@ -3,14 +3,15 @@
 
 use super::ConvertOutcome;
 use super::pieces::{Cut, Piece, Pieces};
-use super::source::{RunKind, Sources};
+use super::share::Sharing;
+use super::source::{Place, RunKind, Sources};
 use super::turn::Turn;
 use crate::JobHandle;
 use crate::zeroes::{is_zero, segments};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::node::ZeroFlags;
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::cell::{Cell, RefCell};
@@ -18,8 +19,10 @@ use std::cell::{Cell, RefCell};
 /// How the pipeline works.
 #[derive(Clone, Copy, Debug)]
 pub struct CopySettings {
-    /// How the disk is cut.
+    /// How the disk is cut; into pieces of [`CopySettings::step`] where data go through our hands.
     pub cut: Cut,
+    /// Read at once, bytes.
+    pub step: u64,
     /// Zeroes are looked for in blocks of so many bytes.
     pub zero_unit: usize,
     /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
@@ -34,8 +37,10 @@ pub struct CopySettings {
     pub out_of_order: bool,
     /// Unreadable parts become zeroes.
     pub salvage: bool,
-    /// Copy inside the kernel where both sides are plain files.
+    /// Copy inside the kernel where it can, unread.
     pub copy_range: bool,
+    /// Let the file system share what isn't zero, where it can.
+    pub share: bool,
 }
 
 /// Unreadable places are told apart down to so many bytes.
@@ -56,12 +61,14 @@ pub struct Copy<'a> {
     pool: RefCell<Vec<IoBuf>>,
     outcome: RefCell<ConvertOutcome>,
     kernel_copies: Cell<bool>,
+    sharing: Sharing<'a>,
 }
 
 impl<'a> Copy<'a> {
     /// A conversion that hasn't begun.
-    pub fn new(sources: &'a Sources, target: &'a Node, settings: CopySettings, job: &'a JobHandle) -> Self {
-        Copy {
+    pub async fn new(sources: &'a Sources, target: &'a Node, settings: CopySettings, job: &'a JobHandle) -> Self {
+        let sharing = Sharing::new(sources, target, settings.share).await;
+        let copy = Copy {
             sources,
             target,
             settings,
@@ -69,8 +76,11 @@ impl<'a> Copy<'a> {
             turn: Turn::default(),
             pool: RefCell::default(),
             outcome: RefCell::default(),
-            kernel_copies: Cell::new(settings.copy_range),
-        }
+            kernel_copies: Cell::new(false),
+            sharing,
+        };
+        copy.kernel_copies.set(settings.copy_range && (copy.sharing.is_on() || copy.whole_files().is_some()));
+        copy
     }
 
     /// Copies everything.
@@ -112,6 +122,9 @@ impl<'a> Copy<'a> {
     /// The next piece, when the job may go on.
     async fn next_piece(&self, pieces: &mut Pieces<'_>) -> Result<Option<Piece>> {
         self.job.pause_point().await?;
+        if !self.kernel_copies.get() {
+            pieces.limit(self.settings.step);
+        }
         let piece = pieces.next().await?;
         if let Some(piece) = piece.filter(|piece| piece.kind == RunKind::Data) {
             self.job.throttle(piece.end - piece.start).await?;
@@ -152,21 +165,26 @@ impl<'a> Copy<'a> {
     }
 
     async fn data_piece(&self, piece: Piece, number: u64) -> Result<()> {
-        let len = piece.end - piece.start;
-        if self.kernel_copies.get() && self.copy_in_kernel(piece).await? {
-            self.turn.start_in_order(number, std::future::ready(())).await;
-            self.outcome.borrow_mut().data_bytes += len;
-            self.job.advance(len);
-            return Ok(());
+        let mut turn = Some(number);
+        let mut at = piece.start;
+        if self.kernel_copies.get() {
+            at = self.start(turn.take(), self.copy_in_kernel(piece)).await?;
+            self.outcome.borrow_mut().data_bytes += at - piece.start;
+            self.job.advance(at - piece.start);
         }
-        let buf = self.take_buf(usize::try_from(len).unwrap_or(usize::MAX));
-        let buf = self.read(piece.start, buf).await?;
-        if self.settings.compressed {
-            self.write_compressed(piece.start, buf, number).await?;
-        } else {
-            self.write(piece.start, buf, number).await?;
+        while at < piece.end {
+            let end = piece.end.min(at + self.settings.step);
+            let places = self.sharing.places(at, end).await?;
+            let buf = self.take_buf(usize::try_from(end - at).unwrap_or(usize::MAX));
+            let buf = self.read(at, buf).await?;
+            if self.settings.compressed {
+                self.write_compressed(at, buf, turn.take()).await?;
+            } else {
+                self.write(at, buf, turn.take(), &places).await?;
+            }
+            self.job.advance(end - at);
+            at = end;
         }
-        self.job.advance(len);
         Ok(())
     }
 
@@ -181,7 +199,7 @@ impl<'a> Copy<'a> {
     /// Only whole chunks are worth keeping: others have a length of their own.
     fn give_buf(&self, buf: IoBuf) {
         let mut pool = self.pool.borrow_mut();
-        if buf.len() as u64 == self.settings.cut.chunk && pool.len() < self.settings.requests {
+        if buf.len() as u64 == self.settings.step && pool.len() < self.settings.requests {
             pool.push(buf);
         }
     }
@@ -212,7 +230,7 @@ impl<'a> Copy<'a> {
         Ok(buf)
     }
 
-    async fn write(&self, offset: u64, mut buf: IoBuf, number: u64) -> Result<()> {
+    async fn write(&self, offset: u64, mut buf: IoBuf, turn: Option<u64>, places: &[Place]) -> Result<()> {
         let whole = buf.len();
         let found = if self.settings.min_zero_bytes == 0 {
             Vec::new()
@@ -220,19 +238,17 @@ impl<'a> Copy<'a> {
             segments(&buf, self.settings.zero_unit, self.settings.min_zero_bytes)
         };
         if found.is_empty() || (found.len() == 1 && found[0].data) {
-            let (result, buf) = self.start(number, self.target.write(offset, buf)).await;
-            result.map_err(|error| write_error(error, offset))?;
-            self.note_data(whole);
+            let buf = self.start(turn, self.write_data(offset, buf, places)).await?;
             self.give_buf(buf);
             return Ok(());
         }
         let mut writes = Vec::with_capacity(found.len());
         for segment in found {
             let at = offset + segment.range.start as u64;
-            writes.push(self.write_segment(at, buf.split_to(segment.range.len()), segment.data));
+            writes.push(self.write_segment(at, buf.split_to(segment.range.len()), segment.data, places));
         }
         let mut joined: Option<IoBuf> = None;
-        for written in self.start(number, join_all(writes)).await {
+        for written in self.start(turn, join_all(writes)).await {
             let part = written?;
             joined = match joined {
                 None => Some(part),
@@ -245,25 +261,35 @@ impl<'a> Copy<'a> {
         Ok(())
     }
 
-    async fn write_segment(&self, offset: u64, buf: IoBuf, data: bool) -> Result<IoBuf> {
-        if !data {
-            self.write_zeroes(offset, buf.len() as u64).await?;
-            return Ok(buf);
+    async fn write_segment(&self, offset: u64, buf: IoBuf, data: bool, places: &[Place]) -> Result<IoBuf> {
+        if data {
+            return self.write_data(offset, buf, places).await;
         }
-        let (result, buf) = self.target.write(offset, buf).await;
-        result.map_err(|error| write_error(error, offset))?;
-        self.note_data(buf.len());
+        self.write_zeroes(offset, buf.len() as u64).await?;
         Ok(buf)
     }
 
-    /// Data were written.
-    fn note_data(&self, len: usize) {
-        self.outcome.borrow_mut().data_bytes += len as u64;
-        self.target.note_bulk_write(len as u64);
+    /// Has the file system share what it can of the front, and writes the rest.
+    async fn write_data(&self, offset: u64, mut buf: IoBuf, places: &[Place]) -> Result<IoBuf> {
+        let shared = match places {
+            [] => 0,
+            _ => self.sharing.take_over(offset, offset + buf.len() as u64, places).await?,
+        };
+        self.outcome.borrow_mut().data_bytes += buf.len() as u64;
+        if shared == buf.len() as u64 {
+            return Ok(buf);
+        }
+        let mut head = buf.split_to(usize::try_from(shared).unwrap_or(usize::MAX));
+        let at = offset + shared;
+        let (result, rest) = self.target.write(at, buf).await;
+        result.map_err(|error| write_error(error, at))?;
+        self.target.note_bulk_write(rest.len() as u64);
+        // Parts of one buffer: they join again.
+        Ok(if head.unsplit(rest).is_ok() { head } else { IoBuf::zeroed(0) })
     }
 
     /// Compresses all clusters that aren't zero.
-    async fn write_compressed(&self, offset: u64, mut buf: IoBuf, number: u64) -> Result<()> {
+    async fn write_compressed(&self, offset: u64, mut buf: IoBuf, turn: Option<u64>) -> Result<()> {
         let cluster = usize::try_from(self.settings.cut.unit).unwrap_or(usize::MAX);
         let mut batch = Vec::with_capacity(buf.len() / cluster + 1);
         let mut zeroes = Vec::new();
@@ -280,26 +306,33 @@ impl<'a> Copy<'a> {
             at += len;
         }
         let write = async { if batch.is_empty() { Ok(()) } else { self.target.write_compressed(batch).await } };
-        self.start(number, write).await.map_err(|error| write_error(error, offset))?;
+        self.start(turn, write).await.map_err(|error| write_error(error, offset))?;
         for (at, len) in zeroes {
             self.write_zeroes(at, len).await?;
         }
         Ok(())
     }
 
-    async fn start<F: Future>(&self, number: u64, future: F) -> F::Output {
-        if self.settings.out_of_order { future.await } else { self.turn.start_in_order(number, future).await }
+    /// Starts something when it is its turn; without one, at once.
+    async fn start<F: Future>(&self, turn: Option<u64>, future: F) -> F::Output {
+        match turn {
+            Some(number) if !self.settings.out_of_order => self.turn.start_in_order(number, future).await,
+            _ => future.await,
+        }
     }
 
-    /// Lets the kernel copy, which shares the blocks where the file system can. False: it can't, nothing was copied.
-    async fn copy_in_kernel(&self, piece: Piece) -> Result<bool> {
-        let files = (self.sources.single().and_then(|node| node.file()), self.target.file());
-        let (Some(from), Some(to)) = files else {
-            self.kernel_copies.set(false);
-            return Ok(false);
-        };
+    /// Has the file system share the front of a piece, or the kernel copy it; up to where it came.
+    async fn copy_in_kernel(&self, piece: Piece) -> Result<u64> {
+        let places = self.sharing.places(piece.start, piece.end).await?;
+        let files = self.whole_files();
         let mut at = piece.start;
         while at < piece.end {
+            let shared = self.sharing.take_over(at, piece.end, &places).await?;
+            at += shared;
+            if shared > 0 {
+                continue;
+            }
+            let Some((from, to)) = files else { break };
             match to.copy_from(from, at, at, piece.end - at).await {
                 Ok(0) => break,
                 Ok(copied) => at += copied,
@@ -307,10 +340,15 @@ impl<'a> Copy<'a> {
                 Err(_) => break,
             }
         }
-        if at < piece.end {
+        if at < piece.end && !self.sharing.is_on() {
             self.kernel_copies.set(false);
         }
-        Ok(at >= piece.end)
+        Ok(at)
+    }
+
+    /// Source and target, where both are files as they are.
+    fn whole_files(&self) -> Option<(&File, &File)> {
+        Some((self.sources.single()?.file()?, self.target.file()?))
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod copy;
 mod pieces;
+mod share;
 mod source;
 mod target;
 mod turn;
@@ -22,6 +23,8 @@ const RAW_UNIT_BYTES: u64 = 4096;
 /// One read and its writes: large enough for the disk, small enough for the processor's cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 const MAX_CHUNK_BYTES: u64 = 16 << 20;
+/// What is copied or shared inside the kernel in one piece, unread.
+const UNREAD_CHUNK_BYTES: u64 = 64 << 20;
 
 /// What `convert` is to do.
 #[derive(Clone, Debug)]
@@ -56,8 +59,10 @@ pub struct ConvertOptions {
     pub rate: Option<u64>,
     /// `--salvage`: unreadable parts become zeroes.
     pub salvage: bool,
-    /// `-C`: copy inside the kernel where it can.
+    /// `-C`: copy inside the kernel where it can, without looking for zeroes.
     pub copy_range: bool,
+    /// `--reflink`: data may be shared with the sources' files, where the file system can.
+    pub share: bool,
     /// `--bitmaps`: copy the persistent bitmaps too. There is one source then.
     pub bitmaps: bool,
     /// `--skip-broken-bitmaps`: leave out inconsistent ones instead of failing.
@@ -84,6 +89,7 @@ impl ConvertOptions {
             rate: None,
             salvage: false,
             copy_range: false,
+            share: true,
             bitmaps: false,
             skip_broken_bitmaps: false,
         }
@@ -165,6 +171,9 @@ fn check(options: &ConvertOptions) -> Result<()> {
     if options.copy_range && options.compressed {
         return Err(Error::invalid_argument("copy offloading (-C) and compression cannot be used at the same time"));
     }
+    if options.copy_range && options.salvage {
+        return Err(Error::invalid_argument("Cannot use copy offloading in salvaging mode"));
+    }
     if options.copy_range && options.sparse_bytes != DEFAULT_SPARSE_BYTES {
         return Err(Error::invalid_argument("copy offloading (-C) and -S cannot be used at the same time"));
     }
@@ -186,7 +195,7 @@ pub(crate) async fn convert_sources(
             return Err(error);
         }
     };
-    let copied = Copy::new(sources, &target.node, settings, job).run().await;
+    let copied = Copy::new(sources, &target.node, settings, job).await.run().await;
     let copied = match (copied, sources.only()) {
         (Ok(outcome), Some(source)) if options.bitmaps => {
             let skipped = crate::bitmap::copy(source, &target.node, options.skip_broken_bitmaps).await;
@@ -222,10 +231,13 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         Some(unit) => unit.max(SECTOR_BYTES),
         None => min_zero_bytes.clamp(SECTOR_BYTES, RAW_UNIT_BYTES),
     };
-    let chunk = CHUNK_BYTES.max(unit).max(min_zero_bytes.next_power_of_two());
+    let step = CHUNK_BYTES.max(unit).max(min_zero_bytes.next_power_of_two());
+    let chunk = if options.copy_range && options.rate.is_none() { UNREAD_CHUNK_BYTES.max(step) } else { step };
+    let no_holes = min_zero_bytes == 0;
     let narrow = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     Ok(CopySettings {
-        cut: Cut { unit, chunk, all_data: min_zero_bytes == 0 },
+        cut: Cut { unit, chunk, all_data: no_holes },
+        step,
         zero_unit: narrow(zero_unit),
         min_zero_bytes: narrow(min_zero_bytes),
         target_is_zero: target.is_zero,
@@ -234,5 +246,10 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         out_of_order: options.out_of_order,
         salvage: options.salvage,
         copy_range: options.copy_range,
+        // What is salvaged isn't what the source has.
+        share: options.share
+            && !options.compressed
+            && !options.salvage
+            && (options.copy_range || !target.has_own_space && !no_holes),
     })
 }

@@ -34,6 +34,11 @@ impl<'a> Pieces<'a> {
         Pieces { sources, cut, at: 0, runs: VecDeque::new() }
     }
 
+    /// From now on no data piece is longer than `chunk`, a multiple of the unit.
+    pub fn limit(&mut self, chunk: u64) {
+        self.cut.chunk = self.cut.chunk.min(chunk);
+    }
+
     /// The next piece, `None` at the end.
     pub async fn next(&mut self) -> Result<Option<Piece>> {
         let size = self.sources.size();

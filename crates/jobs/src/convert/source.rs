@@ -4,7 +4,7 @@
 use crate::ImageSpec;
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
 use std::sync::Arc;
 
 /// What the bytes of a run are.
@@ -27,6 +27,19 @@ pub struct Run {
     pub end: u64,
     /// What it is.
     pub kind: RunKind,
+}
+
+/// Where the bytes of a range of the disk stand as they are.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// First byte of the range.
+    pub start: u64,
+    /// First byte behind it.
+    pub end: u64,
+    /// The file's name.
+    pub file: Arc<str>,
+    /// Where `start` is in the file.
+    pub offset: u64,
 }
 
 struct Part {
@@ -137,11 +150,47 @@ impl Sources {
     fn kind(&self, extent: &StatusExtent, has_backing: bool) -> RunKind {
         if self.top_layer_only && !extent.present && has_backing {
             RunKind::Backing
-        } else if extent.zero || (!extent.present && !extent.data && !has_backing) {
+        } else if extent.zero {
             RunKind::Zero
         } else {
             RunKind::Data
         }
+    }
+
+    /// The files that [`Place`]s are in, each once; none where a name could mean several.
+    pub fn content_files(&self) -> Vec<File> {
+        let mut files: Vec<File> = Vec::new();
+        for part in &self.parts {
+            let Some(of_part) = part.node.content_files() else { return Vec::new() };
+            for file in of_part {
+                match files.iter().find(|known| known.name() == file.name()) {
+                    Some(known) if known.identity() != file.identity() => return Vec::new(),
+                    Some(_) => {}
+                    None => files.push(file),
+                }
+            }
+        }
+        files
+    }
+
+    /// Where the bytes of a range stand as they are, in order; not all need to.
+    pub async fn places(&self, start: u64, end: u64) -> Result<Vec<Place>> {
+        let mut places = Vec::new();
+        let mut at = start;
+        while let Some(part) = self.parts.iter().find(|part| at < end && at >= part.start && at < part.end) {
+            let (len, before) = (part.end.min(end) - at, at);
+            for extent in part.node.block_status_chain(part.within(at), len, MAX_RUNS).await? {
+                let from = part.start + extent.start.saturating_sub(part.skip);
+                at = from + extent.len;
+                if let (true, Some(offset), Some(file)) = (extent.data, extent.offset, extent.file) {
+                    places.push(Place { start: from, end: at, file, offset });
+                }
+            }
+            if at == before {
+                return Err(Error::internal("an image says nothing of a range").offset(at));
+            }
+        }
+        Ok(places)
     }
 
     /// Fills `buf` from `offset`, across the borders of images.

@@ -24,6 +24,8 @@ pub struct Target {
     pub is_zero: bool,
     /// What isn't written reads from a backing file.
     pub has_backing: bool,
+    /// It has space of its own: preallocated, `nocow`, or there before.
+    pub has_own_space: bool,
 }
 
 impl Target {
@@ -32,9 +34,9 @@ impl Target {
         if options.target.image_opts && !options.skip_create {
             return Err(Error::invalid_argument("--target-image-opts requires -n: options name an existing image"));
         }
-        let extra = match options.skip_create {
+        let (extra, has_own_space) = match options.skip_create {
             false => create_target(options, sources).await?,
-            true => options.target.extra.clone(),
+            true => (options.target.extra.clone(), true),
         };
         let node = ImageSpec { extra, ..writable(&options.target) }.open_for_writing().await?;
         let result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
@@ -50,6 +52,7 @@ impl Target {
                     allocation_unit_bytes: geometry.map(|geometry| geometry.allocation_unit_bytes),
                     is_zero: fresh || options.target_is_zero,
                     has_backing,
+                    has_own_space,
                     node,
                 })
             }
@@ -93,8 +96,8 @@ fn writable(spec: &ImageSpec) -> ImageSpec {
     spec
 }
 
-/// Creates it, and says what is needed besides to open it.
-async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Vec<(&'static str, String)>> {
+/// Creates it, and says what is needed besides to open it, and whether it has space of its own.
+async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Vec<(&'static str, String)>, bool)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
     if options.compressed && format != "qcow2" {
         return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
@@ -126,7 +129,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<Ve
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED));
     }
     plan.run().await?;
-    Ok(plan.opening_options())
+    Ok((plan.opening_options(), plan.has_own_space()))
 }
 
 fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {

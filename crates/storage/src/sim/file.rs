@@ -9,7 +9,7 @@ use crate::{Alignment, DataRange, IoBuf};
 use cowshed_block::Errno;
 use std::result::Result;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// An open file of a [`World`]. Everything that a kernel leaves to its caller (short counts, alignment, what follows
 /// a failed sync) is left to the caller here too.
@@ -19,11 +19,13 @@ pub struct SimFile {
     id: FileId,
     name: Arc<str>,
     writable: Arc<AtomicBool>,
-    alignment: u64,
+    /// Changes while no operation runs.
+    alignment: Arc<AtomicU64>,
 }
 
 impl SimFile {
     pub(super) fn new(world: World, id: FileId, name: &str, writable: bool, alignment: u64) -> Self {
+        let alignment = Arc::new(AtomicU64::new(alignment));
         SimFile { world, id, name: name.into(), writable: Arc::new(AtomicBool::new(writable)), alignment }
     }
 
@@ -49,7 +51,19 @@ impl SimFile {
 
     /// What offsets, lengths and memory must be multiples of; 1 without direct I/O.
     pub fn alignment(&self) -> Alignment {
-        Alignment { memory: self.alignment as usize, offset: self.alignment }
+        let alignment = self.alignment.load(Ordering::Relaxed);
+        Alignment { memory: alignment as usize, offset: alignment }
+    }
+
+    pub(crate) fn is_direct(&self) -> bool {
+        self.alignment().offset != 1
+    }
+
+    /// With direct I/O from now on, or without.
+    pub(crate) fn set_direct(&self, direct: bool) -> Alignment {
+        let alignment = if direct { self.world.lock().config.sector_bytes } else { 1 };
+        self.alignment.store(alignment, Ordering::Relaxed);
+        self.alignment()
     }
 
     /// Length in bytes, now.
@@ -132,6 +146,11 @@ impl SimFile {
         }
     }
 
+    /// The file system copies ranges itself.
+    pub(crate) fn can_copy_range(&self) -> bool {
+        self.world.lock().config.features.copy_range
+    }
+
     /// Copies from `source`, a file of the same machine; gives the count, which is short at its end.
     pub async fn copy_range(&self, source: &SimFile, source_offset: u64, offset: u64, len: u64) -> Result<u64, Errno> {
         self.check_writable()?;
@@ -172,7 +191,8 @@ impl SimFile {
     }
 
     fn check_aligned(&self, offset: u64, bufs: &[IoBuf]) -> Result<(), Errno> {
-        let aligned = |value: u64| value.is_multiple_of(self.alignment);
+        let alignment = self.alignment().offset;
+        let aligned = |value: u64| value.is_multiple_of(alignment);
         let fits = bufs.iter().all(|buf| aligned(buf.len() as u64) && aligned(buf.as_ptr() as usize as u64));
         if aligned(offset) && fits { Ok(()) } else { Err(Errno::EINVAL) }
     }

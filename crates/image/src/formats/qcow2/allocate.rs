@@ -14,9 +14,24 @@ const ONE_READ_BYTES: u64 = 256 << 10;
 const ZERO_RANGE_BYTES: u64 = 128 << 10;
 
 /// An allocation that is aborted when its request is dropped half-way.
-struct Pending<'a> {
+pub(super) struct Pending<'a> {
     driver: &'a Qcow2Driver,
     allocation: Option<Allocation>,
+}
+
+impl<'a> Pending<'a> {
+    pub(super) fn new(driver: &'a Qcow2Driver, allocation: Allocation) -> Self {
+        Pending { driver, allocation: Some(allocation) }
+    }
+
+    pub(super) fn allocation(&self) -> Option<&Allocation> {
+        self.allocation.as_ref()
+    }
+
+    /// The allocation, to be committed or aborted by the caller.
+    pub(super) fn take(&mut self) -> Option<Allocation> {
+        self.allocation.take()
+    }
 }
 
 impl Drop for Pending<'_> {
@@ -48,7 +63,7 @@ impl Qcow2Driver {
         };
         let bytes = allocation.data_end - allocation.data_start;
         let data = buf.split_to(bytes as usize);
-        let mut pending = Pending { driver: self, allocation: Some(allocation) };
+        let mut pending = Pending::new(self, allocation);
         let (result, data) = match &pending.allocation {
             Some(allocation) => self.write_filled(allocation, data).await,
             None => (Err(Error::internal("an allocation went away")), data),

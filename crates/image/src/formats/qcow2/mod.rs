@@ -21,6 +21,7 @@ mod lost;
 mod open;
 mod preallocate;
 mod read;
+mod reflink;
 mod reopen;
 mod resize;
 mod shared;

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Data that one image takes over from the file of another by sharing its blocks, where the file system can.
+
+use super::{DetectZeroes, Driver, Node};
+use crate::stats::IoKind;
+use cowshed_block::Result;
+use cowshed_storage::File;
+
+impl Node {
+    /// The files that hold the data of this layer and of those below it as they are: what [`super::StatusExtent::file`]
+    /// names. `None` where one of them isn't a file of this machine with nothing in between (a filter, a server, an image
+    /// within an image): its names say nothing then.
+    pub fn content_files(&self) -> Option<Vec<File>> {
+        let mut files = vec![self.own_content_file()?];
+        let mut layer = self.backing();
+        while let Some(node) = layer {
+            files.push(node.own_content_file()?);
+            layer = node.backing();
+        }
+        Some(files)
+    }
+
+    fn own_content_file(&self) -> Option<File> {
+        let file = match &self.driver {
+            Driver::Qcow2(qcow2) => Some(qcow2.content_file()),
+            driver => driver.whole_file(),
+        };
+        file.filter(|file| file.is_plain()).cloned()
+    }
+
+    /// True where [`Node::share_from`] can take blocks over from `source`, by what the file system says.
+    pub async fn can_share_from(&self, source: &File) -> bool {
+        match self.own_content_file() {
+            Some(file) => file.can_share_from(source).await,
+            None => false,
+        }
+    }
+
+    /// As a write at `offset` of the `len` bytes that `source` has from `source_offset` on, by sharing their blocks. How
+    /// many bytes from the front were taken over; less than `len`, and 0, where format, settings or file system can't
+    /// (see [`File::share_from`]): the rest is to be written. `source` must not change meanwhile.
+    pub async fn share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
+        let start_ns = self.clock_ns();
+        self.check_write(offset, len)?;
+        if self.settings.is_probed_raw()
+            || self.settings.is_writethrough()
+            || self.settings.detect_zeroes() != DetectZeroes::Off
+        {
+            return Ok(0);
+        }
+        let result = match &self.driver {
+            Driver::Qcow2(qcow2) => qcow2.share_from(offset, len, source, source_offset).await,
+            driver => match driver.whole_file() {
+                Some(file) => file.share_from(source, source_offset, offset, len).await.map(|()| len),
+                None => return Ok(0),
+            },
+        };
+        // An error of the disk shows again in the write that the caller makes instead.
+        let shared = match result {
+            Ok(shared) => shared,
+            Err(error) => {
+                tracing::debug!("{}: {error}", self.name);
+                0
+            }
+        };
+        if shared > 0 {
+            self.count(IoKind::Write, offset, shared, start_ns, &Ok(()));
+            self.counters.note_written(offset + shared);
+            self.tracking.written(offset, shared);
+        }
+        Ok(shared)
+    }
+}
