@@ -25,6 +25,9 @@ fn info_of_an_image_in_use_as_qemu_img() {
         for line in [format!("info {name}"), format!("info -f {format} {name}"), format!("info -U {name}")] {
             oracle.compare(&line);
         }
+        // The next overlay of a running machine's disk.
+        let image = oracle.work().join(name);
+        oracle.compare_writing(&format!("create -q -f qcow2 -b {} -F {format} next.qcow2", image.display()), |_, _| {});
         drop(input);
         assert!(writer.wait().expect("it ends").success());
         oracle.verdict();
