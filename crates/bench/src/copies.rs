@@ -26,7 +26,7 @@ pub fn here(settings: &Settings) -> Result<Vec<Row>, String> {
         rows.push(convert(settings, &format!("{name}: raw → qcow2"), TARGET, &raw, TO_QCOW2, TO_QCOW2)?);
         rows.push(convert(settings, &format!("{name}: qcow2 → raw"), TARGET, &image, TO_RAW, TO_RAW)?);
         rows.push(convert(settings, &format!("{name}: qcow2 → qcow2"), TARGET, &image, QCOW2, QCOW2)?);
-        rows.push(beside_cp(settings, &format!("{name}: raw → raw, theirs is cp"), &raw)?);
+        rows.push(beside_cp(settings, &format!("{name}: raw → raw, theirs is cp"), &raw, &[])?);
     }
     Ok(rows)
 }
@@ -42,12 +42,32 @@ pub fn xfs(settings: &Settings) -> Result<Vec<Row>, String> {
         rows.push(convert(&on_xfs, &format!("XFS, {name}: raw → qcow2"), TARGET, &raw, TO_QCOW2, TO_QCOW2)?);
         rows.push(convert(&on_xfs, &format!("XFS, {name}: qcow2 → raw"), TARGET, &image, TO_RAW, TO_RAW)?);
         rows.push(convert(&on_xfs, &format!("XFS, {name}: qcow2 → qcow2"), TARGET, &image, QCOW2, QCOW2)?);
-        rows.push(beside_cp(&on_xfs, &format!("XFS, {name}: raw → raw, theirs is cp"), &raw)?);
+        rows.push(convert(&on_xfs, &format!("XFS, {name}: raw → raw"), TARGET, &raw, RAW, RAW)?);
+        // Neither reads anything.
+        rows.push(beside_cp(&on_xfs, &format!("XFS, {name}: raw → raw with -C, theirs is cp"), &raw, &["-C"])?);
+        let unread = |arguments: &[&'static str]| [arguments, &["-C"]].concat();
+        let (to_raw, to_qcow2) = (unread(TO_RAW), unread(TO_QCOW2));
+        rows.push(convert(
+            &on_xfs,
+            &format!("XFS, {name}: qcow2 → raw, both with -C"),
+            TARGET,
+            &image,
+            &to_raw,
+            &to_raw,
+        )?);
+        rows.push(convert(
+            &on_xfs,
+            &format!("XFS, {name}: raw → qcow2, both with -C"),
+            TARGET,
+            &raw,
+            &to_qcow2,
+            &to_qcow2,
+        )?);
     }
     Ok(rows)
 }
 
-fn beside_cp(settings: &Settings, name: &str, source: &Path) -> Result<Row, String> {
+fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> Result<Row, String> {
     let (ours, theirs) = (settings.folder.join("ours.out"), settings.folder.join("theirs.out"));
     let clear = || {
         for output in [&ours, &theirs].into_iter().filter(|output| output.exists()) {
@@ -57,7 +77,7 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path) -> Result<Row, Stri
     };
     let pairs = alternate(
         settings.rounds,
-        &|| clear().map(|()| command(&settings.cowshed, &[&["convert"], RAW].concat(), &[source, &ours])),
+        &|| clear().map(|()| command(&settings.cowshed, &[&["convert"], RAW, more].concat(), &[source, &ours])),
         &|| clear().map(|()| command(Path::new("cp"), &["--reflink=auto"], &[source, &theirs])),
     )?;
     clear()?;
