@@ -264,6 +264,8 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
     }
     if let Some(name) = header.data_file_name() {
         put("data-file", json!(name));
+    }
+    if header.has_data_file() {
         put("data-file-raw", json!(header.is_data_file_raw()));
     }
     if v3 {

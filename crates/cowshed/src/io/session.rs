@@ -146,7 +146,8 @@ impl OpenSpec {
 
 /// Opens an image.
 async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
-    if spec.force_share && !spec.read_only {
+    // With -s the writer is the overlay, and what is shared is the image below it.
+    if spec.force_share && !spec.read_only && !spec.snapshot {
         return Err(Error::invalid_argument("force-share=on can only be used with read-only images"));
     }
     if spec.aio.as_deref() == Some("native") && !matches!(spec.cache.as_deref(), Some("none" | "off" | "directsync")) {
@@ -203,13 +204,16 @@ async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<
         ..CreateRequest::default()
     };
     create::prepare(&request).await?.run().await?;
+    let base = base.with("driver", driver);
+    let base = if spec.force_share { base.with("force-share", true) } else { base };
     let file = BlockdevOptions::new().with("driver", "file").with("filename", path);
     let tree = BlockdevOptions::new()
         .with("driver", "qcow2")
         .with("file", Value::from(file))
-        .with("backing", Value::from(base.with("driver", driver)));
+        .with("backing", Value::from(base));
     // Nobody will see it after a crash.
-    let spec = OpenSpec { cache: Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned())), ..spec.clone() };
+    let cache = Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned()));
+    let spec = OpenSpec { cache, force_share: false, ..spec.clone() };
     let tree = if spec.copy_on_read { keeping_what_is_read(tree) } else { tree };
     open_image(spec.request(Some(tree))?).await
 }

@@ -56,6 +56,13 @@ const SCRIPTS: &[&str] = &[
     "-f qcow2 -r image.qcow2; reopen -w; write -P 9 0 4k; reopen -r; write 0 4k; read -P 9 0 4k",
     "-f qcow2 -s image.qcow2; write -P 5 0 4k; read -P 5 0 4k; read -P 1 4k 4k; length",
     "-f qcow2 -s -r image.qcow2; write 0 4k",
+    "-f qcow2 -s -U image.qcow2; write -P 5 0 4k; read -P 5 0 4k; read -P 1 4k 4k; length",
+    "-f qcow2 -s -U above.qcow2; write -P 5 0 4k; read -P 5 0 4k; read -P 1 4k 4k",
+    "-f qcow2 -s -U -r image.qcow2; write 0 4k; read -P 1 0 4k",
+    "-f raw raw.img; truncate 1001; length; read -P 0 0 1024; write -P 7 1000 24; length",
+    "-f raw raw.img; write -P 7 1M 0; truncate 1048777; length; write -P 7 1048576 512; truncate 777; length",
+    "-f raw raw.img; truncate -m full 1048777; truncate -m falloc 1049001; length; truncate 1M; length",
+    "-n -f raw raw.img; truncate 1001; write -P 7 0 512; length; read -P 7 0 512",
     "-f qcow2 -n image.qcow2; write -P 6 512 512; read -P 6 512 512; read -v 1020 8",
     "-f qcow2 -U image.qcow2; length",
     "-f qcow2 -U -r image.qcow2; length",
@@ -165,6 +172,11 @@ impl Pair {
             let (left, right) = (theirs.join(image), own.join(image));
             if !self.qemu.is_equal((&left, format), (&right, format)) {
                 let _ = writeln!(self.differences, "== {arguments:?} {input:?}: {image} differs");
+            }
+            let bytes = |path: &Path| fs::metadata(path).unwrap().len();
+            if format == "raw" && bytes(&left) != bytes(&right) {
+                let lengths = (bytes(&left), bytes(&right));
+                let _ = writeln!(self.differences, "== {arguments:?} {input:?}: {image} has {lengths:?} bytes");
             }
         }
         self.qemu.expect_clean(&own.join("image.qcow2"));

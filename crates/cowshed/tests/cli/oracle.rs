@@ -305,11 +305,15 @@ fn tidy(said: Said) -> Said {
     Said { err, ..said }
 }
 
-/// Without times.
+/// Without times and the places that files take on the disk.
 fn masked(said: Said) -> Said {
-    let line = |line: &str| match line.split_once("Run completed in ") {
-        Some((start, _)) => format!("{start}Run completed in TIME\n"),
-        None => format!("{line}\n"),
+    let line = |line: &str| {
+        for before in ["Run completed in ", "disk size: ", "\"actual-size\": "] {
+            if let Some((start, _)) = line.split_once(before) {
+                return format!("{start}{before}…\n");
+            }
+        }
+        format!("{line}\n")
     };
     Said { out: said.out.lines().map(line).collect(), ..said }
 }
@@ -331,7 +335,9 @@ fn described(qemu: &Qemu, path: &Path, format: &str) -> String {
             }
         }
     }
-    info.to_string()
+    // What info shows of a raw image is rounded up to sectors.
+    let file_bytes = (format == "raw").then(|| path.metadata().map(|metadata| metadata.len()).ok());
+    format!("{info}, {file_bytes:?}")
 }
 
 /// Our text as an older qemu-img prints it.

@@ -18,6 +18,100 @@ fn a_size_of_zero_is_no_size_to_amend() {
     oracle.verdict();
 }
 
+#[test]
+fn raw_files_get_the_very_length() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw y 1M");
+    let raw = [("y", "raw")];
+    for size in ["2001", "777", "+3", "1048577", "+1000", "-5"] {
+        oracle.compare_session(&[&format!("resize -f raw --shrink y -- {size}")], &raw);
+    }
+    let odd = "resize -q -f raw --shrink y 2001";
+    for more in ["y +3", "--preallocation=full y 2777", "--preallocation=falloc y 3777", "--shrink y -- -776"] {
+        oracle.compare_session(&[odd, &format!("resize -f raw {more}")], &raw);
+    }
+    oracle.compare_session(
+        &[odd, "convert -f raw -O raw y z", "compare -f raw -F raw y z"],
+        &[("y", "raw"), ("z", "raw")],
+    );
+    oracle.verdict();
+}
+
+#[test]
+fn a_data_file_follows_its_disk() {
+    let oracle = Oracle::new();
+    for raw in ["off", "on"] {
+        oracle.make(&format!("create -q -f qcow2 -o data_file={raw}.data,data_file_raw={raw} {raw}.qcow2 1M"));
+        oracle.io(&["write -P 5 0 1M"], &format!("{raw}.qcow2"));
+    }
+    for raw in ["off", "on"] {
+        let data = format!("{raw}.data");
+        let show = format!("convert {raw}.qcow2 -O raw out");
+        let images = [(data.as_str(), "raw"), ("out", "raw")];
+        let grown = format!("resize {raw}.qcow2 5M");
+        oracle.compare_session(&[&grown, &show], &images);
+        oracle.compare_session(&[&grown, &format!("resize --shrink {raw}.qcow2 2M"), &show], &images);
+        oracle.compare_session(&[&format!("resize --shrink {raw}.qcow2 512k"), &grown, &show], &images);
+        oracle.compare_session(&[&format!("amend -o size=7M {raw}.qcow2"), &show], &images);
+    }
+    // Its name taken out of the header, and back again with the file at hand.
+    let named = "--image-opts driver=qcow2,file.filename=off.qcow2,data-file.driver=file,data-file.filename=off.data";
+    let lines =
+        ["amend -o data_file= off.qcow2", "info off.qcow2", "info --output=json off.qcow2", &format!("check {named}")];
+    oracle.compare_session(&lines, &[("off.data", "raw")]);
+    oracle.verdict();
+}
+
+#[test]
+fn amend_takes_no_backing_file_but_the_one_there_is() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 alone 1M");
+    oracle.make("create -q -f qcow2 -b alone -F qcow2 above 1M");
+    for image in ["alone", "above"] {
+        for file in ["", "backing_file=,", "backing_file=alone,", "backing_file=other,"] {
+            for format in ["", "backing_fmt=,", "backing_fmt=qcow2,", "backing_fmt=raw,"] {
+                let line = format!("amend -o {file}{format}lazy_refcounts=on {image}");
+                oracle.compare_session(&[&line], &[(image, "qcow2")]);
+            }
+        }
+    }
+    oracle.verdict();
+}
+
+#[test]
+fn commas_in_the_names_of_snapshots() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 n 1M");
+    for (number, name) in ["a,b", "a", "a,,b", "b,snapshot.id=1"].iter().enumerate() {
+        oracle.io(&[&format!("write -P {} 0 1M", number + 1)], "n");
+        oracle.make(&format!("snapshot -c {name} n"));
+    }
+    for text in [
+        "a,b",
+        "a,,b",
+        "snapshot.name=a,,b",
+        "snapshot.name=a,,,,b",
+        "snapshot.name=a,snapshot.id=2",
+        "snapshot.id=1,snapshot.name=a,,b",
+        "snapshot.id=2,snapshot.name=a,,b",
+        "snapshot.name=b,,snapshot.id=1",
+        "snapshot.name=a,",
+        "snapshot.name=",
+        "b,snapshot.id=1",
+    ] {
+        // Refused, it leaves the old file.
+        let lines = [
+            "create -q -f raw o 1000",
+            &format!("convert -l {text} -O raw n o"),
+            &format!("measure -l {text} -O raw n"),
+        ];
+        oracle.compare_session(&lines, &[("o", "raw")]);
+    }
+    oracle.compare_refusal("convert -l snapshot.name=a,b=c -O raw n o");
+    oracle.compare_refusal("measure -l snapshot.name=a,b=c -O raw n");
+    oracle.verdict();
+}
+
 /// The name of the base is one of the chain's, as the headers have it, and not one of the working directory.
 #[test]
 fn commit_finds_its_base_from_the_images_folder() {

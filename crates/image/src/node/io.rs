@@ -322,17 +322,18 @@ impl Node {
         boxed!(self, |node| node.write_compressed(clusters))
     }
 
-    /// Changes the virtual size, in bytes: rounded up to 512. Shrinking discards what lies behind the new end.
+    /// Changes the virtual size, in bytes: rounded up to 512 by formats; a file, and what is a raw image, gets the very length,
+    /// and is then shown rounded up. Shrinking discards what lies behind the new end.
     pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         self.check_open()?;
         self.check_writable()?;
-        let size = whole_sectors(size);
-        if i64::try_from(size).is_err() {
+        let sectors = whole_sectors(size);
+        if i64::try_from(sectors).is_err() {
             return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
         }
         let resized = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.resize(size, preallocation).await,
-            Driver::Luks(luks) => luks.resize(size, preallocation).await,
+            Driver::Qcow2(qcow2) => qcow2.resize(sectors, preallocation).await,
+            Driver::Luks(luks) => luks.resize(sectors, preallocation).await,
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
             Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
@@ -340,7 +341,7 @@ impl Node {
             Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
         };
         if resized.is_ok() {
-            self.tracking.resized(size);
+            self.tracking.resized(sectors);
         }
         resized
     }

@@ -132,7 +132,7 @@ impl Opener {
                 return Ok(None);
             }
             (None, None) => {
-                let message = "the image needs a data file and doesn't name it: option 'data-file' must be given";
+                let message = "'data-file' is required for this image: its header names none";
                 return Err(Error::invalid_argument(message).file(image));
             }
             (None, Some(name)) => {

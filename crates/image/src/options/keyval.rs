@@ -30,7 +30,7 @@ pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
 }
 
 /// The text up to the next single comma, with `,,` turned into `,`, and what follows that comma.
-fn next_item(text: &str) -> (String, &str) {
+pub(crate) fn next_item(text: &str) -> (String, &str) {
     let mut item = String::new();
     let mut rest = text;
     while let Some(at) = rest.find(',') {

@@ -12,6 +12,7 @@ mod typed;
 
 pub(crate) use blkdebug::{BlkdebugOptions, read_config};
 pub use drivers::{COMMON, DRIVERS};
+pub(crate) use keyval::next_item;
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri};
 pub(crate) use schema::check_common;

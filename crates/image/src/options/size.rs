@@ -8,7 +8,7 @@ const MAX_TEXT_BYTES: usize = 64;
 
 /// A size in bytes: digits with an optional suffix `b` (bytes), `k`, `M`, `G`, `T`, `P`, `E` (powers of 1024, upper or
 /// lower case). The digits may have a fraction ("1.5G"; what is less than a byte is cut off, without a suffix it must
-/// be zero) or be hexadecimal behind `0x`. A number alone counts bytes. As in QEMU, leading space and one `+` are
+/// be zero; "0.5G" may be written ".5G"), or be hexadecimal behind `0x`, then without a suffix. A number alone counts bytes. As in QEMU, leading space and one `+` are
 /// skipped. The largest result is 2^64 - 1.
 pub fn parse_size(text: &str) -> Result<u64> {
     parse(text).ok_or_else(|| {
@@ -26,24 +26,23 @@ fn parse(text: &str) -> Option<u64> {
     let text = text.trim_start_matches([' ', '\t']);
     let text = text.strip_prefix('+').unwrap_or(text);
     let hex = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
-    let (number, shift) = match hex {
-        // In a hexadecimal number b and e are digits.
-        Some(hex) => suffix(hex, b"kKmMgGtTpP"),
-        None => suffix(text, b"bBkKmMgGtTpPeE"),
-    };
-    if let Some(_hex) = hex {
-        let all_digits = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_hexdigit());
-        return if all_digits { u64::from_str_radix(number, 16).ok()?.checked_mul(1 << shift) } else { None };
+    if let Some(hex) = hex {
+        // b and e are digits in it, so that suffixes would be guesses.
+        let all_digits = !hex.is_empty() && hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        return if all_digits { u64::from_str_radix(hex, 16).ok() } else { None };
     }
+    let (number, shift) = suffix(text);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    // As in QEMU 11 the digits in front of the point may be left out where there are some behind it.
+    let whole = if whole.is_empty() && !fraction.is_empty() { "0" } else { whole };
     let bytes = digits(whole)?.checked_mul(1 << shift)?;
     bytes.checked_add(fraction_bytes(fraction, shift)?)
 }
 
-/// Splits one of the letters `allowed` off the end: the rest, and the power of two that the letter stands for.
-fn suffix<'a>(text: &'a str, allowed: &[u8]) -> (&'a str, u32) {
+/// Splits a suffix off the end: the rest, and the power of two that the letter stands for.
+fn suffix(text: &str) -> (&str, u32) {
     match text.as_bytes().last() {
-        Some(last) if allowed.contains(last) => {
+        Some(last) if b"bBkKmMgGtTpPeE".contains(last) => {
             let shift = match last.to_ascii_lowercase() {
                 b'k' => 10,
                 b'm' => 20,
@@ -102,7 +101,6 @@ mod tests {
             ("1P", 1 << 50),
             ("15E", 15 << 60),
             ("0x10000", 65536),
-            ("0x1k", 1024),
             ("0x1b", 27),
             (" 1M", 1 << 20),
             ("+1M", 1 << 20),
@@ -110,6 +108,8 @@ mod tests {
             ("1.", 1),
             ("1.M", 1 << 20),
             ("1.0b", 1),
+            (".5G", 1 << 29),
+            (".0", 0),
             ("010", 10),
             ("0.3333333333333333333333M", 349525),
             ("18446744073709551615", u64::MAX),
@@ -120,7 +120,8 @@ mod tests {
 
     #[test]
     fn what_is_not_a_size_is_refused() {
-        let texts = "|k|-1|++1|1 |1kk|1kB|1Q|1.5|1.5b|.5G|1.5.5G|0x|0xg|0x1.5k|16E|1,5G|1e3|18446744073709551616|٣";
+        let texts =
+            "|k|-1|++1|1 |1kk|1kB|1Q|1.5|1.5b|.|.M|.5|1.5.5G|0x|0xg|0x1k|0x1.5k|16E|1,5G|1e3|18446744073709551616|٣";
         for text in texts.split('|') {
             assert!(parse_size(text).is_err(), "{text}");
         }

@@ -14,6 +14,7 @@ pub(crate) mod tree;
 
 use crate::check;
 use crate::formats::read_header;
+use crate::options::next_item;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, snapshot};
 use cowshed_storage::{File, IoBuf};
@@ -111,15 +112,18 @@ impl SnapshotName {
     }
 
     /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME`, both with a comma between, or
-    /// either of the two alone; anything that doesn't start with `snapshot.` is an ID or a name. Refused: other parameters
-    /// after `snapshot.`, and one without a value.
+    /// either of the two alone, where `,,` in a value stands for one comma; anything that doesn't start with `snapshot.` is an
+    /// ID or a name as it stands. Refused: other parameters after `snapshot.`, and one without a value.
     pub fn parse(text: &str) -> Result<SnapshotName> {
         if !text.starts_with("snapshot.") {
             return Ok(SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None });
         }
         let (mut id, mut name) = (None, None);
-        for item in text.split(',') {
-            match item.split_once('=').unwrap_or((item, "")) {
+        let mut rest = text;
+        while !rest.is_empty() {
+            let item;
+            (item, rest) = next_item(rest);
+            match item.split_once('=').unwrap_or((&item, "")) {
                 ("snapshot.id" | "snapshot.name", _) if !item.contains('=') => {
                     return Err(Error::invalid_argument(format!("Parameter '{item}' needs a value")));
                 }

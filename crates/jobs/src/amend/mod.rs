@@ -188,11 +188,13 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
         name: header.backing_file_name().map(|name| name.into_owned()),
         format: header.backing_format().map(|format| format.into_owned()),
     };
-    let backing = backing.filter(|backing| *backing != named);
-    if backing.is_some() && options.keeps_backing {
+    let is_said_as_it_is =
+        values.get("backing_file") == named.name.as_deref() && values.get("backing_fmt") == named.format.as_deref();
+    if backing.is_some() && options.keeps_backing && !is_said_as_it_is {
         let message = "Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.";
         return Err(Error::invalid_argument(message));
     }
+    let backing = backing.filter(|backing| *backing != named);
     Ok(Wanted {
         amendment: Amendment {
             version: version.filter(|version| *version != header.version),

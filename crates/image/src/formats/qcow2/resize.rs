@@ -45,8 +45,8 @@ impl Qcow2Driver {
         if preallocation != Preallocation::Off {
             self.preallocate(old, size - old, preallocation, |_| {}).await?;
         }
-        if self.is_data_file_raw()
-            && let Some(data_file) = &self.data_file
+        // Also where it isn't raw: who looks at the file expects the disk's length.
+        if let Some(data_file) = &self.data_file
             && data_file.len() < size
         {
             data_file.set_len(size).await?;
