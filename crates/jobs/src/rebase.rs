@@ -152,9 +152,15 @@ struct Move<'a> {
 
 async fn keep_ranges(change: &Move<'_>) -> Result<()> {
     change.job.set_len(change.image.size());
+    if change.old.is_none() && change.base.is_none() {
+        change.job.advance(change.image.size());
+        return Ok(());
+    }
     // What the image holds itself stays.
     let below = |run: &StatusExtent| !(run.present && run.depth == 0);
-    runs::for_each(Runs::new(change.image, below), change.job, async |pieces| {
+    // Where both backing files read as zeroes, or aren't there, nothing changes.
+    let runs = Runs::new(change.image, below).passing_zeroes_of(change.old.into_iter().chain(change.base));
+    runs::for_each(runs, change.job, async |pieces| {
         for piece in pieces {
             change.keep(piece).await?;
         }

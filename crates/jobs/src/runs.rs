@@ -34,12 +34,64 @@ pub struct Runs<'a, F> {
     wanted: F,
     at: u64,
     known: VecDeque<StatusExtent>,
+    passed_where_zero: Vec<Zeroes<'a>>,
+}
+
+/// Where a node is known to read as zeroes, asked from front to back.
+struct Zeroes<'a> {
+    node: &'a Arc<Node>,
+    known: VecDeque<StatusExtent>,
+}
+
+impl Zeroes<'_> {
+    /// The end of the zeroes that begin at `at`, no lower than where it was asked before; `u64::MAX` where nothing but zeroes
+    /// follow, which are behind the node's end, too.
+    async fn until(&mut self, mut at: u64) -> Result<u64> {
+        let size = self.node.size();
+        while at < size {
+            match self.known.front() {
+                Some(run) if run.start + run.len <= at => drop(self.known.pop_front()),
+                Some(run) if run.zero => at = run.start + run.len,
+                Some(_) => return Ok(at),
+                None => {
+                    self.known = self.node.block_status_chain(at, size - at, RUNS_AT_ONCE).await?.into();
+                    if self.known.is_empty() {
+                        return Err(Error::internal("a map without progress").offset(at));
+                    }
+                }
+            }
+        }
+        Ok(u64::MAX)
+    }
 }
 
 impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
     /// Over all of `node`.
     pub fn new(node: &'a Arc<Node>, wanted: F) -> Self {
-        Runs { node, wanted, at: 0, known: VecDeque::new() }
+        Runs { node, wanted, at: 0, known: VecDeque::new(), passed_where_zero: Vec::new() }
+    }
+
+    /// Whole stretches where all of `nodes` read as zeroes are passed over, too.
+    pub fn passing_zeroes_of(mut self, nodes: impl Iterator<Item = &'a Arc<Node>>) -> Self {
+        self.passed_where_zero = nodes.map(|node| Zeroes { node, known: VecDeque::new() }).collect();
+        self
+    }
+
+    async fn pass_zeroes(&mut self) -> Result<()> {
+        if self.passed_where_zero.is_empty() {
+            return Ok(());
+        }
+        let mut zero_end = u64::MAX;
+        for zeroes in &mut self.passed_where_zero {
+            zero_end = zero_end.min(zeroes.until(self.at).await?);
+        }
+        let size = self.node.size();
+        let stop = if zero_end >= size { size } else { zero_end / PIECE_BYTES * PIECE_BYTES };
+        self.at = self.at.max(stop);
+        while self.known.front().is_some_and(|run| run.start + run.len <= self.at) {
+            self.known.pop_front();
+        }
+        Ok(())
     }
 
     /// The next pieces up to the end of one stretch of [`PIECE_BYTES`], and how much of the disk was passed over to
@@ -49,6 +101,7 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
             return Ok(None);
         }
         job.pause_point().await?;
+        self.pass_zeroes().await?;
         let mut end = self.stretch_end();
         let mut pieces = Vec::new();
         while self.at < end {

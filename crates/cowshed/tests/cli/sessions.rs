@@ -154,6 +154,36 @@ fn rebase_gives_the_new_base_its_key() {
     oracle.verdict();
 }
 
+/// Stretches where both bases read as zeroes are passed over; what begins or ends beside one isn't.
+#[test]
+fn rebase_between_sparse_bases() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw short.raw 6292480");
+    oracle.make("create -q -f qcow2 old 9M");
+    oracle.make("create -q -f qcow2 -o cluster_size=4k new 24M");
+    oracle.make("create -q -f qcow2 none 5M");
+    let writes = |at: &[&str]| at.iter().map(|at| format!("write -P 5 {at}")).collect::<Vec<_>>();
+    for (image, at) in [
+        ("short.raw", &["2096640 1024", "6292000 480"][..]),
+        ("old", &["0 512", "2M 4k", "4193792 1k", "8M 512"]),
+        ("new", &["2M 4k", "3M 64k", "6M 64k", "8M 1k", "20M 64k"]),
+    ] {
+        let writes = writes(at);
+        oracle.io(&writes.iter().map(String::as_str).collect::<Vec<_>>(), image);
+    }
+    for (base, format) in [("short.raw", "raw"), ("old", "qcow2"), ("none", "qcow2"), ("new", "qcow2")] {
+        for (cluster_size, size) in [("64k", "9M"), ("512", "5M"), ("2M", "30M")] {
+            oracle.make(&format!("create -q -f qcow2 -o cluster_size={cluster_size} -b {base} -F {format} t {size}"));
+            oracle.io(&["write -P 7 3M 1k", "write -z 2M 64k"], "t");
+            for to in ["-b new -F qcow2", "-b short.raw -F raw", "-b ''"] {
+                // What was kept is seen over no base at all.
+                oracle.compare_session(&[&format!("rebase {to} t"), "rebase -u -b '' t"], &[("t", "qcow2")]);
+            }
+        }
+    }
+    oracle.verdict();
+}
+
 /// `rebase -c` is younger than the installed qemu-img.
 #[test]
 fn rebase_compresses_the_last_part_of_a_cluster_too() {
