@@ -3,7 +3,7 @@
 
 use crate::measure::{Sample, median};
 use crate::nbd::Served;
-use crate::table::{Outcome, Row};
+use crate::table::{Outcome, Row, quotients};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -15,6 +15,8 @@ const BAR: u32 = 16;
 const GAP: u32 = 14;
 const HEAD: u32 = 64;
 const COLOURS: [&str; 3] = ["#1b7f5c", "#8a8f98", "#d9a400"];
+/// The unit of a means: there is one bar, and no side to tell apart.
+const WITHOUT: &str = "time without it, against with it";
 const SIDES: [&str; 3] = ["cowshed", "QEMU", "raw file through cowshed"];
 
 /// What is drawn of a row: up to three values, and their unit.
@@ -48,6 +50,7 @@ fn group(row: &Row) -> Option<Group<'_>> {
             let limit = limit.as_ref().map(|limit| rate(limit));
             (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), "requests a second")
         }
+        Outcome::Means { with, without, .. } => (vec![median(quotients(without, with, |cost| cost.seconds))], WITHOUT),
         Outcome::Pair { pairs, .. } => (vec![wall(&pairs.ours), wall(&pairs.theirs)], "seconds"),
         Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => return None,
     };
@@ -70,7 +73,11 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let bars: usize = groups.iter().map(|group| group.values.len()).sum();
     let height = HEAD + bars as u32 * BAR + groups.len() as u32 * GAP + 10;
     let most = groups.iter().flat_map(|group| group.values.iter().copied()).fold(1e-9, f64::max);
-    let better = if unit == "seconds" { "shorter is better" } else { "longer is better" };
+    let better = match unit {
+        "seconds" => "shorter is better",
+        WITHOUT => "above 1 it pays",
+        _ => "longer is better",
+    };
     let mut svg = String::new();
     // Writing to a string can't fail.
     let _ = write!(
@@ -80,7 +87,7 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
          <text x=\"12\" y=\"22\" font-size=\"15\" fill=\"#222222\">{}: {unit}, {better}</text>\n",
         escaped(case)
     );
-    let sides = groups.iter().map(|group| group.values.len()).max().unwrap_or_default();
+    let sides = groups.iter().filter(|_| unit != WITHOUT).map(|group| group.values.len()).max().unwrap_or_default();
     for (side, name) in SIDES.iter().enumerate().take(sides) {
         let x = 12 + 150 * side as u32;
         let _ = writeln!(svg, "<rect x=\"{x}\" y=\"36\" width=\"12\" height=\"12\" fill=\"{}\"/>", COLOURS[side]);
