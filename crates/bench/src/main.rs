@@ -86,7 +86,7 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     {
         return bare::serve(socket, file, how);
     }
-    let (settings, names) = parse(arguments)?;
+    let (mut settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {
         cases::CASES.iter().for_each(|case| println!("{:24} {}", case.name, case.about));
         return Ok(());
@@ -99,7 +99,10 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     if names.is_empty() {
         return Err(USAGE.into());
     }
-    std::fs::create_dir_all(&settings.folder).map_err(|e| format!("{}: {e}", settings.folder.display()))?;
+    let fail = |e: std::io::Error| format!("{}: {e}", settings.folder.display());
+    std::fs::create_dir_all(&settings.folder).map_err(fail)?;
+    // The name of a backing file is looked up from where its overlay is.
+    settings.folder = settings.folder.canonicalize().map_err(fail)?;
     let (mut rows, mut failed) = (Vec::new(), None);
     for case in cases::CASES.iter().filter(|case| all || names.iter().any(|name| name == case.name)) {
         eprintln!("{}: {}", case.name, case.about);
@@ -109,6 +112,8 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
                 if let Some(folder) = &settings.plots {
                     plots::write(folder, case.name, &more)?;
                 }
+                let broken = more.iter().find(|row| matches!(row.result, table::Outcome::Failed(_)));
+                failed = failed.or(broken.map(|row| format!("{}: not all could be measured", row.name)));
                 rows.extend(more);
             }
             Err(error) => failed = failed.or(Some(format!("{}: {error}", case.name))),

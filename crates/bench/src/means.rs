@@ -16,6 +16,7 @@ use crate::table::{Cost, Outcome, Row};
 use crate::writes::{self, Fresh};
 use cowshed_testkit::bigimage::{self, Placement};
 use cowshed_testkit::means::{MEANS, VARIABLE};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -334,21 +335,12 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
     let named = ROWS.iter().map(|means| (format!("{}: {}", means.name, means.load.name()), means));
     let chosen: Vec<(String, &Means)> = named.filter(|(name, _)| wanted(name)).collect();
     knows_switches(&settings.without)?;
-    let (mut rows, mut failed) = (Vec::new(), None);
-    for (name, means) in chosen {
+    let row = |(name, means): (String, &Means)| {
         // What one row can't have, such as a file system, the others don't need.
-        match measured(settings, means) {
-            Ok(result) => rows.push(Row::new(name, instead(means)?, result)),
-            Err(error) => {
-                eprintln!("{name}: {error}");
-                failed = failed.or(Some(format!("{name}: {error}")));
-            }
-        }
-    }
-    match failed {
-        Some(error) if rows.is_empty() => Err(error),
-        _ => Ok(rows),
-    }
+        let result = measured(settings, means).unwrap_or_else(Outcome::Failed);
+        Ok(Row::new(name, instead(means)?, result))
+    };
+    chosen.into_iter().map(row).collect()
 }
 
 /// What is done without it.
@@ -364,11 +356,22 @@ fn instead(means: &Means) -> Result<&'static str, String> {
 
 /// Fails when the program isn't one with all switches: it would show that nothing pays.
 fn knows_switches(program: &Path) -> Result<(), String> {
-    let how = "(scripts/without builds it)";
-    let bytes = std::fs::read(program).map_err(|e| format!("{}: {e} {how}", program.display()))?;
-    let has = |name: &str| bytes.windows(name.len()).any(|part| part == name.as_bytes());
-    match std::iter::once(VARIABLE).chain(MEANS.iter().map(|means| means.name)).find(|name| !has(name)) {
-        Some(name) => Err(format!("{} has no switch {name} {how}", program.display())),
+    let fail = |e: std::io::Error| format!("{}: {e} (scripts/without builds it)", program.display());
+    let mut missing: Vec<&str> = std::iter::once(VARIABLE).chain(MEANS.iter().map(|means| means.name)).collect();
+    let longest = missing.iter().map(|name| name.len()).max().unwrap_or_default();
+    let mut file = std::fs::File::open(program).map_err(fail)?;
+    // In pieces: programs start as copies of this one, and its peak of memory would be theirs.
+    let mut piece = Vec::new();
+    while !missing.is_empty() {
+        let kept = piece.len().min(longest);
+        piece.drain(..piece.len() - kept);
+        if file.by_ref().take(MIB).read_to_end(&mut piece).map_err(fail)? == 0 {
+            break;
+        }
+        missing.retain(|name| !piece.windows(name.len()).any(|part| part == name.as_bytes()));
+    }
+    match missing.first() {
+        Some(name) => Err(format!("{} has no switch {name} (scripts/without builds it)", program.display())),
         None => Ok(()),
     }
 }

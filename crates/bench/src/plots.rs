@@ -52,7 +52,9 @@ fn group(row: &Row) -> Option<Group<'_>> {
         }
         Outcome::Means { with, without, .. } => (vec![median(quotients(without, with, |cost| cost.seconds))], WITHOUT),
         Outcome::Pair { pairs, .. } => (vec![wall(&pairs.ours), wall(&pairs.theirs)], "seconds"),
-        Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => return None,
+        Outcome::Failed(_) | Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => {
+            return None;
+        }
     };
     Some(Group { name: &row.name, values, unit })
 }

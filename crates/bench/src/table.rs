@@ -59,6 +59,8 @@ pub enum Outcome {
         /// What the bytes are.
         bytes: &'static str,
     },
+    /// A means that could not be measured, and why.
+    Failed(String),
     /// Two commands side by side, with the sizes of what they wrote (0: nothing).
     Pair {
         /// Times and memory.
@@ -124,7 +126,7 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
     let (written, rest): (Vec<&Row>, Vec<&Row>) =
         rows.iter().partition(|row| matches!(row.result, Outcome::Written { .. }));
     let (means, rest): (Vec<&Row>, Vec<&Row>) =
-        rest.into_iter().partition(|row| matches!(row.result, Outcome::Means { .. }));
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Means { .. } | Outcome::Failed(_)));
     let (beside, rest): (Vec<&Row>, Vec<&Row>) =
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
     let (served, run): (Vec<&Row>, Vec<&Row>) =
@@ -176,6 +178,7 @@ fn version(settings: &Settings) -> String {
 
 fn line(result: &Outcome) -> String {
     match result {
+        Outcome::Failed(error) => format!("failed: {} | – | – | – | –", error.replace(['|', '\n'], " ")),
         Outcome::Means { with, without, requests, bytes } => {
             let ratio = |of: fn(&Cost) -> f64| spread(quotients(without, with, of));
             let (time, cpu) = (ratio(|cost| cost.seconds), ratio(|cost| cost.cpu_seconds));
