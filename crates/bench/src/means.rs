@@ -217,11 +217,13 @@ const ROWS: &[Means] = &[
         "merged_copy",
         writes("overlay, 64k: randwrite 4k", true, |settings| at_random(settings, 4, 30_000)),
     ),
-    switched(
-        "copy in one read and one write",
-        "merged_copy,vectored_writes",
-        writes("overlay, 64k: randwrite 4k", true, |settings| at_random(settings, 4, 30_000)),
-    ),
+    Means {
+        name: "copy in one read and one write",
+        with: AS_IT_IS,
+        without: How { off: "merged_copy,vectored_writes", ..AS_IT_IS },
+        instead: "two reads and three writes",
+        load: writes("overlay, 64k: randwrite 4k", true, |settings| at_random(settings, 4, 30_000)),
+    },
     switched(
         "write-behind",
         "write_behind",
@@ -345,13 +347,11 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
 
 /// What is done without it.
 fn instead(means: &Means) -> Result<&'static str, String> {
-    match means.without.off.split(',').next_back() {
-        Some(off) if !off.is_empty() => {
-            let found = MEANS.iter().find(|known| known.name == off);
-            found.map(|known| known.about).ok_or_else(|| format!("no switch is named {off}"))
-        }
-        _ => Ok(means.instead),
+    if !means.instead.is_empty() {
+        return Ok(means.instead);
     }
+    let found = MEANS.iter().find(|known| known.name == means.without.off);
+    found.map(|known| known.about).ok_or_else(|| format!("no switch is named {}", means.without.off))
 }
 
 /// Fails when the program isn't one with all switches: it would show that nothing pays.
@@ -560,4 +560,40 @@ fn remembered(settings: &Settings, means: &Means, images: usize, overlays: bool)
     });
     std::fs::remove_dir_all(&folder).map_err(fail)?;
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_switch_has_a_row_and_every_row_a_name_of_its_own() {
+        let off: BTreeSet<&str> = ROWS.iter().flat_map(|means| means.without.off.split(',')).collect();
+        let off: BTreeSet<&str> = off.into_iter().filter(|name| !name.is_empty()).collect();
+        assert_eq!(off, MEANS.iter().map(|means| means.name).collect());
+        let names: BTreeSet<String> =
+            ROWS.iter().map(|means| format!("{}: {}", means.name, means.load.name())).collect();
+        assert_eq!(names.len(), ROWS.len(), "two rows have one name");
+        for means in ROWS {
+            assert!(instead(means).is_ok_and(|text| !text.is_empty()), "{}", means.name);
+            assert!(means.with.off.is_empty(), "{} is measured without another", means.name);
+        }
+    }
+
+    #[test]
+    fn a_program_without_switches_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let program = folder.path().join("program");
+        let mut bytes = vec![b'x'; 3 * MIB as usize];
+        std::fs::write(&program, &bytes).expect("a file");
+        assert!(knows_switches(&program).is_err_and(|error| error.contains(VARIABLE)));
+        // Across the border of two pieces, and one after the other.
+        let names: Vec<&str> = std::iter::once(VARIABLE).chain(MEANS.iter().map(|means| means.name)).collect();
+        let text = names.concat();
+        let at = MIB as usize - VARIABLE.len() / 2;
+        bytes[at..at + text.len()].copy_from_slice(text.as_bytes());
+        std::fs::write(&program, &bytes).expect("a file");
+        assert_eq!(knows_switches(&program), Ok(()));
+    }
 }
