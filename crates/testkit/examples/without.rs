@@ -20,6 +20,13 @@ fn main() -> ExitCode {
     let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
     command.args(["build", "--locked", "-p", "cowshed"]).args(&options);
     // A folder of its own: to cargo, two checkouts of one workspace are the same packages.
+    // What `cargo run` says of this program would have build scripts run again.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_", "CARGO_BIN_"].iter().any(|start| text.starts_with(start)) {
+            command.env_remove(&name);
+        }
+    }
     let status = command.current_dir(&tree).env("CARGO_TARGET_DIR", &target).status().expect("cargo runs");
     if !status.success() {
         return ExitCode::FAILURE;
