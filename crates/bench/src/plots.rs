@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 const WIDTH: u32 = 860;
-/// Where bars begin, and how long the longest is.
+/// Where bars begin unless a name needs more, and how long the longest is.
 const LEFT: u32 = 330;
 const LONGEST: u32 = 400;
 const BAR: u32 = 16;
@@ -73,6 +73,10 @@ fn number(value: f64) -> String {
 
 fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let bars: usize = groups.iter().map(|group| group.values.len()).sum();
+    let longest = groups.iter().map(|group| group.name.chars().count() as u32).max().unwrap_or_default();
+    // 6.5 pixels a letter, about.
+    let left = LEFT.max(longest * 13 / 2 + 20);
+    let width = WIDTH + left - LEFT;
     let height = HEAD + bars as u32 * BAR + groups.len() as u32 * GAP + 10;
     let most = groups.iter().flat_map(|group| group.values.iter().copied()).fold(1e-9, f64::max);
     let better = match unit {
@@ -84,7 +88,7 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     // Writing to a string can't fail.
     let _ = write!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
          <text x=\"12\" y=\"22\" font-size=\"15\" fill=\"#222222\">{}: {unit}, {better}</text>\n",
         escaped(case)
@@ -98,7 +102,7 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let mut y = HEAD;
     for group in groups {
         let middle = y + (group.values.len() as u32 * BAR) / 2 + 4;
-        let right = LEFT - 10;
+        let right = left - 10;
         let name = escaped(group.name);
         let _ = writeln!(svg, "<text x=\"{right}\" y=\"{middle}\" text-anchor=\"end\" fill=\"#222222\">{name}</text>");
         for (side, value) in group.values.iter().enumerate() {
@@ -106,9 +110,9 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
             let (bar, colour) = (BAR - 2, COLOURS[side]);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{LEFT}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
+                "<rect x=\"{left}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
                  <text x=\"{:.1}\" y=\"{}\" fill=\"#222222\">{}</text>",
-                f64::from(LEFT) + long + 6.0,
+                f64::from(left) + long + 6.0,
                 y + BAR - 4,
                 number(*value)
             );
