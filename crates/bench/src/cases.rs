@@ -6,6 +6,7 @@ use crate::copies;
 use crate::fixture;
 use crate::large;
 use crate::luks;
+use crate::means;
 use crate::measure::alternate;
 use crate::memory;
 use crate::nbd;
@@ -64,6 +65,7 @@ pub const CASES: &[Case] = &[
     Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },
     Case { name: "compare", about: "compare a raw and a qcow2 image", run: large::compare },
     Case { name: "commit", about: "commit an overlay with a quarter of the disk", run: large::commit },
+    Case { name: "means", about: "each means of speed, with it and without (scripts/without)", run: means::run },
     Case { name: "rebase", about: "rebase the same overlay to no backing file", run: large::rebase },
 ];
 
@@ -187,7 +189,7 @@ pub fn row(name: &str, target: &'static str, result: Outcome) -> Row {
 }
 
 /// Bytes that a file takes on disk.
-fn allocated(path: &Path) -> Result<u64, String> {
+pub fn allocated(path: &Path) -> Result<u64, String> {
     use std::os::unix::fs::MetadataExt;
     let metadata = std::fs::metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(metadata.blocks() * 512)

@@ -24,7 +24,7 @@ pub fn map(settings: &Settings) -> Result<Vec<Row>, String> {
 }
 
 /// Every cluster of 64 GiB far from the next: a million lines of output.
-fn scattered(settings: &Settings) -> Result<PathBuf, String> {
+pub fn scattered(settings: &Settings) -> Result<PathBuf, String> {
     let path = settings.folder.join("scattered-64g.qcow2");
     if !path.exists() {
         let partial = path.with_extension("partial");
@@ -128,7 +128,8 @@ impl Drop for Layers {
     }
 }
 
-fn done(command: &mut Command) -> Result<(), String> {
+/// Runs a command to its end; one that fails is an error with what it said.
+pub fn done(command: &mut Command) -> Result<(), String> {
     let output = command.output().map_err(|e| format!("could not run {command:?}: {e}"))?;
     match output.status.success() {
         true => Ok(()),

@@ -9,6 +9,7 @@ mod copies;
 mod fixture;
 mod large;
 mod luks;
+mod means;
 mod measure;
 mod memory;
 mod nbd;
@@ -28,12 +29,14 @@ const USAGE: &str = "\
 usage: cowshed-bench [OPTION]... CASE...|all|list
 
   --cowshed PATH   our tool (default: the `cowshed` beside this program)
+  --without PATH   our tool with switches, of `scripts/without`, for the case `means`
+                   (default: target/without-build/release/cowshed)
   --qemu PATH      qemu-img to compare with (default: $COWSHED_BENCH_QEMU, the newest one of
                    ~/.cache/qemu-peers/bin, else qemu-img in PATH)
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
   --rounds N       rounds; each runs both sides, in turns first (default 5)
   --seconds N      length of a run under load (default 3)
-  --only TEXT      of the loads of NBD servers, those with TEXT in their name
+  --only TEXT      of the loads of NBD servers and of `means`, those with TEXT in their name
   --plots FOLDER   draws each case as FOLDER/CASE.svg
   --size-mib N     virtual size of the images to convert (default 4096, half of it data)
 
@@ -44,6 +47,8 @@ Build the tool first: cargo build --release -p cowshed";
 pub struct Settings {
     /// Our tool.
     pub cowshed: PathBuf,
+    /// Our tool with switches for its means of speed.
+    pub without: PathBuf,
     /// The other one.
     pub qemu: PathBuf,
     /// Folder of the images.
@@ -81,7 +86,7 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     {
         return bare::serve(socket, file, how);
     }
-    let (settings, names) = parse(arguments)?;
+    let (mut settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {
         cases::CASES.iter().for_each(|case| println!("{:24} {}", case.name, case.about));
         return Ok(());
@@ -94,7 +99,10 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     if names.is_empty() {
         return Err(USAGE.into());
     }
-    std::fs::create_dir_all(&settings.folder).map_err(|e| format!("{}: {e}", settings.folder.display()))?;
+    let fail = |e: std::io::Error| format!("{}: {e}", settings.folder.display());
+    std::fs::create_dir_all(&settings.folder).map_err(fail)?;
+    // The name of a backing file is looked up from where its overlay is.
+    settings.folder = settings.folder.canonicalize().map_err(fail)?;
     let (mut rows, mut failed) = (Vec::new(), None);
     for case in cases::CASES.iter().filter(|case| all || names.iter().any(|name| name == case.name)) {
         eprintln!("{}: {}", case.name, case.about);
@@ -104,6 +112,8 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
                 if let Some(folder) = &settings.plots {
                     plots::write(folder, case.name, &more)?;
                 }
+                let broken = more.iter().find(|row| matches!(row.result, table::Outcome::Failed(_)));
+                failed = failed.or(broken.map(|row| format!("{}: not all could be measured", row.name)));
                 rows.extend(more);
             }
             Err(error) => failed = failed.or(Some(format!("{}: {error}", case.name))),
@@ -121,6 +131,7 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
     let beside = executable.parent().map(PathBuf::from).unwrap_or_default();
     let mut settings = Settings {
         cowshed: beside.join("cowshed"),
+        without: beside.parent().map(|target| target.join("without-build/release/cowshed")).unwrap_or_default(),
         qemu: newest_qemu(),
         folder: beside.parent().map(|target| target.join("bench")).unwrap_or_default(),
         rounds: 5,
@@ -135,6 +146,7 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
         let number = |text: String| text.parse::<u64>().map_err(|_| format!("{text} is no number"));
         match argument.as_str() {
             "--cowshed" => settings.cowshed = value()?.into(),
+            "--without" => settings.without = value()?.into(),
             "--qemu" => settings.qemu = value()?.into(),
             "--dir" => settings.folder = value()?.into(),
             "--rounds" => settings.rounds = number(value()?)?.max(1) as usize,

@@ -115,7 +115,7 @@ impl Server {
     }
 
     /// User and system time so far, in seconds; the kernel counts in ticks of 10 ms.
-    fn cpu_seconds(&self) -> Result<f64, String> {
+    pub fn cpu_seconds(&self) -> Result<f64, String> {
         let path = format!("/proc/{}/stat", self.child.id());
         let stat = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
         // The second field is a name in parentheses, which may hold blanks.

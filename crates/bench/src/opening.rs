@@ -6,7 +6,7 @@ use crate::measure::alternate;
 use crate::nbd::{Server, resident_bytes};
 use crate::reads::{chain, mapped};
 use crate::table::{Outcome, Row};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -79,23 +79,10 @@ pub fn overlays(settings: &Settings) -> Result<Vec<Row>, String> {
             return Err(format!("could not create overlay {index}"));
         }
     }
-    let resident = |mut command: Command, count: usize| -> Result<u64, String> {
-        let socket = settings.folder.join("overlays.sock");
-        let nbd = format!("addr.type=unix,addr.path={}", socket.display());
-        for index in 0..count {
-            let image = folder.join(format!("{index}.qcow2"));
-            let options = format!("qcow2,node-name=d{index},file.driver=file,file.filename={}", image.display());
-            command.args(["--blockdev", &options]);
-        }
-        command.args(["--nbd-server", &nbd]);
-        for index in 0..count {
-            command.args(["--export", &format!("nbd,id=e{index},node-name=d{index},writable=on")]);
-        }
-        let server = Server::start(command, socket.clone())?;
-        for index in 0..count {
-            let uri = format!("nbd+unix:///d{index}?socket={}", socket.display());
-            touch(settings, &uri)?;
-        }
+    let resident = |command: Command, count: usize| -> Result<u64, String> {
+        let images: Vec<PathBuf> = (0..count).map(|index| folder.join(format!("{index}.qcow2"))).collect();
+        // A little of every part of the disk that has an L2 table of its own.
+        let server = serve_touched(settings, command, &images, 256, 20 * 1024)?;
         resident_bytes(server.id())
     };
     let growth = |program: &dyn Fn() -> Command| -> Result<u64, String> {
@@ -113,13 +100,38 @@ pub fn overlays(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(vec![Row::new(name, "< 0.25 MiB", Outcome::Memory { our_bytes, their_bytes })])
 }
 
-/// Reads a little of every part of the disk that has an L2 table of its own.
-fn touch(settings: &Settings, uri: &str) -> Result<(), String> {
+/// A daemon with many writable images, of which each was read a little every `step_mib` of its `size_mib`. `command` lacks
+/// nothing but the images.
+pub fn serve_touched(
+    settings: &Settings,
+    mut command: Command,
+    images: &[PathBuf],
+    step_mib: usize,
+    size_mib: usize,
+) -> Result<Server, String> {
+    let socket = settings.folder.join("overlays.sock");
+    for (index, image) in images.iter().enumerate() {
+        let options = format!("qcow2,node-name=d{index},file.driver=file,file.filename={}", image.display());
+        command.args(["--blockdev", &options]);
+    }
+    command.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
+    for index in 0..images.len() {
+        command.args(["--export", &format!("nbd,id=e{index},node-name=d{index},writable=on")]);
+    }
+    let server = Server::start(command, socket.clone())?;
+    for index in 0..images.len() {
+        let uri = format!("nbd+unix:///d{index}?socket={}", socket.display());
+        touch(settings, &uri, step_mib, size_mib)?;
+    }
+    Ok(server)
+}
+
+fn touch(settings: &Settings, uri: &str, step_mib: usize, size_mib: usize) -> Result<(), String> {
     let started = Instant::now();
     loop {
         let mut command = Command::new(settings.qemu.with_file_name("qemu-io"));
         command.args(["-r", "-f", "raw"]);
-        for at in (0..20 * 1024).step_by(256) {
+        for at in (0..size_mib).step_by(step_mib) {
             command.args(["-c", &format!("read -q {at}M 4k")]);
         }
         // The socket is there before the exports are.

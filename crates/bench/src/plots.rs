@@ -3,18 +3,20 @@
 
 use crate::measure::{Sample, median};
 use crate::nbd::Served;
-use crate::table::{Outcome, Row};
+use crate::table::{Outcome, Row, quotients};
 use std::fmt::Write;
 use std::path::Path;
 
 const WIDTH: u32 = 860;
-/// Where bars begin, and how long the longest is.
+/// Where bars begin unless a name needs more, and how long the longest is.
 const LEFT: u32 = 330;
 const LONGEST: u32 = 400;
 const BAR: u32 = 16;
 const GAP: u32 = 14;
 const HEAD: u32 = 64;
 const COLOURS: [&str; 3] = ["#1b7f5c", "#8a8f98", "#d9a400"];
+/// The unit of a means: there is one bar, and no side to tell apart.
+const WITHOUT: &str = "time without it, against with it";
 const SIDES: [&str; 3] = ["cowshed", "QEMU", "raw file through cowshed"];
 
 /// What is drawn of a row: up to three values, and their unit.
@@ -48,8 +50,11 @@ fn group(row: &Row) -> Option<Group<'_>> {
             let limit = limit.as_ref().map(|limit| rate(limit));
             (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), "requests a second")
         }
+        Outcome::Means { with, without, .. } => (vec![median(quotients(without, with, |cost| cost.seconds))], WITHOUT),
         Outcome::Pair { pairs, .. } => (vec![wall(&pairs.ours), wall(&pairs.theirs)], "seconds"),
-        Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => return None,
+        Outcome::Failed(_) | Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => {
+            return None;
+        }
     };
     Some(Group { name: &row.name, values, unit })
 }
@@ -68,19 +73,27 @@ fn number(value: f64) -> String {
 
 fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let bars: usize = groups.iter().map(|group| group.values.len()).sum();
+    let longest = groups.iter().map(|group| group.name.chars().count() as u32).max().unwrap_or_default();
+    // 6.5 pixels a letter, about.
+    let left = LEFT.max(longest * 13 / 2 + 20);
+    let width = WIDTH + left - LEFT;
     let height = HEAD + bars as u32 * BAR + groups.len() as u32 * GAP + 10;
     let most = groups.iter().flat_map(|group| group.values.iter().copied()).fold(1e-9, f64::max);
-    let better = if unit == "seconds" { "shorter is better" } else { "longer is better" };
+    let better = match unit {
+        "seconds" => "shorter is better",
+        WITHOUT => "above 1 it pays",
+        _ => "longer is better",
+    };
     let mut svg = String::new();
     // Writing to a string can't fail.
     let _ = write!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
          <text x=\"12\" y=\"22\" font-size=\"15\" fill=\"#222222\">{}: {unit}, {better}</text>\n",
         escaped(case)
     );
-    let sides = groups.iter().map(|group| group.values.len()).max().unwrap_or_default();
+    let sides = groups.iter().filter(|_| unit != WITHOUT).map(|group| group.values.len()).max().unwrap_or_default();
     for (side, name) in SIDES.iter().enumerate().take(sides) {
         let x = 12 + 150 * side as u32;
         let _ = writeln!(svg, "<rect x=\"{x}\" y=\"36\" width=\"12\" height=\"12\" fill=\"{}\"/>", COLOURS[side]);
@@ -89,7 +102,7 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let mut y = HEAD;
     for group in groups {
         let middle = y + (group.values.len() as u32 * BAR) / 2 + 4;
-        let right = LEFT - 10;
+        let right = left - 10;
         let name = escaped(group.name);
         let _ = writeln!(svg, "<text x=\"{right}\" y=\"{middle}\" text-anchor=\"end\" fill=\"#222222\">{name}</text>");
         for (side, value) in group.values.iter().enumerate() {
@@ -97,9 +110,9 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
             let (bar, colour) = (BAR - 2, COLOURS[side]);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{LEFT}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
+                "<rect x=\"{left}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
                  <text x=\"{:.1}\" y=\"{}\" fill=\"#222222\">{}</text>",
-                f64::from(LEFT) + long + 6.0,
+                f64::from(left) + long + 6.0,
                 y + BAR - 4,
                 number(*value)
             );

@@ -242,9 +242,22 @@ pub fn serve(
     if side != Side::Theirs {
         command.arg("qemu-storage-daemon");
     }
+    serve_by(settings, command, &format!("{side:?}.sock").to_lowercase(), image, format, options, how)
+}
+
+/// As [`serve`], by a command that lacks nothing but the image; `socket` is the name of its socket.
+pub fn serve_by(
+    settings: &Settings,
+    mut command: Command,
+    socket: &str,
+    image: &Path,
+    format: &str,
+    options: &str,
+    how: Access,
+) -> Result<Server, String> {
     // For encrypted images.
     command.args(["--object", "secret,id=s,data=passphrase"]);
-    let socket = settings.folder.join(format!("{side:?}.sock").to_lowercase());
+    let socket = settings.folder.join(socket);
     let comma = if options.is_empty() { "" } else { "," };
     let (read_only, on) = if how.writable { ("off", "on") } else { ("on", "off") };
     let direct = if how.direct { "on" } else { "off" };
@@ -274,7 +287,8 @@ pub fn serve(
     Ok(server)
 }
 
-fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
+/// Has fio load a server for so many seconds.
+pub fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
     let how = [
         "--time_based".to_owned(),
         format!("--runtime={seconds}"),
@@ -332,7 +346,7 @@ fn touch(path: &Path, clusters: impl Iterator<Item = u64>, bytes: usize) -> Resu
 }
 
 /// An image whose clusters were first written in random order.
-fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
+pub fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
     let path = settings.folder.join("scattered-20g.qcow2");
     if !path.exists() {
         let unfinished = path.with_extension("unfinished");

@@ -35,8 +35,32 @@ pub struct Written {
     pub bytes: u64,
 }
 
+/// What one run took on one side of a means of speed.
+#[derive(Clone, Copy, Debug)]
+pub struct Cost {
+    /// Wall time of a request, or of the command.
+    pub seconds: f64,
+    /// User and system time of the same.
+    pub cpu_seconds: f64,
+    /// Bytes of what the row says.
+    pub bytes: u64,
+}
+
 /// What a row shows.
 pub enum Outcome {
+    /// A load with a means of speed and without it.
+    Means {
+        /// With it, one value a round.
+        with: Vec<Cost>,
+        /// Without.
+        without: Vec<Cost>,
+        /// Times are of one request.
+        requests: bool,
+        /// What the bytes are.
+        bytes: &'static str,
+    },
+    /// A means that could not be measured, and why.
+    Failed(String),
     /// Two commands side by side, with the sizes of what they wrote (0: nothing).
     Pair {
         /// Times and memory.
@@ -101,6 +125,8 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
     let mut text = format!("cowshed against {}\n", version(settings));
     let (written, rest): (Vec<&Row>, Vec<&Row>) =
         rows.iter().partition(|row| matches!(row.result, Outcome::Written { .. }));
+    let (means, rest): (Vec<&Row>, Vec<&Row>) =
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Means { .. } | Outcome::Failed(_)));
     let (beside, rest): (Vec<&Row>, Vec<&Row>) =
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
     let (served, run): (Vec<&Row>, Vec<&Row>) =
@@ -136,6 +162,11 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         &written,
         "a ratio is of the same round.",
     );
+    section(
+        "| means: load | with it | without it | time, without / with (min–max) | CPU, without / with (min–max) | bytes, without / with | instead, without it |",
+        &means,
+        "a ratio is of the same round, above 1 the means pays.",
+    );
     text
 }
 
@@ -147,6 +178,14 @@ fn version(settings: &Settings) -> String {
 
 fn line(result: &Outcome) -> String {
     match result {
+        Outcome::Failed(error) => format!("failed: {} | – | – | – | –", error.replace(['|', '\n'], " ")),
+        Outcome::Means { with, without, requests, bytes } => {
+            let ratio = |of: fn(&Cost) -> f64| spread(quotients(without, with, of));
+            let (time, cpu) = (ratio(|cost| cost.seconds), ratio(|cost| cost.cpu_seconds));
+            let size = median(quotients(without, with, |cost| cost.bytes as f64));
+            let (with, without) = (costs(with, *requests, bytes), costs(without, *requests, bytes));
+            format!("{with} | {without} | {time} | {cpu} | {size:.2}")
+        }
         Outcome::Pair { pairs, our_bytes, their_bytes } => {
             let size = match (*our_bytes, *their_bytes) {
                 (0, _) | (_, 0) => "–".to_owned(),
@@ -164,11 +203,11 @@ fn line(result: &Outcome) -> String {
             format!("{library:.0} ns a request | raw file: {file:.0} ns | – | **{ratio:.2}** × the raw file | –")
         }
         Outcome::Served { ours, theirs, bare } => {
-            let rate = quotients(ours, theirs, |run| run.per_second);
-            let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
+            let rate = spread(quotients(ours, theirs, |run| run.per_second));
+            let cpu = spread(quotients(ours, theirs, |run| run.cpu_microseconds));
             let bare = match bare {
                 Some(bare) => {
-                    let ratio = quotients(bare, theirs, |run| run.cpu_microseconds);
+                    let ratio = spread(quotients(bare, theirs, |run| run.cpu_microseconds));
                     format!("{} | {ratio}", loaded(bare))
                 }
                 None => "– | –".to_owned(),
@@ -176,8 +215,8 @@ fn line(result: &Outcome) -> String {
             format!("{} | {} | {rate} | {cpu} | {bare}", loaded(ours), loaded(theirs))
         }
         Outcome::Beside { ours, theirs, limit } => {
-            let rate = quotients(ours, theirs, |run| run.per_second);
-            let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
+            let rate = spread(quotients(ours, theirs, |run| run.per_second));
+            let cpu = spread(quotients(ours, theirs, |run| run.cpu_microseconds));
             let limit = beside(ours, limit.as_deref());
             format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
         }
@@ -187,8 +226,8 @@ fn line(result: &Outcome) -> String {
             let bytes = median(ours.iter().zip(theirs).map(|(ours, theirs)| ours.bytes as f64 / theirs.bytes as f64));
             let sizes = format!("{:.0} MiB, {:.0} MiB | {bytes:.2}", mib(ours), mib(theirs));
             let (ours, theirs) = (served(ours), served(theirs));
-            let rate = quotients(&ours, &theirs, |run| run.per_second);
-            let cpu = quotients(&ours, &theirs, |run| run.cpu_microseconds);
+            let rate = spread(quotients(&ours, &theirs, |run| run.per_second));
+            let cpu = spread(quotients(&ours, &theirs, |run| run.cpu_microseconds));
             let limit = beside(&ours, limit.as_ref().map(|limit| served(limit)).as_deref());
             format!("{} | {} | {rate} | {cpu} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
         }
@@ -208,14 +247,20 @@ fn line(result: &Outcome) -> String {
 /// The raw file beside ours.
 fn beside(ours: &[Served], limit: Option<&[Served]>) -> String {
     match limit {
-        Some(limit) => format!("{} | {}", loaded(limit), quotients(ours, limit, |run| run.per_second)),
+        Some(limit) => {
+            format!("{} | {}", loaded(limit), spread(quotients(ours, limit, |run| run.per_second)))
+        }
         None => "– | –".to_owned(),
     }
 }
 
-/// The middle of ours / theirs of each round, and the extremes.
-fn quotients(ours: &[Served], theirs: &[Served], of: impl Fn(&Served) -> f64) -> String {
-    let each: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| of(ours) / of(theirs).max(1e-9)).collect();
+/// One value against the other's, in each round.
+pub fn quotients<T>(ours: &[T], theirs: &[T], of: impl Fn(&T) -> f64) -> Vec<f64> {
+    ours.iter().zip(theirs).map(|(ours, theirs)| of(ours) / of(theirs).max(1e-9)).collect()
+}
+
+/// The middle and the extremes.
+fn spread(each: Vec<f64>) -> String {
     let (least, most) = each.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
     format!("**{:.2}** ({least:.2}–{most:.2})", median(each))
 }
@@ -224,6 +269,17 @@ fn loaded(runs: &[Served]) -> String {
     let rate = median(runs.iter().map(|run| run.per_second));
     let cpu = median(runs.iter().map(|run| run.cpu_microseconds));
     format!("{rate:.0}, {cpu:.1} µs")
+}
+
+/// Medians of a side of a means of speed.
+fn costs(runs: &[Cost], requests: bool, bytes: &str) -> String {
+    let middle = |of: fn(&Cost) -> f64| median(runs.iter().map(of));
+    let (seconds, cpu) = (middle(|cost| cost.seconds), middle(|cost| cost.cpu_seconds));
+    let mib = middle(|cost| cost.bytes as f64) / f64::from(1 << 20);
+    match requests {
+        true => format!("{:.0}/s, {:.1} µs, {mib:.0} MiB {bytes}", 1.0 / seconds.max(1e-9), cpu * 1e6),
+        false => format!("{}, {}, {mib:.0} MiB {bytes}", time(seconds), time(cpu)),
+    }
 }
 
 fn ratios(pairs: &Pairs, of: impl Fn(&Sample) -> Duration) -> Vec<f64> {

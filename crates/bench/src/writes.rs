@@ -3,7 +3,9 @@
 //! the disk was given to write up to the flush at the end is counted.
 
 use crate::Settings;
+use crate::large::done;
 use crate::memory;
+use crate::nbd::Server;
 use crate::reads::{Access, Side, serve};
 use crate::table::{Outcome, Row, Written};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -79,7 +81,7 @@ pub fn empty(settings: &Settings) -> Result<Vec<Row>, String> {
 }
 
 fn run(settings: &Settings, over_backing: bool) -> Result<Vec<Row>, String> {
-    let base = base(settings)?;
+    let base = base(settings, DISK_MIB)?;
     let wanted = |case: &&Case| {
         case.over_backing == over_backing && settings.only.as_ref().is_none_or(|only| case.name.contains(only.as_str()))
     };
@@ -105,43 +107,68 @@ fn measure(settings: &Settings, case: &Case, base: &Path) -> Result<Row, String>
 }
 
 fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Written, String> {
-    let image = settings.folder.join("fresh.image");
     let (format, options) = match (side, case.limit) {
         (Side::Limit, Limit::File(options)) => ("raw", options),
         (Side::Limit, Limit::Copies(_)) => ("raw", "preallocation=off"),
         _ => ("qcow2", case.options),
     };
+    let (load, requests_per_block) = match (side, case.limit) {
+        (Side::Limit, Limit::Copies(block_kib)) => copies(block_kib),
+        _ => (case.load.iter().map(|&option| option.to_owned()).collect(), 1.0),
+    };
+    let fresh = Fresh { format, options, base: case.over_backing.then_some(base), mib: DISK_MIB };
+    let start = |image: &Path| serve(settings, side, image, format, "", Access { writable: true, direct: false });
+    let mut written = written(settings, &fresh, load, &start, &|_| Ok(()))?;
+    written.served.per_second *= requests_per_block;
+    written.served.cpu_microseconds /= requests_per_block;
+    Ok(written)
+}
+
+/// A disk that is made for one run.
+pub struct Fresh<'a> {
+    /// Its format.
+    pub format: &'a str,
+    /// How it is created.
+    pub options: &'a str,
+    /// A raw file that is in the page cache, and the backing file of a qcow2 image.
+    pub base: Option<&'a Path>,
+    /// Its size.
+    pub mib: u64,
+}
+
+/// Makes the disk, has fio load the server that `start` makes of it, to a flush at the end, and counts what the disk wrote.
+/// `judge` sees the image before it goes.
+pub fn written(
+    settings: &Settings,
+    fresh: &Fresh,
+    load: Vec<String>,
+    start: &dyn Fn(&Path) -> Result<Server, String>,
+    judge: &dyn Fn(&Path) -> Result<(), String>,
+) -> Result<Written, String> {
+    let image = settings.folder.join("fresh.image");
     let mut create = Command::new(&settings.qemu);
-    create.args(["create", "-q", "-f", format, "-o", options]);
-    if case.over_backing && format == "qcow2" {
+    create.args(["create", "-q", "-f", fresh.format, "-o", fresh.options]);
+    if let Some(base) = fresh.base.filter(|_| fresh.format == "qcow2") {
         create.args(["-F", "raw", "-b"]).arg(base);
     }
-    let output = create.arg(&image).arg(format!("{DISK_MIB}M")).output().map_err(|e| e.to_string())?;
-    if !output.status.success() {
-        return Err(format!("{create:?}: {}", String::from_utf8_lossy(&output.stderr).trim()));
-    }
+    done(create.arg(&image).arg(format!("{}M", fresh.mib)))?;
     // Whatever creating it wrote is on the disk: the run doesn't wait for that.
     std::fs::File::open(&image).and_then(|file| file.sync_all()).map_err(|e| format!("{}: {e}", image.display()))?;
-    if case.over_backing {
+    if let Some(base) = fresh.base {
         // Other cases may have driven it out of the page cache.
         let mut file = std::fs::File::open(base).map_err(|e| format!("{}: {e}", base.display()))?;
         std::io::copy(&mut file, &mut std::io::sink()).map_err(|e| format!("{}: {e}", base.display()))?;
     }
     // What the page cache takes must not be the host's to find first.
-    memory::back(3 * DISK_MIB / 2)?;
-    let server = serve(settings, side, &image, format, "", Access { writable: true, direct: false })?;
+    memory::back(3 * fresh.mib / 2)?;
+    let server = start(&image)?;
     let before = written_bytes(&image)?;
-    let (load, requests_per_block) = match (side, case.limit) {
-        (Side::Limit, Limit::Copies(block_kib)) => copies(block_kib),
-        _ => (case.load.iter().map(|&option| option.to_owned()).collect(), 1.0),
-    };
-    let end = ["--size=4096m", "--end_fsync=1"].map(str::to_owned);
+    let end = [format!("--size={}m", fresh.mib), "--end_fsync=1".to_owned()];
     let how: Vec<String> = load.into_iter().chain(end).collect();
-    let mut served = server.load(settings, &how)?;
-    served.per_second *= requests_per_block;
-    served.cpu_microseconds /= requests_per_block;
+    let served = server.load(settings, &how)?;
     let bytes = written_bytes(&image)? - before;
     drop(server);
+    judge(&image)?;
     std::fs::remove_file(&image).map_err(|e| format!("{}: {e}", image.display()))?;
     Ok(Written { served, bytes })
 }
@@ -168,15 +195,15 @@ fn written_bytes(file: &Path) -> Result<u64, String> {
 }
 
 /// A raw file full of bytes that aren't zero.
-fn base(settings: &Settings) -> Result<PathBuf, String> {
-    let path = settings.folder.join(format!("base-{DISK_MIB}.raw"));
+pub fn base(settings: &Settings, size_mib: u64) -> Result<PathBuf, String> {
+    let path = settings.folder.join(format!("base-{size_mib}.raw"));
     if path.exists() {
         return Ok(path);
     }
     let partial = path.with_extension("partial");
     let fail = |e: std::io::Error| format!("{}: {e}", partial.display());
     let file = std::fs::File::create(&partial).map_err(fail)?;
-    for mib in 0..DISK_MIB {
+    for mib in 0..size_mib {
         let bytes: Vec<u8> = (0..MIB).map(|at| (at ^ at >> 8 ^ mib) as u8 | 1).collect();
         file.write_all_at(&bytes, mib * MIB).map_err(fail)?;
     }

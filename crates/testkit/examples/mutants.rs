@@ -5,7 +5,7 @@
 //! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`, and built in
 //! `target/mutants-build`. Exits with 1 when a mutant lives.
 
-use cowshed_testkit::mutants::{MUTANTS, Mutant};
+use cowshed_testkit::mutants::{MUTANTS, Mutant, SLIPS, edits};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -14,77 +14,12 @@ use std::time::{Duration, Instant};
 /// A test that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(900);
 
-/// Appended to the crate that all others use.
-const SWITCH: &str = r#"
-/// True when the mutant of this name is switched on.
-#[doc(hidden)]
-pub fn slip(name: &str) -> bool {
-    static CHOSEN: std::sync::OnceLock<String> = std::sync::OnceLock::new();
-    CHOSEN.get_or_init(|| std::env::var("COWSHED_SLIP").unwrap_or_default()) == name
-}
-"#;
-const SWITCHED: &str = "crates/block/src/lib.rs";
-
 /// What became of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     Fails,
     Hangs,
     Passes,
-}
-
-/// The sources with all mutants in them.
-fn texts(root: &Path) -> BTreeMap<&'static str, String> {
-    let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
-    let mut texts = BTreeMap::from([(SWITCHED, read(SWITCHED) + SWITCH)]);
-    for mutant in MUTANTS {
-        for (file, old, new) in mutant.edits {
-            let text = texts.entry(file).or_insert_with(|| read(file));
-            assert_eq!(text.matches(old).count(), 1, "{}: no single place in {file} for\n{old}", mutant.name);
-            let switch = format!("cowshed_block::slip(\"{}\")", mutant.name);
-            *text = text.replacen(old, &new.replace("SLIP", &switch), 1);
-        }
-    }
-    texts
-}
-
-/// Copies every file that git knows, with the mutants; what is the same already keeps its time and is not built again.
-fn copy(root: &Path, tree: &Path) {
-    let texts = texts(root);
-    let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().expect("git runs");
-    assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
-    let mut names = BTreeSet::new();
-    for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
-        let name = String::from_utf8_lossy(name).into_owned();
-        names.insert(tree.join(&name));
-        let bytes = match texts.get(name.as_str()) {
-            Some(text) => text.clone().into_bytes(),
-            None => match std::fs::read(root.join(&name)) {
-                Ok(bytes) => bytes,
-                // Deleted, and git has not been told.
-                Err(_) => continue,
-            },
-        };
-        let to = tree.join(&name);
-        if std::fs::read(&to).is_ok_and(|there| there == bytes) {
-            continue;
-        }
-        std::fs::create_dir_all(to.parent().expect("a file is in a folder")).expect("a folder of the copy");
-        std::fs::write(&to, bytes).unwrap_or_else(|error| panic!("{}: {error}", to.display()));
-    }
-    remove_others(&tree.join("crates"), &names);
-}
-
-/// Removes what an earlier copy has left and git no longer knows.
-fn remove_others(folder: &Path, names: &BTreeSet<PathBuf>) {
-    for entry in std::fs::read_dir(folder).expect("a folder of the copy") {
-        let path = entry.expect("a folder of the copy").path();
-        if path.is_dir() {
-            remove_others(&path, names);
-        } else if !names.contains(&path) {
-            std::fs::remove_file(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        }
-    }
 }
 
 /// Builds the tests in the copy; gives the program of each.
@@ -148,7 +83,7 @@ fn main() -> ExitCode {
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace");
     let tree = root.join("target/mutants");
-    copy(&root, &tree);
+    SLIPS.copy(&root, &tree, &edits());
     let chosen: Vec<&Mutant> =
         MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
     let programs = build(&root, &tree, &chosen.iter().map(|mutant| mutant.test.0).collect());

@@ -4,6 +4,8 @@
 //!
 //! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.
 
+use crate::switched::{Edit, Switches};
+
 /// One slip.
 #[derive(Clone, Copy, Debug)]
 pub struct Mutant {
@@ -13,8 +15,27 @@ pub struct Mutant {
     pub about: &'static str,
     /// The test that fails: the file in `tests/` without its ending, and the name of the function.
     pub test: (&'static str, &'static str),
-    /// File, what stands there (once), and what stands there instead: `SLIP` is true when this mutant is switched on.
-    pub edits: &'static [(&'static str, &'static str, &'static str)],
+    /// The edits: `SLIP` is true when this mutant is switched on.
+    pub edits: &'static [Edit],
+}
+
+/// What switches a mutant on: `COWSHED_SLIP=NAME`.
+pub const SLIPS: Switches = Switches {
+    word: "SLIP",
+    call: "cowshed_block::slip(\"NAME\")",
+    reader: r#"
+/// True when the mutant of this name is switched on.
+#[doc(hidden)]
+pub fn slip(name: &str) -> bool {
+    static CHOSEN: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    CHOSEN.get_or_init(|| std::env::var("COWSHED_SLIP").unwrap_or_default()) == name
+}
+"#,
+};
+
+/// The edits of each mutant.
+pub fn edits() -> Vec<(&'static str, &'static [Edit])> {
+    MUTANTS.iter().map(|mutant| (mutant.name, mutant.edits)).collect()
 }
 
 /// The list.
