@@ -147,6 +147,8 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
             name => names.push(name.to_owned()),
         }
     }
+    // A server's socket must be named from the root on.
+    settings.folder = std::path::absolute(&settings.folder).map_err(|e| e.to_string())?;
     Ok((settings, names))
 }
 

@@ -116,7 +116,8 @@ mod tests {
 
     #[test]
     fn a_row_becomes_bars_as_long_as_its_values() {
-        let served = |per_second| vec![Served { per_second, cpu_microseconds: 1.0 }];
+        let served =
+            |per_second| vec![Served { per_second, cpu_microseconds: 1.0, peak_bytes: 0, written_bytes: None }];
         let rows = [Row {
             name: "a < b".to_owned(),
             target: "",

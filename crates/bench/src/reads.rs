@@ -170,19 +170,23 @@ pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     let their_options = case.their_options.unwrap_or(case.options);
     let theirs = serve(settings, Side::Theirs, &their_image, "qcow2", their_options, how)?;
     let limit = match case.limit {
-        Some(raw) => Some(serve(settings, Side::Limit, &of(raw, Side::Limit)?, "raw", "", how)?),
+        Some(raw) => {
+            let raw = of(raw, Side::Limit)?;
+            Some((serve(settings, Side::Limit, &raw, "raw", "", how)?, raw))
+        }
         None => None,
     };
-    let mut servers = vec![&ours, &theirs];
-    servers.extend(&limit);
+    let mut servers = vec![(&ours, our_image.as_path()), (&theirs, their_image.as_path())];
+    servers.extend(limit.as_ref().map(|(server, raw)| (server, raw.as_path())));
     let mut runs = vec![Vec::new(); servers.len()];
-    for server in &servers {
-        fio(settings, server, case.load, 1)?;
+    for (server, image) in &servers {
+        fio(settings, server, image, case.load, 1)?;
     }
     for round in 0..settings.rounds {
         for turn in 0..servers.len() {
             let side = (round + turn) % servers.len();
-            runs[side].push(fio(settings, servers[side], case.load, settings.seconds)?);
+            let (server, image) = servers[side];
+            runs[side].push(fio(settings, server, image, case.load, settings.seconds)?);
         }
     }
     let mut runs = runs.into_iter();
@@ -274,7 +278,7 @@ pub fn serve(
     Ok(server)
 }
 
-fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
+fn fio(settings: &Settings, server: &Server, image: &Path, load: Load, seconds: u64) -> Result<Served, String> {
     let how = [
         "--time_based".to_owned(),
         format!("--runtime={seconds}"),
@@ -283,7 +287,7 @@ fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result
         format!("--iodepth={}", load.depth),
         format!("--size={}", load.bytes),
     ];
-    server.load(settings, &how)
+    server.load(settings, &how, load.pattern.ends_with("write").then_some(image))
 }
 
 /// A sparse raw file.

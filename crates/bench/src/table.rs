@@ -122,17 +122,17 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         "a ratio is theirs / ours of the same round, so above 1 we are faster.",
     );
     section(
-        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | bare server: IOPS, CPU | CPU, bare / theirs (min–max) | target |",
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written a request: ours, theirs | bare server: IOPS, CPU | CPU, bare / theirs (min–max) | target |",
         &served,
         "a ratio is of the same round.",
     );
     section(
-        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written a request: ours, theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &beside,
         "a ratio is of the same round.",
     );
     section(
-        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | written: ours, theirs | bytes, ours / theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
+        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written: ours, theirs | bytes, ours / theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &written,
         "a ratio is of the same round.",
     );
@@ -173,13 +173,15 @@ fn line(result: &Outcome) -> String {
                 }
                 None => "– | –".to_owned(),
             };
-            format!("{} | {} | {rate} | {cpu} | {bare}", loaded(ours), loaded(theirs))
+            let used = used(ours, theirs);
+            format!("{} | {} | {rate} | {cpu} | {used} | {bare}", loaded(ours), loaded(theirs))
         }
         Outcome::Beside { ours, theirs, limit } => {
             let rate = quotients(ours, theirs, |run| run.per_second);
             let cpu = quotients(ours, theirs, |run| run.cpu_microseconds);
             let limit = beside(ours, limit.as_deref());
-            format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
+            let used = used(ours, theirs);
+            format!("{} | {} | {rate} | {cpu} | {used} | {limit}", loaded(ours), loaded(theirs))
         }
         Outcome::Written { ours, theirs, limit } => {
             let served = |runs: &[Written]| runs.iter().map(|run| run.served).collect::<Vec<_>>();
@@ -190,7 +192,8 @@ fn line(result: &Outcome) -> String {
             let rate = quotients(&ours, &theirs, |run| run.per_second);
             let cpu = quotients(&ours, &theirs, |run| run.cpu_microseconds);
             let limit = beside(&ours, limit.as_ref().map(|limit| served(limit)).as_deref());
-            format!("{} | {} | {rate} | {cpu} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
+            let peak = peaks(&ours, &theirs);
+            format!("{} | {} | {rate} | {cpu} | {peak} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));
@@ -211,6 +214,25 @@ fn beside(ours: &[Served], limit: Option<&[Served]>) -> String {
         Some(limit) => format!("{} | {}", loaded(limit), quotients(ours, limit, |run| run.per_second)),
         None => "– | –".to_owned(),
     }
+}
+
+/// Peak memory of both servers.
+fn peaks(ours: &[Served], theirs: &[Served]) -> String {
+    let mib = |runs: &[Served]| median(runs.iter().map(|run| run.peak_bytes as f64)) / f64::from(1 << 20);
+    format!("{:.0} MiB, {:.0} MiB", mib(ours), mib(theirs))
+}
+
+/// The same, and what the disk was given to write for a request.
+fn used(ours: &[Served], theirs: &[Served]) -> String {
+    let written = |runs: &[Served]| runs.iter().map(|run| run.written_bytes).collect::<Option<Vec<f64>>>();
+    let written = match (written(ours), written(theirs)) {
+        (Some(ours), Some(theirs)) => {
+            let [ours, theirs] = [ours, theirs].map(|runs| median(runs) / 1024.0);
+            format!("{ours:.1} KiB, {theirs:.1} KiB")
+        }
+        _ => "–".to_owned(),
+    };
+    format!("{} | {written}", peaks(ours, theirs))
 }
 
 /// The middle of ours / theirs of each round, and the extremes.

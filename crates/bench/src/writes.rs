@@ -4,9 +4,10 @@
 
 use crate::Settings;
 use crate::memory;
+use crate::nbd::written_bytes;
 use crate::reads::{Access, Side, serve};
 use crate::table::{Outcome, Row, Written};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -137,7 +138,7 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
     };
     let end = ["--size=4096m", "--end_fsync=1"].map(str::to_owned);
     let how: Vec<String> = load.into_iter().chain(end).collect();
-    let mut served = server.load(settings, &how)?;
+    let mut served = server.load(settings, &how, None)?;
     served.per_second *= requests_per_block;
     served.cpu_microseconds /= requests_per_block;
     let bytes = written_bytes(&image)? - before;
@@ -153,18 +154,6 @@ fn copies(block_kib: u64) -> (Vec<String>, f64) {
     let load = ["--rw=randwrite", "--iodepth=32"].map(str::to_owned).into_iter();
     let load = load.chain([format!("--bs={block_kib}k"), format!("--number_ios={hit:.0}")]).collect();
     (load, f64::from(RANDOM_REQUESTS) / hit)
-}
-
-/// Bytes that the disk below a file has written so far. (What a process is charged for, `write_bytes` of its `io` file, counts a
-/// large page of the page cache as a whole, however little of it has changed.)
-fn written_bytes(file: &Path) -> Result<u64, String> {
-    const SECTOR_BYTES: u64 = 512;
-    let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let path = format!("/sys/dev/block/{major}:{minor}/stat");
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}: the images must lie on a disk"))?;
-    let sectors = text.split_whitespace().nth(6).and_then(|sectors| sectors.parse::<u64>().ok());
-    sectors.map(|sectors| sectors * SECTOR_BYTES).ok_or_else(|| format!("{path} has no sectors written"))
 }
 
 /// A raw file full of bytes that aren't zero.
