@@ -85,13 +85,15 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> R
 }
 
 /// A file system in a file, unmounted when dropped.
-struct Mounted {
-    folder: PathBuf,
+pub struct Mounted {
+    /// Where it is mounted.
+    pub folder: PathBuf,
     file: PathBuf,
 }
 
 impl Mounted {
-    fn new(settings: &Settings) -> Result<Mounted, String> {
+    /// Makes and mounts it.
+    pub fn new(settings: &Settings) -> Result<Mounted, String> {
         let mounted = Mounted { folder: settings.folder.join("xfs"), file: settings.folder.join("xfs.image") };
         let fail = |e: std::io::Error| format!("{}: {e}", mounted.file.display());
         std::fs::create_dir_all(&mounted.folder).map_err(fail)?;

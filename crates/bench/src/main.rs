@@ -13,6 +13,7 @@ mod measure;
 mod memory;
 mod nbd;
 mod opening;
+mod options;
 mod plots;
 mod queues;
 mod random_io;
@@ -33,7 +34,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
   --rounds N       rounds; each runs both sides, in turns first (default 5)
   --seconds N      length of a run under load (default 3)
-  --only TEXT      of the loads of NBD servers, those with TEXT in their name
+  --only TEXT      of the loads of NBD servers and of the options, those with TEXT in their name
   --plots FOLDER   draws each case as FOLDER/CASE.svg
   --size-mib N     virtual size of the images to convert (default 4096, half of it data)
 
@@ -158,4 +159,14 @@ fn newest_qemu() -> PathBuf {
     }
     let peers = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache/qemu-peers/bin/qemu-img"));
     peers.filter(|path| path.exists()).unwrap_or_else(|| "qemu-img".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the command line says when it says nothing.
+    pub fn settings() -> Settings {
+        parse(Vec::new()).expect("the defaults").0
+    }
 }

@@ -47,7 +47,7 @@ pub fn alternate(rounds: usize, ours: Recipe, theirs: Recipe) -> Result<Pairs, S
 }
 
 /// Runs a command to its end; one that fails is an error with what it said.
-fn once(mut command: Command) -> Result<Sample, String> {
+pub fn once(mut command: Command) -> Result<Sample, String> {
     let text = format!("{command:?}");
     let log = tempfile::tempfile().map_err(|e| e.to_string())?;
     let errors = log.try_clone().map_err(|e| e.to_string())?;

@@ -54,6 +54,8 @@ pub struct Served {
     /// What the disk was given to write for each operation, up to a sync after the run, in bytes; `None` where nothing was
     /// written.
     pub written_bytes: Option<f64>,
+    /// Operations of the run.
+    pub operations: f64,
 }
 
 /// Which programs stand side by side.
@@ -175,11 +177,11 @@ impl Server {
         let Some(job) = job.filter(|_| run.status.success()) else {
             return Err(format!("fio failed: {}{text}", String::from_utf8_lossy(&run.stderr)));
         };
-        let sum = |key: &str| ["read", "write"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
+        let sum = |key: &str| ["read", "write", "trim"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
         let operations = sum("total_ios").max(1.0);
         let written_bytes = already.zip(after).map(|(already, after)| (after - already) as f64 / operations);
         let cpu_microseconds = cpu_seconds * 1e6 / operations;
-        Ok(Served { per_second: sum("iops"), cpu_microseconds, peak_bytes, written_bytes })
+        Ok(Served { per_second: sum("iops"), cpu_microseconds, peak_bytes, written_bytes, operations })
     }
 }
 

@@ -14,7 +14,7 @@ const LONGEST: u32 = 400;
 const BAR: u32 = 16;
 const GAP: u32 = 14;
 /// Letters that fit left of the bars; a longer name takes two lines.
-const NAME_LETTERS: usize = 52;
+const NAME_LETTERS: usize = 46;
 const HEAD: u32 = 64;
 const COLOURS: [&str; 3] = ["#1b7f5c", "#8a8f98", "#d9a400"];
 const SIDES: [&str; 3] = ["cowshed", "QEMU", "raw file through cowshed"];
@@ -53,11 +53,15 @@ fn group(row: &Row) -> Option<Group<'_>> {
             let limit = limit.as_ref().map(|limit| rate(limit));
             (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), RATE)
         }
-        Outcome::Pair { pairs, .. } => {
+        Outcome::Pair { pairs, .. } | Outcome::Opened { pairs, .. } => {
             let rounds = pairs.ours.iter().zip(&pairs.theirs);
             (vec![median(rounds.map(|(ours, theirs)| wall(theirs) / wall(ours).max(1e-9))), 1.0], SPEED)
         }
-        Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => return None,
+        Outcome::Requests { .. }
+        | Outcome::Scaling { .. }
+        | Outcome::Memory { .. }
+        | Outcome::Options { .. }
+        | Outcome::Skipped(_) => return None,
     };
     Some(Group { name: &row.name, values, unit })
 }
@@ -137,8 +141,9 @@ mod tests {
 
     #[test]
     fn a_row_becomes_bars_as_long_as_its_values() {
-        let served =
-            |per_second| vec![Served { per_second, cpu_microseconds: 1.0, peak_bytes: 0, written_bytes: None }];
+        let served = |per_second| {
+            vec![Served { per_second, cpu_microseconds: 1.0, peak_bytes: 0, written_bytes: None, operations: 1.0 }]
+        };
         let rows = [Row {
             name: "a < b".to_owned(),
             target: "",

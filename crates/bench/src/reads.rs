@@ -230,6 +230,23 @@ pub struct Access {
     pub direct: bool,
 }
 
+/// An image, and the options of its nodes.
+#[derive(Clone, Copy)]
+pub struct Serving<'a> {
+    /// Its file.
+    pub image: &'a Path,
+    /// Its format.
+    pub format: &'a str,
+    /// Options of the file node, beside its name.
+    pub file: &'a str,
+    /// Options of the node on top.
+    pub node: &'a str,
+    /// Whether clients may write.
+    pub writable: bool,
+    /// Options of the program.
+    pub program: &'a [&'a str],
+}
+
 /// A daemon with an image. Both sides use io_uring.
 pub fn serve(
     settings: &Settings,
@@ -239,6 +256,16 @@ pub fn serve(
     options: &str,
     how: Access,
 ) -> Result<Server, String> {
+    let direct = if how.direct { "on" } else { "off" };
+    let (file, cache) = (format!("cache.direct={direct},aio=io_uring"), format!("cache.direct={direct}"));
+    let node = if options.is_empty() { cache } else { format!("{cache},{options}") };
+    let serving = Serving { image, format, file: &file, node: &node, writable: how.writable, program: &[] };
+    serve_with(settings, side, &serving)
+}
+
+/// A daemon with an image, with any options.
+pub fn serve_with(settings: &Settings, side: Side, serving: &Serving) -> Result<Server, String> {
+    let Serving { image, format, file, node, writable, program } = *serving;
     let mut command = match side {
         Side::Theirs => Command::new(settings.qemu.with_file_name("qemu-storage-daemon")),
         Side::Ours | Side::Limit => Command::new(&settings.cowshed),
@@ -247,26 +274,27 @@ pub fn serve(
         command.arg("qemu-storage-daemon");
     }
     // For encrypted images.
-    command.args(["--object", "secret,id=s,data=passphrase"]);
+    command.args(program).args(["--object", "secret,id=s,data=passphrase"]);
     let socket = settings.folder.join(format!("{side:?}.sock").to_lowercase());
-    let comma = if options.is_empty() { "" } else { "," };
-    let (read_only, on) = if how.writable { ("off", "on") } else { ("on", "off") };
-    let direct = if how.direct { "on" } else { "off" };
+    let more = |options: &str| if options.is_empty() { String::new() } else { format!(",{options}") };
+    let (read_only, on) = if writable { ("off", "on") } else { ("on", "off") };
     command.args([
         "--blockdev",
-        &format!(
-            "file,node-name=f,filename={},read-only={read_only},cache.direct={direct},aio=io_uring",
-            image.display()
-        ),
+        &format!("file,node-name=f,filename={},read-only={read_only}{}", image.display(), more(file)),
         "--blockdev",
-        &format!("{format},node-name=disk,file=f,read-only={read_only},cache.direct={direct}{comma}{options}"),
+        &format!("{format},node-name=disk,file=f,read-only={read_only}{}", more(node)),
         "--nbd-server",
         &format!("addr.type=unix,addr.path={},max-connections=16", socket.display()),
         "--export",
         &format!("nbd,id=e,node-name=disk,writable={on}"),
     ]);
     let server = Server::start(command, socket.clone())?;
-    // The socket is there before the export is.
+    await_export(settings, &socket)?;
+    Ok(server)
+}
+
+/// Waits for the export "disk": the socket is there before it is.
+pub fn await_export(settings: &Settings, socket: &Path) -> Result<(), String> {
     let uri = format!("nbd+unix:///disk?socket={}", socket.display());
     let started = Instant::now();
     while !Command::new(&settings.qemu).args(["info", &uri]).output().is_ok_and(|output| output.status.success()) {
@@ -275,7 +303,7 @@ pub fn serve(
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    Ok(server)
+    Ok(())
 }
 
 fn fio(settings: &Settings, server: &Server, image: &Path, load: Load, seconds: u64) -> Result<Served, String> {
@@ -336,7 +364,7 @@ fn touch(path: &Path, clusters: impl Iterator<Item = u64>, bytes: usize) -> Resu
 }
 
 /// An image whose clusters were first written in random order.
-fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
+pub fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
     let path = settings.folder.join("scattered-20g.qcow2");
     if !path.exists() {
         let unfinished = path.with_extension("unfinished");
