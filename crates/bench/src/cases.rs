@@ -11,6 +11,7 @@ use crate::measure::alternate;
 use crate::memory;
 use crate::nbd;
 use crate::opening;
+use crate::options;
 use crate::queues;
 use crate::random_io;
 use crate::reads;
@@ -61,6 +62,7 @@ pub const CASES: &[Case] = &[
     Case { name: "overlays", about: "memory of many overlays of one base", run: opening::overlays },
     Case { name: "allocate", about: "writes over NBD that need clusters, over a backing file", run: writes::overlays },
     Case { name: "allocate-empty", about: "the same without a backing file, and preallocated", run: writes::empty },
+    Case { name: "options", about: "each option on and off, of servers and of convert", run: options::run },
     Case { name: "map", about: "map of fully allocated large images", run: large::map },
     Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },
     Case { name: "compare", about: "compare a raw and a qcow2 image", run: large::compare },

@@ -7,6 +7,7 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
@@ -67,6 +68,7 @@ pub fn of_kind(settings: &Settings, kind: Kind) -> Result<PathBuf, String> {
 pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str]) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("{name}-{}.qcow2", settings.size_mib));
     if !path.exists() {
+        let started = Instant::now();
         let partial = path.with_extension("partial");
         let mut command = Command::new(&settings.qemu);
         command.args(["convert", "-f", "raw", "-O", "qcow2"]).args(options).arg(source).arg(&partial);
@@ -75,8 +77,14 @@ pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str
             return Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim()));
         }
         std::fs::rename(&partial, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+        made(&path, started);
     }
     Ok(path)
+}
+
+/// Says how long an image took: large ones take minutes.
+pub fn made(path: &Path, started: Instant) {
+    eprintln!("made {} in {:.1} s", path.display(), started.elapsed().as_secs_f64());
 }
 
 fn raw(settings: &Settings, name: &str, size_mib: u64, is_data: impl Fn(u64) -> bool) -> Result<PathBuf, String> {
@@ -84,6 +92,7 @@ fn raw(settings: &Settings, name: &str, size_mib: u64, is_data: impl Fn(u64) -> 
     if path.exists() {
         return Ok(path);
     }
+    let started = Instant::now();
     let partial = path.with_extension("partial");
     let fail = |e: std::io::Error| format!("{}: {e}", partial.display());
     let file = File::create(&partial).map_err(fail)?;
@@ -96,6 +105,7 @@ fn raw(settings: &Settings, name: &str, size_mib: u64, is_data: impl Fn(u64) -> 
     }
     file.sync_all().map_err(fail)?;
     std::fs::rename(&partial, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+    made(&path, started);
     Ok(path)
 }
 

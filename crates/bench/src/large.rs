@@ -10,6 +10,7 @@ use crate::table::{Outcome, Row};
 use cowshed_testkit::bigimage::{self, Placement};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 /// `map` of large images, in order and scattered.
 pub fn map(settings: &Settings) -> Result<Vec<Row>, String> {
@@ -61,7 +62,7 @@ pub fn commit(settings: &Settings) -> Result<Vec<Row>, String> {
     let layers = Layers::of(settings)?;
     let name = "commit, a quarter of the disk";
     let recipe = |program: &Path| {
-        layers.refresh(settings)?;
+        layers.refresh(settings, Base::Written)?;
         Ok(command(program, &["commit", "-q", "-f", "qcow2"], &[&layers.overlay]))
     };
     let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
@@ -73,11 +74,18 @@ pub fn rebase(settings: &Settings) -> Result<Vec<Row>, String> {
     let layers = Layers::of(settings)?;
     let name = "rebase to no backing file";
     let recipe = |program: &Path| {
-        layers.refresh(settings)?;
+        layers.refresh(settings, Base::Read)?;
         Ok(command(program, &["rebase", "-f", "qcow2", "-b", ""], &[&layers.overlay]))
     };
     let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
     Ok(vec![row(name, "≥ 1.5× where CPU-bound", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })])
+}
+
+/// What a command does with the backing file.
+#[derive(Clone, Copy)]
+enum Base {
+    Read,
+    Written,
 }
 
 /// A half-full base and an overlay that has written a quarter of the disk, kept to be copied for each run.
@@ -95,7 +103,8 @@ impl Layers {
         let work = settings.folder.join("work-base.qcow2");
         let layers = Layers { base, kept, work, overlay: settings.folder.join("work-overlay.qcow2") };
         if !layers.kept.exists() {
-            std::fs::copy(&layers.base, &layers.work).map_err(|e| e.to_string())?;
+            let started = Instant::now();
+            layers.link_base()?;
             let partial = layers.kept.with_extension("partial");
             let mut create = Command::new(&settings.qemu);
             create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "work-base.qcow2"]).arg(&partial);
@@ -107,15 +116,30 @@ impl Layers {
             }
             done(write.arg(&partial))?;
             std::fs::rename(&partial, &layers.kept).map_err(|e| e.to_string())?;
+            fixture::made(&layers.kept, started);
         }
         Ok(layers)
     }
 
-    /// Fresh copies of both.
-    fn refresh(&self, settings: &Settings) -> Result<(), String> {
-        for (from, to) in [(&self.base, &self.work), (&self.kept, &self.overlay)] {
-            std::fs::copy(from, to).map_err(|e| format!("{}: {e}", to.display()))?;
+    /// The base itself under the name of its copy.
+    fn link_base(&self) -> Result<(), String> {
+        let _ = std::fs::remove_file(&self.work);
+        std::fs::hard_link(&self.base, &self.work).map_err(|e| format!("{}: {e}", self.work.display()))
+    }
+
+    /// Fresh images in the place of those that the last run changed, complete on the disk: no run waits for writing them.
+    fn refresh(&self, settings: &Settings, base: Base) -> Result<(), String> {
+        let copy = |from: &Path, to: &Path| {
+            // What it takes on the disk goes first: there may be no room for both.
+            let _ = std::fs::remove_file(to);
+            let copied = std::fs::copy(from, to).and_then(|_| std::fs::File::open(to)?.sync_all());
+            copied.map_err(|e| format!("{}: {e}", to.display()))
+        };
+        match base {
+            Base::Written => copy(&self.base, &self.work)?,
+            Base::Read => self.link_base()?,
         }
+        copy(&self.kept, &self.overlay)?;
         memory::back(settings.size_mib)
     }
 }

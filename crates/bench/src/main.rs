@@ -14,6 +14,7 @@ mod measure;
 mod memory;
 mod nbd;
 mod opening;
+mod options;
 mod plots;
 mod queues;
 mod random_io;
@@ -36,7 +37,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
   --rounds N       rounds; each runs both sides, in turns first (default 5)
   --seconds N      length of a run under load (default 3)
-  --only TEXT      of the loads of NBD servers and of `means`, those with TEXT in their name
+  --only TEXT      of the loads of NBD servers, of `means` and of `options`, those with TEXT in their name
   --plots FOLDER   draws each case as FOLDER/CASE.svg
   --size-mib N     virtual size of the images to convert (default 4096, half of it data)
 
@@ -159,6 +160,8 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
             name => names.push(name.to_owned()),
         }
     }
+    // A server's socket must be named from the root on.
+    settings.folder = std::path::absolute(&settings.folder).map_err(|e| e.to_string())?;
     Ok((settings, names))
 }
 
@@ -168,4 +171,14 @@ fn newest_qemu() -> PathBuf {
     }
     let peers = std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache/qemu-peers/bin/qemu-img"));
     peers.filter(|path| path.exists()).unwrap_or_else(|| "qemu-img".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the command line says when it says nothing.
+    pub fn settings() -> Settings {
+        parse(Vec::new()).expect("the defaults").0
+    }
 }

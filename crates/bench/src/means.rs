@@ -11,7 +11,7 @@ use crate::measure::once;
 use crate::memory;
 use crate::nbd::{Served, resident_bytes};
 use crate::opening::serve_touched;
-use crate::reads::{self, Access, Load as Reads, chain, fio, mapped, serve_by};
+use crate::reads::{self, Access, Load as Reads, Serving, chain, fio, mapped, serve_by};
 use crate::table::{Cost, Outcome, Row};
 use crate::writes::{self, Fresh};
 use cowshed_testkit::bigimage::{self, Placement};
@@ -441,14 +441,23 @@ fn served(
     let sockets = ["with.sock", "without.sock"];
     let start = |side: usize, how: How| {
         let command = program(settings, "qemu-storage-daemon", how);
-        serve_by(settings, command, sockets[side], image, "qcow2", options, Access { writable: false, direct })
+        {
+            let how = Access { writable: false, direct };
+            let [file, node] = reads::plainly(options, how);
+            serve_by(
+                settings,
+                command,
+                sockets[side],
+                &Serving { image, format: "qcow2", file: &file, node: &node, writable: false, program: &[] },
+            )
+        }
     };
     let servers = [start(0, means.with)?, start(1, means.without)?];
     for server in &servers {
-        fio(settings, server, load, 1)?;
+        fio(settings, server, image, load, 1)?;
     }
     let result = in_turns(settings, means, (true, "resident"), &|side, _| {
-        let served = fio(settings, &servers[side], load, settings.seconds)?;
+        let served = fio(settings, &servers[side], image, load, settings.seconds)?;
         Ok(of_request(served, resident_bytes(servers[side].id())?))
     })?;
     if compared {
@@ -471,7 +480,15 @@ fn written(
     in_turns(settings, means, (true, "written"), &|_, how| {
         let start = |image: &Path| {
             let command = program(settings, "qemu-storage-daemon", how);
-            serve_by(settings, command, "fresh.sock", image, "qcow2", "", Access { writable: true, direct: false })
+            {
+                let [file, node] = reads::plainly("", Access { writable: true, direct: false });
+                serve_by(
+                    settings,
+                    command,
+                    "fresh.sock",
+                    &Serving { image, format: "qcow2", file: &file, node: &node, writable: true, program: &[] },
+                )
+            }
         };
         let judge = |image: &Path| done(Command::new(&settings.qemu).args(["check", "-q", "-f", "qcow2"]).arg(image));
         let run = writes::written(settings, &fresh, load.clone(), &start, &judge)?;

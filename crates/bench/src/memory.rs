@@ -12,11 +12,22 @@ pub const TOUCH: &str = "--touch-mib";
 
 const PAGE_BYTES: usize = 4096;
 
-/// Has the host back `mib` MiB of free memory. In a process of its own, so that the peak of the measured ones stays theirs.
+/// Has the host back `mib` MiB of free memory, or half of what there is: the other half may hold the images. In a process of its
+/// own, so that the peak of the measured ones stays theirs.
 pub fn back(mib: u64) -> Result<(), String> {
+    let mib = mib.min(available_mib()? / 2);
     let own = std::env::current_exe().map_err(|e| e.to_string())?;
     let status = Command::new(own).arg(TOUCH).arg(mib.to_string()).status().map_err(|e| e.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("touching {mib} MiB of memory: {status}")) }
+}
+
+/// What processes may use without swapping.
+fn available_mib() -> Result<u64, String> {
+    let path = "/proc/meminfo";
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok());
+    kib.map(|kib| kib >> 10).ok_or_else(|| format!("{path} has no MemAvailable"))
 }
 
 /// What the started process does: writes to each page once.

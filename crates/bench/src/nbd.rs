@@ -6,6 +6,7 @@ use crate::bare;
 use crate::fixture;
 use crate::table::{Outcome, Row};
 use serde_json::Value;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -48,6 +49,13 @@ pub struct Served {
     pub per_second: f64,
     /// User and system time of the server for each operation, in microseconds.
     pub cpu_microseconds: f64,
+    /// Peak resident memory of the server during the run, in bytes.
+    pub peak_bytes: u64,
+    /// What the disk was given to write for each operation, up to a sync after the run, in bytes; `None` where nothing was
+    /// written.
+    pub written_bytes: Option<f64>,
+    /// Operations of the run.
+    pub operations: f64,
 }
 
 /// Which programs stand side by side.
@@ -125,7 +133,7 @@ impl Server {
         Ok((user + system) as f64 / rustix::param::clock_ticks_per_second() as f64)
     }
 
-    fn run(&self, settings: &Settings, load: &Load, seconds: u64) -> Result<Served, String> {
+    fn run(&self, settings: &Settings, load: &Load, image: &Path, seconds: u64) -> Result<Served, String> {
         let how = [
             "--time_based".to_owned(),
             format!("--runtime={seconds}"),
@@ -135,7 +143,7 @@ impl Server {
             format!("--numjobs={}", load.connections),
             format!("--size={}m", settings.size_mib / 8),
         ];
-        self.load(settings, &how)
+        self.load(settings, &how, load.pattern.ends_with("write").then_some(image))
     }
 
     /// Its process.
@@ -143,25 +151,37 @@ impl Server {
         self.child.id()
     }
 
-    /// Has fio load its export "disk".
-    pub fn load(&self, settings: &Settings, how: &[String]) -> Result<Served, String> {
+    /// Has fio load its export "disk". Where `written` names the image, what the disk below writes for it is counted.
+    pub fn load(&self, settings: &Settings, how: &[String], written: Option<&Path>) -> Result<Served, String> {
         let output = settings.folder.join("fio.json");
         let mut fio = Command::new("fio");
         fio.args(["--name=load", "--ioengine=nbd", "--thread", "--group_reporting"]);
         fio.args(["--norandommap", "--randrepeat=0", "--refill_buffers=0", "--output-format=json"]);
         fio.arg(format!("--uri=nbd+unix:///disk?socket={}", self.socket.display())).args(how);
         fio.arg(format!("--output={}", output.display()));
+        let synced = |image: &Path| {
+            let synced = std::fs::File::open(image).and_then(|file| file.sync_all());
+            synced.map_err(|e| format!("{}: {e}", image.display())).and_then(|()| written_bytes(image))
+        };
+        let already = written.map(synced).transpose()?;
+        // The peak begins anew; a kernel that can't do that tells the one since the start.
+        let _ = std::fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5");
         let before = self.cpu_seconds()?;
         let run = fio.output().map_err(|e| format!("could not run fio: {e}"))?;
         let cpu_seconds = self.cpu_seconds()? - before;
+        let peak_bytes = memory_of(self.child.id(), "VmHWM:")?;
+        let after = written.map(synced).transpose()?;
         let text = std::fs::read_to_string(&output).map_err(|e| format!("{}: {e}", output.display()))?;
         let report = text.find('{').and_then(|start| serde_json::from_str::<Value>(&text[start..]).ok());
         let job = report.as_ref().map(|report| &report["jobs"][0]).filter(|job| job["error"] == 0);
         let Some(job) = job.filter(|_| run.status.success()) else {
             return Err(format!("fio failed: {}{text}", String::from_utf8_lossy(&run.stderr)));
         };
-        let sum = |key: &str| ["read", "write"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
-        Ok(Served { per_second: sum("iops"), cpu_microseconds: cpu_seconds * 1e6 / sum("total_ios").max(1.0) })
+        let sum = |key: &str| ["read", "write", "trim"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
+        let operations = sum("total_ios").max(1.0);
+        let written_bytes = already.zip(after).map(|(already, after)| (after - already) as f64 / operations);
+        let cpu_microseconds = cpu_seconds * 1e6 / operations;
+        Ok(Served { per_second: sum("iops"), cpu_microseconds, peak_bytes, written_bytes, operations })
     }
 }
 
@@ -226,13 +246,13 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
             continue;
         }
         let mut runs = vec![Vec::new(); servers.len()];
-        for server in &servers {
-            server.run(settings, load, 1)?;
+        for (server, image) in servers.iter().zip(&images) {
+            server.run(settings, load, image, 1)?;
         }
         for round in 0..settings.rounds {
             for turn in 0..servers.len() {
                 let side = (round + turn) % servers.len();
-                runs[side].push(servers[side].run(settings, load, settings.seconds)?);
+                runs[side].push(servers[side].run(settings, load, &images[side], settings.seconds)?);
             }
         }
         let mut runs = runs.into_iter();
@@ -297,9 +317,26 @@ pub fn idle(settings: &Settings) -> Result<Vec<Row>, String> {
 
 /// Resident memory of a process.
 pub fn resident_bytes(pid: u32) -> Result<u64, String> {
+    memory_of(pid, "VmRSS:")
+}
+
+/// A field of a process's status that counts memory, in bytes.
+fn memory_of(pid: u32, field: &str) -> Result<u64, String> {
     let path = format!("/proc/{pid}/status");
     let status = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
     let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| format!("{path} has no VmRSS"))
+    kib.map(|kib| kib << 10).ok_or_else(|| format!("{path} has no {field}"))
+}
+
+/// Bytes that the disk below a file has written so far. (What a process is charged for, `write_bytes` of its `io` file, counts a
+/// large page of the page cache as a whole, however little of it has changed.)
+pub fn written_bytes(file: &Path) -> Result<u64, String> {
+    const SECTOR_BYTES: u64 = 512;
+    let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let path = format!("/sys/dev/block/{major}:{minor}/stat");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}: the images must lie on a disk"))?;
+    let sectors = text.split_whitespace().nth(6).and_then(|sectors| sectors.parse::<u64>().ok());
+    sectors.map(|sectors| sectors * SECTOR_BYTES).ok_or_else(|| format!("{path} has no sectors written"))
 }

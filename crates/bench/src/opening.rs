@@ -53,6 +53,9 @@ pub fn cold(settings: &Settings) -> Result<Vec<Row>, String> {
         (format!("cold: first read through a chain of {DEPTH}"), &first_read),
         (format!("cold: info on 2 TiB, {AT_ONCE} at once"), &many),
     ];
+    let folder = top.parent().unwrap_or(&settings.folder);
+    let mut images: Vec<PathBuf> = (0..DEPTH).map(|layer| folder.join(format!("{layer}.qcow2"))).collect();
+    images.push(large.clone());
     let mut rows = Vec::new();
     for (name, recipe) in cases {
         let fresh = |program: &Path| {
@@ -60,10 +63,56 @@ pub fn cold(settings: &Settings) -> Result<Vec<Row>, String> {
             recipe(program)
         };
         let pairs = alternate(settings.rounds, &|| fresh(&settings.cowshed), &|| fresh(&settings.qemu))?;
-        rows.push(Row::new(name, "report", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }));
+        // In runs of their own: who is watched is slow.
+        let count = |program: &Path| fresh(program).and_then(|command| reads(settings, &command, &images));
+        let reads = match has_strace() {
+            true => Ok((count(&settings.cowshed)?, count(&settings.qemu)?)),
+            false => Err("not counted: no strace"),
+        };
+        rows.push(Row::new(name, "report", Outcome::Opened { pairs, reads }));
     }
     let _ = std::fs::remove_file(&output);
     Ok(rows)
+}
+
+fn has_strace() -> bool {
+    Command::new("strace").arg("-V").output().is_ok_and(|output| output.status.success())
+}
+
+/// How often a command, with all that it starts, reads from one of the images. Reads are system calls then, on both sides; one
+/// that only asks whether the page cache has it, and fails, doesn't count.
+fn reads(settings: &Settings, command: &Command, images: &[PathBuf]) -> Result<u64, String> {
+    let report = settings.folder.join("strace.out");
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-c", "-e", "trace=read,readv,pread64,preadv,preadv2", "-o"]).arg(&report);
+    for image in images {
+        strace.arg("-P").arg(image);
+    }
+    strace.arg("--").arg(command.get_program()).args(command.get_args()).env("COWSHED_IO_ENGINE", "threads");
+    let output = strace.output().map_err(|e| format!("could not run {strace:?}: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("{command:?} under strace: {}", String::from_utf8_lossy(&output.stderr).trim()));
+    }
+    let text = std::fs::read_to_string(&report).map_err(|e| format!("{}: {e}", report.display()))?;
+    let _ = std::fs::remove_file(&report);
+    total(&text).ok_or_else(|| format!("strace counted in a way that isn't understood: {text}"))
+}
+
+/// Calls that succeeded, of strace's summary: `% time, seconds, usecs/call, calls[, errors], syscall`. A summary without calls
+/// has no lines.
+fn total(summary: &str) -> Option<u64> {
+    let mut sum = 0;
+    for line in summary.lines() {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let is_call = fields.first().is_some_and(|first| first.parse::<f64>().is_ok());
+        if !is_call || fields.last() == Some(&"total") {
+            continue;
+        }
+        let number = |index: usize| fields.get(index).and_then(|field| field.parse::<u64>().ok());
+        let errors = if fields.len() > 5 { number(4)? } else { 0 };
+        sum += number(3)?.checked_sub(errors)?;
+    }
+    Some(sum)
 }
 
 /// Memory of a daemon for each further overlay of one base, after all of them were read from end to end of the disk.
@@ -142,5 +191,25 @@ fn touch(settings: &Settings, uri: &str, step_mib: usize, size_mib: usize) -> Re
             return Err(format!("{uri} can't be read"));
         }
         std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_that_failed_are_not_counted() {
+        let summary = "\
+% time     seconds  usecs/call     calls    errors syscall
+------ ----------- ----------- --------- --------- ----------------
+ 60.00    0.000120           1       100        60 preadv2
+ 40.00    0.000080           2        40           pread64
+------ ----------- ----------- --------- --------- ----------------
+100.00    0.000200           1       140        60 total
+";
+        assert_eq!(total(summary), Some(80));
+        assert_eq!(total(""), Some(0));
+        assert_eq!(total(" 60.00 0.1 1 many preadv2"), None);
     }
 }

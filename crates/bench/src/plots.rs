@@ -13,11 +13,16 @@ const LEFT: u32 = 330;
 const LONGEST: u32 = 400;
 const BAR: u32 = 16;
 const GAP: u32 = 14;
+/// Letters that fit left of the bars; a longer name takes two lines.
+const NAME_LETTERS: usize = 46;
 const HEAD: u32 = 64;
 const COLOURS: [&str; 3] = ["#1b7f5c", "#8a8f98", "#d9a400"];
 /// The unit of a means: there is one bar, and no side to tell apart.
 const WITHOUT: &str = "time without it, against with it";
 const SIDES: [&str; 3] = ["cowshed", "QEMU", "raw file through cowshed"];
+const RATE: &str = "requests a second";
+/// Of commands, whose times may lie orders of magnitude apart in one case.
+const SPEED: &str = "speed beside the other program's";
 
 /// What is drawn of a row: up to three values, and their unit.
 struct Group<'a> {
@@ -38,29 +43,47 @@ pub fn write(folder: &Path, case: &str, rows: &[Row]) -> Result<(), String> {
 
 fn group(row: &Row) -> Option<Group<'_>> {
     let rate = |runs: &[Served]| median(runs.iter().map(|run| run.per_second));
-    let wall = |runs: &[Sample]| median(runs.iter().map(|run| run.wall.as_secs_f64()));
+    let wall = |sample: &Sample| sample.wall.as_secs_f64();
     let (values, unit) = match &row.result {
-        Outcome::Served { ours, theirs, .. } => (vec![rate(ours), rate(theirs)], "requests a second"),
+        Outcome::Served { ours, theirs, .. } => (vec![rate(ours), rate(theirs)], RATE),
         Outcome::Beside { ours, theirs, limit } => {
             let limit = limit.as_ref().map(|limit| rate(limit));
-            (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), "requests a second")
+            (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), RATE)
         }
         Outcome::Written { ours, theirs, limit } => {
             let rate = |runs: &[crate::table::Written]| median(runs.iter().map(|run| run.served.per_second));
             let limit = limit.as_ref().map(|limit| rate(limit));
-            (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), "requests a second")
+            (vec![rate(ours), rate(theirs)].into_iter().chain(limit).collect(), RATE)
         }
         Outcome::Means { with, without, .. } => (vec![median(quotients(without, with, |cost| cost.seconds))], WITHOUT),
-        Outcome::Pair { pairs, .. } => (vec![wall(&pairs.ours), wall(&pairs.theirs)], "seconds"),
-        Outcome::Failed(_) | Outcome::Requests { .. } | Outcome::Scaling { .. } | Outcome::Memory { .. } => {
-            return None;
+        Outcome::Pair { pairs, .. } | Outcome::Opened { pairs, .. } => {
+            let rounds = pairs.ours.iter().zip(&pairs.theirs);
+            (vec![median(rounds.map(|(ours, theirs)| wall(theirs) / wall(ours).max(1e-9))), 1.0], SPEED)
         }
+        Outcome::Failed(_)
+        | Outcome::Requests { .. }
+        | Outcome::Scaling { .. }
+        | Outcome::Memory { .. }
+        | Outcome::Options { .. }
+        | Outcome::Skipped(_) => return None,
     };
     Some(Group { name: &row.name, values, unit })
 }
 
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;")
+}
+
+/// A name in one line or two, broken at the blank nearest to its middle.
+fn lines(name: &str) -> Vec<&str> {
+    if name.chars().count() <= NAME_LETTERS {
+        return vec![name];
+    }
+    let blanks = name.match_indices(' ').map(|(at, _)| at);
+    match blanks.min_by_key(|at| at.abs_diff(name.len() / 2)) {
+        Some(at) => vec![&name[..at], &name[at + 1..]],
+        None => vec![name],
+    }
 }
 
 fn number(value: f64) -> String {
@@ -73,22 +96,14 @@ fn number(value: f64) -> String {
 
 fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     let bars: usize = groups.iter().map(|group| group.values.len()).sum();
-    let longest = groups.iter().map(|group| group.name.chars().count() as u32).max().unwrap_or_default();
-    // 6.5 pixels a letter, about.
-    let left = LEFT.max(longest * 13 / 2 + 20);
-    let width = WIDTH + left - LEFT;
     let height = HEAD + bars as u32 * BAR + groups.len() as u32 * GAP + 10;
     let most = groups.iter().flat_map(|group| group.values.iter().copied()).fold(1e-9, f64::max);
-    let better = match unit {
-        "seconds" => "shorter is better",
-        WITHOUT => "above 1 it pays",
-        _ => "longer is better",
-    };
+    let better = if unit == WITHOUT { "above 1 it pays" } else { "longer is better" };
     let mut svg = String::new();
     // Writing to a string can't fail.
     let _ = write!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
          <text x=\"12\" y=\"22\" font-size=\"15\" fill=\"#222222\">{}: {unit}, {better}</text>\n",
         escaped(case)
@@ -101,18 +116,20 @@ fn draw(case: &str, unit: &str, groups: &[Group<'_>]) -> String {
     }
     let mut y = HEAD;
     for group in groups {
-        let middle = y + (group.values.len() as u32 * BAR) / 2 + 4;
-        let right = left - 10;
-        let name = escaped(group.name);
-        let _ = writeln!(svg, "<text x=\"{right}\" y=\"{middle}\" text-anchor=\"end\" fill=\"#222222\">{name}</text>");
+        let (lines, right) = (lines(group.name), LEFT - 10);
+        let first = y + (group.values.len() as u32 * BAR) / 2 + 4 - 7 * (lines.len() as u32 - 1);
+        for (index, text) in lines.into_iter().enumerate() {
+            let (y, text) = (first + 14 * index as u32, escaped(text));
+            let _ = writeln!(svg, "<text x=\"{right}\" y=\"{y}\" text-anchor=\"end\" fill=\"#222222\">{text}</text>");
+        }
         for (side, value) in group.values.iter().enumerate() {
             let long = (value / most * f64::from(LONGEST)).max(1.0);
             let (bar, colour) = (BAR - 2, COLOURS[side]);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{left}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
+                "<rect x=\"{LEFT}\" y=\"{y}\" width=\"{long:.1}\" height=\"{bar}\" fill=\"{colour}\"/>\n\
                  <text x=\"{:.1}\" y=\"{}\" fill=\"#222222\">{}</text>",
-                f64::from(left) + long + 6.0,
+                f64::from(LEFT) + long + 6.0,
                 y + BAR - 4,
                 number(*value)
             );
@@ -129,7 +146,9 @@ mod tests {
 
     #[test]
     fn a_row_becomes_bars_as_long_as_its_values() {
-        let served = |per_second| vec![Served { per_second, cpu_microseconds: 1.0 }];
+        let served = |per_second| {
+            vec![Served { per_second, cpu_microseconds: 1.0, peak_bytes: 0, written_bytes: None, operations: 1.0 }]
+        };
         let rows = [Row {
             name: "a < b".to_owned(),
             target: "",
@@ -142,5 +161,22 @@ mod tests {
             assert!(svg.contains(part), "{part} in {svg}");
         }
         assert_eq!(svg.matches("<rect").count(), 1 + 3 + 3);
+    }
+
+    #[test]
+    fn a_command_is_drawn_as_its_speed_and_a_long_name_in_two_lines() {
+        let seconds = |wall| vec![Sample { wall: std::time::Duration::from_secs(wall), ..Sample::default() }];
+        let pairs = crate::measure::Pairs { ours: seconds(2), theirs: seconds(8) };
+        let rows = [Row {
+            name: "hole-rich: qcow2 → qcow2, with a name that doesn't fit beside the bars".to_owned(),
+            target: "",
+            result: Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 },
+        }];
+        let folder = tempfile::tempdir().expect("a folder");
+        write(folder.path(), "copies", &rows).expect("a drawing");
+        let svg = std::fs::read_to_string(folder.path().join("copies.svg")).expect("the drawing");
+        for part in ["speed", "width=\"400.0\"", "width=\"100.0\"", ">4.00<", ">hole-rich: qcow2 → qcow2, with a<"] {
+            assert!(svg.contains(part), "{part} in {svg}");
+        }
     }
 }

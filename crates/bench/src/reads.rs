@@ -170,19 +170,23 @@ pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     let their_options = case.their_options.unwrap_or(case.options);
     let theirs = serve(settings, Side::Theirs, &their_image, "qcow2", their_options, how)?;
     let limit = match case.limit {
-        Some(raw) => Some(serve(settings, Side::Limit, &of(raw, Side::Limit)?, "raw", "", how)?),
+        Some(raw) => {
+            let raw = of(raw, Side::Limit)?;
+            Some((serve(settings, Side::Limit, &raw, "raw", "", how)?, raw))
+        }
         None => None,
     };
-    let mut servers = vec![&ours, &theirs];
-    servers.extend(&limit);
+    let mut servers = vec![(&ours, our_image.as_path()), (&theirs, their_image.as_path())];
+    servers.extend(limit.as_ref().map(|(server, raw)| (server, raw.as_path())));
     let mut runs = vec![Vec::new(); servers.len()];
-    for server in &servers {
-        fio(settings, server, case.load, 1)?;
+    for (server, image) in &servers {
+        fio(settings, server, image, case.load, 1)?;
     }
     for round in 0..settings.rounds {
         for turn in 0..servers.len() {
             let side = (round + turn) % servers.len();
-            runs[side].push(fio(settings, servers[side], case.load, settings.seconds)?);
+            let (server, image) = servers[side];
+            runs[side].push(fio(settings, server, image, case.load, settings.seconds)?);
         }
     }
     let mut runs = runs.into_iter();
@@ -226,6 +230,23 @@ pub struct Access {
     pub direct: bool,
 }
 
+/// An image, and the options of its nodes.
+#[derive(Clone, Copy)]
+pub struct Serving<'a> {
+    /// Its file.
+    pub image: &'a Path,
+    /// Its format.
+    pub format: &'a str,
+    /// Options of the file node, beside its name.
+    pub file: &'a str,
+    /// Options of the node on top.
+    pub node: &'a str,
+    /// Whether clients may write.
+    pub writable: bool,
+    /// Options of the program.
+    pub program: &'a [&'a str],
+}
+
 /// A daemon with an image. Both sides use io_uring.
 pub fn serve(
     settings: &Settings,
@@ -235,6 +256,23 @@ pub fn serve(
     options: &str,
     how: Access,
 ) -> Result<Server, String> {
+    let [file, node] = plainly(options, how);
+    serve_with(
+        settings,
+        side,
+        &Serving { image, format, file: &file, node: &node, writable: how.writable, program: &[] },
+    )
+}
+
+/// The options of the two nodes.
+pub fn plainly(options: &str, how: Access) -> [String; 2] {
+    let cache = format!("cache.direct={}", if how.direct { "on" } else { "off" });
+    let node = if options.is_empty() { cache.clone() } else { format!("{cache},{options}") };
+    [format!("{cache},aio=io_uring"), node]
+}
+
+/// A daemon with an image, with any options.
+pub fn serve_with(settings: &Settings, side: Side, serving: &Serving) -> Result<Server, String> {
     let mut command = match side {
         Side::Theirs => Command::new(settings.qemu.with_file_name("qemu-storage-daemon")),
         Side::Ours | Side::Limit => Command::new(&settings.cowshed),
@@ -242,40 +280,34 @@ pub fn serve(
     if side != Side::Theirs {
         command.arg("qemu-storage-daemon");
     }
-    serve_by(settings, command, &format!("{side:?}.sock").to_lowercase(), image, format, options, how)
+    serve_by(settings, command, &format!("{side:?}.sock").to_lowercase(), serving)
 }
 
-/// As [`serve`], by a command that lacks nothing but the image; `socket` is the name of its socket.
-pub fn serve_by(
-    settings: &Settings,
-    mut command: Command,
-    socket: &str,
-    image: &Path,
-    format: &str,
-    options: &str,
-    how: Access,
-) -> Result<Server, String> {
+/// As [`serve_with`], by a command that lacks nothing but the image; `socket` is the name of its socket.
+pub fn serve_by(settings: &Settings, mut command: Command, socket: &str, serving: &Serving) -> Result<Server, String> {
+    let Serving { image, format, file, node, writable, program } = *serving;
     // For encrypted images.
-    command.args(["--object", "secret,id=s,data=passphrase"]);
+    command.args(program).args(["--object", "secret,id=s,data=passphrase"]);
     let socket = settings.folder.join(socket);
-    let comma = if options.is_empty() { "" } else { "," };
-    let (read_only, on) = if how.writable { ("off", "on") } else { ("on", "off") };
-    let direct = if how.direct { "on" } else { "off" };
+    let more = |options: &str| if options.is_empty() { String::new() } else { format!(",{options}") };
+    let (read_only, on) = if writable { ("off", "on") } else { ("on", "off") };
     command.args([
         "--blockdev",
-        &format!(
-            "file,node-name=f,filename={},read-only={read_only},cache.direct={direct},aio=io_uring",
-            image.display()
-        ),
+        &format!("file,node-name=f,filename={},read-only={read_only}{}", image.display(), more(file)),
         "--blockdev",
-        &format!("{format},node-name=disk,file=f,read-only={read_only},cache.direct={direct}{comma}{options}"),
+        &format!("{format},node-name=disk,file=f,read-only={read_only}{}", more(node)),
         "--nbd-server",
         &format!("addr.type=unix,addr.path={},max-connections=16", socket.display()),
         "--export",
         &format!("nbd,id=e,node-name=disk,writable={on}"),
     ]);
     let server = Server::start(command, socket.clone())?;
-    // The socket is there before the export is.
+    await_export(settings, &socket)?;
+    Ok(server)
+}
+
+/// Waits for the export "disk": the socket is there before it is.
+pub fn await_export(settings: &Settings, socket: &Path) -> Result<(), String> {
     let uri = format!("nbd+unix:///disk?socket={}", socket.display());
     let started = Instant::now();
     while !Command::new(&settings.qemu).args(["info", &uri]).output().is_ok_and(|output| output.status.success()) {
@@ -284,11 +316,11 @@ pub fn serve_by(
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    Ok(server)
+    Ok(())
 }
 
-/// Has fio load a server for so many seconds.
-pub fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Result<Served, String> {
+/// Has fio load a server of `image` for so many seconds.
+pub fn fio(settings: &Settings, server: &Server, image: &Path, load: Load, seconds: u64) -> Result<Served, String> {
     let how = [
         "--time_based".to_owned(),
         format!("--runtime={seconds}"),
@@ -297,7 +329,7 @@ pub fn fio(settings: &Settings, server: &Server, load: Load, seconds: u64) -> Re
         format!("--iodepth={}", load.depth),
         format!("--size={}", load.bytes),
     ];
-    server.load(settings, &how)
+    server.load(settings, &how, load.pattern.ends_with("write").then_some(image))
 }
 
 /// A sparse raw file.

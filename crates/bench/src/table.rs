@@ -4,6 +4,7 @@
 use crate::Settings;
 use crate::measure::{Pairs, Sample, median};
 use crate::nbd::Served;
+use crate::options::{Taken, Turns};
 use std::process::Command;
 use std::time::Duration;
 
@@ -118,6 +119,24 @@ pub enum Outcome {
         /// Theirs.
         their_bytes: u64,
     },
+    /// Two commands side by side, and how often each read from the images.
+    Opened {
+        /// Times and memory.
+        pairs: Pairs,
+        /// Reads of ours and of theirs, or why there are none.
+        reads: Result<(u64, u64), &'static str>,
+    },
+    /// An option off and on.
+    Options {
+        /// Ours.
+        ours: Turns,
+        /// Theirs, where they have it.
+        theirs: Option<Turns>,
+        /// Whether a run is a command, else a load on a server.
+        is_command: bool,
+    },
+    /// Not measured: why.
+    Skipped(String),
 }
 
 /// The whole report.
@@ -129,6 +148,10 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Means { .. } | Outcome::Failed(_)));
     let (beside, rest): (Vec<&Row>, Vec<&Row>) =
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Beside { .. }));
+    let (options, rest): (Vec<&Row>, Vec<&Row>) =
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Options { .. } | Outcome::Skipped(_)));
+    let (opened, rest): (Vec<&Row>, Vec<&Row>) =
+        rest.into_iter().partition(|row| matches!(row.result, Outcome::Opened { .. }));
     let (served, run): (Vec<&Row>, Vec<&Row>) =
         rest.into_iter().partition(|row| matches!(row.result, Outcome::Served { .. }));
     let mut section = |head: &str, rows: &[&Row], ratio: &str| {
@@ -148,17 +171,22 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         "a ratio is theirs / ours of the same round, so above 1 we are faster.",
     );
     section(
-        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | bare server: IOPS, CPU | CPU, bare / theirs (min–max) | target |",
+        "| case | cowshed: wall, CPU, peak | qemu-img: wall, CPU, peak | wall ratio (min–max) | CPU ratio | reads, theirs | target |",
+        &opened,
+        "a ratio is theirs / ours of the same round, so above 1 we are faster. Reads are counted in other runs.",
+    );
+    section(
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written a request: ours, theirs | bare server: IOPS, CPU | CPU, bare / theirs (min–max) | target |",
         &served,
         "a ratio is of the same round.",
     );
     section(
-        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
+        "| load | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written a request: ours, theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &beside,
         "a ratio is of the same round.",
     );
     section(
-        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | written: ours, theirs | bytes, ours / theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
+        "| fresh image | cowshed: IOPS, CPU a request | theirs: IOPS, CPU a request | IOPS, ours / theirs (min–max) | CPU, ours / theirs (min–max) | peak: ours, theirs | written: ours, theirs | bytes, ours / theirs | raw file: IOPS, CPU | IOPS, ours / raw file (min–max) | target |",
         &written,
         "a ratio is of the same round.",
     );
@@ -166,6 +194,11 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
         "| means: load | with it | without it | time, without / with (min–max) | CPU, without / with (min–max) | bytes, without / with | instead, without it |",
         &means,
         "a ratio is of the same round, above 1 the means pays.",
+    );
+    section(
+        "| option | cowshed: off, on | speed, on / off (min–max) | CPU, on / off | peak: off, on | written: off, on | size: off, on | theirs: off, on | speed, on / off (min–max) | CPU, on / off | peak: off, on | written: off, on | size: off, on | target |",
+        &options,
+        "a ratio is of the same round. Off: without the option or with its first value; speed: requests a second, or the inverse of a command's wall time.",
     );
     text
 }
@@ -191,12 +224,12 @@ fn line(result: &Outcome) -> String {
                 (0, _) | (_, 0) => "–".to_owned(),
                 (ours, theirs) => format!("{:.1} % of theirs", 100.0 * ours as f64 / theirs as f64),
             };
-            let (wall, cpu) = (ratios(pairs, |s| s.wall), ratios(pairs, |s| s.cpu));
-            let (least, most) = wall.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
-            let (wall, cpu) = (median(wall.iter().copied()), median(cpu));
-            let sides = format!("{} | {}", summary(&pairs.ours), summary(&pairs.theirs));
-            format!("{sides} | **{wall:.2}** ({least:.2}–{most:.2}) | {cpu:.2} | {size}")
+            format!("{} | {size}", paired(pairs))
         }
+        Outcome::Opened { pairs, reads } => match reads {
+            Ok((ours, theirs)) => format!("{} | {ours}, {theirs}", paired(pairs)),
+            Err(why) => format!("{} | {why}", paired(pairs)),
+        },
         Outcome::Requests { library_ns, file_ns } => {
             let (library, file) = (median(library_ns.iter().copied()), median(file_ns.iter().copied()));
             let ratio = median(library_ns.iter().zip(file_ns).map(|(library, file)| library / file));
@@ -212,13 +245,15 @@ fn line(result: &Outcome) -> String {
                 }
                 None => "– | –".to_owned(),
             };
-            format!("{} | {} | {rate} | {cpu} | {bare}", loaded(ours), loaded(theirs))
+            let used = used(ours, theirs);
+            format!("{} | {} | {rate} | {cpu} | {used} | {bare}", loaded(ours), loaded(theirs))
         }
         Outcome::Beside { ours, theirs, limit } => {
             let rate = spread(quotients(ours, theirs, |run| run.per_second));
             let cpu = spread(quotients(ours, theirs, |run| run.cpu_microseconds));
             let limit = beside(ours, limit.as_deref());
-            format!("{} | {} | {rate} | {cpu} | {limit}", loaded(ours), loaded(theirs))
+            let used = used(ours, theirs);
+            format!("{} | {} | {rate} | {cpu} | {used} | {limit}", loaded(ours), loaded(theirs))
         }
         Outcome::Written { ours, theirs, limit } => {
             let served = |runs: &[Written]| runs.iter().map(|run| run.served).collect::<Vec<_>>();
@@ -229,7 +264,8 @@ fn line(result: &Outcome) -> String {
             let rate = spread(quotients(&ours, &theirs, |run| run.per_second));
             let cpu = spread(quotients(&ours, &theirs, |run| run.cpu_microseconds));
             let limit = beside(&ours, limit.as_ref().map(|limit| served(limit)).as_deref());
-            format!("{} | {} | {rate} | {cpu} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
+            let peak = peaks(&ours, &theirs);
+            format!("{} | {} | {rate} | {cpu} | {peak} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));
@@ -241,7 +277,44 @@ fn line(result: &Outcome) -> String {
             let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
             format!("{:.2} MiB | {:.2} MiB | – | – | –", mib(our_bytes), mib(their_bytes))
         }
+        Outcome::Options { ours, theirs, is_command } => {
+            let theirs = theirs.as_ref().map(|theirs| turns(theirs, *is_command));
+            format!("{} | {}", turns(ours, *is_command), theirs.as_deref().unwrap_or("– | – | – | – | – | –"))
+        }
+        Outcome::Skipped(why) => format!("{why} | – | – | – | – | – | – | – | – | – | – | –"),
     }
+}
+
+/// Two commands side by side.
+fn paired(pairs: &Pairs) -> String {
+    let (wall, cpu) = (ratios(pairs, |s| s.wall), ratios(pairs, |s| s.cpu));
+    let (least, most) = wall.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
+    let (wall, cpu) = (median(wall.iter().copied()), median(cpu));
+    let sides = format!("{} | {}", summary(&pairs.ours), summary(&pairs.theirs));
+    format!("{sides} | **{wall:.2}** ({least:.2}–{most:.2}) | {cpu:.2}")
+}
+
+/// What an option does to one side.
+fn turns(turns: &Turns, is_command: bool) -> String {
+    let mib = |bytes: f64| bytes / f64::from(1 << 20);
+    let pair = |of: &dyn Fn(&Taken) -> Option<f64>| {
+        if turns.off.iter().chain(&turns.on).any(|taken| of(taken).is_none()) {
+            return "–".to_owned();
+        }
+        let [off, on] = turns.medians(|taken| of(taken).map_or(0.0, mib));
+        format!("{off:.1}, {on:.1} MiB")
+    };
+    let times = turns.medians(|taken| taken.seconds);
+    let times = match is_command {
+        true => times.map(time).join(", "),
+        false => times.map(|seconds| format!("{:.0} /s", 1.0 / seconds.max(1e-12))).join(", "),
+    };
+    let (speed, each) = turns.ratio(|taken| taken.seconds);
+    let (least, most) = each.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
+    let cpu = 1.0 / turns.ratio(|taken| taken.cpu_seconds).0.max(1e-12);
+    let peak = pair(&|taken| Some(taken.peak_bytes as f64));
+    let (written, size) = (pair(&|taken| taken.written_bytes), pair(&|taken| taken.size_bytes.map(|size| size as f64)));
+    format!("{times} | **{speed:.2}** ({least:.2}–{most:.2}) | {cpu:.2} | {peak} | {written} | {size}")
 }
 
 /// The raw file beside ours.
@@ -252,6 +325,25 @@ fn beside(ours: &[Served], limit: Option<&[Served]>) -> String {
         }
         None => "– | –".to_owned(),
     }
+}
+
+/// Peak memory of both servers.
+fn peaks(ours: &[Served], theirs: &[Served]) -> String {
+    let mib = |runs: &[Served]| median(runs.iter().map(|run| run.peak_bytes as f64)) / f64::from(1 << 20);
+    format!("{:.0} MiB, {:.0} MiB", mib(ours), mib(theirs))
+}
+
+/// The same, and what the disk was given to write for a request.
+fn used(ours: &[Served], theirs: &[Served]) -> String {
+    let written = |runs: &[Served]| runs.iter().map(|run| run.written_bytes).collect::<Option<Vec<f64>>>();
+    let written = match (written(ours), written(theirs)) {
+        (Some(ours), Some(theirs)) => {
+            let [ours, theirs] = [ours, theirs].map(|runs| median(runs) / 1024.0);
+            format!("{ours:.1} KiB, {theirs:.1} KiB")
+        }
+        _ => "–".to_owned(),
+    };
+    format!("{} | {written}", peaks(ours, theirs))
 }
 
 /// One value against the other's, in each round.

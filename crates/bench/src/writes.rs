@@ -5,10 +5,10 @@
 use crate::Settings;
 use crate::large::done;
 use crate::memory;
-use crate::nbd::Server;
+use crate::nbd::{Server, written_bytes};
 use crate::reads::{Access, Side, serve};
 use crate::table::{Outcome, Row, Written};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -165,7 +165,7 @@ pub fn written(
     let before = written_bytes(&image)?;
     let end = [format!("--size={}m", fresh.mib), "--end_fsync=1".to_owned()];
     let how: Vec<String> = load.into_iter().chain(end).collect();
-    let served = server.load(settings, &how)?;
+    let served = server.load(settings, &how, None)?;
     let bytes = written_bytes(&image)? - before;
     drop(server);
     judge(&image)?;
@@ -180,18 +180,6 @@ fn copies(block_kib: u64) -> (Vec<String>, f64) {
     let load = ["--rw=randwrite", "--iodepth=32"].map(str::to_owned).into_iter();
     let load = load.chain([format!("--bs={block_kib}k"), format!("--number_ios={hit:.0}")]).collect();
     (load, f64::from(RANDOM_REQUESTS) / hit)
-}
-
-/// Bytes that the disk below a file has written so far. (What a process is charged for, `write_bytes` of its `io` file, counts a
-/// large page of the page cache as a whole, however little of it has changed.)
-fn written_bytes(file: &Path) -> Result<u64, String> {
-    const SECTOR_BYTES: u64 = 512;
-    let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let path = format!("/sys/dev/block/{major}:{minor}/stat");
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{path}: {e}: the images must lie on a disk"))?;
-    let sectors = text.split_whitespace().nth(6).and_then(|sectors| sectors.parse::<u64>().ok());
-    sectors.map(|sectors| sectors * SECTOR_BYTES).ok_or_else(|| format!("{path} has no sectors written"))
 }
 
 /// A raw file full of bytes that aren't zero.
