@@ -311,10 +311,14 @@ fn turns(turns: &Turns, is_command: bool) -> String {
     };
     let (speed, each) = turns.ratio(|taken| taken.seconds);
     let (least, most) = each.iter().fold((f64::MAX, 0.0_f64), |(l, m), r| (l.min(*r), m.max(*r)));
-    let cpu = 1.0 / turns.ratio(|taken| taken.cpu_seconds).0.max(1e-12);
+    // Less than the clock's tick is no number to divide by.
+    let cpu = match turns.medians(|taken| taken.cpu_seconds).iter().all(|seconds| *seconds > 0.0) {
+        true => format!("{:.2}", 1.0 / turns.ratio(|taken| taken.cpu_seconds).0),
+        false => "–".to_owned(),
+    };
     let peak = pair(&|taken| Some(taken.peak_bytes as f64));
     let (written, size) = (pair(&|taken| taken.written_bytes), pair(&|taken| taken.size_bytes.map(|size| size as f64)));
-    format!("{times} | **{speed:.2}** ({least:.2}–{most:.2}) | {cpu:.2} | {peak} | {written} | {size}")
+    format!("{times} | **{speed:.2}** ({least:.2}–{most:.2}) | {cpu} | {peak} | {written} | {size}")
 }
 
 /// The raw file beside ours.
