@@ -5,12 +5,14 @@ use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join;
 use futures_util::stream::{self, StreamExt};
+use std::cell::Cell;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::pin::pin;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// Differences are told by the sector, as qemu-img does.
 const SECTOR_BYTES: u64 = 512;
@@ -131,12 +133,12 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
     result.and_then(|outcome| closed.map(|()| outcome))
 }
 
-/// Requests in flight.
+/// Pieces in flight, on as many threads.
 const REQUESTS: usize = 4;
 /// Read at once of either image: what is in flight stays in the cache of a core.
 const CHUNK_BYTES: u64 = 256 << 10;
 
-async fn compare(nodes: [&Node; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
+async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
     let [first, second] = nodes;
     let (one, other) = (first.size(), second.size());
     if strict && one != other {
@@ -144,25 +146,37 @@ async fn compare(nodes: [&Node; 2], strict: bool, job: &JobHandle, failed: &Fail
     }
     job.set_len(one.max(other));
     let walk = Walk { at: 0, size: one.max(other), strict, sides: [Side::new(first), Side::new(second)] };
-    let steps = stream::try_unfold(walk, |mut walk| async move {
-        let step = walk.next(failed).await?;
-        Ok(step.map(|step| (step, walk)))
+    let is_over = Cell::new(false);
+    let steps = stream::try_unfold(walk, |mut walk| {
+        let is_over = &is_over;
+        async move {
+            if is_over.get() {
+                return Ok(None);
+            }
+            let step = walk.next(failed).await?;
+            Ok(step.map(|step| (step, walk)))
+        }
     });
     let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job, failed)).buffered(REQUESTS));
+    let mut first_found = Ok(None);
     while let Some(verdict) = verdicts.next().await {
-        if let Some(verdict) = verdict? {
-            // As qemu-img: the sizes are only looked at behind the end of the shorter image.
-            let size_warning =
-                one != other && matches!(verdict, Verdict::Mismatch { offset } if offset >= one.min(other));
-            return Ok(CompareOutcome { verdict, size_warning });
+        // What other threads still read comes to its end before the images are closed.
+        if matches!(first_found, Ok(None)) {
+            first_found = verdict;
+            is_over.set(!matches!(first_found, Ok(None)));
         }
     }
-    Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other })
+    let Some(verdict) = first_found? else {
+        return Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other });
+    };
+    // As qemu-img: the sizes are only looked at behind the end of the shorter image.
+    let size_warning = one != other && matches!(verdict, Verdict::Mismatch { offset } if offset >= one.min(other));
+    Ok(CompareOutcome { verdict, size_warning })
 }
 
 async fn step_verdict(
     step: Result<Step>,
-    nodes: [&Node; 2],
+    nodes: [&Arc<Node>; 2],
     job: &JobHandle,
     failed: &FailedAt,
 ) -> Result<Option<Verdict>> {
@@ -172,31 +186,32 @@ async fn step_verdict(
         Step::Allocation { offset } => return Ok(Some(Verdict::AllocationMismatch { offset })),
         Step::Same { .. } => None,
         Step::Compare { start, end, data } => {
-            let len = usize::try_from(end - start).unwrap_or(usize::MAX);
-            let (one, other) = match data {
-                [true, true] => {
-                    let (one, other) =
-                        join(read(nodes, 0, start, len, failed), read(nodes, 1, start, len, failed)).await;
-                    (Some(one?), Some(other?))
-                }
-                [true, false] => (Some(read(nodes, 0, start, len, failed).await?), None),
-                _ => (None, Some(read(nodes, 1, start, len, failed).await?)),
-            };
-            first_difference(one.as_deref(), other.as_deref())
-                .map(|at| Verdict::Mismatch { offset: (start + at as u64) / SECTOR_BYTES * SECTOR_BYTES })
+            let nodes = nodes.map(Arc::clone);
+            // Where both are in memory the copying is what takes the time.
+            let found = rt::beside(move || async move { differs_at(&nodes, start..end, data).await }).await;
+            let found = found.map_err(|(image, error)| {
+                failed.note(Failed::Read { image, offset: start });
+                error.context(format!("error while reading at byte {start}"))
+            })?;
+            found.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
     };
     job.advance(step.len());
     Ok(verdict)
 }
 
-async fn read(nodes: [&Node; 2], image: usize, offset: u64, len: usize, failed: &FailedAt) -> Result<IoBuf> {
-    let (result, buf) = nodes[image].read(offset, IoBuf::scratch(len)).await;
-    result.map_err(|error| {
-        failed.note(Failed::Read { image, offset });
-        error.context(format!("error while reading at byte {offset}"))
-    })?;
-    Ok(buf)
+/// The first byte of `range` that differs; `data` says which sides hold data. An error comes with the image it is of.
+async fn differs_at(nodes: &[Arc<Node>; 2], range: Range<u64>, data: [bool; 2]) -> Result<Option<u64>, (usize, Error)> {
+    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let read = async |image: usize| {
+        if !data[image] {
+            return Ok(None);
+        }
+        let (result, buf) = nodes[image].read(range.start, IoBuf::scratch(len)).await;
+        result.map(|()| Some(buf)).map_err(|error| (image, error))
+    };
+    let (one, other) = join(read(0), read(1)).await;
+    Ok(first_difference(one?.as_deref(), other?.as_deref()).map(|at| range.start + at as u64))
 }
 
 /// Index of the first differing byte; a missing side is all zero.

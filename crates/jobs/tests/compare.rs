@@ -4,7 +4,7 @@
 mod oracle;
 
 use cowshed_image::Preallocation;
-use cowshed_jobs::compare::{self, CompareOptions};
+use cowshed_jobs::compare::{self, CompareOptions, Failed, FailedAt, Verdict};
 use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_jobs::info::{self, InfoOptions};
 use cowshed_jobs::map::{self, MapOptions};
@@ -89,6 +89,55 @@ fn verdicts_texts_and_exit_codes_are_those_of_qemu_img() {
     }
     let options = CompareOptions { first: spec(&bench, "no.raw"), second: spec(&bench, "no.raw"), strict: false };
     run(compare::run(&options, &JobHandle::new())).expect_err("nothing there");
+}
+
+/// Several threads compare, and the order of the disk is what counts: the first difference, or what can't be read before it.
+#[test]
+fn the_first_finding_counts_whoever_is_faster() {
+    const SIZE: u64 = 24 << 20;
+    let bench = Bench::new();
+    bench.pattern("one.raw", SIZE, 3);
+    let content = std::fs::read(bench.path("one.raw")).expect("the pattern");
+    // Chunks of 256 KiB: in the first and the last sector of one, on a border, far apart and close together.
+    let places = [511, 262_143, 262_144, 300_000, 9 << 20, (9 << 20) + 262_144, SIZE - 1];
+    for first in 0..places.len() {
+        let mut changed = content.clone();
+        places[first..].iter().for_each(|&at| changed[at as usize] ^= 1);
+        std::fs::write(bench.path("other.raw"), &changed).expect("the other file");
+        let theirs = bench.tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", "one.raw", "other.raw"]);
+        for (one, other) in [("one.raw", "other.raw"), ("other.raw", "one.raw")] {
+            let options = CompareOptions { first: spec(&bench, one), second: spec(&bench, other), strict: false };
+            let ours = run(compare::run(&options, &JobHandle::new())).expect("compared");
+            let text = String::from_utf8_lossy(&theirs.stdout);
+            assert_eq!(ours.messages(), text.lines().collect::<Vec<_>>(), "{one} {other}, first at {}", places[first]);
+        }
+        // A sector that can't be read: before the first difference, in the same chunk, and far behind.
+        for (unreadable, is_first) in [(0, true), (places[first], true), (SIZE - 512, false)] {
+            let chunk = |at: u64| at / (256 << 10);
+            let is_first = is_first || chunk(unreadable) == chunk(places[first]);
+            let name = format!(
+                "driver=raw,file.driver=blkdebug,file.image.filename={},file.inject-error.0.event=read_aio,\
+                 file.inject-error.0.sector={}",
+                bench.path("other.raw"),
+                unreadable / 512
+            );
+            let failing = ImageSpec { name, image_opts: true, ..ImageSpec::default() };
+            let options = CompareOptions { first: spec(&bench, "one.raw"), second: failing, strict: false };
+            let noted = FailedAt::default();
+            let outcome = run(compare::run_noting(&options, &JobHandle::new(), &noted));
+            match is_first {
+                true => {
+                    outcome.expect_err("a sector can't be read");
+                    let offset = chunk(unreadable) * (256 << 10);
+                    assert_eq!(noted.get(), Some(Failed::Read { image: 1, offset }), "first at {}", places[first]);
+                }
+                false => {
+                    let offset = places[first] / 512 * 512;
+                    assert_eq!(outcome.expect("a difference before it").verdict, Verdict::Mismatch { offset });
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -50,6 +50,9 @@ pub trait Disk: Send + Sync + 'static {
 /// The requests of one connection: all from one thread, many at a time, each run to its end. Ranges are inside of the
 /// disk, as it was when the request came.
 pub trait DiskQueue: 'static {
+    /// Size of the disk in bytes, now.
+    fn size(&self) -> u64;
+
     /// Fills `buf` from `offset`.
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)>;
 
@@ -127,6 +130,10 @@ impl Disk for Arc<Node> {
 }
 
 impl DiskQueue for Arc<Node> {
+    fn size(&self) -> u64 {
+        Node::size(self)
+    }
+
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
         Node::read(self, offset, buf)
     }
@@ -179,6 +186,10 @@ impl Disk for Arc<Attachment> {
 }
 
 impl DiskQueue for Queue {
+    fn size(&self) -> u64 {
+        Queue::size(self)
+    }
+
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
         Queue::read(self, offset, buf)
     }

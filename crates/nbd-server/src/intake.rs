@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading requests and judging them.
 
-use crate::Disk;
 use crate::budget::{Budget, Permit};
 use crate::negotiation::Terms;
 use crate::registry::Stay;
+use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_nbd_proto::flags::CommandFlags;
@@ -51,6 +51,7 @@ impl Intake {
         stream: &Stream,
         stay: &Stay<D>,
         terms: &Terms,
+        disk: &D::Queue,
         budget: &Rc<Budget>,
     ) -> Result<Option<Job>> {
         let header_bytes = terms.headers.request_bytes();
@@ -71,7 +72,7 @@ impl Intake {
             return Ok(None);
         }
         let export = &stay.served.export;
-        if let Err((errno, why)) = judge(&request, terms, export.disk.size(), export.is_read_only()) {
+        if let Err((errno, why)) = judge(&request, terms, disk.size(), export.is_read_only()) {
             self.receiver.skip(stream, payload_bytes).await?;
             return Ok(Some(Job { request, work: Work::Fail(errno, why), permit: None }));
         }
@@ -88,7 +89,7 @@ impl Intake {
                 Ok(Some(Job { request, work: Work::Plain, permit: Some(permit) }))
             }
             Command::BlockStatus => {
-                let (request, work) = self.status(stream, stay, terms, request, payload_bytes).await?;
+                let (request, work) = self.status(stream, terms, disk, request, payload_bytes).await?;
                 Ok(Some(Job { request, work, permit: None }))
             }
             _ => Ok(Some(Job { request, work: Work::Plain, permit: None })),
@@ -96,11 +97,11 @@ impl Intake {
     }
 
     /// Which contexts a block status is about.
-    async fn status<D: Disk>(
+    async fn status(
         &mut self,
         stream: &Stream,
-        stay: &Stay<D>,
         terms: &Terms,
+        disk: &impl DiskQueue,
         mut request: Request,
         payload_bytes: u64,
     ) -> Result<(Request, Work)> {
@@ -127,7 +128,7 @@ impl Intake {
             return Ok((request, invalid("the block status names a context that wasn't chosen")));
         }
         request.length = filter.effect_bytes;
-        let work = match judge_range(&request, terms, stay.served.export.disk.size()) {
+        let work = match judge_range(&request, terms, disk.size()) {
             Ok(()) => Work::Status(filter.contexts),
             Err((errno, why)) => Work::Fail(errno, why),
         };

@@ -178,7 +178,7 @@ async fn accept_all<D: Disk>(
 }
 
 /// One connection from its first byte to its last.
-async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<Slot<D>>) {
+pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<Slot<D>>) {
     let _slot = slot;
     let peer = socket.peer();
     socket.keep_alive();

@@ -2,7 +2,7 @@
 //! The server as its owner sees it.
 
 use crate::config::ServerConfig;
-use crate::queue::{Message, Queue};
+use crate::queue::{self, Message, Queue};
 use crate::registry::Registry;
 use crate::signal::lock;
 use crate::{Disk, DiskQueue, Export, ExportInfo, Removal};
@@ -69,6 +69,12 @@ impl<D: Disk> Server<D> {
                 Ok(())
             }
         }
+    }
+
+    /// Serves one client that is connected already on the caller's own executor, until it has left. Not counted
+    /// against the limit of connections, and not waited for by [`Server::stop`]. Call it inside of [`rt::block_on`].
+    pub async fn serve_here(&self, socket: Socket) {
+        queue::serve(Arc::clone(&self.registry), socket, None).await;
     }
 
     /// From now on clients find it.

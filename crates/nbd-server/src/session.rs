@@ -113,7 +113,7 @@ impl<D: Disk> Session<D> {
             return None;
         }
         self.reading.set(true);
-        let next = intake.next(&self.stream, &self.stay, &self.terms, &self.budget).await;
+        let next = intake.next(&self.stream, &self.stay, &self.terms, &self.disk, &self.budget).await;
         self.reading.set(false);
         self.has_more.set(!intake.receiver.is_empty());
         match next {

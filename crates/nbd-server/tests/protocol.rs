@@ -8,9 +8,11 @@ use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags, STATE_HOLE, STATE_ZERO
 use cowshed_nbd_proto::option::{BlockSizes, InfoRequest, MetaContextRequest, OptionReply, code, rep};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
 use cowshed_nbd_server::{Limits, ServerConfig};
+use cowshed_storage::{Socket, rt};
 use cowshed_testkit::qemu::Qemu;
 use served::Served;
 use served::wire::Wire;
+use std::sync::Arc;
 
 const SIZE: u64 = 4 << 20;
 const NONE: CommandFlags = CommandFlags(0);
@@ -376,5 +378,29 @@ fn many_requests_are_in_flight_and_none_is_mixed_up() {
         assert!(!std::mem::replace(&mut seen[index], true));
         assert!(wire.bytes(65_536) == content[index * 70_000..][..65_536]);
     }
+    served.stop();
+}
+
+#[test]
+fn a_client_is_served_on_the_executor_of_whoever_asks_for_it() {
+    let served = Served::start(ServerConfig::default());
+    let image = served.path("disk.raw");
+    let content = served::write_pattern(&image, 4 << 20, 5);
+    served.export(OpenRequest::file(image.to_str().unwrap()).format("raw"), |_| ());
+    let path = served.path("own.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&path).expect("listen");
+    let server = Arc::clone(&served.server);
+    let serving = std::thread::spawn(move || {
+        let (stream, _) = listener.accept().expect("a client");
+        stream.set_nonblocking(true).expect("a socket that doesn't wait");
+        rt::block_on(server.serve_here(Socket::from_descriptor(stream.into())));
+    });
+    let (mut wire, _) = Wire::enter(&path, ReplyStyle::Structured, "", &[]);
+    for at in [0, 1 << 20, (4 << 20) - 65_536] {
+        assert!(wire.ask(Command::Read, NONE, at, 65_536).data == content[at as usize..][..65_536]);
+    }
+    assert!(!serving.is_finished(), "it serves as long as the client stays");
+    drop(wire);
+    serving.join().expect("it ends when the client has left");
     served.stop();
 }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
 
-use cowshed_storage::rt::{block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
+use cowshed_storage::rt::{beside, block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
 use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -228,6 +229,45 @@ fn offloaded_work_comes_back() {
             assert_eq!(square, (number * number) as u64);
         }
     });
+}
+
+#[test]
+fn work_beside_has_an_executor_of_its_own_where_there_are_two_cores() {
+    let has_cores = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1);
+    block_on(async {
+        let mine = std::thread::current().id();
+        let work = |number: u64| {
+            beside(move || async move {
+                // What an executor is for: timers and tasks, also those that are left behind as obligations.
+                sleep(Duration::from_millis(1)).await;
+                let task = spawn(async move { number + 1 });
+                let (left, looked) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+                let (noted, seen) = (Arc::clone(&left), Arc::clone(&looked));
+                let obligation = spawn_obligation(async move {
+                    sleep(Duration::from_millis(2)).await;
+                    noted.store(seen.load(Ordering::SeqCst), Ordering::SeqCst);
+                });
+                assert!(obligation.is_ok());
+                looked.store(number + 1, Ordering::SeqCst);
+                (std::thread::current().id(), task.await, left)
+            })
+        };
+        let tasks: Vec<_> = (0..20u64).map(|number| spawn(work(number))).collect();
+        for (number, task) in tasks.into_iter().enumerate() {
+            let (thread, next, left) = task.await;
+            assert_eq!(thread != mine, has_cores);
+            assert_eq!(next, number as u64 + 1);
+            if has_cores {
+                assert_eq!(left.load(Ordering::SeqCst), next, "a thread goes on until its obligations have ended");
+            }
+        }
+    });
+}
+
+#[test]
+#[should_panic(expected = "a bug in the work")]
+fn a_panic_of_work_beside_goes_on_where_it_is_awaited() {
+    block_on(beside(|| async { panic!("a bug in the work") }));
 }
 
 #[test]

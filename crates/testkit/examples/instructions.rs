@@ -9,16 +9,21 @@
 //! `instructions` compares with the budgets and fails above them by more than 5 %; `instructions record` writes them anew.
 
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::graph::{AttachRequest, Graph};
+use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_jobs::convert::{self, ConvertOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_nbd_server::{Export, Server, ServerConfig};
+use cowshed_storage::{IoBuf, Socket, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::Random;
-use std::collections::BTreeMap;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::process::{Command, ExitCode};
@@ -51,6 +56,10 @@ enum Kind {
     Queued,
     /// The same, with a throttle node whose limit isn't reached on top.
     Throttled,
+    /// Of an NBD client, a window of requests at a time.
+    Served,
+    /// The same below a limit that isn't reached.
+    ServedThrottled,
     /// Of one cluster by `convert`.
     Convert,
 }
@@ -101,6 +110,13 @@ const CASES: &[Case] = &[
     Case { name: "inflate-zstd", about: "the same, zstd", image: ("text-zstd", "qcow2"), kind: Kind::Inflate },
     Case { name: "queued-read", about: "`read` by an export's queue", image: ("full", "qcow2"), kind: Kind::Queued },
     Case { name: "throttled-read", about: "the same below a limit", image: ("full", "qcow2"), kind: Kind::Throttled },
+    Case { name: "nbd-read", about: "`queued-read` over NBD", image: ("full", "qcow2"), kind: Kind::Served },
+    Case {
+        name: "nbd-throttled-read",
+        about: "the same below a limit",
+        image: ("full", "qcow2"),
+        kind: Kind::ServedThrottled,
+    },
     Case { name: "convert", about: "64 KiB, raw to qcow2", image: ("text", "raw"), kind: Kind::Convert },
 ];
 
@@ -142,6 +158,7 @@ fn run(name: &str, folder: &Path, count: u64) -> ! {
     let path = folder.join(case.image.0);
     match case.kind {
         Kind::Convert => alone(copy(&path, &folder.join("copy"), count)),
+        Kind::Served | Kind::ServedThrottled => served(&path, case.kind == Kind::ServedThrottled, count),
         Kind::Queued | Kind::Throttled => alone(queued(&path, case.kind == Kind::Throttled, count)),
         _ => alone(requests(case, &path, count)),
     }
@@ -179,9 +196,8 @@ fn place(number: u64) -> u64 {
     number * 0x9e37_79b9 % (WINDOW / BYTES) * BYTES
 }
 
-/// Reads as exports do.
-async fn queued(path: &Path, throttled: bool, count: u64) {
-    let graph = Graph::new();
+/// What exports are of, below a throttle node where that is wanted.
+async fn attached(graph: &Arc<Graph>, path: &Path, throttled: bool) -> Arc<Attachment> {
     let options = format!("driver=qcow2,node-name=n,file.driver=file,file.filename={}", path.display());
     let node = graph.add(BlockdevOptions::from_keyval(&options).expect("options")).await.expect("the image opens");
     let attachment = graph.attach(&node, AttachRequest::export("e", false)).await.expect("an attachment");
@@ -192,12 +208,120 @@ async fn queued(path: &Path, throttled: bool, count: u64) {
         let filter = BlockdevOptions::from_keyval("driver=throttle,node-name=t,throttle-group=g").expect("options");
         graph.insert_filter(&node, filter).await.expect("a filter");
     }
+    attachment
+}
+
+/// Reads as exports do.
+async fn queued(path: &Path, throttled: bool, count: u64) {
+    let graph = Graph::new();
+    let attachment = attached(&graph, path, throttled).await;
     let (queue, mut buf) = (attachment.queue(), IoBuf::zeroed(BYTES as usize));
     let known = (0..WINDOW).step_by(CLUSTER as usize);
     for at in known.chain((0..count).map(place)) {
         let result;
         (result, buf) = queue.read(at, buf).await;
         result.expect("a read");
+    }
+}
+
+/// Serves an image to a client of the same thread.
+fn served(path: &Path, throttled: bool, count: u64) {
+    let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+    for socket in [&ours, &theirs] {
+        socket.set_nonblocking(true).expect("a socket that doesn't wait");
+    }
+    let known = (0..WINDOW).step_by(CLUSTER as usize);
+    let client = Client::new(theirs, known.chain((0..count).map(place)).collect());
+    rt::Local::simulated(Rc::new(client)).block_on(async {
+        let graph = Graph::new();
+        let attachment = attached(&graph, path, throttled).await;
+        let server = Server::new(ServerConfig::default()).expect("a server");
+        server.add_export(Export::new("e", attachment)).expect("an export");
+        server.serve_here(Socket::from_descriptor(ours.into())).await;
+    });
+}
+
+/// Requests that a client has in flight: what their replies take fits into the buffer of a socket.
+const IN_FLIGHT: usize = 32;
+
+/// An NBD client without a thread of its own: it has its turn when the server has nothing left to do. What it does itself is
+/// two system calls for each window of requests.
+struct Client {
+    socket: UnixStream,
+    /// Places of requests that haven't been sent, the next one first.
+    left: RefCell<VecDeque<u64>>,
+    /// Bytes that are still to come.
+    due: Cell<usize>,
+    replies: RefCell<Vec<u8>>,
+}
+
+impl Client {
+    fn new(socket: UnixStream, places: VecDeque<u64>) -> Client {
+        let mut hello = Vec::new();
+        // Fixed newstyle, no zeroes; then the options for structured replies, and for the export "e".
+        hello.extend_from_slice(&3u32.to_be_bytes());
+        for (option, data) in [(8u32, &b""[..]), (1, b"e")] {
+            hello.extend_from_slice(b"IHAVEOPT");
+            hello.extend_from_slice(&option.to_be_bytes());
+            hello.extend_from_slice(&(data.len() as u32).to_be_bytes());
+            hello.extend_from_slice(data);
+        }
+        (&socket).write_all(&hello).expect("room for the options");
+        // The greeting, the reply to the first option, and the size and flags of the export.
+        let due = Cell::new(18 + 20 + 10);
+        Client { socket, left: RefCell::new(places), due, replies: RefCell::new(vec![0; 256 << 10]) }
+    }
+
+    /// Takes what has come; true when all of it has.
+    fn receive(&self) -> bool {
+        let mut replies = self.replies.borrow_mut();
+        while self.due.get() > 0 {
+            match (&self.socket).read(&mut replies) {
+                Ok(0) => panic!("the server left with {} bytes due", self.due.get()),
+                Ok(count) => self.due.set(self.due.get().checked_sub(count).expect("no more than was asked for")),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
+                Err(error) => panic!("{error}"),
+            }
+        }
+        true
+    }
+
+    fn send(&self) {
+        let mut left = self.left.borrow_mut();
+        let window = left.len().min(IN_FLIGHT);
+        if window == 0 {
+            self.socket.shutdown(Shutdown::Write).expect("the server is there");
+            return;
+        }
+        let mut requests = Vec::with_capacity(window * 28);
+        for place in left.drain(..window) {
+            requests.extend_from_slice(&0x2560_9513u32.to_be_bytes());
+            requests.extend_from_slice(&[0; 4]);
+            requests.extend_from_slice(&place.to_be_bytes());
+            requests.extend_from_slice(&place.to_be_bytes());
+            requests.extend_from_slice(&(BYTES as u32).to_be_bytes());
+        }
+        (&self.socket).write_all(&requests).expect("room for the requests");
+        // Each has one chunk: a header, the offset, the data.
+        self.due.set(window * (20 + 8 + BYTES as usize));
+    }
+}
+
+impl rt::Simulation for Client {
+    fn advance(&self) {
+        if self.receive() {
+            self.send();
+        }
+        // The thread that watches the server's end has something to tell by then, as a rule.
+        std::thread::sleep(Duration::from_millis(2));
+    }
+
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(std::future::pending())
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(1)
     }
 }
 

@@ -86,24 +86,36 @@ struct Way<'a> {
 
 impl Way<'_> {
     #[inline]
-    fn count(&self, kind: IoKind, direction: Direction, len: u64, start_ns: u64, result: &Result<()>) {
+    fn count(&self, kind: IoKind, len: u64, span: Span, result: &Result<()>) {
         let Some(bypass) = self.past else { return };
         match result {
-            Ok(()) => bypass.passed.count(kind, len, start_ns),
-            Err(_) => bypass.count_refused(kind, direction, len, start_ns, result),
+            Ok(()) => bypass.passed.count(kind, len, span.end_ns.saturating_sub(span.start_ns), span.end_ns),
+            Err(_) => bypass.count_refused(kind, len, span.start_ns, result),
         }
     }
 }
 
 impl Bypass {
     #[cold]
-    fn count_refused(&self, kind: IoKind, direction: Direction, len: u64, start_ns: u64, result: &Result<()>) {
+    fn count_refused(&self, kind: IoKind, len: u64, start_ns: u64, result: &Result<()>) {
         self.filter.count(kind, 0, len, start_ns, result);
         if outcome_of(result) == Outcome::Invalid {
             // What can't be is no load.
-            self.credits[direction as usize].give_back(len);
+            self.credits[direction_of(kind) as usize].give_back(len);
         }
     }
+}
+
+/// When a request began and ended, by the clock of the executor's rounds unless it began by the clock itself.
+#[derive(Clone, Copy)]
+struct Span {
+    start_ns: u64,
+    end_ns: u64,
+}
+
+/// The limits that a request counts against.
+fn direction_of(kind: IoKind) -> Direction {
+    if kind == IoKind::Read { Direction::Read } else { Direction::Write }
 }
 
 struct QueueState {
@@ -152,12 +164,18 @@ impl QueueState {
     }
 
     #[inline]
-    fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+    fn count(&self, kind: IoKind, offset: u64, len: u64, span: Span, result: &Result<()>) {
         if result.is_ok() && self.lane.is_plain() {
-            self.lane.counters.count_done(kind, offset, len, start_ns, rt::round_now_ns());
+            self.lane.counters.count_done(kind, offset, len, span.start_ns, span.end_ns);
         } else {
-            self.count_special(kind, offset, len, start_ns, result);
+            self.count_special(kind, offset, len, span.start_ns, result);
         }
+    }
+
+    /// From then until now.
+    #[inline]
+    fn span_since(&self, start_ns: u64) -> Span {
+        Span { start_ns, end_ns: rt::round_now_ns() }
     }
 
     /// When a request begins: by the clock itself where somebody wants to know how long each takes, else by that of the
@@ -232,7 +250,7 @@ macro_rules! through_gate {
             }
             Err(error) => Err(error),
         };
-        queue.count($kind, $offset, $len, start_ns, &result);
+        queue.count($kind, $offset, $len, queue.span_since(start_ns), &result);
         drop(passage);
         result
     }};
@@ -240,23 +258,24 @@ macro_rules! through_gate {
 
 /// The same for a request with a buffer, which comes back; it may go past a throttle filter.
 macro_rules! through_gate_with {
-    ($self:ident, $kind:expr, $direction:expr, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+    ($self:ident, $kind:expr, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
         let queue = &*$self.0;
         let start_ns = queue.start_ns();
         let len = $buf.len() as u64;
         let passage = queue.attachment.gate().enter(&queue.lane).await;
-        let (result, buf) = match queue.check($kind) {
+        let (result, buf, span) = match queue.check($kind) {
             Ok(()) => {
                 let standing = queue.standing();
-                let way = standing.way($direction, len);
+                let way = standing.way(direction_of($kind), len);
                 let $node = way.to;
                 let (result, buf) = $work.await;
-                way.count($kind, $direction, len, start_ns, &result);
-                (result, buf)
+                let span = queue.span_since(start_ns);
+                way.count($kind, len, span, &result);
+                (result, buf, span)
             }
-            Err(error) => (Err(error), $buf),
+            Err(error) => (Err(error), $buf, queue.span_since(start_ns)),
         };
-        queue.count($kind, $offset, len, start_ns, &result);
+        queue.count($kind, $offset, len, span, &result);
         drop(passage);
         (result, buf)
     }};
@@ -279,22 +298,23 @@ impl Queue {
 
     /// Virtual size in bytes, now.
     pub fn size(&self) -> u64 {
-        self.0.attachment.size()
+        let standing = self.0.standing();
+        standing.bypass.as_ref().map_or(&standing.node, |bypass| &bypass.behind).size()
     }
 
     /// Fills `buf` from `offset` (bytes) and gives it back.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Read, Direction::Read, offset, buf, |node| node.read(offset, buf))
+        through_gate_with!(self, IoKind::Read, offset, buf, |node| node.read(offset, buf))
     }
 
     /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`].
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Write, Direction::Write, offset, buf, |node| node.write(offset, buf))
+        through_gate_with!(self, IoKind::Write, offset, buf, |node| node.write(offset, buf))
     }
 
     /// As [`Queue::write`], and durable when it returns.
     pub async fn write_durable(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Write, Direction::Write, offset, buf, |node| async {
+        through_gate_with!(self, IoKind::Write, offset, buf, |node| async {
             let (result, buf) = node.write(offset, buf).await;
             match result {
                 Ok(()) => (node.flush().await, buf),
@@ -362,7 +382,7 @@ impl Queue {
         let queue = &*self.0;
         let start_ns = queue.start_ns();
         let passage = queue.attachment.gate().enter(&queue.lane).await;
-        let direction = if kind == IoKind::Read { Direction::Read } else { Direction::Write };
+        let direction = direction_of(kind);
         let standing = queue.standing();
         let mut node = Some(Arc::clone(&standing.node));
         if let Some(bypass) = standing.bypass.as_ref().filter(|bypass| standing.pays(bypass, direction, len)) {
@@ -374,7 +394,7 @@ impl Queue {
             }
             node = filter.child(ChildRole::File);
         }
-        queue.count(kind, 0, len, start_ns, &Ok(()));
+        queue.count(kind, 0, len, queue.span_since(start_ns), &Ok(()));
         drop(passage);
     }
 

@@ -2,7 +2,7 @@
 //! Plain counters, spread so that threads don't share cache lines.
 
 use super::{HistogramSnapshot, IntervalStats, IoKind, KINDS};
-use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters, rt};
+use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -202,14 +202,13 @@ pub(crate) struct PassedCounters {
 }
 
 impl PassedCounters {
-    /// Counts a read or a write that was carried out. Only the queue's thread calls this.
+    /// Counts a read or a write that was carried out in `took_ns`. Only the queue's thread calls this.
     #[inline]
-    pub(crate) fn count(&self, kind: IoKind, len: u64, start_ns: u64) {
-        let end_ns = rt::round_now_ns();
+    pub(crate) fn count(&self, kind: IoKind, len: u64, took_ns: u64, end_ns: u64) {
         let [operations, bytes, total_ns] = &self.sums[usize::from(kind != IoKind::Read)];
         bump(operations, 1);
         bump(bytes, len);
-        bump(total_ns, end_ns.saturating_sub(start_ns));
+        bump(total_ns, took_ns);
         self.last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
@@ -340,10 +339,9 @@ mod tests {
         let node = NodeCounters::default();
         node.count_done(IoKind::Read, 1, 5, 7);
         let (queue, other) = (node.add_passed(), node.add_passed());
-        // What is past cannot have begun in the future.
-        queue.count(IoKind::Read, 10, u64::MAX);
-        queue.count(IoKind::Write, 20, u64::MAX);
-        other.count(IoKind::Read, 100, u64::MAX);
+        queue.count(IoKind::Read, 10, 0, 8);
+        queue.count(IoKind::Write, 20, 0, 9);
+        other.count(IoKind::Read, 100, 0, 10);
         for gone in [Some(&queue), Some(&other), None] {
             let stats = node.snapshot();
             assert_eq!((stats.kind(IoKind::Read).operations, stats.kind(IoKind::Read).bytes), (3, 111));

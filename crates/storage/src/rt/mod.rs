@@ -14,6 +14,7 @@ use cowshed_block::{Error, Result};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -93,6 +94,29 @@ pub async fn offload<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
         return work();
     }
     Pool::cpu().run(work).await
+}
+
+/// Runs what `work` makes on another thread, on an executor of that thread: for requests that keep a core busy in system
+/// calls, as copying out of the page cache does. It runs to its end even when this future is dropped. On this thread where
+/// there is no other core, no thread or no file descriptor for an executor, and under the simulator. A panic of the
+/// work continues here.
+pub async fn beside<T: Send + 'static, F: Future<Output = T>>(work: impl FnOnce() -> F + Send + 'static) -> T {
+    static HAS_CORES: LazyLock<bool> =
+        LazyLock::new(|| std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1));
+    if is_simulated() || !*HAS_CORES {
+        return work().await;
+    }
+    let outcome = Pool::io().run(move || {
+        // A pool that could start no thread at all works on the caller's, which has an executor running.
+        if with_current(|local| local.is_some()) || prepare().is_err() {
+            return Err(work);
+        }
+        Ok(block_on(work()))
+    });
+    match outcome.await {
+        Ok(output) => output,
+        Err(work) => work().await,
+    }
 }
 
 /// Waits. Under the simulator time is virtual.

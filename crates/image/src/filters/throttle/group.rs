@@ -59,12 +59,15 @@ impl Credit {
     /// Takes what a request of `bytes` counts for; false when there isn't enough.
     #[inline]
     pub(crate) fn take(&self, bytes: u64) -> bool {
-        let (requests, left) = (self.requests.get(), self.bytes.get());
-        if requests == 0 || bytes > left || bytes > self.longest.get() || !self.valid.load(Ordering::Relaxed) {
+        let (Some(requests), Some(left)) = (self.requests.get().checked_sub(1), self.bytes.get().checked_sub(bytes))
+        else {
+            return false;
+        };
+        if bytes > self.longest.get() || !self.valid.load(Ordering::Relaxed) {
             return false;
         }
-        self.requests.set(requests - 1);
-        self.bytes.set(left - bytes);
+        self.requests.set(requests);
+        self.bytes.set(left);
         true
     }
 
