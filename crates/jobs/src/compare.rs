@@ -133,10 +133,12 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
     result.and_then(|outcome| closed.map(|()| outcome))
 }
 
-/// Pieces in flight, on as many threads.
+/// Chunks in flight, on as many threads.
 const REQUESTS: usize = 4;
+/// What a thread is given at once: waking one takes as long as copying tens of KiB.
+const CHUNK_BYTES: u64 = 2 << 20;
 /// Read at once of either image: what is in flight stays in the cache of a core.
-const CHUNK_BYTES: u64 = 256 << 10;
+const PIECE_BYTES: u64 = 256 << 10;
 
 async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
     let [first, second] = nodes;
@@ -189,9 +191,9 @@ async fn step_verdict(
             let nodes = nodes.map(Arc::clone);
             // Where both are in memory the copying is what takes the time.
             let found = rt::beside(move || async move { differs_at(&nodes, start..end, data).await }).await;
-            let found = found.map_err(|(image, error)| {
-                failed.note(Failed::Read { image, offset: start });
-                error.context(format!("error while reading at byte {start}"))
+            let found = found.map_err(|(image, offset, error)| {
+                failed.note(Failed::Read { image, offset });
+                error.context(format!("error while reading at byte {offset}"))
             })?;
             found.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
@@ -200,18 +202,31 @@ async fn step_verdict(
     Ok(verdict)
 }
 
-/// The first byte of `range` that differs; `data` says which sides hold data. An error comes with the image it is of.
-async fn differs_at(nodes: &[Arc<Node>; 2], range: Range<u64>, data: [bool; 2]) -> Result<Option<u64>, (usize, Error)> {
-    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    let read = async |image: usize| {
-        if !data[image] {
-            return Ok(None);
+/// The first byte of `range` that differs; `data` says which sides hold data. An error comes with the image it is of, and
+/// where that was read.
+async fn differs_at(
+    nodes: &[Arc<Node>; 2],
+    range: Range<u64>,
+    data: [bool; 2],
+) -> Result<Option<u64>, (usize, u64, Error)> {
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min((start / PIECE_BYTES + 1) * PIECE_BYTES);
+        let len = usize::try_from(end - start).unwrap_or(usize::MAX);
+        let read = async |image: usize| {
+            if !data[image] {
+                return Ok(None);
+            }
+            let (result, buf) = nodes[image].read(start, IoBuf::scratch(len)).await;
+            result.map(|()| Some(buf)).map_err(|error| (image, start, error))
+        };
+        let (one, other) = join(read(0), read(1)).await;
+        if let Some(at) = first_difference(one?.as_deref(), other?.as_deref()) {
+            return Ok(Some(start + at as u64));
         }
-        let (result, buf) = nodes[image].read(range.start, IoBuf::scratch(len)).await;
-        result.map(|()| Some(buf)).map_err(|error| (image, error))
-    };
-    let (one, other) = join(read(0), read(1)).await;
-    Ok(first_difference(one?.as_deref(), other?.as_deref()).map(|at| range.start + at as u64))
+        start = end;
+    }
+    Ok(None)
 }
 
 /// Index of the first differing byte; a missing side is all zero.
