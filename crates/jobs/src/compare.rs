@@ -155,11 +155,11 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
             if is_over.get() {
                 return Ok(None);
             }
-            let step = walk.next(failed).await?;
+            let step = walk.next().await?;
             Ok(step.map(|step| (step, walk)))
         }
     });
-    let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job, failed)).buffered(REQUESTS));
+    let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job)).buffered(REQUESTS));
     let mut first_found = Ok(None);
     while let Some(verdict) = verdicts.next().await {
         // What other threads still read comes to its end before the images are closed.
@@ -168,6 +168,10 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
             is_over.set(!matches!(first_found, Ok(None)));
         }
     }
+    let first_found = first_found.map_err(|stop| {
+        stop.failed.into_iter().for_each(|at| failed.note(at));
+        stop.error
+    });
     let Some(verdict) = first_found? else {
         return Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other });
     };
@@ -176,14 +180,20 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
     Ok(CompareOutcome { verdict, size_warning })
 }
 
+/// Why a comparison can't go on. Several may be met at once: the first one on the disk is told.
+#[derive(Debug)]
+struct Stop {
+    failed: Option<Failed>,
+    error: Error,
+}
+
 async fn step_verdict(
-    step: Result<Step>,
+    step: Result<Step, Stop>,
     nodes: [&Arc<Node>; 2],
     job: &JobHandle,
-    failed: &FailedAt,
-) -> Result<Option<Verdict>> {
+) -> Result<Option<Verdict>, Stop> {
     let step = step?;
-    job.pause_point().await?;
+    job.pause_point().await.map_err(|error| Stop { failed: None, error })?;
     let verdict = match step {
         Step::Allocation { offset } => return Ok(Some(Verdict::AllocationMismatch { offset })),
         Step::Same { .. } => None,
@@ -191,24 +201,15 @@ async fn step_verdict(
             let nodes = nodes.map(Arc::clone);
             // Where both are in memory the copying is what takes the time.
             let found = rt::beside(move || async move { differs_at(&nodes, start..end, data).await }).await;
-            let found = found.map_err(|(image, offset, error)| {
-                failed.note(Failed::Read { image, offset });
-                error.context(format!("error while reading at byte {offset}"))
-            })?;
-            found.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
+            found?.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
     };
     job.advance(step.len());
     Ok(verdict)
 }
 
-/// The first byte of `range` that differs; `data` says which sides hold data. An error comes with the image it is of, and
-/// where that was read.
-async fn differs_at(
-    nodes: &[Arc<Node>; 2],
-    range: Range<u64>,
-    data: [bool; 2],
-) -> Result<Option<u64>, (usize, u64, Error)> {
+/// The first byte of `range` that differs; `data` says which sides hold data.
+async fn differs_at(nodes: &[Arc<Node>; 2], range: Range<u64>, data: [bool; 2]) -> Result<Option<u64>, Stop> {
     let mut start = range.start;
     while start < range.end {
         let end = range.end.min((start / PIECE_BYTES + 1) * PIECE_BYTES);
@@ -218,7 +219,10 @@ async fn differs_at(
                 return Ok(None);
             }
             let (result, buf) = nodes[image].read(start, IoBuf::scratch(len)).await;
-            result.map(|()| Some(buf)).map_err(|error| (image, start, error))
+            result.map(|()| Some(buf)).map_err(|error| Stop {
+                failed: Some(Failed::Read { image, offset: start }),
+                error: error.context(format!("error while reading at byte {start}")),
+            })
         };
         let (one, other) = join(read(0), read(1)).await;
         if let Some(at) = first_difference(one?.as_deref(), other?.as_deref()) {
@@ -311,16 +315,15 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    async fn next(&mut self, failed: &FailedAt) -> Result<Option<Step>> {
+    async fn next(&mut self) -> Result<Option<Step>, Stop> {
         if self.at >= self.size {
             return Ok(None);
         }
         let start = self.at;
         let [first, second] = &mut self.sides;
-        let (first_end, first_data, first_kind) =
-            first.at(start, self.size).await.inspect_err(|_| failed.note(Failed::Status { image: 0 }))?;
-        let (second_end, second_data, second_kind) =
-            second.at(start, self.size).await.inspect_err(|_| failed.note(Failed::Status { image: 1 }))?;
+        let stop = |image| move |error| Stop { failed: Some(Failed::Status { image }), error };
+        let (first_end, first_data, first_kind) = first.at(start, self.size).await.map_err(stop(0))?;
+        let (second_end, second_data, second_kind) = second.at(start, self.size).await.map_err(stop(1))?;
         if self.strict && first_kind != second_kind {
             self.at = self.size;
             return Ok(Some(Step::Allocation { offset: start }));

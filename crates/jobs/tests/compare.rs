@@ -141,6 +141,31 @@ fn the_first_finding_counts_whoever_is_faster() {
 }
 
 #[test]
+fn of_several_places_that_cannot_be_read_the_first_one_is_told() {
+    let bench = Bench::new();
+    bench.pattern("one.raw", 24 << 20, 3);
+    // One in each of the chunks that different threads have at the same time.
+    let places = [3 << 20, (4 << 20) + 512, 7 << 20, 9 << 20];
+    let rules: String = places
+        .iter()
+        .enumerate()
+        .map(|(number, at)| {
+            let rule = format!(",file.inject-error.{number}");
+            format!("{rule}.event=read_aio{rule}.sector={}", at / 512)
+        })
+        .collect();
+    let name = format!("driver=raw,file.driver=blkdebug,file.image.filename={}{rules}", bench.path("one.raw"));
+    let failing = ImageSpec { name, image_opts: true, ..ImageSpec::default() };
+    let options = CompareOptions { first: failing, second: spec(&bench, "one.raw"), strict: false };
+    for _ in 0..30 {
+        let noted = FailedAt::default();
+        let error = run(compare::run_noting(&options, &JobHandle::new(), &noted)).expect_err("unreadable");
+        assert_eq!(noted.get(), Some(Failed::Read { image: 0, offset: 3 << 20 }));
+        assert!(error.to_string().contains("at byte 3145728"), "{error}");
+    }
+}
+
+#[test]
 fn maps_are_those_of_qemu_img() {
     let bench = Bench::new();
     chain(&bench);
