@@ -137,6 +137,8 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
 const REQUESTS: usize = 4;
 /// What a thread is given at once: waking one takes as long as copying tens of KiB.
 const CHUNK_BYTES: u64 = 2 << 20;
+/// Less than this is compared where it was found, as in images whose data and zeroes take turns.
+const MIN_HANDED_BYTES: u64 = 512 << 10;
 /// Read at once of either image: what is in flight stays in the cache of a core.
 const PIECE_BYTES: u64 = 256 << 10;
 
@@ -199,8 +201,9 @@ async fn step_verdict(
         Step::Same { .. } => None,
         Step::Compare { start, end, data } => {
             let nodes = nodes.map(Arc::clone);
+            let work = move || async move { differs_at(&nodes, start..end, data).await };
             // Where both are in memory the copying is what takes the time.
-            let found = rt::beside(move || async move { differs_at(&nodes, start..end, data).await }).await;
+            let found = if end - start < MIN_HANDED_BYTES { work().await } else { rt::beside(work).await };
             found?.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
     };
