@@ -267,7 +267,9 @@ impl Move<'_> {
                 .map(|(cluster, at)| (at, IoBuf::copy_from(cluster)));
             return self.image.write_compressed(clusters.collect()).await;
         }
-        self.image.write(start, bytes).await.0
+        self.image.write(start, bytes).await.0?;
+        self.image.note_bulk_write(len);
+        Ok(())
     }
 }
 

@@ -377,6 +377,15 @@ impl File {
         let _ = rt::spawn_obligation(start);
     }
 
+    /// As [`File::note_new_data`], by a job that goes through a disk once: as long as such notes come, larger writes to a cached
+    /// file of this machine are left to another core, while the job reads what comes next.
+    pub fn note_bulk_write(&self, len: u64) {
+        if let Medium::Host(host) = &self.0.medium {
+            host.note_bulk_write();
+        }
+        self.note_new_data(len);
+    }
+
     /// The error of the first failed [`File::sync`], if there was one.
     pub fn poison(&self) -> Option<Error> {
         self.0.flush.poison().cloned()

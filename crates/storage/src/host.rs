@@ -29,6 +29,8 @@ pub(crate) struct HostFile {
     tries_now: [AtomicBool; 2],
     /// A write on a ring's thread had to wait: until then (by [`rt::now`], in nanoseconds) the kernel's workers do them.
     rests_until_ns: AtomicU64,
+    /// A job writes in bulk: until then the kernel's workers do its larger writes, beside this thread.
+    bulk_until_ns: AtomicU64,
     /// Reads that are not tried in the page cache, because the last one was not there.
     reads_past_cache: AtomicU32,
 }
@@ -43,6 +45,11 @@ const PAGE_BYTES: u64 = 4096;
 const WAITED_NS: u64 = 5_000_000;
 /// So long are the kernel's workers to do the writes then.
 const REST_NS: u64 = 100_000_000;
+
+/// Writes in bulk from so many bytes on are worth a worker.
+const BULK_BYTES: usize = 64 << 10;
+/// So long after a write in bulk others are taken to follow.
+const BULK_NS: u64 = 100_000_000;
 
 /// Who carries out the next operation.
 enum Worker {
@@ -86,6 +93,7 @@ impl HostFile {
             alignment,
             tries_now,
             rests_until_ns: AtomicU64::new(0),
+            bulk_until_ns: AtomicU64::new(0),
             reads_past_cache: AtomicU32::new(0),
         })
     }
@@ -239,6 +247,9 @@ impl HostFile {
         if self.is_direct() || self.is_device || self.engine == Engine::Threads || len > NOW_BYTES {
             return None;
         }
+        if len >= BULK_BYTES && self.is_in_bulk() {
+            return None;
+        }
         if self.tries_now[usize::from(true)].load(Ordering::Relaxed) {
             return self.transfer_now(Direction::Write, payload, 0, offset);
         }
@@ -258,6 +269,16 @@ impl HostFile {
             self.rests_until_ns.store(end_ns + REST_NS, Ordering::Relaxed);
         }
         Some(result)
+    }
+
+    /// Somebody writes in bulk, who reads and looks for zeroes meanwhile: another core writes then.
+    pub(crate) fn note_bulk_write(&self) {
+        self.bulk_until_ns.store(now_ns() + BULK_NS, Ordering::Relaxed);
+    }
+
+    fn is_in_bulk(&self) -> bool {
+        let until_ns = self.bulk_until_ns.load(Ordering::Relaxed);
+        until_ns != 0 && now_ns() < until_ns
     }
 
     /// Runs a system call that may block, away from this thread where there is somewhere else.
@@ -667,3 +688,6 @@ fn probe_alignment(fd: &OwnedFd) -> Alignment {
         .map_or(SAFE, |size| size as u64);
     Alignment { memory: crate::buf::IO_ALIGN, offset }
 }
+
+#[cfg(test)]
+mod tests;

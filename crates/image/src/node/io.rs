@@ -190,11 +190,12 @@ impl Node {
     }
 
     /// `len` bytes were written by a job that goes through the disk once: the kernel may begin with them before the job's
-    /// flush asks for it. A hint; it counts for images in files of this machine.
+    /// flush asks for it, and the larger ones of the next writes are done beside the job's thread. A hint; it counts for
+    /// images in files of this machine.
     pub fn note_bulk_write(&self, len: u64) {
         match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.content_file().note_new_data(len),
-            driver => driver.whole_file().into_iter().for_each(|file| file.note_new_data(len)),
+            Driver::Qcow2(qcow2) => qcow2.content_file().note_bulk_write(len),
+            driver => driver.whole_file().into_iter().for_each(|file| file.note_bulk_write(len)),
         }
     }
 

@@ -91,8 +91,12 @@ impl<'a> Copy<'a> {
         let mut number = 0;
         let mut more = true;
         let mut result = Ok(());
+        // Each further piece in flight needs a buffer of its own, whose fresh pages cost more than they bring where little is
+        // copied.
+        let most = self.settings.requests.max(1);
+        let mut at_once = 1;
         while more || !running.is_empty() {
-            let step = if more && running.len() < self.settings.requests.max(1) {
+            let step = if more && running.len() < at_once {
                 match self.next_piece(&mut pieces).await {
                     Ok(None) => {
                         more = false;
@@ -106,6 +110,7 @@ impl<'a> Copy<'a> {
                     Err(error) => Err(error),
                 }
             } else {
+                at_once = most.min(at_once + 1);
                 running.next().await.unwrap_or(Ok(()))
             };
             if step.is_err() {

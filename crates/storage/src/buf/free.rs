@@ -10,13 +10,13 @@ use std::ptr::NonNull;
 
 /// Smaller blocks are the allocator's business, which is quick with them.
 const MIN_BLOCK_BYTES: usize = 4096;
-/// Larger blocks are too rare to keep.
-const MAX_BLOCK_BYTES: usize = 4 << 20;
-/// What a thread keeps at most.
-const MAX_KEPT_BYTES: usize = 16 << 20;
+/// Larger blocks, of over 4 MiB and what aligns them, are too rare to keep.
+const MAX_BLOCK_BYTES: usize = (4 << 20) + super::IO_ALIGN;
+/// What a thread keeps at most: eight such blocks of 2 MiB.
+const MAX_KEPT_BYTES: usize = (16 << 20) + 8 * super::IO_ALIGN;
 const MAX_KEPT_BLOCKS: usize = 64;
 
-/// A block from the global allocator; all its bytes are initialised.
+/// A block from the global allocator; all its bytes are initialised, but for what stands before and behind aligned ones.
 struct Block {
     start: NonNull<u8>,
     layout: Layout,
@@ -39,7 +39,7 @@ thread_local! {
     static KEPT: RefCell<Kept> = const { RefCell::new(Kept { blocks: Vec::new(), bytes: 0 }) };
 }
 
-/// Takes a kept block of that layout. All its bytes are initialised; what they are nobody knows.
+/// Takes a kept block of that layout. All bytes that its first user had are initialised; what they are nobody knows.
 pub(super) fn take(layout: Layout) -> Option<NonNull<u8>> {
     let taken = KEPT.try_with(|kept| {
         let mut kept = kept.try_borrow_mut().ok()?;

@@ -13,8 +13,8 @@ pub const IO_ALIGN: usize = 4096;
 
 /// Where the bytes of a [`Region`] come from, and what keeps them alive.
 enum Owner {
-    /// The global allocator; the layout has a size above 0.
-    Heap(Layout),
+    /// The global allocator, which gave `start`; the layout has a size above 0.
+    Heap { start: NonNull<u8>, layout: Layout },
     /// No bytes at all.
     Empty,
     /// Somebody else's memory, valid as long as the value lives.
@@ -23,7 +23,6 @@ enum Owner {
 
 /// One piece of memory, freed when its last [`IoBuf`] goes.
 struct Region {
-    base: NonNull<u8>,
     owner: Owner,
 }
 
@@ -35,12 +34,27 @@ unsafe impl Sync for Region {}
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let Owner::Heap(layout) = self.owner {
-            // SAFETY: `base` came from the global allocator with this layout, every constructor initialised all of it, and no
-            // IoBuf is left.
-            unsafe { free::give(self.base, layout) }
+        if let Owner::Heap { start, layout } = self.owner {
+            // SAFETY: `start` came from the global allocator with this layout, every constructor initialised all that is ever
+            // used of it, and no IoBuf is left.
+            unsafe { free::give(start, layout) }
         }
     }
+}
+
+/// From so many bytes on, new zeroed memory is asked for without alignment and aligned here. The system gives it out as
+/// fresh pages, which are zero; the allocator would write zeroes into aligned memory, and that costs a fault and a write
+/// for each page before the first byte is read.
+const FRESH_PAGES_BYTES: usize = 128 << 10;
+
+/// What is asked of the allocator for a buffer of `len` bytes.
+fn block_layout(len: usize) -> Layout {
+    let layout = match len < FRESH_PAGES_BYTES {
+        true => Layout::from_size_align(len, IO_ALIGN),
+        false => Layout::from_size_align(len.saturating_add(IO_ALIGN), align_of::<u128>()),
+    };
+    // More than isize::MAX bytes: no machine has them, so this is what running out of memory looks like.
+    layout.unwrap_or_else(|_| handle_alloc_error(Layout::new::<[u8; IO_ALIGN]>()))
 }
 
 /// What new memory holds.
@@ -92,29 +106,19 @@ impl IoBuf {
     /// The `len` bytes at `start` must be initialised, readable and writable, and used by nobody else, until `owner` is
     /// dropped.
     pub unsafe fn from_foreign(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
-        let region = Region { base: start, owner: Owner::Foreign(owner) };
+        let region = Region { owner: Owner::Foreign(owner) };
         IoBuf { start, len, region: Arc::new(region) }
     }
 
     /// With [`Contents::Uninitialised`] the caller must initialise every byte before anybody sees the buffer.
     fn allocate(len: usize, contents: Contents) -> Self {
-        let layout = match Layout::from_size_align(len, IO_ALIGN) {
-            Ok(layout) => layout,
-            // More than isize::MAX bytes: no machine has them, so this is what running out of memory looks like.
-            Err(_) => handle_alloc_error(Layout::new::<[u8; IO_ALIGN]>()),
-        };
+        let layout = block_layout(len);
         if len == 0 {
             let base = NonNull::<AlignedPage>::dangling().cast();
-            return IoBuf { start: base, len, region: Arc::new(Region { base, owner: Owner::Empty }) };
+            return IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Empty }) };
         }
-        let base = match free::take(layout) {
-            Some(base) => {
-                if contents == Contents::Zero {
-                    // SAFETY: the block has `len` bytes and is ours alone.
-                    unsafe { base.write_bytes(0, len) };
-                }
-                base
-            }
+        let (start, is_used) = match free::take(layout) {
+            Some(start) => (start, true),
             None => {
                 // SAFETY: the size is not 0.
                 let memory = unsafe {
@@ -123,10 +127,16 @@ impl IoBuf {
                         Contents::Zero | Contents::Any => alloc_zeroed(layout),
                     }
                 };
-                NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout))
+                (NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout)), false)
             }
         };
-        IoBuf { start: base, len, region: Arc::new(Region { base, owner: Owner::Heap(layout) }) }
+        // SAFETY: an aligned layout gives 0 here, the others have IO_ALIGN bytes to spare.
+        let base = unsafe { start.add(start.align_offset(IO_ALIGN)) };
+        if is_used && contents == Contents::Zero {
+            // SAFETY: the block has `len` bytes from there on and is ours alone.
+            unsafe { base.write_bytes(0, len) };
+        }
+        IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Heap { start, layout } }) }
     }
 
     /// Length in bytes.
@@ -246,7 +256,7 @@ mod tests {
 
     #[test]
     fn zeroed_and_copied_are_aligned() {
-        for len in [0, 1, 511, 4096, 70_000] {
+        for len in [0, 1, 511, 4096, 70_000, 131_071, 131_072, 1 << 20, (3 << 20) + 1] {
             let zeroed = IoBuf::zeroed(len);
             assert_eq!(zeroed.len(), len);
             assert!(zeroed.is_aligned(IO_ALIGN));
