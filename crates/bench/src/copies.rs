@@ -28,6 +28,8 @@ pub fn here(settings: &Settings) -> Result<Vec<Row>, String> {
         rows.push(convert(settings, &format!("{name}: qcow2 → qcow2"), TARGET, &image, QCOW2, QCOW2)?);
         rows.push(beside_cp(settings, &format!("{name}: raw → raw, theirs is cp"), &raw, &[])?);
     }
+    let large = fixture::large_sparse(settings)?;
+    rows.push(beside_cp(settings, "sparse, eight times as large: raw → raw, theirs is cp", &large, &[])?);
     Ok(rows)
 }
 

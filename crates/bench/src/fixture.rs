@@ -64,6 +64,12 @@ pub fn of_kind(settings: &Settings, kind: Kind) -> Result<PathBuf, String> {
     }
 }
 
+/// A sparse raw image of four times `size_mib`: what a process takes to start doesn't count there.
+pub fn large_sparse(settings: &Settings) -> Result<PathBuf, String> {
+    let size_mib = 4 * settings.size_mib;
+    raw(settings, &format!("copy-sparse-{size_mib}.raw"), size_mib, |mib| mib % 64 == 0)
+}
+
 /// `source` (raw) converted by qemu-img with `options`, so that no side reads what it wrote itself.
 pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str]) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("{name}-{}.qcow2", settings.size_mib));

@@ -2,6 +2,7 @@
 //! The pipeline: several pieces at a time are read, searched for zeroes and written.
 
 use super::ConvertOutcome;
+use super::in_flight::InFlight;
 use super::pieces::{Cut, Piece, Pieces};
 use super::share::Sharing;
 use super::source::{Place, RunKind, Sources};
@@ -11,7 +12,7 @@ use crate::zeroes::{is_zero, segments};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::node::ZeroFlags;
-use cowshed_storage::{File, IoBuf};
+use cowshed_storage::{File, IoBuf, rt};
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::cell::{Cell, RefCell};
@@ -31,7 +32,7 @@ pub struct CopySettings {
     pub target_is_zero: bool,
     /// Compress, in clusters of `cut.unit` bytes.
     pub compressed: bool,
-    /// Pieces in flight.
+    /// Pieces in flight at most.
     pub requests: usize,
     /// Writes may start in any order.
     pub out_of_order: bool,
@@ -57,6 +58,7 @@ pub struct Copy<'a> {
     /// Progress, cancelling, speed.
     pub job: &'a JobHandle,
     turn: Turn,
+    in_flight: InFlight,
     /// Buffers to be used again: fresh ones cost a page fault each 4 KiB.
     pool: RefCell<Vec<IoBuf>>,
     outcome: RefCell<ConvertOutcome>,
@@ -74,6 +76,7 @@ impl<'a> Copy<'a> {
             settings,
             job,
             turn: Turn::default(),
+            in_flight: InFlight::up_to(settings.requests),
             pool: RefCell::default(),
             outcome: RefCell::default(),
             kernel_copies: Cell::new(false),
@@ -91,12 +94,8 @@ impl<'a> Copy<'a> {
         let mut number = 0;
         let mut more = true;
         let mut result = Ok(());
-        // Each further piece in flight needs a buffer of its own, whose fresh pages cost more than they bring where little is
-        // copied.
-        let most = self.settings.requests.max(1);
-        let mut at_once = 1;
         while more || !running.is_empty() {
-            let step = if more && running.len() < at_once {
+            let step = if more && running.len() < self.in_flight.now() {
                 match self.next_piece(&mut pieces).await {
                     Ok(None) => {
                         more = false;
@@ -110,7 +109,6 @@ impl<'a> Copy<'a> {
                     Err(error) => Err(error),
                 }
             } else {
-                at_once = most.min(at_once + 1);
                 running.next().await.unwrap_or(Ok(()))
             };
             if step.is_err() {
@@ -139,7 +137,12 @@ impl<'a> Copy<'a> {
 
     async fn piece(&self, piece: Piece, number: u64) -> Result<()> {
         match piece.kind {
-            RunKind::Data => self.data_piece(piece, number).await,
+            RunKind::Data => {
+                let start = rt::now();
+                let result = self.data_piece(piece, number).await;
+                self.in_flight.note(rt::now().saturating_sub(start));
+                result
+            }
             RunKind::Zero => self.zero_piece(piece).await,
             RunKind::Backing => {
                 self.job.advance(piece.end - piece.start);

@@ -2,6 +2,7 @@
 //! Copies one or several images into a new one, in another format, compressed, sparse or on another backing file.
 
 mod copy;
+mod in_flight;
 mod pieces;
 mod share;
 mod source;
@@ -53,7 +54,7 @@ pub struct ConvertOptions {
     pub sparse_bytes: u64,
     /// `-W`: writes need not be in order.
     pub out_of_order: bool,
-    /// `-m`: requests in flight, 1 to 16.
+    /// `-m`: requests in flight at most, 1 to 16.
     pub requests: usize,
     /// `-r`: bytes a second.
     pub rate: Option<u64>,

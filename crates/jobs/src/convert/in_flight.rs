@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How many pieces are in flight.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+/// So many keep two cores busy where all is in the page cache: one reads, another writes.
+const QUICK: usize = 4;
+/// A piece that took longer has waited for a disk, a server or a codec: more in flight are worth their buffers.
+const SLOW: Duration = Duration::from_millis(2);
+
+/// Begins with one piece, for each has a buffer, whose fresh pages cost more than the copying where little is copied.
+#[derive(Debug)]
+pub struct InFlight {
+    now: Cell<usize>,
+    most: usize,
+}
+
+impl InFlight {
+    /// `most` at the end, at least 1.
+    pub fn up_to(most: usize) -> InFlight {
+        InFlight { now: Cell::new(1), most: most.max(1) }
+    }
+
+    /// How many there may be now.
+    pub fn now(&self) -> usize {
+        self.now.get()
+    }
+
+    /// A piece was done in that time.
+    pub fn note(&self, took: Duration) {
+        let now = self.now.get();
+        if now < QUICK || took > SLOW {
+            self.now.set(self.most.min(now + 1));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(most: usize, took: Duration, pieces: usize) -> usize {
+        let in_flight = InFlight::up_to(most);
+        assert_eq!(in_flight.now(), 1);
+        (0..pieces).for_each(|_| in_flight.note(took));
+        in_flight.now()
+    }
+
+    #[test]
+    fn quick_pieces_stay_few_and_slow_ones_reach_what_was_asked_for() {
+        assert_eq!(after(8, Duration::ZERO, 2), 3);
+        assert_eq!(after(8, SLOW, 100), QUICK);
+        assert_eq!(after(8, 2 * SLOW, 6), 7);
+        assert_eq!(after(8, 2 * SLOW, 100), 8);
+    }
+
+    #[test]
+    fn never_more_than_asked_for_and_never_none() {
+        assert_eq!(after(2, Duration::ZERO, 100), 2);
+        assert_eq!(after(1, Duration::MAX, 100), 1);
+        assert_eq!(after(0, Duration::MAX, 100), 1);
+    }
+}
