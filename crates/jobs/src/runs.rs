@@ -2,18 +2,19 @@
 //! The runs of a disk that a job is for, in pieces, and copying them from one node to another.
 
 use crate::JobHandle;
+use crate::in_flight::InFlight;
 use crate::zeroes::is_zero;
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, rt};
 use futures_util::stream::{self, StreamExt};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Bytes of a piece: its borders are multiples of it, so no two pieces touch one cluster.
 pub const PIECE_BYTES: u64 = 2 << 20;
-/// Pieces in flight.
-pub const PIECES_AT_ONCE: usize = 8;
+/// Pieces in flight at most.
+const PIECES_AT_ONCE: usize = 8;
 /// Runs that one question about the mapping answers at most.
 const RUNS_AT_ONCE: usize = 1024;
 
@@ -151,11 +152,12 @@ where
     F: Fn(&StatusExtent) -> bool,
     W: Future<Output = Result<()>>,
 {
+    let in_flight = &InFlight::up_to(PIECES_AT_ONCE);
     let mut running = stream::FuturesUnordered::new();
     let mut result = Ok(());
     let mut more = true;
     while more || !running.is_empty() {
-        if more && running.len() < PIECES_AT_ONCE {
+        if more && running.len() < in_flight.now() {
             let before = runs.position();
             match runs.next(job).await {
                 Ok(Some(pieces)) => {
@@ -165,7 +167,12 @@ where
                         continue;
                     }
                     let work = work(pieces);
-                    running.push(async move { work.await.map(|()| passed) });
+                    running.push(async move {
+                        let start = rt::now();
+                        let result = work.await;
+                        in_flight.note(rt::now().saturating_sub(start));
+                        result.map(|()| passed)
+                    });
                     continue;
                 }
                 Ok(None) => more = false,

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Files and block devices of the host.
 
+mod data;
+#[cfg(test)]
+mod tests;
+
 use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
+use crate::known::KnownData;
 use crate::medium::Space;
 use crate::payload::Payload;
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
-use crate::{Alignment, DataRange, DeviceQueue, Engine, IoBuf, LayoutHints, OpenOptions};
+use crate::{Alignment, DeviceQueue, Engine, IoBuf, LayoutHints, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxFlags};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -33,6 +38,7 @@ pub(crate) struct HostFile {
     bulk_until_ns: AtomicU64,
     /// Reads that are not tried in the page cache, because the last one was not there.
     reads_past_cache: AtomicU32,
+    known: KnownData,
 }
 
 /// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
@@ -95,6 +101,7 @@ impl HostFile {
             rests_until_ns: AtomicU64::new(0),
             bulk_until_ns: AtomicU64::new(0),
             reads_past_cache: AtomicU32::new(0),
+            known: KnownData::default(),
         })
     }
 
@@ -395,6 +402,7 @@ impl HostFile {
             Space::Allocate if self.is_device => return Err(Errno::ENOTSUP),
             Space::Allocate => 0,
         };
+        let _changing = self.known.changing();
         let mut payload = Payload::empty(guard);
         loop {
             let (result, back) = match self.worker() {
@@ -421,30 +429,10 @@ impl HostFile {
     }
 
     pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
+        let _changing = self.known.changing();
         self.call(move |fd| {
             let _guard = guard;
             sys::retry(|| rustix::fs::ftruncate(fd, len).map_err(sys::errno))
-        })
-        .await
-    }
-
-    /// `len` is the length of the file as far as we know.
-    pub(crate) async fn next_data(&self, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
-        let is_device = self.is_device;
-        self.call(move |fd| seek_data(fd, is_device, offset, len)).await
-    }
-
-    /// The first `max` runs of data that begin from `offset` on and before `end`, with one change of thread for all.
-    pub(crate) async fn data_ranges(&self, offset: u64, end: u64, len: u64, max: usize) -> SysResult<Vec<DataRange>> {
-        let is_device = self.is_device;
-        self.call(move |fd| {
-            let (mut ranges, mut at) = (Vec::new(), offset);
-            while at < end && ranges.len() < max {
-                let Some(range) = seek_data(fd, is_device, at, len)?.filter(|range| range.start < end) else { break };
-                at = range.end.max(at + 1);
-                ranges.push(range);
-            }
-            Ok(ranges)
         })
         .await
     }
@@ -461,6 +449,7 @@ impl HostFile {
             return Err(Errno::ENOTSUP);
         }
         let source = Arc::clone(&source.fd);
+        let _changing = self.known.changing();
         self.call(move |fd| {
             let _guard = guard;
             let len = usize::try_from(len).unwrap_or(usize::MAX).min(1 << 30);
@@ -488,6 +477,7 @@ impl HostFile {
             return Err(Errno::ENOTSUP);
         }
         let source = Arc::clone(&source.fd);
+        let _changing = self.known.changing();
         self.call(move |fd| {
             let _guard = guard;
             sys::share_range(&source, source_offset, fd, offset, len)
@@ -499,28 +489,6 @@ impl HostFile {
         let stat = rustix::fs::fstat(&self.fd).map_err(sys::errno)?;
         // `st_blocks` counts units of 512 bytes on Linux, whatever the block size.
         u64::try_from(stat.st_blocks).map(|blocks| blocks.saturating_mul(512)).map_err(|_| Errno::EIO)
-    }
-}
-
-/// The first run of data of a file at or behind `offset`; of devices, and where the file system can't tell, all.
-fn seek_data(fd: BorrowedFd<'_>, is_device: bool, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
-    let all = (offset < len).then_some(DataRange { start: offset, end: len });
-    if is_device {
-        return Ok(all);
-    }
-    let start = match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
-        Ok(start) => start,
-        Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
-            return Ok(all);
-        }
-        Err(error) => return Err(sys::errno(error)),
-    };
-    match rustix::fs::seek(fd, SeekFrom::Hole(start)) {
-        Ok(end) => Ok(Some(DataRange { start, end })),
-        // The file was cut meanwhile.
-        Err(rustix::io::Errno::NXIO) => Ok(None),
-        Err(error) => Err(sys::errno(error)),
     }
 }
 
@@ -688,6 +656,3 @@ fn probe_alignment(fd: &OwnedFd) -> Alignment {
         .map_or(SAFE, |size| size as u64);
     Alignment { memory: crate::buf::IO_ALIGN, offset }
 }
-
-#[cfg(test)]
-mod tests;

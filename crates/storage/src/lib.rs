@@ -14,6 +14,7 @@ pub mod fault;
 pub mod file;
 mod flush;
 mod host;
+mod known;
 pub mod lock;
 mod medium;
 mod names;

@@ -2,12 +2,12 @@
 //! The pipeline: several pieces at a time are read, searched for zeroes and written.
 
 use super::ConvertOutcome;
-use super::in_flight::InFlight;
 use super::pieces::{Cut, Piece, Pieces};
 use super::share::Sharing;
 use super::source::{Place, RunKind, Sources};
 use super::turn::Turn;
 use crate::JobHandle;
+use crate::in_flight::InFlight;
 use crate::zeroes::{is_zero, segments};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;

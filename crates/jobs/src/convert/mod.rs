@@ -2,7 +2,6 @@
 //! Copies one or several images into a new one, in another format, compressed, sparse or on another backing file.
 
 mod copy;
-mod in_flight;
 mod pieces;
 mod share;
 mod source;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who carries out a write.
+//! Who carries out a write, and what is remembered of where the data are.
 
 use super::{BULK_BYTES, HostFile, NOW_BYTES};
+use crate::medium::Space;
 use crate::payload::Payload;
-use crate::{IoBuf, OpenOptions, rt};
+use crate::{DataRange, IoBuf, OpenOptions, rt};
 use std::sync::atomic::Ordering;
 
 fn payload(len: usize) -> Payload {
@@ -41,5 +42,45 @@ fn larger_writes_in_bulk_are_left_to_a_worker() {
         assert_eq!(written_here(4096), is_here, "a small one costs less than asking");
         host.bulk_until_ns.store(1, Ordering::Relaxed);
         assert_eq!(written_here(BULK_BYTES), is_here, "the job has ended");
+    });
+}
+
+#[test]
+fn data_found_last_are_known_until_a_hole_is_made() {
+    const MIB: u64 = 1 << 20;
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("image");
+    std::fs::write(&path, vec![1; MIB as usize]).expect("a file");
+    let host = HostFile::open(&path, &OpenOptions { write: true, ..OpenOptions::default() }).expect("it opens");
+    rt::block_on(async {
+        let whole = DataRange { start: 0, end: MIB };
+        let rest = DataRange { start: 4096, end: MIB };
+        assert_eq!(host.known.find(0), None);
+        assert_eq!(host.next_data(0, MIB).await.expect("next"), Some(whole));
+        assert_eq!(host.known.find(4096), Some(rest), "remembered");
+        assert_eq!(host.next_data(4096, MIB).await.expect("next"), Some(rest));
+        assert_eq!(host.data_ranges(4096, MIB, MIB, 9).await.expect("ranges"), [rest]);
+        assert_eq!(host.data_ranges(4096, MIB, MIB, 0).await.expect("ranges"), []);
+
+        // What is behind the known run is asked for.
+        host.set_len(2 * MIB, None).await.expect("it grows");
+        assert_eq!(host.next_data(0, 2 * MIB).await.expect("next"), Some(whole));
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .and_then(|file| std::os::unix::fs::FileExt::write_all_at(&file, &[1; 4096], MIB + MIB / 2))
+            .expect("it can be written");
+        let behind = DataRange { start: MIB + MIB / 2, end: MIB + MIB / 2 + 4096 };
+        assert_eq!(host.data_ranges(0, 2 * MIB, 2 * MIB, 9).await.expect("ranges"), [whole, behind]);
+        assert_eq!(host.data_ranges(0, 2 * MIB, 2 * MIB, 1).await.expect("ranges"), [whole]);
+
+        // Holes show at once, however they came.
+        host.next_data(0, 2 * MIB).await.expect("next");
+        host.fallocate(Space::Punch, MIB / 2, 65536, None).await.expect("a file system that makes holes");
+        assert_eq!(host.next_data(0, 2 * MIB).await.expect("next").map(|data| data.end), Some(MIB / 2));
+        host.set_len(MIB / 4, None).await.expect("it shrinks");
+        host.set_len(MIB, None).await.expect("it grows");
+        assert_eq!(host.next_data(0, MIB).await.expect("next").map(|data| data.end), Some(MIB / 4));
+        assert_eq!(host.next_data(MIB / 2, MIB).await.expect("next"), None);
     });
 }
