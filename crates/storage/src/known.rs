@@ -17,6 +17,8 @@ struct State {
     /// Counts what can have made holes.
     changes: u64,
     data: Option<DataRange>,
+    /// The length of the file when that was asked. Where it has grown since, data may go on behind what was their end.
+    len: u64,
 }
 
 /// Holes are being made: what is found meanwhile is not remembered.
@@ -45,9 +47,10 @@ impl KnownData {
         Changing(self)
     }
 
-    /// The data from `offset` on, if it lies in the run that was found last.
-    pub(crate) fn find(&self, offset: u64) -> Option<DataRange> {
-        let data = self.state().data?;
+    /// The data from `offset` on, if it lies in the run that was found last. `len` is the file's length.
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Option<DataRange> {
+        let state = self.state();
+        let data = state.data.filter(|_| state.len == len)?;
         (data.start <= offset && offset < data.end).then_some(DataRange { start: offset, end: data.end })
     }
 
@@ -56,11 +59,11 @@ impl KnownData {
         self.state().changes
     }
 
-    /// Remembers what the kernel said, unless holes were made since `changes`.
-    pub(crate) fn keep(&self, changes: u64, data: DataRange) {
+    /// Remembers what the kernel said when the file had `len` bytes, unless holes were made since `changes`.
+    pub(crate) fn keep(&self, changes: u64, data: DataRange, len: u64) {
         let mut state = self.state();
         if state.changes == changes {
-            state.data = Some(data);
+            (state.data, state.len) = (Some(data), len);
         }
     }
 }
@@ -70,34 +73,36 @@ mod tests {
     use super::*;
 
     const RUN: DataRange = DataRange { start: 100, end: 200 };
+    const LEN: u64 = 200;
 
     #[test]
     fn only_what_lies_in_the_last_run_is_known() {
         let known = KnownData::default();
-        assert_eq!(known.find(0), None);
-        known.keep(known.changes(), RUN);
-        assert_eq!(known.find(99), None);
-        assert_eq!(known.find(100), Some(RUN));
-        assert_eq!(known.find(150), Some(DataRange { start: 150, end: 200 }));
-        assert_eq!(known.find(200), None);
+        assert_eq!(known.find(0, LEN), None);
+        known.keep(known.changes(), RUN, LEN);
+        assert_eq!(known.find(99, LEN), None);
+        assert_eq!(known.find(100, LEN), Some(RUN));
+        assert_eq!(known.find(150, LEN), Some(DataRange { start: 150, end: 200 }));
+        assert_eq!(known.find(200, LEN), None);
+        assert_eq!(known.find(150, LEN + 1), None, "it may go on now");
     }
 
     #[test]
     fn what_was_found_while_holes_were_made_is_not_remembered() {
         let known = KnownData::default();
-        known.keep(known.changes(), RUN);
+        known.keep(known.changes(), RUN, LEN);
         let before = known.changes();
         let changing = known.changing();
-        assert_eq!(known.find(150), None);
-        known.keep(before, RUN);
-        assert_eq!(known.find(150), None, "asked before they were made");
+        assert_eq!(known.find(150, LEN), None);
+        known.keep(before, RUN, LEN);
+        assert_eq!(known.find(150, LEN), None, "asked before they were made");
         let meanwhile = known.changes();
-        known.keep(meanwhile, RUN);
+        known.keep(meanwhile, RUN, LEN);
         drop(changing);
-        assert_eq!(known.find(150), None, "found while they were made");
-        known.keep(meanwhile, RUN);
-        assert_eq!(known.find(150), None, "asked while they were made");
-        known.keep(known.changes(), RUN);
-        assert_eq!(known.find(150), Some(DataRange { start: 150, end: 200 }));
+        assert_eq!(known.find(150, LEN), None, "found while they were made");
+        known.keep(meanwhile, RUN, LEN);
+        assert_eq!(known.find(150, LEN), None, "asked while they were made");
+        known.keep(known.changes(), RUN, LEN);
+        assert_eq!(known.find(150, LEN), Some(DataRange { start: 150, end: 200 }));
     }
 }

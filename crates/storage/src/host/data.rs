@@ -10,34 +10,38 @@ use std::os::fd::BorrowedFd;
 impl HostFile {
     /// `len` is the length of the file as far as we know.
     pub(crate) async fn next_data(&self, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
-        if let Some(data) = self.known.find(offset) {
+        if let Some(data) = self.known.find(offset, len) {
             return Ok(Some(data));
         }
         let (is_device, changes) = (self.is_device, self.known.changes());
         let found = self.call(move |fd| seek_data(fd, is_device, offset, len)).await?;
-        found.into_iter().for_each(|data| self.known.keep(changes, data));
+        found.into_iter().for_each(|data| self.known.keep(changes, data, len));
         Ok(found)
     }
 
     /// The first `max` runs of data that begin from `offset` on and before `end`, with one change of thread for all.
     pub(crate) async fn data_ranges(&self, offset: u64, end: u64, len: u64, max: usize) -> SysResult<Vec<DataRange>> {
         let (is_device, changes) = (self.is_device, self.known.changes());
-        let first = self.known.find(offset).filter(|_| max > 0);
+        let first = self.known.find(offset, len).filter(|_| max > 0);
         if let Some(data) = first.filter(|data| data.end >= end || max == 1) {
             return Ok(vec![data]);
         }
         let found = self.call(move |fd| {
-            let mut ranges = Vec::from_iter(first);
+            let mut ranges: Vec<DataRange> = Vec::from_iter(first);
             let mut at = first.map_or(offset, |data| data.end);
             while at < end && ranges.len() < max {
                 let Some(range) = seek_data(fd, is_device, at, len)?.filter(|range| range.start < end) else { break };
                 at = range.end.max(at + 1);
-                ranges.push(range);
+                match ranges.last_mut() {
+                    // What was a hole behind the known run has been written.
+                    Some(last) if last.end == range.start => last.end = range.end,
+                    _ => ranges.push(range),
+                }
             }
             Ok(ranges)
         });
         let ranges = found.await?;
-        ranges.last().into_iter().for_each(|data| self.known.keep(changes, *data));
+        ranges.last().into_iter().for_each(|data| self.known.keep(changes, *data, len));
         Ok(ranges)
     }
 }

@@ -5,6 +5,7 @@ use super::{BULK_BYTES, HostFile, NOW_BYTES};
 use crate::medium::Space;
 use crate::payload::Payload;
 use crate::{DataRange, IoBuf, OpenOptions, rt};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 
 fn payload(len: usize) -> Payload {
@@ -55,9 +56,9 @@ fn data_found_last_are_known_until_a_hole_is_made() {
     rt::block_on(async {
         let whole = DataRange { start: 0, end: MIB };
         let rest = DataRange { start: 4096, end: MIB };
-        assert_eq!(host.known.find(0), None);
+        assert_eq!(host.known.find(0, MIB), None);
         assert_eq!(host.next_data(0, MIB).await.expect("next"), Some(whole));
-        assert_eq!(host.known.find(4096), Some(rest), "remembered");
+        assert_eq!(host.known.find(4096, MIB), Some(rest), "remembered");
         assert_eq!(host.next_data(4096, MIB).await.expect("next"), Some(rest));
         assert_eq!(host.data_ranges(4096, MIB, MIB, 9).await.expect("ranges"), [rest]);
         assert_eq!(host.data_ranges(4096, MIB, MIB, 0).await.expect("ranges"), []);
@@ -65,14 +66,19 @@ fn data_found_last_are_known_until_a_hole_is_made() {
         // What is behind the known run is asked for.
         host.set_len(2 * MIB, None).await.expect("it grows");
         assert_eq!(host.next_data(0, 2 * MIB).await.expect("next"), Some(whole));
-        std::fs::OpenOptions::new()
-            .write(true)
-            .open(&path)
-            .and_then(|file| std::os::unix::fs::FileExt::write_all_at(&file, &[1; 4096], MIB + MIB / 2))
-            .expect("it can be written");
+        let write_behind = |offset| {
+            let file = std::fs::OpenOptions::new().write(true).open(&path);
+            let written = file.and_then(|file| file.write_all_at(&[1; 4096], offset));
+            written.expect("it can be written");
+        };
+        write_behind(MIB + MIB / 2);
         let behind = DataRange { start: MIB + MIB / 2, end: MIB + MIB / 2 + 4096 };
         assert_eq!(host.data_ranges(0, 2 * MIB, 2 * MIB, 9).await.expect("ranges"), [whole, behind]);
         assert_eq!(host.data_ranges(0, 2 * MIB, 2 * MIB, 1).await.expect("ranges"), [whole]);
+        host.next_data(0, 2 * MIB).await.expect("next");
+        write_behind(MIB);
+        let longer = DataRange { start: 0, end: MIB + 4096 };
+        assert_eq!(host.data_ranges(0, 2 * MIB, 2 * MIB, 9).await.expect("ranges"), [longer, behind]);
 
         // Holes show at once, however they came.
         host.next_data(0, 2 * MIB).await.expect("next");
