@@ -235,7 +235,7 @@ pub const MEANS: &[Means] = &[
         name: "seek_data",
         about: "holes of files are not asked for: all is read",
         edits: &[(
-            "crates/storage/src/host.rs",
+            "crates/storage/src/host/data.rs",
             "    if is_device {\n        return Ok(all);",
             "    if is_device || OFF {\n        return Ok(all);",
         )],
