@@ -64,7 +64,7 @@ pub fn of_kind(settings: &Settings, kind: Kind) -> Result<PathBuf, String> {
     }
 }
 
-/// A sparse raw image of four times `size_mib`: what a process takes to start doesn't count there.
+/// A sparse raw image of four times `size_mib`: what a process takes to start counts for less there.
 pub fn large_sparse(settings: &Settings) -> Result<PathBuf, String> {
     let size_mib = 4 * settings.size_mib;
     raw(settings, &format!("copy-sparse-{size_mib}.raw"), size_mib, |mib| mib % 64 == 0)
