@@ -159,7 +159,8 @@ async fn keep_ranges(change: &Move<'_>) -> Result<()> {
     // What the image holds itself stays.
     let below = |run: &StatusExtent| !(run.present && run.depth == 0);
     // Where both backing files read as zeroes, or aren't there, nothing changes.
-    let runs = Runs::new(change.image, below).passing_zeroes_of(change.old.into_iter().chain(change.base));
+    let runs =
+        Runs::new(change.image, below, change.image).passing_zeroes_of(change.old.into_iter().chain(change.base));
     runs::for_each(runs, change.job, async |pieces| {
         for piece in pieces {
             change.keep(piece).await?;

@@ -93,5 +93,5 @@ async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandl
     job.set_len(top.size());
     // Also what nobody holds there: behind the end of a layer that is shorter, whatever the base has is not to be seen.
     let above_base = |run: &cowshed_image::StatusExtent| run.depth < depth;
-    copy_runs(Runs::new(top, above_base), top, base, job).await
+    copy_runs(Runs::new(top, above_base, base), top, base, job).await
 }
