@@ -8,6 +8,7 @@ use crate::measure::alternate;
 use crate::memory;
 use crate::table::{Outcome, Row};
 use cowshed_testkit::bigimage::{self, Placement};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -42,12 +43,36 @@ pub fn measure(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(vec![both(settings, "measure, 1 TiB allocated in order", "≥ 1.5×", &how, &[&image])?])
 }
 
-/// `compare` of a raw and a qcow2 image with the same content.
+/// `compare` of a raw and a qcow2 image with the same content: out of the page cache, then past it.
 pub fn compare(settings: &Settings) -> Result<Vec<Row>, String> {
     let raw = fixture::half_full(settings)?;
     let image = fixture::converted(settings, &raw, "half-full", &[])?;
-    let how = ["compare", "-f", "raw", "-F", "qcow2"];
-    Ok(vec![both(settings, "compare, raw and qcow2, half full", "≥ 1.5×", &how, &[&raw, &image])?])
+    let rows: [(&str, &'static str, &[&str]); 2] = [
+        ("compare, raw and qcow2, half full", "≥ 1.5×", &[]),
+        ("compare, the same past the page cache (`-T none`)", "the disk's rate", &["-T", "none"]),
+    ];
+    rows.iter()
+        .map(|(name, target, more)| {
+            let how: Vec<&str> = ["compare", "-f", "raw", "-F", "qcow2"].iter().chain(*more).copied().collect();
+            let recipe = |program: &Path| {
+                if more.is_empty() {
+                    warm(&raw)?;
+                    warm(&image)?;
+                }
+                Ok(command(program, &how, &[&raw, &image]))
+            };
+            let pairs = alternate(settings.rounds, &|| recipe(&settings.cowshed), &|| recipe(&settings.qemu))?;
+            Ok(row(name, target, Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }))
+        })
+        .collect()
+}
+
+/// Reads a file, so that the page cache has it, or its end where memory is too small for it.
+fn warm(path: &Path) -> Result<(), String> {
+    let mut file = std::fs::File::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut buf = vec![0; 1 << 20];
+    while file.read(&mut buf).map_err(|e| format!("{}: {e}", path.display()))? > 0 {}
+    Ok(())
 }
 
 fn both(settings: &Settings, name: &str, target: &'static str, how: &[&str], files: &[&Path]) -> Result<Row, String> {
