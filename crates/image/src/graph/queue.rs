@@ -56,11 +56,12 @@ impl Standing {
 
     /// Where a request goes: to the node, or past a throttle filter that lets it go at once.
     #[inline]
-    fn way(&self, direction: Direction, len: u64) -> Way<'_> {
+    fn way<const WRITES: bool>(&self, len: u64) -> Way<'_> {
+        let direction = if WRITES { Direction::Write } else { Direction::Read };
         match &self.bypass {
             Some(bypass)
                 if !self.node.is_watched()
-                    && (direction == Direction::Read || !self.node.is_tracked())
+                    && (!WRITES || !self.node.is_tracked())
                     && self.pays(bypass, direction, len) =>
             {
                 Way { to: &bypass.behind, past: Some(bypass) }
@@ -89,7 +90,7 @@ impl Way<'_> {
     fn count(&self, kind: IoKind, len: u64, span: Span, result: &Result<()>) {
         let Some(bypass) = self.past else { return };
         match result {
-            Ok(()) => bypass.passed.count(kind, len, span.end_ns.saturating_sub(span.start_ns), span.end_ns),
+            Ok(()) => bypass.passed.count(kind, len, span.took_ns, span.end_ns),
             Err(_) => bypass.count_refused(kind, len, span.start_ns, result),
         }
     }
@@ -110,6 +111,7 @@ impl Bypass {
 #[derive(Clone, Copy)]
 struct Span {
     start_ns: u64,
+    took_ns: u64,
     end_ns: u64,
 }
 
@@ -166,7 +168,7 @@ impl QueueState {
     #[inline]
     fn count(&self, kind: IoKind, offset: u64, len: u64, span: Span, result: &Result<()>) {
         if result.is_ok() && self.lane.is_plain() {
-            self.lane.counters.count_done(kind, offset, len, span.start_ns, span.end_ns);
+            self.lane.counters.count_done(kind, offset, len, span.took_ns, span.end_ns);
         } else {
             self.count_special(kind, offset, len, span.start_ns, result);
         }
@@ -175,7 +177,9 @@ impl QueueState {
     /// From then until now.
     #[inline]
     fn span_since(&self, start_ns: u64) -> Span {
-        Span { start_ns, end_ns: rt::round_now_ns() }
+        let end_ns = rt::round_now_ns();
+        // A request that began by the clock itself may end by that of its round, when nobody asks any more.
+        Span { start_ns, took_ns: end_ns.saturating_sub(start_ns), end_ns }
     }
 
     /// When a request begins: by the clock itself where somebody wants to know how long each takes, else by that of the
@@ -201,7 +205,7 @@ impl QueueState {
         let end_ns = self.end_ns();
         match result {
             Ok(()) => {
-                self.lane.counters.count_done(kind, offset, len, start_ns, end_ns);
+                self.lane.counters.count_done(kind, offset, len, end_ns.saturating_sub(start_ns), end_ns);
                 if self.attachment.is_observing() {
                     self.attachment.observe(kind, end_ns.saturating_sub(start_ns), end_ns);
                 }
@@ -258,7 +262,8 @@ macro_rules! through_gate {
 
 /// The same for a request with a buffer, which comes back; it may go past a throttle filter.
 macro_rules! through_gate_with {
-    ($self:ident, $kind:expr, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+    ($self:ident, $kind:path, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+        const WRITES: bool = !matches!($kind, IoKind::Read);
         let queue = &*$self.0;
         let start_ns = queue.start_ns();
         let len = $buf.len() as u64;
@@ -266,7 +271,7 @@ macro_rules! through_gate_with {
         let (result, buf, span) = match queue.check($kind) {
             Ok(()) => {
                 let standing = queue.standing();
-                let way = standing.way(direction_of($kind), len);
+                let way = standing.way::<WRITES>(len);
                 let $node = way.to;
                 let (result, buf) = $work.await;
                 let span = queue.span_since(start_ns);

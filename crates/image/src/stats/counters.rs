@@ -88,14 +88,13 @@ pub(crate) struct LaneCounters {
 }
 
 impl LaneCounters {
-    /// Counts a request that was carried out. Only the lane's thread calls this.
+    /// Counts a request that was carried out in `took_ns`. Only the lane's thread calls this.
     #[inline]
-    pub(crate) fn count_done(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, end_ns: u64) {
+    pub(crate) fn count_done(&self, kind: IoKind, offset: u64, len: u64, took_ns: u64, end_ns: u64) {
         let counters = &self.kinds[kind as usize];
         bump(&counters.operations, 1);
         bump(&counters.bytes, len);
-        // A request that began by the clock itself may end by that of its round, when nobody asks any more.
-        bump(&counters.total_ns, end_ns.saturating_sub(start_ns));
+        bump(&counters.total_ns, took_ns);
         let end = offset.saturating_add(len);
         if matches!(kind, IoKind::Write | IoKind::WriteZeroes)
             && end > self.highest_written_byte.load(Ordering::Relaxed)
@@ -321,7 +320,7 @@ mod tests {
     #[test]
     fn lanes_count_outcomes_apart() {
         let lane = LaneCounters::default();
-        lane.count_done(IoKind::Write, 4096, 512, 100, 350);
+        lane.count_done(IoKind::Write, 4096, 512, 250, 350);
         lane.count_refused(IoKind::Write, Outcome::Failed, Some(30), 400);
         lane.count_refused(IoKind::Write, Outcome::Invalid, None, 450);
         lane.count_merged(IoKind::Read);

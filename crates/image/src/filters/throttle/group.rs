@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -41,32 +41,32 @@ struct State {
     /// The clock never runs backwards, whichever thread read it.
     now_ns: u64,
     /// The credit that queues may have left.
-    lent: Vec<Arc<AtomicBool>>,
+    lent: Vec<Arc<AtomicU64>>,
 }
 
 /// What a queue may still let pass without asking the group.
 #[derive(Debug, Default)]
 pub(crate) struct Credit {
-    /// Cleared by the group when it wants to be asked again.
-    valid: Arc<AtomicBool>,
+    /// Requests of fewer bytes go: longer ones count as more than one operation (`iops-size`). 0, set by the group: it wants
+    /// to be asked again.
+    below_bytes: Arc<AtomicU64>,
     requests: Cell<u64>,
     bytes: Cell<u64>,
-    /// A longer request counts as more than one operation (`iops-size`): the group must be asked.
-    longest: Cell<u64>,
 }
 
 impl Credit {
     /// Takes what a request of `bytes` counts for; false when there isn't enough.
     #[inline]
     pub(crate) fn take(&self, bytes: u64) -> bool {
-        let (Some(requests), Some(left)) = (self.requests.get().checked_sub(1), self.bytes.get().checked_sub(bytes))
-        else {
-            return false;
-        };
-        if bytes > self.longest.get() || !self.valid.load(Ordering::Relaxed) {
+        let requests = self.requests.get();
+        if requests == 0 {
             return false;
         }
-        self.requests.set(requests);
+        let Some(left) = self.bytes.get().checked_sub(bytes) else { return false };
+        if bytes >= self.below_bytes.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.requests.set(requests - 1);
         self.bytes.set(left);
         true
     }
@@ -74,13 +74,12 @@ impl Credit {
     /// What a request of `bytes` took, which wasn't carried out after all, is there for the next one.
     #[cold]
     pub(crate) fn give_back(&self, bytes: u64) {
-        self.fill(self.requests.get().saturating_add(1), self.bytes.get().saturating_add(bytes), self.longest.get());
+        self.fill(self.requests.get().saturating_add(1), self.bytes.get().saturating_add(bytes));
     }
 
-    fn fill(&self, requests: u64, bytes: u64, longest: u64) {
+    fn fill(&self, requests: u64, bytes: u64) {
         self.requests.set(requests);
         self.bytes.set(bytes);
-        self.longest.set(longest);
     }
 }
 
@@ -102,17 +101,17 @@ enum Turn {
 impl State {
     /// From now on everybody asks again.
     fn revoke(&mut self) {
-        for valid in self.lent.drain(..) {
-            valid.store(false, Ordering::Relaxed);
+        for below_bytes in self.lent.drain(..) {
+            below_bytes.store(0, Ordering::Relaxed);
         }
     }
 
     /// Notes that `credit` was given to a queue.
-    fn note_lent(&mut self, credit: &Credit) {
-        if !credit.valid.swap(true, Ordering::Relaxed) {
+    fn note_lent(&mut self, credit: &Credit, longest: u64) {
+        if credit.below_bytes.swap(longest.saturating_add(1), Ordering::Relaxed) == 0 {
             // Those of queues that are gone.
-            self.lent.retain(|valid| Arc::strong_count(valid) > 1);
-            self.lent.push(Arc::clone(&credit.valid));
+            self.lent.retain(|below_bytes| Arc::strong_count(below_bytes) > 1);
+            self.lent.push(Arc::clone(&credit.below_bytes));
         }
     }
 
@@ -273,8 +272,8 @@ impl Membership {
     pub(super) fn lend(&self, credit: &Credit, direction: Direction, bytes: u64) -> bool {
         let mut state = self.group.state();
         if !self.group.limited.load(Ordering::Relaxed) {
-            credit.fill(u64::MAX, u64::MAX, u64::MAX);
-            state.note_lent(credit);
+            credit.fill(u64::MAX, u64::MAX);
+            state.note_lent(credit, u64::MAX);
             return true;
         }
         let now = state.now();
@@ -288,8 +287,8 @@ impl Membership {
         let lent = if bytes > longest { 0 } else { u64::from(state.schedule.lend(self.id, direction, bytes)) };
         if lent > 0 {
             // What is left of an earlier credit is lost: it was poured, and has leaked since.
-            credit.fill(lent, lent.saturating_mul(bytes), longest);
-            state.note_lent(credit);
+            credit.fill(lent, lent.saturating_mul(bytes));
+            state.note_lent(credit, longest);
         }
         true
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The algorithm on a virtual clock, in nanoseconds.
 
+use super::group::{Credit, Group, Membership};
 use super::limits::{Limited, Limits};
 use super::meter::{Direction, Meter};
 use super::schedule::{Entry, Schedule, Ticket};
@@ -384,4 +385,39 @@ proptest! {
         settle(&mut schedule, &mut order, &mut of);
         prop_assert!(of.is_empty(), "{} never went", of.len());
     }
+}
+
+#[test]
+fn credit_is_for_what_counts_as_one_operation_and_until_the_group_changes() {
+    let group = Group::new("group", limits(&[("iops-total", 50_000), ("iops-size", 4096)])).unwrap();
+    let member = Membership::new(group.clone());
+    let credit = Credit::default();
+    assert!(!credit.take(0), "nothing was lent");
+    assert!(member.lend(&credit, Direction::Read, 8192) && !credit.take(1), "a longer request borrows nothing");
+    assert!(member.lend(&credit, Direction::Read, 4096));
+    assert!(credit.take(4096) && credit.take(512) && credit.take(0));
+    assert!(!credit.take(4097), "it counts as two operations");
+    assert!(credit.take(4096));
+    group.set_limits(limits(&[("iops-total", 60_000)])).unwrap();
+    assert!(!credit.take(1), "the group wants to be asked again");
+    assert!(member.lend(&credit, Direction::Read, 4096) && credit.take(4096));
+    group.set_limits(Limits::new()).unwrap();
+    assert!(!credit.take(1));
+    assert!(member.lend(&credit, Direction::Read, 1 << 20));
+    assert!((0..100_000).all(|_| credit.take(1 << 30)), "nothing is limited");
+}
+
+#[test]
+fn credit_ends_with_its_requests_and_with_its_bytes() {
+    let group = Group::new("group", limits(&[("bps-total", 1 << 30)])).unwrap();
+    let member = Membership::new(group);
+    let credit = Credit::default();
+    assert!(member.lend(&credit, Direction::Write, 4096));
+    let requests = (0..100_000).take_while(|_| credit.take(1)).count();
+    assert!((1..100_000).contains(&requests), "{requests} requests");
+    assert!(member.lend(&credit, Direction::Write, 4096));
+    let longer = (0..100_000).take_while(|_| credit.take(8192)).count();
+    assert!(longer >= 1 && longer <= requests / 2 + 1, "{longer} of {requests}");
+    credit.give_back(8192);
+    assert!(credit.take(8192) && !credit.take(8192));
 }
