@@ -22,6 +22,11 @@ impl InFlight {
         InFlight { now: Cell::new(1), most: most.max(1) }
     }
 
+    /// No piece has waited for anything so far.
+    pub fn is_quick(&self) -> bool {
+        self.now.get() <= QUICK
+    }
+
     /// How many there may be now.
     pub fn now(&self) -> usize {
         self.now.get()
@@ -53,6 +58,11 @@ mod tests {
         assert_eq!(after(8, SLOW, 100), QUICK);
         assert_eq!(after(8, 2 * SLOW, 6), 7);
         assert_eq!(after(8, 2 * SLOW, 100), 8);
+        let in_flight = InFlight::up_to(8);
+        (0..100).for_each(|_| in_flight.note(SLOW));
+        assert!(in_flight.is_quick());
+        in_flight.note(2 * SLOW);
+        assert!(!in_flight.is_quick());
     }
 
     #[test]

@@ -113,19 +113,26 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
     if let Some(name) = verb_word(&invocation.arguments).filter(|word| NOT_YET.contains(word)) {
         return Err(Failure::new(format!("the command '{name}' is not yet supported")));
     }
-    let mut root = parser::root(invocation.persona);
-    let name = invocation.persona.name().to_owned();
     let arguments = parser::shield_negative_size(&invocation.arguments);
-    match root.try_get_matches_from_mut(std::iter::once(name).chain(arguments)) {
-        Ok(matches) => match matches.subcommand() {
-            Some((word, matches)) => {
-                let verb = COMMANDS.iter().find(|verb| verb.name == word);
-                Ok(verb.map(|verb| (verb, matches.clone())))
-            }
-            None => Err(Failure::usage("Not enough arguments")),
-        },
+    let argv = || std::iter::once(invocation.persona.name()).chain(arguments.iter().map(String::as_str));
+    // What looks like the verb nearly always is it.
+    if let Some(word) = verb_word(&arguments)
+        && let Ok(mut matches) = parser::root_for(invocation.persona, word).try_get_matches_from_mut(argv())
+        && let Some((verb, matches)) = chosen(&mut matches).filter(|(verb, _)| verb.name == word)
+    {
+        return Ok(Some((verb, matches)));
+    }
+    let mut root = parser::root(invocation.persona);
+    match root.try_get_matches_from_mut(argv()) {
+        Ok(mut matches) => chosen(&mut matches).map(Some).ok_or_else(|| Failure::usage("Not enough arguments")),
         Err(error) => parser::explain(&error, &root, console).map(|()| None),
     }
+}
+
+/// The verb on the command line, with its arguments.
+fn chosen(matches: &mut ArgMatches) -> Option<(&'static Verb, ArgMatches)> {
+    let (word, matches) = matches.remove_subcommand()?;
+    COMMANDS.iter().find(|verb| verb.name == word).map(|verb| (verb, matches))
 }
 
 /// The command line of a program that has no verbs.

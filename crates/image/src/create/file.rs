@@ -7,7 +7,9 @@ use crate::encryption::{Cipher, NewEncryption, encrypt};
 use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
-use cowshed_storage::{File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of, text_of_path};
+use cowshed_storage::{
+    CacheMode, File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of, text_of_path,
+};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,6 +17,44 @@ use std::sync::Arc;
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// What a disk writes in whole or not at all.
 const SECTOR_BYTES: usize = 512;
+
+/// Whether what is created is durable when that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Durability {
+    /// Name and contents are, and until the end the file isn't taken for an image.
+    Synced,
+    /// Nothing is synced where the name is new: for who leaves out flushes anyway (`cache=unsafe`). What has old
+    /// contents (a file, a device, an export) is treated as with `Synced`.
+    Unsynced,
+}
+
+/// A name on its way to being an image.
+struct NewName<'a> {
+    path: &'a Path,
+    is_new: bool,
+    is_synced: bool,
+}
+
+impl NewName<'_> {
+    fn new(path: &Path, durability: Durability) -> NewName<'_> {
+        let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
+        NewName { path, is_new, is_synced: durability == Durability::Synced || !is_new }
+    }
+
+    /// The file, open and empty, see [`create_file`].
+    async fn create(&self, len: u64, hints: LayoutHints) -> Result<File> {
+        let file = create_file(self.path, len, hints).await?;
+        if !self.is_synced {
+            file.set_cache_mode(CacheMode { no_flush: true, ..file.cache_mode() })?;
+        }
+        Ok(file)
+    }
+
+    /// The image is complete: its name becomes durable, too.
+    async fn complete(self) -> Result<()> {
+        if self.is_new && self.is_synced { sync_folder_of(self.path).await } else { Ok(()) }
+    }
+}
 
 /// Creates or empties a file and keeps it locked. What an old file held is durably gone before anything new is
 /// written: a power cut must not leave an old header over new tables.
@@ -49,29 +89,30 @@ async fn take_export(name: &str, len: u64) -> Result<File> {
 }
 
 /// Creates a qcow2 image, with its data file if it has one.
-pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
+pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, durability: Durability) -> Result<()> {
     // The layout first: what can't be laid out must not cost an existing file its contents.
     let layout = FreshLayout::of(options)?;
     layout.header(options)?;
     if let Some(name) = &options.data_file {
-        create_data_file(path, &path_of_text(name), options).await.map_err(|error| error.file(name))?;
+        let made = create_data_file(path, &path_of_text(name), options, durability).await;
+        made.map_err(|error| error.file(name))?;
     }
-    let is_new = is_new_file(path);
-    write_fresh_qcow2(&create_file(path, layout.file_bytes, options.hints).await?, options).await?;
-    if is_new { sync_folder_of(path).await } else { Ok(()) }
+    let name = NewName::new(path, durability);
+    write_fresh_qcow2(&name.create(layout.file_bytes, options.hints).await?, options).await?;
+    name.complete().await
 }
 
-/// True when creating a file of this name makes a name in a folder.
-fn is_new_file(path: &Path) -> bool {
-    !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err()
-}
-
-async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions) -> Result<()> {
+async fn create_data_file(
+    image: &Path,
+    path: &Path,
+    options: &Qcow2CreateOptions,
+    durability: Durability,
+) -> Result<()> {
     if same_file(image, path) {
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
-        return create_raw(path, options.size, options.preallocation, options.hints).await;
+        return create_raw(path, options.size, options.preallocation, options.hints, durability).await;
     }
     let file = File::open(path, &OpenOptions { write: true, ..OpenOptions::default() })?;
     if file.len() < options.size {
@@ -108,11 +149,12 @@ pub(super) async fn create_luks(
     preallocation: Preallocation,
     detached: bool,
     hints: LayoutHints,
+    durability: Durability,
 ) -> Result<()> {
-    let is_new = is_new_file(path);
-    let file = create_file(path, encryption.file_bytes(size, detached), hints).await?;
+    let name = NewName::new(path, durability);
+    let file = name.create(encryption.file_bytes(size, detached), hints).await?;
     write_fresh_luks(&file, encryption, size, preallocation, detached).await?;
-    if is_new { sync_folder_of(path).await } else { Ok(()) }
+    name.complete().await
 }
 
 /// Makes `file`, whose contents count for nothing, a fresh LUKS volume whose disk has `size` bytes.
@@ -144,15 +186,21 @@ pub(super) async fn write_fresh_luks(
 }
 
 /// Creates a raw image of `size` bytes.
-pub(super) async fn create_raw(path: &Path, size: u64, preallocation: Preallocation, hints: LayoutHints) -> Result<()> {
-    let is_new = is_new_file(path);
-    let file = create_file(path, size, hints).await?;
+pub(super) async fn create_raw(
+    path: &Path,
+    size: u64,
+    preallocation: Preallocation,
+    hints: LayoutHints,
+    durability: Durability,
+) -> Result<()> {
+    let name = NewName::new(path, durability);
+    let file = name.create(size, hints).await?;
     match file.is_device() && file.len() >= size {
         // A device or an export: longer than the image is fine.
         true => file.sync().await,
         false => write_fresh_raw(&file, size, preallocation).await,
     }?;
-    if is_new { sync_folder_of(path).await } else { Ok(()) }
+    name.complete().await
 }
 
 /// Makes an empty `file` a raw image of `size` bytes.

@@ -12,6 +12,7 @@ use crate::open::{OpenRequest, Policy, open, resolve_name};
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
 use cowshed_storage::{File, path_of_text};
+use file::Durability;
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::PathBuf;
@@ -187,9 +188,15 @@ impl CreatePlan {
         self.values.is_given("data_file")
     }
 
-    /// Creates the image. Until its header is written, last and after a barrier, the file is no image.
+    /// Creates the image, durably. Until its header is written, last and after a barrier, the file is no image.
     pub async fn run(&self) -> Result<()> {
-        self.write().await.map_err(|error| error.file(&self.filename))
+        self.write(Durability::Synced).await.map_err(|error| error.file(&self.filename))
+    }
+
+    /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for who writes into it with `cache=unsafe`, so that
+    /// a power cut may leave anything under that name. What was there before is treated as by [`CreatePlan::run`].
+    pub async fn run_unsynced(&self) -> Result<()> {
+        self.write(Durability::Unsynced).await.map_err(|error| error.file(&self.filename))
     }
 
     /// As [`CreatePlan::run`], into a file that is open for writing and that nobody else uses; what it held is gone.
@@ -237,17 +244,17 @@ impl CreatePlan {
         Ok(preallocation)
     }
 
-    async fn write(&self) -> Result<()> {
+    async fn write(&self, durability: Durability) -> Result<()> {
         match self.format.as_str() {
-            "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?).await,
+            "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, durability).await,
             "luks" => {
                 let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
-                let hints = layout_hints(&self.values)?;
-                file::create_luks(&self.path, &encryption, size, self.space()?, self.is_detached(), hints).await
+                let (space, hints) = (self.space()?, layout_hints(&self.values)?);
+                file::create_luks(&self.path, &encryption, size, space, self.is_detached(), hints, durability).await
             }
             _ => {
                 let size = round_size(self.size)?;
-                file::create_raw(&self.path, size, self.space()?, layout_hints(&self.values)?).await
+                file::create_raw(&self.path, size, self.space()?, layout_hints(&self.values)?, durability).await
             }
         }
     }

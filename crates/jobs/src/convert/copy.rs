@@ -24,6 +24,8 @@ pub struct CopySettings {
     pub cut: Cut,
     /// Read at once, bytes.
     pub step: u64,
+    /// Read at once while no piece has waited for anything, bytes; a multiple of `cut.unit` and at most `step`.
+    pub quick_step: u64,
     /// Zeroes are looked for in blocks of so many bytes.
     pub zero_unit: usize,
     /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
@@ -125,14 +127,17 @@ impl<'a> Copy<'a> {
     /// The next piece, when the job may go on.
     async fn next_piece(&self, pieces: &mut Pieces<'_>) -> Result<Option<Piece>> {
         self.job.pause_point().await?;
-        if !self.kernel_copies.get() {
-            pieces.limit(self.settings.step);
-        }
+        pieces.set_chunk(if self.kernel_copies.get() { self.settings.cut.chunk } else { self.step() });
         let piece = pieces.next().await?;
         if let Some(piece) = piece.filter(|piece| piece.kind == RunKind::Data) {
             self.job.throttle(piece.end - piece.start).await?;
         }
         Ok(piece)
+    }
+
+    /// Read at once now, bytes.
+    fn step(&self) -> u64 {
+        if self.in_flight.is_quick() { self.settings.quick_step } else { self.settings.step }
     }
 
     async fn piece(&self, piece: Piece, number: u64) -> Result<()> {
@@ -181,7 +186,7 @@ impl<'a> Copy<'a> {
             self.job.advance(at - piece.start);
         }
         while at < piece.end {
-            let end = piece.end.min(at + self.settings.step);
+            let end = piece.end.min((at / self.step() + 1) * self.step());
             let places = self.sharing.places(at, end).await?;
             let buf = self.take_buf(usize::try_from(end - at).unwrap_or(usize::MAX));
             let buf = self.read(at, buf).await?;
@@ -200,16 +205,23 @@ impl<'a> Copy<'a> {
         let mut pool = self.pool.borrow_mut();
         match pool.iter().position(|buf| buf.len() == len) {
             Some(at) => pool.swap_remove(at),
-            None => IoBuf::scratch(len),
+            None => {
+                pool.retain(|buf| self.is_whole_step(buf));
+                IoBuf::scratch(len)
+            }
         }
     }
 
-    /// Only whole chunks are worth keeping: others have a length of their own.
+    /// Only whole steps are worth keeping: others have a length of their own.
     fn give_buf(&self, buf: IoBuf) {
         let mut pool = self.pool.borrow_mut();
-        if buf.len() as u64 == self.settings.step && pool.len() < self.settings.requests {
+        if self.is_whole_step(&buf) && pool.len() < self.settings.requests {
             pool.push(buf);
         }
+    }
+
+    fn is_whole_step(&self, buf: &IoBuf) -> bool {
+        buf.len() as u64 == self.step()
     }
 
     async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {

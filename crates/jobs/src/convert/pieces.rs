@@ -35,8 +35,8 @@ impl<'a> Pieces<'a> {
     }
 
     /// From now on no data piece is longer than `chunk`, a multiple of the unit.
-    pub fn limit(&mut self, chunk: u64) {
-        self.cut.chunk = self.cut.chunk.min(chunk);
+    pub fn set_chunk(&mut self, chunk: u64) {
+        self.cut.chunk = chunk;
     }
 
     /// The next piece, `None` at the end.

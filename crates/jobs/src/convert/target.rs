@@ -128,7 +128,11 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(V
     if options.compressed && !plan.opening_options().is_empty() {
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED));
     }
-    plan.run().await?;
+    // What isn't synced while it is copied needn't be before.
+    match writable(&options.target).cache.as_deref() == Some("unsafe") {
+        true => plan.run_unsynced().await?,
+        false => plan.run().await?,
+    }
     Ok((plan.opening_options(), plan.has_own_space()))
 }
 
