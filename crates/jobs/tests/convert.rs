@@ -53,6 +53,28 @@ fn raw_to_raw_keeps_bytes_and_holes() {
     bench.assert_same("a.raw", "b.raw", "-C");
 }
 
+/// Small pieces and large ones leave the same holes: where a run of zeroes counts only from a length on, it isn't cut.
+#[test]
+fn holes_do_not_depend_on_how_the_copy_is_cut() {
+    let bench = Bench::new();
+    let mut bytes = vec![7; 4 << 20];
+    for border in [256 << 10, 768 << 10, 1280 << 10, 3 << 20] {
+        bytes[border - (32 << 10)..border + (32 << 10)].fill(0);
+    }
+    std::fs::write(bench.path("a.raw"), &bytes).expect("a file");
+    for (sparse_bytes, zero_bytes) in [(4 << 10, 4 * (64 << 10)), (64 << 10, 3 * (64 << 10)), (128 << 10, 0)] {
+        let outcome = convert(&ConvertOptions { sparse_bytes, ..options(&bench, &["a.raw"], "b.raw", "") });
+        // The run at 3 MiB lies across a border of the large pieces, which have always cut it.
+        assert_eq!(outcome.expect("converted").zero_bytes, zero_bytes, "-S {sparse_bytes}");
+        bench.assert_same("a.raw", "b.raw", "the bytes");
+    }
+    let target = options(&bench, &["a.raw"], "c.qcow2", "cluster_size=64k");
+    assert_eq!(convert(&target).expect("converted").zero_bytes, 0, "no cluster is all zeroes");
+    let target = options(&bench, &["a.raw"], "c.qcow2", "cluster_size=64k,extended_l2=on");
+    assert_eq!(convert(&target).expect("converted").zero_bytes, 4 * (64 << 10), "but subclusters are");
+    bench.assert_same("a.raw", "c.qcow2", "subclusters");
+}
+
 #[test]
 fn raw_to_qcow2_over_the_option_matrix() {
     let bench = Bench::new();

@@ -297,6 +297,15 @@ impl HostFile {
         Pool::io().run(move || work(fd.as_fd())).await
     }
 
+    /// As [`HostFile::call`] for what nearly always is done at once: also on this thread where it has nothing else to wait
+    /// for, for handing it over and waiting takes longer than the call, and a thread to hand it to has to be made first.
+    async fn short_call<T: Send + 'static>(&self, work: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static) -> T {
+        match self.engine != Engine::Threads && rt::is_alone() {
+            true => work(self.fd.as_fd()),
+            false => self.call(work).await,
+        }
+    }
+
     /// A transfer on this thread, as far as the page cache has it: another thread would cost many times that. `None` when
     /// it would have to wait.
     fn transfer_now(
@@ -430,11 +439,14 @@ impl HostFile {
 
     pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
         let _changing = self.known.changing();
-        self.call(move |fd| {
+        let grows =
+            rustix::fs::fstat(&self.fd).is_ok_and(|stat| u64::try_from(stat.st_size).is_ok_and(|now| now <= len));
+        let work = move |fd: BorrowedFd<'_>| {
             let _guard = guard;
             sys::retry(|| rustix::fs::ftruncate(fd, len).map_err(sys::errno))
-        })
-        .await
+        };
+        // Giving back what a large file holds takes its time.
+        if grows { self.short_call(work).await } else { self.call(work).await }
     }
 
     pub(crate) async fn copy_from(
@@ -483,6 +495,15 @@ impl HostFile {
             sys::share_range(&source, source_offset, fd, offset, len)
         })
         .await
+    }
+
+    /// Asks to share the byte at `source_offset`, which no file system does: what it answers tells whether it shares blocks.
+    pub(crate) async fn share_one_byte(&self, source: &HostFile, source_offset: u64) -> SysResult<()> {
+        if self.is_device || source.is_device {
+            return Err(Errno::ENOTSUP);
+        }
+        let source = Arc::clone(&source.fd);
+        self.short_call(move |fd| sys::share_range(&source, source_offset, fd, 1, 1)).await
     }
 
     pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {

@@ -181,7 +181,7 @@ impl Medium {
                 // A place behind the end, and within a block: nothing is there to be shared. Who has no way to share says so
                 // first.
                 let place = source_len.next_multiple_of(1 << 20) + 1;
-                let can = host.share_from(source, place, 1, 1, None).await == Err(Errno::EINVAL);
+                let can = host.share_one_byte(source, place).await == Err(Errno::EINVAL);
                 if can {
                     // Blocks that aren't on the disk yet are waited for, one range after the other. A hint; it may fail.
                     let _ = source.start_writeback().await;

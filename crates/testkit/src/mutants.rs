@@ -601,10 +601,8 @@ pub const MUTANTS: &[Mutant] = &[
         test: ("crash_live", "no_power_cut_around_a_live_snapshot_harms_an_image"),
         edits: &[(
             "crates/image/src/create/file.rs",
-            r#"options).await?;
-    if is_new {"#,
-            r#"options).await?;
-    if is_new && !SLIP {"#,
+            "if self.is_new && self.is_synced {",
+            "if self.is_new && self.is_synced && !SLIP {",
         )],
     },
     Mutant {

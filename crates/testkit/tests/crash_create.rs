@@ -4,10 +4,10 @@
 use cowshed_image::Preallocation;
 use cowshed_image::create::qcow2::Qcow2CreateOptions;
 use cowshed_image::create::schema::{OptionValues, options_of};
-use cowshed_image::create::write_fresh_qcow2;
+use cowshed_image::create::{CreateRequest, prepare, write_fresh_qcow2};
 use cowshed_image::encryption::{ImageEncryption, NewEncryption};
 use cowshed_image::secret::Secret;
-use cowshed_storage::sim::{Config, World};
+use cowshed_storage::sim::{Config, Event, World};
 use cowshed_storage::{File, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use std::path::Path;
@@ -78,4 +78,33 @@ fn a_cut_creation_leaves_a_whole_image_or_none() {
     }
     println!("create: {report}");
     assert!(distinct > 30, "{report}");
+}
+
+#[test]
+fn what_is_created_unsynced_is_the_same_image_without_a_flush() {
+    for (format, options) in
+        [("qcow2", "preallocation=metadata"), ("raw", "preallocation=off"), ("qcow2", "cluster_size=4k")]
+    {
+        let request = CreateRequest {
+            filename: "disk".to_owned(),
+            format: format.to_owned(),
+            size: Some(3 << 20),
+            options: vec![options.to_owned()],
+            ..CreateRequest::default()
+        };
+        let made = |synced: bool| {
+            let world = World::new(Config::new(1));
+            world.run(async {
+                let plan = prepare(&request).await.expect("a plan");
+                if synced { plan.run().await } else { plan.run_unsynced().await }.expect("an image");
+            });
+            let is_flush = |event: &&Event| matches!(event, Event::SyncIssued { .. } | Event::FolderSynced);
+            let flushes = world.trace().log.iter().filter(is_flush).count();
+            (world.contents("disk").expect("the file").to_vec(), flushes)
+        };
+        let ((durable, flushes), (lazy, none)) = (made(true), made(false));
+        assert!(durable == lazy, "{format} {options}");
+        assert!(flushes >= 2, "{format} {options}: the file and its name");
+        assert_eq!(none, 0, "{format} {options}");
+    }
 }

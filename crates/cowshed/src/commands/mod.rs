@@ -174,3 +174,24 @@ fn report(failure: &Failure, invocation: &Invocation, console: &mut Console) -> 
     }
     failure.code
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verb_of(arguments: &[&str]) -> Option<&'static str> {
+        let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let invocation = Invocation { persona: Persona::QemuImg, arguments };
+        let parsed = parse(&invocation, &mut Console::new(Persona::QemuImg));
+        parsed.ok().flatten().map(|(verb, _)| verb.name)
+    }
+
+    #[test]
+    fn the_verb_is_found_where_a_word_before_it_looks_like_one() {
+        assert_eq!(verb_of(&["info", "a"]), Some("info"));
+        assert_eq!(verb_of(&["-T", "create", "info", "a"]), Some("info"));
+        // A short form of --trace, whose value is the first word.
+        assert_eq!(verb_of(&["--tra", "create", "info", "a"]), Some("info"));
+        assert_eq!(verb_of(&["--tra=x", "info", "create"]), Some("info"));
+    }
+}

@@ -8,8 +8,11 @@ use cowshed_block::{Error, ErrorKind};
 use cowshed_jobs::JobHandle;
 use cowshed_storage::rt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::flag;
 use signal_hook::iterator::Signals;
-use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -58,6 +61,9 @@ fn reason(error: Error) -> Error {
     }
 }
 
+/// A job that takes less needs nobody who waits for signals: making the thread would take longer than they could wait.
+const SHORT: Duration = Duration::from_millis(20);
+
 /// What the shell adds to the number of the signal that ended a process.
 const SIGNAL_EXIT_BASE: i32 = 128;
 
@@ -66,7 +72,11 @@ pub struct Foreground {
     handle: JobHandle,
     progress: Arc<Mutex<Progress>>,
     signal: Arc<AtomicI32>,
+    /// The thread that heeds signals, until it is started.
+    watch: Rc<RefCell<Option<Watch>>>,
 }
+
+type Watch = Box<dyn FnOnce() + Send>;
 
 impl Foreground {
     /// Progress as wanted by `-p` (`wanted`) and `-q`; `what` stands before the bar.
@@ -76,8 +86,8 @@ impl Foreground {
         let handle = JobHandle::watched(move |state| lock(&shown).update(state.offset, state.len));
         let signal = Arc::new(AtomicI32::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
-        heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
-        Ok(Self { handle, progress, signal })
+        let watch = heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
+        Ok(Self { handle, progress, signal, watch: Rc::new(RefCell::new(Some(watch))) })
     }
 
     /// Runs the job and takes the progress away; `work` makes its future, `failed` words its error.
@@ -97,7 +107,16 @@ impl Foreground {
         say: impl FnOnce(&T),
     ) -> Result<T, Failure> {
         lock(&self.progress).update(0, 1);
-        let result = watch_time(&self.handle).and_then(|()| rt::block_on(work(self.handle.clone())));
+        let result = watch_time(&self.handle).and_then(|()| {
+            rt::block_on(async {
+                let starting = rt::spawn(start_in_time(Rc::clone(&self.watch)));
+                // Its time begins now, and nothing that can run keeps the job's calls from this thread.
+                rt::yield_now().await;
+                let result = work(self.handle.clone()).await;
+                starting.cancel().await;
+                result
+            })
+        });
         {
             let mut progress = lock(&self.progress);
             progress.complete(result.is_ok());
@@ -131,12 +150,34 @@ fn signal_exit_code(signal: i32) -> u8 {
     u8::try_from(SIGNAL_EXIT_BASE + signal).unwrap_or(1)
 }
 
+/// Starts the thread that heeds signals when the job isn't short.
+async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
+    rt::sleep(SHORT).await;
+    let Some(watch) = watch.take() else { return };
+    if let Err(error) = std::thread::Builder::new().name("signals".to_owned()).spawn(watch) {
+        crate::output::warning::print(&format!(
+            "only a second signal stops this: could not watch for signals: {error}"
+        ));
+    }
+}
+
 /// The first signal asks the job to stop, so that it can leave the target closed in order; the second one ends the
-/// process at once. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
-fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result<(), Failure> {
+/// process at once. SIGUSR1 asks for the progress where none is shown, as in qemu-img. From now on signals are taken; the
+/// thread that is to run what is returned acts on them.
+fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result<Watch, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
+    let stops = [SIGINT, SIGTERM, SIGHUP];
+    let asked = Arc::new(AtomicBool::new(false));
+    for signal in stops {
+        // In this order, or the first signal would count as the second one, too.
+        let code = i32::from(signal_exit_code(signal));
+        flag::register_conditional_shutdown(signal, code, Arc::clone(&asked)).map_err(failed)?;
+    }
+    for signal in stops {
+        flag::register(signal, Arc::clone(&asked)).map_err(failed)?;
+    }
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(failed)?;
-    let watch = move || {
+    Ok(Box::new(move || {
         for signal in &mut signals {
             if signal == SIGUSR1 {
                 if tells {
@@ -145,12 +186,8 @@ fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result
                 }
                 continue;
             }
-            if noted.swap(signal, Ordering::AcqRel) != 0 {
-                std::process::exit(i32::from(signal_exit_code(signal)));
-            }
+            noted.store(signal, Ordering::Release);
             handle.cancel();
         }
-    };
-    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;
-    Ok(())
+    }))
 }

@@ -293,7 +293,7 @@ fn an_amendment_that_is_interrupted_changes_nothing_or_all() {
         };
         let before = content(&folder);
         let mut stopped = 0;
-        for delay_ms in [20, 60, 150, 400, 900] {
+        for delay_ms in [1, 5, 20, 60, 150, 400, 900] {
             let image = "driver=qcow2,file.driver=blkdebug,file.inject-error.0.iotype=write,\
                          file.inject-error.0.action=delay,file.inject-error.0.delay-ms=30,\
                          file.image.driver=file,file.image.filename=image.qcow2";
@@ -319,4 +319,31 @@ fn an_amendment_that_is_interrupted_changes_nothing_or_all() {
         assert_eq!(again.code, Some(0), "{}", again.err);
         assert!(content(&folder) == before, "{name}");
     }
+}
+
+/// A job that can't stop now, because the disk doesn't answer, ends the process at the second signal.
+#[test]
+fn the_second_signal_ends_the_process_at_once() {
+    let oracle = Oracle::new();
+    let folder = oracle.work();
+    oracle.make("create -q -f qcow2 image.qcow2 8M");
+    let image = "driver=raw,file.driver=blkdebug,file.inject-error.0.iotype=read,file.inject-error.0.action=delay,\
+                 file.inject-error.0.delay-ms=600000,file.image.driver=file,file.image.filename=image.qcow2";
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(["convert", "-q", "--image-opts", image, "copy.raw"])
+        .current_dir(&folder)
+        .spawn()
+        .expect("our own binary runs");
+    let signal = |name: &str| {
+        let sent = std::process::Command::new("kill").args([name, &child.id().to_string()]).status();
+        assert!(sent.expect("kill runs").success());
+    };
+    // The target is there: the job runs, and so signals are taken.
+    while !folder.join("copy.raw").exists() {
+        std::thread::yield_now();
+    }
+    signal("-TERM");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    signal("-INT");
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }

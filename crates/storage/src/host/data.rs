@@ -14,7 +14,7 @@ impl HostFile {
             return Ok(Some(data));
         }
         let (is_device, changes) = (self.is_device, self.known.changes());
-        let found = self.call(move |fd| seek_data(fd, is_device, offset, len)).await?;
+        let found = self.short_call(move |fd| seek_data(fd, is_device, offset, len)).await?;
         found.into_iter().for_each(|data| self.known.keep(changes, data, len));
         Ok(found)
     }
@@ -26,7 +26,7 @@ impl HostFile {
         if let Some(data) = first.filter(|data| data.end >= end || max == 1) {
             return Ok(vec![data]);
         }
-        let found = self.call(move |fd| {
+        let found = self.short_call(move |fd| {
             let mut ranges: Vec<DataRange> = Vec::from_iter(first);
             let mut at = first.map_or(offset, |data| data.end);
             while at < end && ranges.len() < max {

@@ -4,6 +4,7 @@
 use super::{BULK_BYTES, HostFile, NOW_BYTES};
 use crate::medium::Space;
 use crate::payload::Payload;
+use crate::ring::Direction;
 use crate::{DataRange, IoBuf, OpenOptions, rt};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
@@ -88,5 +89,28 @@ fn data_found_last_are_known_until_a_hole_is_made() {
         host.set_len(MIB, None).await.expect("it grows");
         assert_eq!(host.next_data(0, MIB).await.expect("next").map(|data| data.end), Some(MIB / 4));
         assert_eq!(host.next_data(MIB / 2, MIB).await.expect("next"), None);
+    });
+}
+
+#[test]
+fn a_thread_is_alone_while_nothing_of_it_can_run_or_is_in_flight() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("image");
+    std::fs::write(&path, vec![1; 4096]).expect("a file");
+    let host = HostFile::open(&path, &OpenOptions::default()).expect("it opens");
+    assert!(!rt::is_alone(), "no executor runs");
+    rt::block_on(async {
+        assert!(rt::is_alone(), "nothing was asked for");
+        let has_ring = rt::current_ring().is_some();
+        assert_eq!(rt::is_alone(), has_ring, "what a pool does isn't seen");
+        let task = rt::spawn(std::future::ready(()));
+        assert!(!rt::is_alone(), "a task can run");
+        task.await;
+        assert_eq!(rt::is_alone(), has_ring);
+        if let Ok(read) = host.start(Direction::Read, payload(512), 0) {
+            assert!(!rt::is_alone(), "a read is in flight");
+            assert_eq!(read.await.0, 512);
+        }
+        assert_eq!(rt::is_alone(), has_ring);
     });
 }

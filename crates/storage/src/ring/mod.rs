@@ -130,6 +130,11 @@ impl Ring {
         }
     }
 
+    /// True when no operation is in flight or queued.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.slots.borrow().is_empty()
+    }
+
     /// One `io_uring_enter`; `want` completions are waited for, at most `timeout`.
     fn enter(&self, want: usize, timeout: Option<Duration>) {
         let uring = self.uring.borrow();

@@ -318,6 +318,18 @@ impl LocalState {
         }
     }
 
+    /// True when this thread waits for nothing else and no other task of it can run, so that whoever blocks it keeps nobody
+    /// waiting but himself. Never without a ring: what other threads do for this one isn't seen.
+    pub(crate) fn is_alone(&self) -> bool {
+        let is_idle = match &self.outside {
+            // Not made yet: nothing was asked for.
+            Outside::System(ring) => ring.get().is_none_or(|ring| ring.as_ref().is_some_and(|ring| ring.is_idle())),
+            Outside::Simulated(_) => false,
+        };
+        let woken_elsewhere = self.shared.remote_came.load(Ordering::Relaxed) && !self.shared.remote().tasks.is_empty();
+        is_idle && self.ready.borrow().is_empty() && !woken_elsewhere
+    }
+
     fn has_obligations(&self) -> bool {
         self.obligations.get() > 0 || self.existing_ring().is_some_and(|ring| ring.has_orphans())
     }

@@ -239,6 +239,11 @@ pub fn is_simulated() -> bool {
     with_current(|local| local.is_some_and(|local| local.simulation().is_some()))
 }
 
+/// True when this thread's executor would only wait, see [`executor::LocalState::is_alone`].
+pub(crate) fn is_alone() -> bool {
+    with_current(|local| local.is_some_and(|local| local.is_alone()))
+}
+
 /// The running executor's ring; `None` without one, in a simulation and outside of [`block_on`].
 pub(crate) fn current_ring() -> Option<Rc<Ring>> {
     with_current(|local| local.and_then(|local| local.ring().cloned()))
