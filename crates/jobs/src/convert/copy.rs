@@ -14,6 +14,7 @@ use cowshed_image::Node;
 use cowshed_image::node::ZeroFlags;
 use cowshed_storage::{File, IoBuf, rt};
 use futures_util::future::join_all;
+use futures_util::lock::Mutex;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::cell::{Cell, RefCell};
 
@@ -68,6 +69,16 @@ pub struct Copy<'a> {
     sharing: Sharing<'a>,
 }
 
+/// What the copiers share.
+struct Work<'a> {
+    /// The pieces that nobody has taken, and the number of the next one with data.
+    next: Mutex<(Pieces<'a>, u64)>,
+    /// There may be pieces left to take.
+    is_left: Cell<bool>,
+    /// How many copy now.
+    copiers: Cell<usize>,
+}
+
 impl<'a> Copy<'a> {
     /// A conversion that hasn't begun.
     pub async fn new(sources: &'a Sources, target: &'a Node, settings: CopySettings, job: &'a JobHandle) -> Self {
@@ -91,37 +102,52 @@ impl<'a> Copy<'a> {
     /// Copies everything.
     pub async fn run(&self) -> Result<ConvertOutcome> {
         self.job.set_len(self.sources.size());
-        let mut pieces = Pieces::new(self.sources, self.settings.cut);
-        let mut running = FuturesUnordered::new();
-        let mut number = 0;
-        let mut more = true;
+        let pieces = Pieces::new(self.sources, self.settings.cut);
+        let work = Work { next: Mutex::new((pieces, 0)), is_left: Cell::new(true), copiers: Cell::new(0) };
+        let mut copiers = FuturesUnordered::new();
         let mut result = Ok(());
-        while more || !running.is_empty() {
-            let step = if more && running.len() < self.in_flight.now() {
-                match self.next_piece(&mut pieces).await {
-                    Ok(None) => {
-                        more = false;
-                        Ok(())
-                    }
-                    Ok(Some(piece)) => {
-                        running.push(self.piece(piece, number));
-                        number += u64::from(piece.kind == RunKind::Data);
-                        Ok(())
-                    }
-                    Err(error) => Err(error),
-                }
-            } else {
-                running.next().await.unwrap_or(Ok(()))
-            };
-            if step.is_err() {
-                // What has begun runs to its end: a write that is dropped could reach the disk later.
-                more = false;
+        loop {
+            while work.is_left.get() && copiers.len() < self.in_flight.now() {
+                copiers.push(self.copy_pieces(&work));
+                work.copiers.set(copiers.len());
+            }
+            // What has begun runs to its end: a write that is dropped could reach the disk later.
+            let Some(ended) = copiers.next().await else { break };
+            work.copiers.set(copiers.len());
+            result = result.and(ended);
+        }
+        drop(copiers);
+        result.map(|()| self.outcome.take())
+    }
+
+    /// Copies piece after piece, until none is left or another copier is to begin. Not a future for each piece: it has tens of
+    /// KiB, which would be moved to their place each time.
+    async fn copy_pieces(&self, work: &Work<'_>) -> Result<()> {
+        while work.is_left.get() && work.copiers.get() >= self.in_flight.now() {
+            let copied = self.copy_next(work).await;
+            if copied.is_err() {
+                work.is_left.set(false);
                 self.turn.open();
-                result = result.and(step);
+                return copied;
             }
         }
-        drop(running);
-        result.map(|()| self.outcome.take())
+        Ok(())
+    }
+
+    async fn copy_next(&self, work: &Work<'_>) -> Result<()> {
+        let mut next = work.next.lock().await;
+        if !work.is_left.get() {
+            return Ok(());
+        }
+        let (pieces, number) = &mut *next;
+        let Some(piece) = self.next_piece(pieces).await? else {
+            work.is_left.set(false);
+            return Ok(());
+        };
+        let own_number = *number;
+        *number += u64::from(piece.kind == RunKind::Data);
+        drop(next);
+        self.piece(piece, own_number).await
     }
 
     /// The next piece, when the job may go on.
