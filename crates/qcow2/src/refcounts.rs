@@ -192,8 +192,9 @@ impl Engine {
         if !self.refcount_block(state, index)? {
             return Ok(false);
         }
-        let end = (index + 1) << self.geometry.refcount_block_bits();
-        Ok((first..end).any(|cluster| self.cached_refcount(state, cluster) != 0))
+        let Some(block) = state.refcounts.blocks.get(&index) else { return Ok(false) };
+        let first = self.geometry.refcount_block_index(first) as usize;
+        Ok(refcount::any_from(&block.bytes, self.geometry.refcount_order(), first))
     }
 
     /// Makes the refcount table available and returns its length in entries.

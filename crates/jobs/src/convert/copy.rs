@@ -25,8 +25,8 @@ pub struct CopySettings {
     pub cut: Cut,
     /// Read at once, bytes.
     pub step: u64,
-    /// Read at once while no piece has waited for anything, bytes; a multiple of `cut.unit` and at most `step`.
-    pub quick_step: u64,
+    /// The same for the first [`FIRST_BYTES`], while no piece waits for anything; a multiple of `cut.unit`, at most `step`.
+    pub first_step: u64,
     /// Zeroes are looked for in blocks of so many bytes.
     pub zero_unit: usize,
     /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
@@ -47,6 +47,8 @@ pub struct CopySettings {
     pub share: bool,
 }
 
+/// So many bytes of data are the first ones.
+const FIRST_BYTES: u64 = 32 << 20;
 /// Unreadable places are told apart down to so many bytes.
 const SALVAGE_BYTES: usize = 4096;
 
@@ -62,6 +64,8 @@ pub struct Copy<'a> {
     pub job: &'a JobHandle,
     turn: Turn,
     in_flight: InFlight,
+    /// Bytes of the data pieces that were begun.
+    begun: Cell<u64>,
     /// Buffers to be used again: fresh ones cost a page fault each 4 KiB.
     pool: RefCell<Vec<IoBuf>>,
     outcome: RefCell<ConvertOutcome>,
@@ -90,6 +94,7 @@ impl<'a> Copy<'a> {
             job,
             turn: Turn::default(),
             in_flight: InFlight::up_to(settings.requests),
+            begun: Cell::new(0),
             pool: RefCell::default(),
             outcome: RefCell::default(),
             kernel_copies: Cell::new(false),
@@ -156,6 +161,7 @@ impl<'a> Copy<'a> {
         pieces.set_chunk(if self.kernel_copies.get() { self.settings.cut.chunk } else { self.step() });
         let piece = pieces.next().await?;
         if let Some(piece) = piece.filter(|piece| piece.kind == RunKind::Data) {
+            self.begun.set(self.begun.get() + (piece.end - piece.start));
             self.job.throttle(piece.end - piece.start).await?;
         }
         Ok(piece)
@@ -163,7 +169,8 @@ impl<'a> Copy<'a> {
 
     /// Read at once now, bytes.
     fn step(&self) -> u64 {
-        if self.in_flight.is_quick() { self.settings.quick_step } else { self.settings.step }
+        let is_first = self.begun.get() <= FIRST_BYTES && self.in_flight.is_quick();
+        if is_first { self.settings.first_step } else { self.settings.step }
     }
 
     async fn piece(&self, piece: Piece, number: u64) -> Result<()> {

@@ -23,9 +23,9 @@ const RAW_UNIT_BYTES: u64 = 4096;
 /// One read and its writes: large enough for the disk, small enough for the processor's cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 const MAX_CHUNK_BYTES: u64 = 16 << 20;
-/// The same while nothing waits for a disk: few fresh pages to fill, each of them a fault, where little is copied, and no
-/// slower for much.
-const QUICK_CHUNK_BYTES: u64 = 256 << 10;
+/// The same at first, while nothing waits for a disk: where little is copied the faults of fresh buffers cost more than the
+/// larger pieces save.
+const FIRST_CHUNK_BYTES: u64 = 256 << 10;
 /// What is copied or shared inside the kernel in one piece, unread.
 const UNREAD_CHUNK_BYTES: u64 = 64 << 20;
 
@@ -240,12 +240,12 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
     // What the target holds must not depend on the time that pieces took: their borders may lie anywhere only where each
     // block decides for itself whether it is a hole.
     let is_cut_anywhere = !options.compressed && min_zero_bytes <= zero_unit && zero_unit <= unit;
-    let quick_step = if is_cut_anywhere { QUICK_CHUNK_BYTES.max(unit) } else { step };
+    let first_step = if is_cut_anywhere { FIRST_CHUNK_BYTES.max(unit) } else { step };
     let narrow = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     Ok(CopySettings {
         cut: Cut { unit, chunk, all_data: no_holes },
         step,
-        quick_step,
+        first_step,
         zero_unit: narrow(zero_unit),
         min_zero_bytes: narrow(min_zero_bytes),
         target_is_zero: target.is_zero,

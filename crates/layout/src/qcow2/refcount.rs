@@ -31,6 +31,20 @@ pub fn get(block: &[u8], order: u32, index: usize) -> u64 {
     }
 }
 
+/// True when an entry from `first` on isn't zero. An order above 6 is a bug of the caller and panics; there are no entries
+/// behind the end of the block.
+pub fn any_from(block: &[u8], order: u32, first: usize) -> bool {
+    let per_byte = if order < 3 { 8 >> order } else { 1 };
+    let aligned = first.next_multiple_of(per_byte);
+    let entries = (block.len() << 3) >> order;
+    if (first..aligned.min(entries)).any(|entry| get(block, order, entry) != 0) {
+        return true;
+    }
+    let rest = block.get((aligned << order) / 8..).unwrap_or_default();
+    // Without a branch for each byte, so that the compiler uses vector instructions.
+    rest.chunks(4096).any(|chunk| chunk.iter().fold(0, |sum, byte| sum | byte) != 0)
+}
+
 /// Sets entry `index` of a block. A value above [`max_value`], an index outside of the block or an order above 6 is a
 /// bug of the caller and panics.
 #[inline]
@@ -82,6 +96,22 @@ mod tests {
     #[test]
     fn maxima() {
         assert_eq!((0..=6).map(max_value).collect::<Vec<_>>(), [1, 3, 15, 255, 65535, u32::MAX as u64, u64::MAX]);
+    }
+
+    #[test]
+    fn any_from_an_entry_on() {
+        for order in 0..=6 {
+            let mut block = vec![0; 8192];
+            assert!(!any_from(&block, order, 0));
+            let entries = (8192 * 8) >> order;
+            for used in [0, 1, 5, 63, 77, entries - 1] {
+                set(&mut block, order, used, 1);
+                for first in [0, 1, 3, 4, 5, 6, 63, 64, 77, 78, entries - 2, entries - 1, entries, entries + 9] {
+                    assert_eq!(any_from(&block, order, first), first <= used, "{first} of {used}, order {order}");
+                }
+                set(&mut block, order, used, 0);
+            }
+        }
     }
 
     proptest! {
