@@ -230,6 +230,7 @@ impl HostFile {
 
     /// A read of what is in the page cache, on a ring's thread: less than asking the ring for it, and waiting for the answer.
     /// `None`: it isn't there, or is not looked for.
+    #[inline]
     pub(crate) fn read_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
         if self.engine == Engine::Threads || payload.len() > NOW_BYTES {
             return None;
