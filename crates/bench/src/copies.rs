@@ -16,6 +16,8 @@ const QCOW2: &[&str] = &["-f", "qcow2", "-O", "qcow2"];
 const RAW: &[&str] = &["-f", "raw", "-O", "raw"];
 const TARGET: &str = "≥ 1.2×";
 const AS_CP: &str = "as fast as cp";
+/// Memory that is there for a run of milliseconds beside `cp`, whichever pages it is given, see [`memory::back`].
+const BACKED_MIB: u64 = 2048;
 
 /// On the disk of the images.
 pub fn here(settings: &Settings) -> Result<Vec<Row>, String> {
@@ -75,7 +77,9 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> R
         for output in [&ours, &theirs].into_iter().filter(|output| output.exists()) {
             std::fs::remove_file(output).map_err(|e| format!("{}: {e}", output.display()))?;
         }
-        memory::back(3 * settings.size_mib / 2)
+        // What the run before left to be written or given back isn't this one's to wait for.
+        run(&mut Command::new("sync"))?;
+        memory::back(BACKED_MIB.max(3 * settings.size_mib / 2))
     };
     let pairs = alternate(
         settings.rounds,
