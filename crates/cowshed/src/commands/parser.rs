@@ -13,7 +13,7 @@ pub fn root(persona: Persona) -> Command {
 }
 
 /// The command line of a persona for who is going to use the verb `word`: of all others only the names are there, for
-/// making the arguments of all takes a third of the time that a short command does.
+/// making the arguments of all is time that a short command notices.
 pub fn root_for(persona: Persona, word: &str) -> Command {
     root_with(persona, |verb| verb.name == word)
 }
