@@ -272,7 +272,25 @@ const ROWS: &[Means] = &[
         instead: "`COWSHED_IO_ENGINE=threads`",
         load: mapping("randread 4k, 20 GiB in order", in_order),
     },
+    polled("read 4k, zlib", zlib, |settings| in_turn(settings, "4k")),
+    polled("read 4k, one at a time", full_qcow2, |settings| in_turn(settings, "4k")),
+    polled("read 64k, one at a time", full_qcow2, |settings| in_turn(settings, "64k")),
+    polled("randread 4k, four at a time", full_qcow2, |settings| random(settings.size_mib / 8 * MIB, 4)),
+    polled("randread 4k, 32 at a time", full_qcow2, |settings| random(settings.size_mib / 8 * MIB, 32)),
 ];
+
+/// Threads that serve look for requests before they sleep.
+const fn polled(name: &'static str, image: Image, how: fn(&Settings) -> Reads) -> Means {
+    let arguments = &["--object", "iothread,id=asleep,poll-max-ns=0"];
+    let without = How { arguments, ..AS_IT_IS };
+    Means {
+        name: "looking before sleeping",
+        with: AS_IT_IS,
+        without,
+        instead: "`--object iothread,id=ID,poll-max-ns=0`",
+        load: reads(name, image, how),
+    }
+}
 
 fn in_order(settings: &Settings) -> Result<PathBuf, String> {
     mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)

@@ -11,6 +11,7 @@ use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
+use cowshed_storage::rt::PollLimit;
 use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;
 use std::cell::RefCell;
@@ -33,6 +34,8 @@ pub(crate) struct NbdSetup {
     pub max_connections: usize,
     pub handshake_seconds: Option<u64>,
     pub queues: usize,
+    /// How long the queues may look for requests before they sleep.
+    pub poll_limit: PollLimit,
     /// Stop the daemon when the last client goes.
     pub stop_when_idle: bool,
     /// Clients wait until [`Nbd::release`].
@@ -92,6 +95,7 @@ impl Nbd {
         let tls = setup.tls.is_some();
         let config = ServerConfig {
             queues: setup.queues,
+            poll_limit: setup.poll_limit,
             limits,
             tls: setup.tls,
             tls_required: true,

@@ -6,16 +6,19 @@ use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use cowshed_storage::rt::PollLimit;
 use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// An object.
 #[derive(Clone, Debug)]
 pub(crate) enum Object {
-    /// A name for a thread: connections are spread over the daemon's own threads, so it decides nothing.
+    /// A name for a thread: connections are spread over the daemon's own threads, so of what it says only `poll-max-ns`
+    /// counts.
     IoThread(Arc<IoThreadProperties>),
     /// `throttle-group`: limits that its members share.
     ThrottleGroup(Arc<Group>),
@@ -62,7 +65,7 @@ impl Object {
             }
             (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
             (Object::Authorization(authorization), name) => authorization.get(name),
-            (Object::IoThread(properties), name) => properties.lock().get(name).map(|value| json!(value)),
+            (Object::IoThread(properties), name) => properties.lock().all.get(name).map(|value| json!(value)),
             (Object::Monitor { chardev, .. }, "chardev") => Some(chardev.as_str().into()),
             (Object::Monitor { pretty, .. }, "pretty") => Some((*pretty).into()),
             _ => None,
@@ -171,9 +174,17 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
     }
 }
 
-/// What an `iothread` says of its polling and its workers: kept, shown, and without effect here.
+/// What an `iothread` says of its polling and its workers: kept and shown. `poll-max-ns` counts where it is given: for all
+/// threads that serve ([`Objects::poll_limit`]).
 #[derive(Debug)]
-pub(crate) struct IoThreadProperties(Mutex<BTreeMap<&'static str, i64>>);
+pub(crate) struct IoThreadProperties(Mutex<IoThreadValues>);
+
+#[derive(Debug)]
+struct IoThreadValues {
+    all: BTreeMap<&'static str, i64>,
+    /// `poll-max-ns` was given, not left as QEMU has it.
+    says_poll_max: bool,
+}
 
 impl IoThreadProperties {
     /// Names, largest values, and values where nothing is said.
@@ -190,7 +201,7 @@ impl IoThreadProperties {
     /// With what is given; the rest is as in QEMU.
     pub fn new(given: &serde_json::Map<String, Value>) -> QmpResult<IoThreadProperties> {
         let all = Self::RANGES.iter().map(|(name, _, default)| (*name, *default));
-        let properties = IoThreadProperties(Mutex::new(all.collect()));
+        let properties = IoThreadProperties(Mutex::new(IoThreadValues { all: all.collect(), says_poll_max: false }));
         // The most before the least, so that both may be given in any order.
         for (name, ..) in Self::RANGES.iter().rev() {
             if let Some(value) = given.get(*name) {
@@ -200,8 +211,15 @@ impl IoThreadProperties {
         Ok(properties)
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, i64>> {
+    fn lock(&self) -> MutexGuard<'_, IoThreadValues> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `poll-max-ns`, where it is given.
+    fn poll_max(&self) -> Option<Duration> {
+        let values = self.lock();
+        let ns = values.all.get("poll-max-ns").filter(|_| values.says_poll_max)?;
+        Some(Duration::from_nanos(u64::try_from(*ns).unwrap_or(0)))
     }
 
     fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
@@ -210,7 +228,8 @@ impl IoThreadProperties {
         };
         let wrong = || QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"));
         let value = value.as_i64().ok_or_else(wrong)?;
-        let mut all = self.lock();
+        let mut values = self.lock();
+        let all = &mut values.all;
         let least = all.get("thread-pool-min").copied().unwrap_or(0);
         let top = all.get("thread-pool-max").copied().unwrap_or(i64::MAX);
         let is_pool = match *name {
@@ -225,6 +244,7 @@ impl IoThreadProperties {
             return Err(QmpError::generic("bad thread-pool-min/thread-pool-max values"));
         }
         all.insert(name, value);
+        values.says_poll_max |= *name == "poll-max-ns";
         Ok(())
     }
 }
@@ -262,6 +282,8 @@ pub(crate) struct Objects {
     all: RefCell<BTreeMap<String, Object>>,
     /// Those of them that say which clients may come.
     pub authorizations: Authorizations,
+    /// How long threads that serve may look for requests before they sleep: the most that an `iothread` says.
+    pub poll_limit: PollLimit,
 }
 
 impl Objects {
@@ -275,7 +297,25 @@ impl Objects {
             self.authorizations.set(id, Some(Arc::clone(authorization)));
         }
         objects.insert(id.to_owned(), object);
+        drop(objects);
+        self.update_poll_limit();
         Ok(())
+    }
+
+    /// Changes a property of one of them. What is wrong changes nothing.
+    pub fn set(&self, object: &Object, property: &str, value: &Value) -> QmpResult<()> {
+        object.set(property, value)?;
+        self.update_poll_limit();
+        Ok(())
+    }
+
+    fn update_poll_limit(&self) {
+        let objects = self.all.borrow();
+        let said = objects.values().filter_map(|object| match object {
+            Object::IoThread(properties) => properties.poll_max(),
+            _ => None,
+        });
+        self.poll_limit.set(said.max().unwrap_or(PollLimit::DEFAULT));
     }
 
     /// The secrets, with their ids.
@@ -296,7 +336,9 @@ impl Objects {
     /// Takes one away.
     pub fn remove(&self, id: &str) -> Option<Object> {
         self.authorizations.set(id, None);
-        self.all.borrow_mut().remove(id)
+        let removed = self.all.borrow_mut().remove(id);
+        self.update_poll_limit();
+        removed
     }
 
     /// Ids and types.
@@ -366,6 +408,32 @@ mod tests {
         let error = check("priority", "NORMAL:-VERS-TLS1.2").unwrap_err().description;
         assert!(error.contains("'priority'") && error.contains("TLS 1.2 and 1.3 are offered"), "{error}");
         assert!(check("passwordid", "s").unwrap_err().description.contains("'passwordid' is not supported"));
+    }
+
+    #[test]
+    fn threads_that_serve_look_as_long_as_an_iothread_says() {
+        let objects = Objects::default();
+        let iothread =
+            |given: Value| Object::IoThread(Arc::new(IoThreadProperties::new(given.as_object().unwrap()).unwrap()));
+        let limit_ns = || objects.poll_limit.get().as_nanos();
+        let default_ns = PollLimit::DEFAULT.as_nanos();
+        objects.add("plain", iothread(json!({"poll-grow": 3}))).unwrap();
+        assert_eq!(limit_ns(), default_ns, "nothing is said");
+        objects.add("some", iothread(json!({"poll-max-ns": 7000}))).unwrap();
+        assert_eq!(limit_ns(), 7000);
+        objects.add("more", iothread(json!({"poll-max-ns": 9000}))).unwrap();
+        assert_eq!(limit_ns(), 9000);
+        let more = objects.find("more").unwrap();
+        objects.set(&more, "poll-max-ns", &json!(0)).unwrap();
+        assert_eq!(limit_ns(), 7000);
+        objects.set(&more, "poll-max-ns", &json!(-1)).unwrap_err();
+        objects.remove("some");
+        assert_eq!(limit_ns(), 0, "never");
+        objects.remove("more");
+        assert_eq!(limit_ns(), default_ns);
+        let plain = objects.find("plain").unwrap();
+        objects.set(&plain, "poll-max-ns", &json!(32768)).unwrap();
+        assert_eq!(limit_ns(), 32768, "said, though it is QEMU's default");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use cowshed_block::{Error, Result};
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::PORTABLE_PAYLOAD_BYTES;
+use cowshed_storage::rt::PollLimit;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +14,8 @@ use std::time::Duration;
 pub struct ServerConfig {
     /// Threads that serve clients, each connection on one of them in turn: 1 to 256.
     pub queues: usize,
+    /// How long a queue may look for requests before it sleeps, where that pays; it keeps a core busy meanwhile.
+    pub poll_limit: PollLimit,
     /// What clients may take of this process.
     pub limits: Limits,
     /// Credentials; none: no encryption.
@@ -29,6 +32,7 @@ impl Default for ServerConfig {
     fn default() -> Self {
         ServerConfig {
             queues: 1,
+            poll_limit: PollLimit::default(),
             limits: Limits::default(),
             tls: None,
             tls_required: true,

@@ -264,6 +264,6 @@ async fn qom_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if object.get(name).is_none() {
         return Err(no_property(&object, name));
     }
-    object.set(name, arguments.get("value").unwrap_or(&Value::Null))?;
+    daemon.objects.set(&object, name, arguments.get("value").unwrap_or(&Value::Null))?;
     nothing()
 }

@@ -78,7 +78,7 @@ impl Ring {
         };
         let flags = if all { libc::MSG_WAITALL } else { 0 };
         let entry = opcode::Recv::new(types::Fd(socket.as_raw_fd()), start, len).flags(flags).build();
-        RingOp::start(self, socket, payload, Vec::new(), entry).cancelled_on_drop()
+        RingOp::start_for_peer(self, socket, payload, entry)
     }
 
     /// Sends the payload behind its first `skip` bytes, all of it unless the peer goes away.
@@ -87,14 +87,14 @@ impl Ring {
         message.point_to(&payload.bufs, skip);
         let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
         let entry = opcode::SendMsg::new(types::Fd(socket.as_raw_fd()), message.header()).flags(flags as u32).build();
-        RingOp::start_message(self, socket, payload, message, entry).cancelled_on_drop()
+        RingOp::start_message(self, socket, payload, message, entry)
     }
 
     /// Waits until the socket can be received from, or accepted on.
     pub(crate) fn readable<'a>(self: Rc<Self>, socket: &'a Arc<OwnedFd>) -> RingOp<'a> {
         let events = (libc::POLLIN | libc::POLLHUP | libc::POLLERR) as u32;
         let entry = opcode::PollAdd::new(types::Fd(socket.as_raw_fd()), events).build();
-        RingOp::start(self, socket, Payload::empty(None), Vec::new(), entry).cancelled_on_drop()
+        RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
     /// `fallocate` with the mode bits of the system call.

@@ -46,6 +46,10 @@ pub(crate) struct Ring {
     messages: RefCell<Vec<Box<Message>>>,
     /// Operations in flight that nobody waits for.
     orphans: Cell<usize>,
+    /// Operations in flight that a disk completes, not a peer.
+    on_disk: Cell<usize>,
+    /// Completions since somebody asked.
+    completed: Cell<u32>,
     wake_armed: Cell<bool>,
     /// Where the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
     wake_count: Box<Cell<u64>>,
@@ -86,6 +90,8 @@ impl Ring {
             wakers: RefCell::default(),
             messages: RefCell::default(),
             orphans: Cell::new(0),
+            on_disk: Cell::new(0),
+            completed: Cell::new(0),
             wake_armed: Cell::new(false),
             wake_count: Box::new(Cell::new(0)),
         })
@@ -163,6 +169,32 @@ impl Ring {
         self.uring.borrow_mut().submission().len()
     }
 
+    /// True while a disk has something to do for this thread.
+    pub(crate) fn waits_for_disk(&self) -> bool {
+        self.on_disk.get() > 0
+    }
+
+    /// How many completions were taken since the last call.
+    pub(crate) fn take_completed(&self) -> u32 {
+        self.completed.take()
+    }
+
+    /// True when completions were taken since [`Ring::take_completed`].
+    pub(crate) fn has_completed(&self) -> bool {
+        self.completed.get() > 0
+    }
+
+    /// True when the kernel has something for us. No system call.
+    pub(crate) fn has_news(&self) -> bool {
+        let mut uring = self.uring.borrow_mut();
+        let queue = uring.submission();
+        if queue.taskrun() || queue.cq_overflow() {
+            return true;
+        }
+        drop(queue);
+        !uring.completion().is_empty()
+    }
+
     /// Submits what is queued and takes completions, without waiting.
     pub(crate) fn poll(&self) {
         let submit = {
@@ -200,7 +232,9 @@ impl Ring {
         {
             let mut uring = self.uring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
-            for completion in uring.completion() {
+            let completions = uring.completion();
+            self.completed.set(self.completed.get().saturating_add(completions.len() as u32));
+            for completion in completions {
                 match completion.user_data() {
                     WAKE => self.wake_armed.set(false),
                     CANCEL => {}
@@ -224,6 +258,7 @@ impl Ring {
     ) {
         let key = key as usize;
         let Some(slot) = slots.get_mut(key) else { return };
+        self.on_disk.set(self.on_disk.get() - usize::from(slot.is_on_disk()));
         match slot.finish(result) {
             op::Finish::Wake(waker) => wakers.extend(waker),
             op::Finish::Orphan => {

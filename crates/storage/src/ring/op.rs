@@ -35,6 +35,8 @@ enum State {
 pub(super) struct Slot {
     state: State,
     held: Held,
+    /// Others than a disk complete it, if they ever do.
+    waits_for_peer: bool,
 }
 
 pub(super) enum Finish {
@@ -50,6 +52,11 @@ impl Slot {
         }
     }
 
+    /// A file's operation: a disk, or its page cache, completes it.
+    pub(super) fn is_on_disk(&self) -> bool {
+        !self.waits_for_peer
+    }
+
     pub(super) fn into_held(self) -> Held {
         self.held
     }
@@ -61,7 +68,6 @@ pub(crate) struct RingOp<'a> {
     ring: Rc<Ring>,
     key: Option<usize>,
     file: &'a Arc<OwnedFd>,
-    cancel_on_drop: bool,
 }
 
 impl<'a> RingOp<'a> {
@@ -73,30 +79,44 @@ impl<'a> RingOp<'a> {
         vectors: Vec<libc::iovec>,
         entry: squeue::Entry,
     ) -> Self {
-        Self::start_held(ring, file, Held { payload, vectors, message: None, file: None }, entry)
+        Self::start_held(ring, file, Held { payload, vectors, message: None, file: None }, entry, false)
     }
 
-    /// As [`RingOp::start`], for an entry that points to `message`.
+    /// As [`RingOp::start`], for what may never complete by itself, because a peer has to do something: it is cancelled when
+    /// nobody waits for it any more.
+    pub(super) fn start_for_peer(
+        ring: Rc<Ring>,
+        socket: &'a Arc<OwnedFd>,
+        payload: Payload,
+        entry: squeue::Entry,
+    ) -> Self {
+        Self::start_held(ring, socket, Held { payload, vectors: Vec::new(), message: None, file: None }, entry, true)
+    }
+
+    /// As [`RingOp::start_for_peer`], for an entry that points to `message`.
     pub(super) fn start_message(
         ring: Rc<Ring>,
-        file: &'a Arc<OwnedFd>,
+        socket: &'a Arc<OwnedFd>,
         payload: Payload,
         message: Box<Message>,
         entry: squeue::Entry,
     ) -> Self {
-        Self::start_held(ring, file, Held { payload, vectors: Vec::new(), message: Some(message), file: None }, entry)
+        let held = Held { payload, vectors: Vec::new(), message: Some(message), file: None };
+        Self::start_held(ring, socket, held, entry, true)
     }
 
-    fn start_held(ring: Rc<Ring>, file: &'a Arc<OwnedFd>, held: Held, entry: squeue::Entry) -> Self {
-        let key = ring.slots.borrow_mut().insert(Slot { state: State::InFlight(None), held });
+    fn start_held(
+        ring: Rc<Ring>,
+        file: &'a Arc<OwnedFd>,
+        held: Held,
+        entry: squeue::Entry,
+        waits_for_peer: bool,
+    ) -> Self {
+        let slot = Slot { state: State::InFlight(None), held, waits_for_peer };
+        ring.on_disk.set(ring.on_disk.get() + usize::from(slot.is_on_disk()));
+        let key = ring.slots.borrow_mut().insert(slot);
         ring.push(&entry.user_data(key as u64));
-        RingOp { ring, key: Some(key), file, cancel_on_drop: false }
-    }
-
-    /// For what may never complete by itself: waiting for a peer.
-    pub(super) fn cancelled_on_drop(mut self) -> Self {
-        self.cancel_on_drop = true;
-        self
+        RingOp { ring, key: Some(key), file }
     }
 }
 
@@ -140,10 +160,11 @@ impl Drop for RingOp<'_> {
         let slot = &mut slots[key];
         slot.held.file = Some(Arc::clone(self.file));
         let state = std::mem::replace(&mut slot.state, State::Orphan);
+        let waits_for_peer = slot.waits_for_peer;
         drop(slots);
         drop(state);
         self.ring.orphans.set(self.ring.orphans.get() + 1);
-        if self.cancel_on_drop {
+        if waits_for_peer {
             self.ring.cancel(key as u64);
         }
     }

@@ -4,6 +4,7 @@
 //! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue; from elsewhere it
 //! goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
 
+use super::polling::{Cores, FEW_COMPLETIONS, LOST_CORE, PollLimit, Polling, Wait};
 use super::timer::{Next, Timers};
 use crate::OpenOptions;
 use crate::ring::Ring;
@@ -144,6 +145,12 @@ pub(crate) struct LocalState {
     /// Rounds since the ring was looked at.
     rounds_past_ring: Cell<u32>,
     pub(super) timers: RefCell<Timers>,
+    /// How long to look for news before a sleep; `None`: not at all.
+    pub(super) poll_limit: RefCell<Option<PollLimit>>,
+    polling: Cell<Polling>,
+    /// Waits that ended without a sleep, because looking found something.
+    #[cfg(test)]
+    pub(super) found: Cell<u64>,
     outside: Outside,
 }
 
@@ -194,6 +201,10 @@ impl Local {
             obligations: Cell::new(0),
             rounds_past_ring: Cell::new(0),
             timers: RefCell::default(),
+            poll_limit: RefCell::default(),
+            polling: Cell::default(),
+            #[cfg(test)]
+            found: Cell::new(0),
             outside,
         };
         Ok(Local { state: Rc::new(state) })
@@ -360,7 +371,7 @@ impl LocalState {
                     simulation.advance();
                 }
             }
-            Outside::System(_) => self.sleep(next_timer),
+            Outside::System(_) => self.look_or_sleep(next_timer),
         }
         ROUND_NS.set(0);
     }
@@ -397,6 +408,68 @@ impl LocalState {
         self.shared.remote_came.store(false, Ordering::SeqCst);
         let tasks = std::mem::take(&mut self.shared.remote().tasks);
         self.ready.borrow_mut().extend(tasks);
+    }
+
+    /// Looks for news for as long as that has paid, then sleeps.
+    fn look_or_sleep(&self, next_timer: Option<Instant>) {
+        let limit_ns = self.poll_limit.borrow().as_ref().map_or(0, PollLimit::as_nanos);
+        let Some(ring) = self.existing_ring().filter(|_| limit_ns > 0) else {
+            self.sleep(next_timer);
+            return;
+        };
+        let is_quiet = ring.take_completed() <= FEW_COMPLETIONS && !ring.waits_for_disk();
+        let start_ns = super::since_start_ns();
+        let mut polling = self.polling.get();
+        let Some(look_ns) = polling.look_ns(limit_ns, start_ns).filter(|_| is_quiet) else {
+            self.sleep(next_timer);
+            return;
+        };
+        let core = if look_ns > 0 { Cores::of_machine().take() } else { None };
+        let found = core.and_then(|_core| self.look(ring, Duration::from_nanos(look_ns), next_timer));
+        let wait = found.unwrap_or_else(|| {
+            self.sleep(next_timer);
+            Wait::Slept(super::since_start_ns().saturating_sub(start_ns))
+        });
+        #[cfg(test)]
+        self.found.set(self.found.get() + u64::from(wait == Wait::Found));
+        if wait == Wait::LostCore {
+            self.sleep(next_timer);
+        }
+        polling.note(wait, limit_ns, super::since_start_ns());
+        self.polling.set(polling);
+    }
+
+    /// Looks for something to do. `None`: there is nothing.
+    fn look(&self, ring: &Ring, most: Duration, next_timer: Option<Instant>) -> Option<Wait> {
+        /// Between two looks at the clock.
+        const SPINS: u32 = 8;
+        let start = Instant::now();
+        let end = next_timer.map_or(start + most, |timer| timer.min(start + most));
+        let mut last = start;
+        // What is queued goes to the kernel first.
+        ring.poll();
+        loop {
+            let is_woken =
+                self.shared.remote_came.load(Ordering::Relaxed) || self.shared.main_woken.load(Ordering::Relaxed);
+            if is_woken || ring.has_completed() || !self.ready.borrow().is_empty() {
+                return Some(Wait::Found);
+            }
+            if ring.has_news() {
+                ring.poll();
+                continue;
+            }
+            for _ in 0..SPINS {
+                std::hint::spin_loop();
+            }
+            let now = Instant::now();
+            if now >= end {
+                return None;
+            }
+            if now.duration_since(last) > LOST_CORE {
+                return Some(Wait::LostCore);
+            }
+            last = now;
+        }
     }
 
     /// Waits in the kernel for a completion, a wake from another thread or the next timer.
