@@ -117,7 +117,10 @@ impl<D: Disk> Session<D> {
         self.reading.set(false);
         self.has_more.set(!intake.receiver.is_empty());
         match next {
-            Ok(Some(job)) => return Some(job),
+            Ok(Some(job)) => {
+                rt::note_request();
+                return Some(job);
+            }
             Ok(None) => {}
             Err(error) => {
                 self.error.borrow_mut().get_or_insert(error);

@@ -48,8 +48,8 @@ pub(crate) struct Ring {
     orphans: Cell<usize>,
     /// Operations in flight that a disk completes, not a peer.
     on_disk: Cell<usize>,
-    /// Completions since somebody asked.
-    completed: Cell<u32>,
+    /// See [`Ring::forget_completed`].
+    has_completed: Cell<bool>,
     wake_armed: Cell<bool>,
     /// Where the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
     wake_count: Box<Cell<u64>>,
@@ -91,7 +91,7 @@ impl Ring {
             messages: RefCell::default(),
             orphans: Cell::new(0),
             on_disk: Cell::new(0),
-            completed: Cell::new(0),
+            has_completed: Cell::new(false),
             wake_armed: Cell::new(false),
             wake_count: Box::new(Cell::new(0)),
         })
@@ -174,14 +174,14 @@ impl Ring {
         self.on_disk.get() > 0
     }
 
-    /// How many completions were taken since the last call.
-    pub(crate) fn take_completed(&self) -> u32 {
-        self.completed.take()
+    /// From now on [`Ring::has_completed`] says whether anything was.
+    pub(crate) fn forget_completed(&self) {
+        self.has_completed.set(false);
     }
 
-    /// True when completions were taken since [`Ring::take_completed`].
+    /// True when completions were taken since [`Ring::forget_completed`].
     pub(crate) fn has_completed(&self) -> bool {
-        self.completed.get() > 0
+        self.has_completed.get()
     }
 
     /// True when the kernel has something for us. No system call.
@@ -232,9 +232,8 @@ impl Ring {
         {
             let mut uring = self.uring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
-            let completions = uring.completion();
-            self.completed.set(self.completed.get().saturating_add(completions.len() as u32));
-            for completion in completions {
+            for completion in uring.completion() {
+                self.has_completed.set(true);
                 match completion.user_data() {
                     WAKE => self.wake_armed.set(false),
                     CANCEL => {}

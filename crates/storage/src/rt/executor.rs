@@ -4,7 +4,7 @@
 //! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue; from elsewhere it
 //! goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
 
-use super::polling::{Cores, FEW_COMPLETIONS, LOST_CORE, PollLimit, Polling, Wait};
+use super::polling::{Cores, FEW_REQUESTS, LOST_CORE, PollLimit, Polling, Wait};
 use super::timer::{Next, Timers};
 use crate::OpenOptions;
 use crate::ring::Ring;
@@ -158,6 +158,8 @@ thread_local! {
     /// The time that this round of the thread's executor goes by, once somebody has asked for it; else 0. Not in the
     /// executor's state, because a look here costs next to nothing, and it is taken twice in each request.
     pub(super) static ROUND_NS: Cell<u64> = const { Cell::new(0) };
+    /// Requests that this thread took since its executor last waited, see [`super::note_request`].
+    pub(super) static REQUESTS: Cell<u32> = const { Cell::new(0) };
     /// The executor that runs on this thread now.
     static CURRENT: RefCell<Option<Rc<LocalState>>> = const { RefCell::new(None) };
     /// The executor of [`super::block_on`].
@@ -417,7 +419,8 @@ impl LocalState {
             self.sleep(next_timer);
             return;
         };
-        let is_quiet = ring.take_completed() <= FEW_COMPLETIONS && !ring.waits_for_disk();
+        ring.forget_completed();
+        let is_quiet = REQUESTS.take() <= FEW_REQUESTS && !ring.waits_for_disk();
         let start_ns = super::since_start_ns();
         let mut polling = self.polling.get();
         let Some(look_ns) = polling.look_ns(limit_ns, start_ns).filter(|_| is_quiet) else {
@@ -449,14 +452,13 @@ impl LocalState {
         // What is queued goes to the kernel first.
         ring.poll();
         loop {
+            if ring.has_news() {
+                ring.poll();
+            }
             let is_woken =
                 self.shared.remote_came.load(Ordering::Relaxed) || self.shared.main_woken.load(Ordering::Relaxed);
             if is_woken || ring.has_completed() || !self.ready.borrow().is_empty() {
                 return Some(Wait::Found);
-            }
-            if ring.has_news() {
-                ring.poll();
-                continue;
             }
             for _ in 0..SPINS {
                 std::hint::spin_loop();

@@ -42,6 +42,13 @@ pub fn poll_up_to(limit: PollLimit) {
     });
 }
 
+/// Counts a request of those whom this thread answers. With many of them between two waits it doesn't look for more
+/// ([`poll_up_to`]): they gather while it sleeps.
+#[inline]
+pub fn note_request() {
+    executor::REQUESTS.set(executor::REQUESTS.get().wrapping_add(1));
+}
+
 /// Runs `future` to its end on this thread, with this thread's ring and executor. Tasks that it spawned and that haven't
 /// ended go on in the thread's next call.
 ///

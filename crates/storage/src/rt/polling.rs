@@ -10,7 +10,7 @@
 //! - where looking doesn't pay although something comes soon: it rests, longer each time;
 //! - where somebody else wants the core: it rests, likewise;
 //! - where a disk is to answer: that takes longer than being woken;
-//! - where the last round had several completions: there is enough to do, and requests that gather are cheaper;
+//! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
 //! - where all cores but one look already.
 
 use std::num::NonZero;
@@ -66,8 +66,8 @@ const VAIN_LOOKS: u32 = 8;
 const GOOD_LOOKS: u32 = 64;
 /// The shortest and the longest rest.
 const REST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=1_000_000_000;
-/// With more completions than these since the last wait there is enough to do.
-pub(super) const FEW_COMPLETIONS: u32 = 2;
+/// With more requests than these since the last wait there is enough to do.
+pub(super) const FEW_REQUESTS: u32 = 4;
 /// Two looks that lie further apart: somebody else had the core between them.
 pub(super) const LOST_CORE: Duration = Duration::from_micros(50);
 
