@@ -448,12 +448,14 @@ impl LocalState {
         const SPINS: u32 = 8;
         let start = Instant::now();
         let end = next_timer.map_or(start + most, |timer| timer.min(start + most));
-        let mut last = start;
         // What is queued goes to the kernel first.
         ring.poll();
+        // System calls may take long: only the time between them can be another process's.
+        let mut last = Instant::now();
         loop {
             if ring.has_news() {
                 ring.poll();
+                last = Instant::now();
             }
             let is_woken =
                 self.shared.remote_came.load(Ordering::Relaxed) || self.shared.main_woken.load(Ordering::Relaxed);
