@@ -427,8 +427,14 @@ impl LocalState {
             self.sleep(next_timer);
             return;
         };
-        let core = if look_ns > 0 { Cores::of_machine().take() } else { None };
-        let found = core.and_then(|_core| self.look(ring, Duration::from_nanos(look_ns), next_timer));
+        let mut found = None;
+        if look_ns > 0 {
+            let Some(_core) = Cores::of_machine().take() else {
+                self.sleep(next_timer);
+                return;
+            };
+            found = self.look(ring, Duration::from_nanos(look_ns), next_timer);
+        }
         let wait = found.unwrap_or_else(|| {
             self.sleep(next_timer);
             Wait::Slept(super::since_start_ns().saturating_sub(start_ns))
