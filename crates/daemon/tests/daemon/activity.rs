@@ -5,7 +5,7 @@ use super::exports::{node, serving, uri};
 use super::running::{Client, Running};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 fn set(client: &mut Client, name: &str, active: bool) {
@@ -89,12 +89,13 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
         .args(["-f", "qcow2"])
         .arg(&path)
         .stdin(Stdio::piped())
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .spawn()
         .expect("qemu-io runs");
-    while qemu.img(["info", path.to_str().expect("text")]).code == 0 {
-        std::thread::yield_now();
-    }
+    // It asks for a command when it has the image. Nobody else looks at the image meanwhile: that takes a lock of its own.
+    let mut prompt = [0; 9];
+    other.stdout.as_mut().expect("a pipe").read_exact(&mut prompt).expect("it opens the image");
+    assert_eq!(&prompt, b"qemu-io> ");
     assert!(refused(&mut client, "q", true).contains("lock"));
     assert_eq!(states(&mut client), named(&[("q", false)]));
     other.stdin.take().expect("a pipe").write_all(b"quit\n").expect("it listens");
