@@ -68,6 +68,8 @@ pub(crate) struct RingOp<'a> {
     ring: Rc<Ring>,
     key: Option<usize>,
     file: &'a Arc<OwnedFd>,
+    /// As the slot says.
+    waits_for_peer: bool,
 }
 
 impl<'a> RingOp<'a> {
@@ -116,7 +118,7 @@ impl<'a> RingOp<'a> {
         ring.on_disk.set(ring.on_disk.get() + usize::from(slot.is_on_disk()));
         let key = ring.slots.borrow_mut().insert(slot);
         ring.push(&entry.user_data(key as u64));
-        RingOp { ring, key: Some(key), file }
+        RingOp { ring, key: Some(key), file, waits_for_peer }
     }
 }
 
@@ -160,11 +162,10 @@ impl Drop for RingOp<'_> {
         let slot = &mut slots[key];
         slot.held.file = Some(Arc::clone(self.file));
         let state = std::mem::replace(&mut slot.state, State::Orphan);
-        let waits_for_peer = slot.waits_for_peer;
         drop(slots);
         drop(state);
         self.ring.orphans.set(self.ring.orphans.get() + 1);
-        if waits_for_peer {
+        if self.waits_for_peer {
             self.ring.cancel(key as u64);
         }
     }
