@@ -12,6 +12,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+#[path = "../../storage/tests/held/mod.rs"]
+mod held;
+
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -235,23 +238,9 @@ fn reopen(graph: &Arc<Graph>, list: &[BlockdevOptions]) -> Result<()> {
     rt::block_on(graph.reopen(list.to_vec()))
 }
 
-/// The bytes of `/proc/locks` that this process has locked in a file.
+/// The bytes that this process has locked in a file.
 fn locks(path: &str) -> Vec<u64> {
-    use std::os::unix::fs::MetadataExt;
-    let inode = format!(":{} ", std::fs::metadata(path).unwrap().ino());
-    let text = std::fs::read_to_string("/proc/locks").unwrap();
-    let mut bytes: Vec<u64> = text
-        .lines()
-        .filter(|line| line.contains(&inode))
-        .flat_map(|line| {
-            let mut end = line.rsplit(' ');
-            let (last, first) = (end.next().unwrap().parse::<u64>(), end.next().unwrap().parse::<u64>().unwrap());
-            first..=last.unwrap_or(first)
-        })
-        .collect();
-    bytes.sort_unstable();
-    bytes.dedup();
-    bytes
+    held::locked_bytes(std::process::id(), path)
 }
 
 const READER: [u64; 3] = [100, 201, 203];

@@ -5,8 +5,11 @@ use cowshed_block::ErrorKind;
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::rt;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
+
+#[path = "../../storage/tests/held/mod.rs"]
+mod held;
+use held::locked_bytes;
 
 /// A qemu-io that holds an image open until it is dropped.
 struct Holder(Child);
@@ -129,21 +132,6 @@ fn force_share_and_writing_exclude_each_other() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 
-/// The bytes of a file that anybody has locked, from the kernel's list.
-fn locked_bytes(path: &str) -> Vec<u64> {
-    let inode = std::fs::metadata(path).unwrap().ino().to_string();
-    let list = std::fs::read_to_string("/proc/locks").unwrap();
-    let mut bytes = Vec::new();
-    for line in list.lines().filter(|line| !line.contains("->")) {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        if fields[5].rsplit(':').next() == Some(inode.as_str()) {
-            bytes.extend(fields[6].parse::<u64>().unwrap()..=fields[7].parse::<u64>().unwrap());
-        }
-    }
-    bytes.sort_unstable();
-    bytes
-}
-
 /// Byte for byte: a raw image is locked by what is done with it, qcow2 also against what others do.
 #[test]
 fn our_locks_are_those_of_qemu() {
@@ -154,20 +142,21 @@ fn our_locks_are_those_of_qemu() {
     for (format, path) in [("raw", &raw), ("qcow2", &qcow2)] {
         for (writable, flags) in [(false, &["-r"][..]), (true, &[])] {
             let theirs = {
-                let _holder = Holder::new(format, flags, path);
-                locked_bytes(path)
+                let holder = Holder::new(format, flags, path);
+                locked_bytes(holder.0.id(), path)
             };
+            assert!(!theirs.is_empty(), "qemu-io holds no lock");
             // Also where the probe opens the file before anybody knows the format.
             for request in [OpenRequest::file(path).format(format), OpenRequest::file(path)] {
                 let node = rt::block_on(open(request.sharing_raw().writable(writable))).unwrap();
-                assert_eq!(locked_bytes(path), theirs, "{format}, writable: {writable}");
+                assert_eq!(locked_bytes(std::process::id(), path), theirs, "{format}, writable: {writable}");
                 rt::block_on(node.close()).unwrap();
             }
         }
     }
     let mine = |request: OpenRequest| {
         let node = rt::block_on(open(request)).unwrap();
-        let bytes = locked_bytes(&raw);
+        let bytes = locked_bytes(std::process::id(), &raw);
         rt::block_on(node.close()).unwrap();
         bytes
     };

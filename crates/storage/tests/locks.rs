@@ -9,6 +9,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+mod held;
+
 fn image() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let path = dir.path().join("image.qcow2");
@@ -174,17 +176,7 @@ fn the_bytes_are_those_of_qemu() {
     ];
     for (permissions, expected) in cases {
         file.lock(permissions).expect("free");
-        let inode = format!(":{} ", rustix::fs::stat(&path).expect("stat").st_ino);
-        let locks = std::fs::read_to_string("/proc/locks").expect("/proc/locks");
-        let mut bytes: Vec<u64> = Vec::new();
-        for line in locks.lines().filter(|line| line.contains(&inode)) {
-            assert!(line.contains("OFDLCK") && line.contains("READ"), "{line}");
-            let mut numbers = line.split(' ').rev().map(|word| word.parse::<u64>().expect("number"));
-            let (end, start) = (numbers.next().expect("end"), numbers.next().expect("start"));
-            bytes.extend(start..=end);
-        }
-        bytes.sort_unstable();
-        assert_eq!(bytes, expected, "{permissions:?}");
+        assert_eq!(held::locked_bytes(std::process::id(), &path), expected, "{permissions:?}");
     }
 }
 
