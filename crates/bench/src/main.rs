@@ -23,7 +23,7 @@ mod snapshots;
 mod table;
 mod writes;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const USAGE: &str = "\
@@ -31,7 +31,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
 
   --cowshed PATH   our tool (default: the `cowshed` beside this program)
   --without PATH   our tool with switches, of `scripts/without`, for the case `means`
-                   (default: target/without-build/release/cowshed)
+                   (default: target/without-build/TRIPLE/release/cowshed)
   --qemu PATH      qemu-img to compare with (default: $COWSHED_BENCH_QEMU, the newest one of
                    ~/.cache/qemu-peers/bin, else qemu-img in PATH)
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
@@ -130,11 +130,14 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
 fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
     let executable = std::env::current_exe().map_err(|e| e.to_string())?;
     let beside = executable.parent().map(PathBuf::from).unwrap_or_default();
+    // target/TRIPLE/release
+    let triple = beside.parent().and_then(Path::file_name).unwrap_or_default();
+    let target = beside.ancestors().nth(2).map(PathBuf::from).unwrap_or_default();
     let mut settings = Settings {
         cowshed: beside.join("cowshed"),
-        without: beside.parent().map(|target| target.join("without-build/release/cowshed")).unwrap_or_default(),
+        without: target.join("without-build").join(triple).join("release/cowshed"),
         qemu: newest_qemu(),
-        folder: beside.parent().map(|target| target.join("bench")).unwrap_or_default(),
+        folder: target.join("bench"),
         rounds: 5,
         seconds: 3,
         only: None,

@@ -19,6 +19,7 @@ mod missing_key;
 mod names;
 mod on_servers;
 mod oracle;
+mod program;
 mod refusals;
 mod running;
 mod serving;
