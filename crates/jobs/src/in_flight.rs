@@ -4,7 +4,11 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-/// So many keep two cores busy where all is in the page cache: one reads, another writes.
+/// So many for the first [`FEW`] pieces: one is read while another is written, and little memory is touched.
+const FIRST: usize = 2;
+/// So many pieces, each done at once, are few.
+const FEW: u32 = 16;
+/// So many keep two cores busy where all is in the page cache, and a piece in hand for when one of them is kept waiting.
 const QUICK: usize = 4;
 /// A piece that took longer has waited for a disk, a server or a codec: more in flight are worth their buffers.
 const SLOW: Duration = Duration::from_millis(2);
@@ -14,12 +18,14 @@ const SLOW: Duration = Duration::from_millis(2);
 pub struct InFlight {
     now: Cell<usize>,
     most: usize,
+    /// Pieces that are done; stops at [`FEW`].
+    done: Cell<u32>,
 }
 
 impl InFlight {
     /// `most` at the end, at least 1.
     pub fn up_to(most: usize) -> InFlight {
-        InFlight { now: Cell::new(1), most: most.max(1) }
+        InFlight { now: Cell::new(1), most: most.max(1), done: Cell::new(0) }
     }
 
     /// No piece has waited for anything so far.
@@ -34,8 +40,10 @@ impl InFlight {
 
     /// A piece was done in that time.
     pub fn note(&self, took: Duration) {
+        let done = FEW.min(self.done.get() + 1);
+        self.done.set(done);
         let now = self.now.get();
-        if now < QUICK || took > SLOW {
+        if now < if done < FEW { FIRST } else { QUICK } || took > SLOW {
             self.now.set(self.most.min(now + 1));
         }
     }
@@ -54,7 +62,9 @@ mod tests {
 
     #[test]
     fn quick_pieces_stay_few_and_slow_ones_reach_what_was_asked_for() {
-        assert_eq!(after(8, Duration::ZERO, 2), 3);
+        assert_eq!(after(8, Duration::ZERO, 1), FIRST);
+        assert_eq!(after(8, SLOW, FEW as usize - 1), FIRST);
+        assert_eq!(after(8, SLOW, FEW as usize), FIRST + 1);
         assert_eq!(after(8, SLOW, 100), QUICK);
         assert_eq!(after(8, 2 * SLOW, 6), 7);
         assert_eq!(after(8, 2 * SLOW, 100), 8);
