@@ -420,16 +420,34 @@ impl LocalState {
             return;
         };
         ring.forget_completed();
-        let is_quiet = REQUESTS.take() <= FEW_REQUESTS && !ring.waits_for_disk();
-        let start_ns = super::since_start_ns();
+        let requests = REQUESTS.take();
+        let is_quiet = requests <= FEW_REQUESTS;
         let mut polling = self.polling.get();
+        if requests > 0 {
+            polling.requests_came();
+        }
+        if ring.waits_for_disk() {
+            // What the page cache has is there as soon as it is asked for.
+            if is_quiet {
+                ring.poll();
+            }
+            if !ring.has_completed() {
+                polling.waits_for_disk();
+                self.sleep(next_timer);
+            }
+            self.polling.set(polling);
+            return;
+        }
+        let start_ns = super::since_start_ns();
         let Some(look_ns) = polling.look_ns(limit_ns, start_ns).filter(|_| is_quiet) else {
+            self.polling.set(polling);
             self.sleep(next_timer);
             return;
         };
         let mut found = None;
         if look_ns > 0 {
             let Some(_core) = Cores::of_machine().take() else {
+                self.polling.set(polling);
                 self.sleep(next_timer);
                 return;
             };

@@ -10,6 +10,7 @@
 //! - where looking doesn't pay although something comes soon: it rests, longer each time;
 //! - where somebody else wants the core: it rests, likewise;
 //! - where a disk is to answer: that takes longer than being woken;
+//! - after a request that waited for a disk: the wake that could be saved is the smaller part of what such a request takes;
 //! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
 //! - where all cores but one look already.
 
@@ -90,18 +91,31 @@ pub(super) struct Polling {
     good: u32,
     rests_until_ns: u64,
     rest_ns: u64,
+    /// A disk was waited for since the last request came.
+    waited_for_disk: bool,
 }
 
 impl Default for Polling {
     fn default() -> Self {
-        Polling { look_ns: 0, vain: 0, good: 0, rests_until_ns: 0, rest_ns: *REST_NS.start() }
+        Polling { look_ns: 0, vain: 0, good: 0, rests_until_ns: 0, rest_ns: *REST_NS.start(), waited_for_disk: false }
     }
 }
 
 impl Polling {
-    /// How long to look now, given the limit; `None`: the thread rests, and there is nothing to note.
+    /// Requests have come.
+    pub(super) fn requests_came(&mut self) {
+        self.waited_for_disk = false;
+    }
+
+    /// The thread is to sleep until a disk answers.
+    pub(super) fn waits_for_disk(&mut self) {
+        self.waited_for_disk = true;
+    }
+
+    /// How long to look now, given the limit; `None`: the thread rests, or what it did took a disk anyway, and there is
+    /// nothing to note.
     pub(super) fn look_ns(&self, limit_ns: u64, now_ns: u64) -> Option<u64> {
-        (limit_ns > 0 && now_ns >= self.rests_until_ns).then(|| self.look_ns.min(limit_ns))
+        (limit_ns > 0 && now_ns >= self.rests_until_ns && !self.waited_for_disk).then(|| self.look_ns.min(limit_ns))
     }
 
     /// A wait that [`Polling::look_ns`] was asked for has ended.
@@ -121,7 +135,7 @@ impl Polling {
                 self.vain = 0;
             }
             Wait::Slept(_) if self.look_ns < limit_ns => {
-                self.look_ns = (self.look_ns * 2).max(FIRST_NS).min(limit_ns);
+                self.look_ns = self.look_ns.saturating_mul(2).max(FIRST_NS).min(limit_ns);
             }
             Wait::Slept(_) => {
                 self.vain += 1;
@@ -179,8 +193,13 @@ impl Drop for Core<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Local, poll_up_to, sleep, with_current};
+    use super::super::{Local, note_request, poll_up_to, sleep, with_current};
     use super::*;
+    use crate::IoBuf;
+    use crate::payload::Payload;
+    use crate::ring::Direction;
+    use std::io::Write;
+    use std::os::fd::OwnedFd;
     use std::rc::Rc;
     use std::sync::mpsc;
     use std::task::{Poll, Waker};
@@ -273,17 +292,64 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_request_that_waited_for_a_disk_is_not_looked_after() {
+        let mut polling = grown();
+        polling.requests_came();
+        assert_eq!(polling.look_ns(LIMIT, 0), Some(LIMIT));
+        polling.waits_for_disk();
+        assert_eq!(polling.look_ns(LIMIT, 0), None);
+        assert_eq!(polling.look_ns(LIMIT, 0), None, "waits that end at once don't count");
+        polling.requests_came();
+        assert_eq!(polling.look_ns(LIMIT, 0), Some(LIMIT), "what was learnt is kept");
+    }
+
+    /// What a request waits for before it is answered.
+    #[derive(Clone, Copy)]
+    enum Needs {
+        Nothing,
+        /// A file in the page cache.
+        Cached,
+        /// What takes as long as a disk: a pipe that somebody writes to after a while.
+        Disk,
+    }
+
+    /// What the other thread is asked for.
+    enum Ask {
+        Disk,
+        Wake(Waker),
+    }
+
+    async fn read_byte(file: &Arc<OwnedFd>) {
+        let ring = super::super::current_ring().expect("this test needs io_uring");
+        let payload = Payload::one(IoBuf::zeroed(1));
+        assert_eq!(ring.transfer(file, Direction::Read, payload, 0, 0).await.0, 1);
+    }
+
     /// Another thread wakes this one, each time a little after it was asked to. Rounds end when `is_enough` of what
     /// looking found; returns that.
-    fn found_in_rounds(limit: PollLimit, rounds: u32, is_enough: impl Fn(u64) -> bool) -> u64 {
-        let (ask, asked) = mpsc::channel::<Waker>();
+    fn found_in_rounds(limit: PollLimit, rounds: u32, needs: Needs, is_enough: impl Fn(u64) -> bool) -> u64 {
+        let (ask, asked) = mpsc::channel::<Ask>();
         let answered = Arc::new(AtomicU64::new(0));
         let answers = Arc::clone(&answered);
+        let (disk, mut disk_writer) = std::io::pipe().expect("a pipe");
+        let disk = Arc::new(OwnedFd::from(disk));
+        let mut cached = tempfile::tempfile().expect("a file");
+        cached.write_all(&[1]).expect("it is written");
+        let cached = Arc::new(OwnedFd::from(cached));
         let other = std::thread::spawn(move || {
-            for waker in asked {
-                std::thread::sleep(Duration::from_micros(50));
-                answers.fetch_add(1, Ordering::SeqCst);
-                waker.wake();
+            for ask in asked {
+                match ask {
+                    Ask::Disk => {
+                        std::thread::sleep(Duration::from_millis(1));
+                        disk_writer.write_all(&[1]).expect("the pipe is open");
+                    }
+                    Ask::Wake(waker) => {
+                        std::thread::sleep(Duration::from_micros(50));
+                        answers.fetch_add(1, Ordering::SeqCst);
+                        waker.wake();
+                    }
+                }
             }
         });
         let local = Local::system();
@@ -292,10 +358,19 @@ mod tests {
             assert!(local().ring().is_some(), "this test needs io_uring");
             poll_up_to(limit);
             for round in 0..u64::from(rounds) {
+                note_request();
+                match needs {
+                    Needs::Nothing => {}
+                    Needs::Cached => read_byte(&cached).await,
+                    Needs::Disk => {
+                        ask.send(Ask::Disk).expect("the other thread");
+                        read_byte(&disk).await;
+                    }
+                }
                 let mut is_asked = false;
                 std::future::poll_fn(|context| {
                     if !std::mem::replace(&mut is_asked, true) {
-                        ask.send(context.waker().clone()).expect("the other thread");
+                        ask.send(Ask::Wake(context.waker().clone())).expect("the other thread");
                     }
                     if answered.load(Ordering::SeqCst) > round { Poll::Ready(()) } else { Poll::Pending }
                 })
@@ -321,14 +396,21 @@ mod tests {
     #[test]
     fn what_comes_soon_is_found_without_a_sleep_where_there_are_two_cores() {
         let limit = PollLimit::new(Duration::from_millis(20));
-        match std::thread::available_parallelism().map_or(1, NonZero::get) {
-            1 => assert_eq!(found_in_rounds(limit, 200, |_| false), 0),
-            _ => assert!(found_in_rounds(limit, 100_000, |found| found >= 3) >= 3),
+        for needs in [Needs::Nothing, Needs::Cached] {
+            match std::thread::available_parallelism().map_or(1, NonZero::get) {
+                1 => assert_eq!(found_in_rounds(limit.clone(), 200, needs, |_| false), 0),
+                _ => assert!(found_in_rounds(limit.clone(), 100_000, needs, |found| found >= 3) >= 3),
+            }
         }
     }
 
     #[test]
+    fn after_a_wait_for_a_disk_nobody_looks() {
+        assert_eq!(found_in_rounds(PollLimit::new(Duration::from_millis(20)), 200, Needs::Disk, |_| false), 0);
+    }
+
+    #[test]
     fn without_a_limit_a_thread_sleeps() {
-        assert_eq!(found_in_rounds(PollLimit::new(Duration::ZERO), 200, |_| false), 0);
+        assert_eq!(found_in_rounds(PollLimit::new(Duration::ZERO), 200, Needs::Nothing, |_| false), 0);
     }
 }
