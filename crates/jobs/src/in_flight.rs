@@ -4,10 +4,14 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-/// So many for the first [`FEW`] pieces: one is read while another is written, and little memory is touched.
+/// So many for the first [`FEW`] pieces where they aren't done at once: one is read while another is written, and little
+/// memory is touched.
 const FIRST: usize = 2;
 /// So many pieces, each done at once, are few.
 const FEW: u32 = 16;
+/// What takes no longer is done at once: a piece in the page cache. Handing the first few of those to another core, which
+/// has to be woken for each, takes longer than writing them.
+const AT_ONCE: Duration = Duration::from_micros(500);
 /// So many keep two cores busy where all is in the page cache, and a piece in hand for when one of them is kept waiting.
 const QUICK: usize = 4;
 /// A piece that took longer has waited for a disk, a server or a codec: more in flight are worth their buffers.
@@ -43,9 +47,19 @@ impl InFlight {
         let done = FEW.min(self.done.get() + 1);
         self.done.set(done);
         let now = self.now.get();
-        if now < if done < FEW { FIRST } else { QUICK } || took > SLOW {
+        let wanted = match done < FEW {
+            true if took <= AT_ONCE => 1,
+            true => FIRST,
+            false => QUICK,
+        };
+        if now < wanted || took > SLOW {
             self.now.set(self.most.min(now + 1));
         }
+    }
+
+    /// So few pieces are done, all at once, that another core's help isn't worth its waking.
+    pub fn is_alone(&self) -> bool {
+        self.now.get() == 1 && self.done.get() < FEW
     }
 }
 
@@ -62,7 +76,10 @@ mod tests {
 
     #[test]
     fn quick_pieces_stay_few_and_slow_ones_reach_what_was_asked_for() {
-        assert_eq!(after(8, Duration::ZERO, 1), FIRST);
+        assert_eq!(after(8, AT_ONCE, FEW as usize - 1), 1);
+        assert_eq!(after(8, AT_ONCE, FEW as usize), FIRST);
+        assert_eq!(after(8, AT_ONCE, 100), QUICK);
+        assert_eq!(after(8, SLOW, 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize - 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize), FIRST + 1);
         assert_eq!(after(8, SLOW, 100), QUICK);
@@ -73,6 +90,20 @@ mod tests {
         assert!(in_flight.is_quick());
         in_flight.note(2 * SLOW);
         assert!(!in_flight.is_quick());
+    }
+
+    #[test]
+    fn help_is_for_more_than_a_few_pieces_or_for_slow_ones() {
+        let in_flight = InFlight::up_to(8);
+        for _ in 1..FEW {
+            in_flight.note(AT_ONCE);
+            assert!(in_flight.is_alone());
+        }
+        in_flight.note(AT_ONCE);
+        assert!(!in_flight.is_alone());
+        let in_flight = InFlight::up_to(8);
+        in_flight.note(AT_ONCE + Duration::from_nanos(1));
+        assert!(!in_flight.is_alone());
     }
 
     #[test]

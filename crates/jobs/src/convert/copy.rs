@@ -336,7 +336,9 @@ impl<'a> Copy<'a> {
         let at = offset + shared;
         let (result, rest) = self.target.write(at, buf).await;
         result.map_err(|error| write_error(error, at))?;
-        self.target.note_bulk_write(rest.len() as u64);
+        if !self.in_flight.is_alone() {
+            self.target.note_bulk_write(rest.len() as u64);
+        }
         // Parts of one buffer: they join again.
         Ok(if head.unsplit(rest).is_ok() { head } else { IoBuf::zeroed(0) })
     }
