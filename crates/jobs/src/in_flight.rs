@@ -4,8 +4,7 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-/// So many for the first [`FEW`] pieces where they aren't done at once: one is read while another is written, and little
-/// memory is touched.
+/// So many for the first [`FEW`] pieces: one is read while another is written, and little memory is touched.
 const FIRST: usize = 2;
 /// So many pieces, each done at once, are few.
 const FEW: u32 = 16;
@@ -22,6 +21,8 @@ const SLOW: Duration = Duration::from_millis(2);
 pub struct InFlight {
     now: Cell<usize>,
     most: usize,
+    /// See [`InFlight::begins_alone`].
+    begins_alone: bool,
     /// Pieces that are done; stops at [`FEW`].
     done: Cell<u32>,
 }
@@ -29,7 +30,13 @@ pub struct InFlight {
 impl InFlight {
     /// `most` at the end, at least 1.
     pub fn up_to(most: usize) -> InFlight {
-        InFlight { now: Cell::new(1), most: most.max(1), done: Cell::new(0) }
+        InFlight { now: Cell::new(1), most: most.max(1), begins_alone: false, done: Cell::new(0) }
+    }
+
+    /// For who doesn't call for another core's help while [`InFlight::is_alone`]: the first [`FEW`] pieces stay alone while each
+    /// is done [`AT_ONCE`].
+    pub fn begins_alone(self) -> InFlight {
+        InFlight { begins_alone: true, ..self }
     }
 
     /// No piece has waited for anything so far.
@@ -48,7 +55,7 @@ impl InFlight {
         self.done.set(done);
         let now = self.now.get();
         let wanted = match done < FEW {
-            true if took <= AT_ONCE => 1,
+            true if self.begins_alone && took <= AT_ONCE => 1,
             true => FIRST,
             false => QUICK,
         };
@@ -59,7 +66,7 @@ impl InFlight {
 
     /// So few pieces are done, all at once, that another core's help isn't worth its waking.
     pub fn is_alone(&self) -> bool {
-        self.now.get() == 1 && self.done.get() < FEW
+        self.begins_alone && self.now.get() == 1 && self.done.get() < FEW
     }
 }
 
@@ -76,10 +83,7 @@ mod tests {
 
     #[test]
     fn quick_pieces_stay_few_and_slow_ones_reach_what_was_asked_for() {
-        assert_eq!(after(8, AT_ONCE, FEW as usize - 1), 1);
-        assert_eq!(after(8, AT_ONCE, FEW as usize), FIRST);
-        assert_eq!(after(8, AT_ONCE, 100), QUICK);
-        assert_eq!(after(8, SLOW, 1), FIRST);
+        assert_eq!(after(8, Duration::ZERO, 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize - 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize), FIRST + 1);
         assert_eq!(after(8, SLOW, 100), QUICK);
@@ -94,16 +98,22 @@ mod tests {
 
     #[test]
     fn help_is_for_more_than_a_few_pieces_or_for_slow_ones() {
-        let in_flight = InFlight::up_to(8);
+        let in_flight = InFlight::up_to(8).begins_alone();
         for _ in 1..FEW {
             in_flight.note(AT_ONCE);
             assert!(in_flight.is_alone());
+            assert_eq!(in_flight.now(), 1);
         }
         in_flight.note(AT_ONCE);
         assert!(!in_flight.is_alone());
-        let in_flight = InFlight::up_to(8);
+        assert_eq!(in_flight.now(), FIRST);
+        (0..100).for_each(|_| in_flight.note(AT_ONCE));
+        assert_eq!(in_flight.now(), QUICK);
+        let in_flight = InFlight::up_to(8).begins_alone();
         in_flight.note(AT_ONCE + Duration::from_nanos(1));
         assert!(!in_flight.is_alone());
+        assert_eq!(in_flight.now(), FIRST);
+        assert!(!InFlight::up_to(8).is_alone());
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl<'a> Copy<'a> {
             settings,
             job,
             turn: Turn::default(),
-            in_flight: InFlight::up_to(settings.requests),
+            in_flight: InFlight::up_to(settings.requests).begins_alone(),
             begun: Cell::new(0),
             pool: RefCell::default(),
             outcome: RefCell::default(),
