@@ -55,6 +55,7 @@ pub const CASES: &[Case] = &[
     Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
     Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
     Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
+    Case { name: "mapping-sizes", about: "the sizes of the L2 cache against each other", run: reads::mapping_sizes },
     Case { name: "mapping-others", about: "the same, scattered, and with large clusters", run: reads::mapping_others },
     Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
     Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },

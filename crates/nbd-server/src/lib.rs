@@ -9,7 +9,7 @@
 //! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
 //!   threads
 //! - `negotiation`: from the greeting to the transmission phase
-//! - `session`: requests of one client; `intake` reads them, `outbox` sends the replies, `budget` bounds their memory,
+//! - `session`: requests of one client; `intake` reads them, `gathering` says when it waits for several, `outbox` sends the replies, `budget` bounds their memory,
 //!   `commands` carries them out, `status` answers block status
 
 mod budget;
@@ -17,6 +17,7 @@ mod commands;
 mod config;
 mod disk;
 mod export;
+mod gathering;
 mod intake;
 mod negotiation;
 mod outbox;

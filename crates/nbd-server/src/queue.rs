@@ -128,6 +128,7 @@ impl<D: Disk> Queue<D> {
 
 async fn serve_all<D: Disk>(registry: Arc<Registry<D>>, inbox: Arc<Mailbox<Message<D>>>) {
     rt::poll_up_to(registry.config.poll_limit.clone());
+    rt::sleep_exactly();
     let mut listening: Vec<JoinHandle<()>> = Vec::new();
     let mut serving: Vec<JoinHandle<()>> = Vec::new();
     loop {

@@ -8,6 +8,7 @@
 use crate::Disk;
 use crate::budget::Budget;
 use crate::config::Limits;
+use crate::gathering::{Gathering, PAUSE, Spent};
 use crate::intake::{Intake, Job};
 use crate::negotiation::Terms;
 use crate::outbox::Outbox;
@@ -28,6 +29,7 @@ pub(crate) struct Session<D: Disk> {
     pub outbox: Outbox,
     pub disk: D::Queue,
     intake: Mutex<Intake>,
+    gathering: RefCell<Gathering>,
     budget: Rc<Budget>,
     max_workers: usize,
     workers: Cell<usize>,
@@ -58,6 +60,7 @@ pub(crate) async fn run<D: Disk>(
         stream,
         outbox: Outbox::new(),
         intake: Mutex::new(Intake { receiver, ended: false }),
+        gathering: RefCell::default(),
         budget: Budget::new(limits.max_bytes_in_flight),
         max_workers: limits.max_requests,
         workers: Cell::new(0),
@@ -113,12 +116,16 @@ impl<D: Disk> Session<D> {
             return None;
         }
         self.reading.set(true);
+        if intake.receiver.is_empty() && self.takes_pause() {
+            rt::sleep(PAUSE).await;
+        }
         let next = intake.next(&self.stream, &self.stay, &self.terms, &self.disk, &self.budget).await;
         self.reading.set(false);
         self.has_more.set(!intake.receiver.is_empty());
         match next {
             Ok(Some(job)) => {
                 rt::note_request();
+                self.gathering.borrow_mut().note_request(Spent::now);
                 return Some(job);
             }
             Ok(None) => {}
@@ -128,5 +135,10 @@ impl<D: Disk> Session<D> {
         }
         intake.ended = true;
         None
+    }
+
+    /// The next receive waits for company. Simulated time tells nothing of that.
+    fn takes_pause(&self) -> bool {
+        self.gathering.borrow_mut().takes_pause() && !rt::is_simulated()
     }
 }

@@ -382,6 +382,54 @@ fn many_requests_are_in_flight_and_none_is_mixed_up() {
 }
 
 #[test]
+fn a_stream_of_requests_is_answered_right_with_pauses_and_without() {
+    // Enough for windows with pauses before receiving, which every connection tries after its first 512 requests.
+    const REQUESTS: u64 = 10_000;
+    const SLOTS: u64 = 32;
+    const BYTES: u64 = 4096;
+    let served = Served::start(ServerConfig::default());
+    let image = served.path("disk.raw");
+    let mut content = served::write_pattern(&image, SLOTS * BYTES, 21);
+    served.export(OpenRequest::file(image.to_str().unwrap()).format("raw").writable(true), |_| ());
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+    let mut sent = 0;
+    // In each slot one request at a time: mostly reads.
+    let mut send = |wire: &mut Wire, slot: u64, content: &mut [u8]| {
+        sent += 1;
+        let writes = sent % 7 == 0;
+        let own = &mut content[(slot * BYTES) as usize..][..BYTES as usize];
+        if writes {
+            own.fill(sent as u8);
+        }
+        let (command, payload) = if writes { (Command::Write, &*own) } else { (Command::Read, &[][..]) };
+        (wire.request(command, NONE, slot * BYTES, BYTES, payload), writes)
+    };
+    let mut in_flight: Vec<(u64, bool)> = (0..SLOTS).map(|slot| send(&mut wire, slot, &mut content)).collect();
+    for received in 0..REQUESTS {
+        let header: [u8; 16] = wire.array();
+        let cookie = u64::from_be_bytes(header[8..].try_into().unwrap());
+        assert_eq!(header[4..8], [0; 4], "request {cookie} failed");
+        let slot = in_flight.iter().position(|&(known, _)| known == cookie).expect("a known cookie");
+        let (_, writes) = in_flight[slot];
+        let own = &content[slot * BYTES as usize..][..BYTES as usize];
+        assert!(writes || wire.bytes(BYTES as usize) == own, "request {cookie}");
+        // Towards the end only one slot is used: what was gathered before isn't there any more.
+        if received + SLOTS < REQUESTS - 1000 || (slot == 0 && received < REQUESTS - 1) {
+            in_flight[slot] = send(&mut wire, slot as u64, &mut content);
+        } else {
+            in_flight[slot] = (0, false);
+        }
+        if in_flight.iter().all(|request| request.0 == 0) {
+            break;
+        }
+    }
+    wire.request(Command::Disconnect, NONE, 0, 0, &[]);
+    wire.expect_end();
+    let _dir = served.stop();
+    assert!(std::fs::read(&image).unwrap() == content);
+}
+
+#[test]
 fn a_client_is_served_on_the_executor_of_whoever_asks_for_it() {
     let served = Served::start(ServerConfig::default());
     let image = served.path("disk.raw");

@@ -249,4 +249,13 @@ pub const MEANS: &[Means] = &[
             "        if OFF { 1 } else { self.options.threads }.min(usize::try_from(fit)",
         )],
     },
+    Means {
+        name: "gathered_requests",
+        about: "no receive waits for company",
+        edits: &[(
+            "crates/nbd-server/src/session.rs",
+            "self.gathering.borrow_mut().takes_pause() &&",
+            "!OFF && self.gathering.borrow_mut().takes_pause() &&",
+        )],
+    },
 ];
