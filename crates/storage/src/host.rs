@@ -258,13 +258,15 @@ impl HostFile {
         if len >= BULK_BYTES && self.is_in_bulk() {
             return None;
         }
-        if self.tries_now[usize::from(true)].load(Ordering::Relaxed) {
-            return self.transfer_now(Direction::Write, payload, 0, offset);
+        let tries = &self.tries_now[usize::from(true)];
+        if tries.load(Ordering::Relaxed) {
+            let done = self.transfer_now(Direction::Write, payload, 0, offset);
+            // It may have turned out just now that the file system can't promise that.
+            if done.is_some() || tries.load(Ordering::Relaxed) {
+                return done;
+            }
         }
-        if !offset.is_multiple_of(PAGE_BYTES)
-            || !(len as u64).is_multiple_of(PAGE_BYTES)
-            || rt::current_ring().is_none()
-        {
+        if !offset.is_multiple_of(PAGE_BYTES) || !(len as u64).is_multiple_of(PAGE_BYTES) || !rt::may_have_ring() {
             return None;
         }
         let start_ns = now_ns();

@@ -93,6 +93,25 @@ fn data_found_last_are_known_until_a_hole_is_made() {
 }
 
 #[test]
+fn the_first_pages_are_written_without_a_ring() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("image");
+    std::fs::write(&path, vec![1; 8192]).expect("a file");
+    let host = HostFile::open(&path, &OpenOptions { write: true, ..OpenOptions::default() }).expect("it opens");
+    crate::rt::Local::system().block_on(async {
+        for offset in [0, 4096] {
+            // Also where the file system can't promise not to wait.
+            assert_eq!(host.write_now(&payload(4096), offset), Some(Ok(4096)));
+        }
+        assert!(!rt::has_made_ring());
+        if rt::current_ring().is_some() {
+            assert!(rt::has_made_ring());
+        }
+    });
+    assert_eq!(std::fs::read(&path).expect("it is there"), vec![0; 8192]);
+}
+
+#[test]
 fn a_thread_is_alone_while_nothing_of_it_can_run_or_is_in_flight() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("image");

@@ -331,6 +331,19 @@ impl LocalState {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn has_made_ring(&self) -> bool {
+        self.existing_ring().is_some()
+    }
+
+    /// False in a simulation, and where the kernel has refused a ring.
+    pub(crate) fn may_have_ring(&self) -> bool {
+        match &self.outside {
+            Outside::System(ring) => ring.get().is_none_or(Option::is_some),
+            Outside::Simulated(_) => false,
+        }
+    }
+
     /// True when this thread waits for nothing else and no other task of it can run, so that whoever blocks it keeps nobody
     /// waiting but himself. Never without a ring: what other threads do for this one isn't seen.
     pub(crate) fn is_alone(&self) -> bool {

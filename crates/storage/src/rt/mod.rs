@@ -284,6 +284,17 @@ pub(crate) fn current_ring() -> Option<Rc<Ring>> {
     with_current(|local| local.and_then(|local| local.ring().cloned()))
 }
 
+/// True where [`current_ring`] gives one, or hasn't been asked yet: a ring isn't made for the question.
+pub(crate) fn may_have_ring() -> bool {
+    with_current(|local| local.is_some_and(|local| local.may_have_ring()))
+}
+
+/// True when the running executor has a ring already.
+#[cfg(test)]
+pub(crate) fn has_made_ring() -> bool {
+    with_current(|local| local.is_some_and(|local| local.has_made_ring()))
+}
+
 /// The simulation that the running executor belongs to.
 pub(crate) fn current_simulation() -> Option<Rc<dyn Simulation>> {
     with_current(|local| local.and_then(|local| local.simulation().cloned()))
