@@ -150,14 +150,14 @@ pub fn convert(
     their_options: &[&str],
 ) -> Result<Row, String> {
     let (ours, theirs) = (settings.folder.join("ours.out"), settings.folder.join("theirs.out"));
-    // Both outputs go before each run: no side pays for writing the other's pages back.
+    // Both outputs go before each run: no side pays for writing the other's pages back, or for giving its space back.
     let clear = || {
         for output in [&ours, &theirs] {
             if output.exists() {
                 std::fs::remove_file(output).map_err(|e| format!("{}: {e}", output.display()))?;
             }
         }
-        Ok::<(), String>(())
+        large::done(&mut Command::new("sync"))
     };
     let prepared = |program: &Path, options: &[&str], output: &Path| {
         clear()?;

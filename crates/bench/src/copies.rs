@@ -4,6 +4,7 @@
 use crate::Settings;
 use crate::cases::{command, convert, row};
 use crate::fixture;
+use crate::large::done;
 use crate::measure::alternate;
 use crate::memory;
 use crate::table::{Outcome, Row};
@@ -78,7 +79,7 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> R
             std::fs::remove_file(output).map_err(|e| format!("{}: {e}", output.display()))?;
         }
         // What the run before left to be written or given back isn't this one's to wait for.
-        run(&mut Command::new("sync"))?;
+        done(&mut Command::new("sync"))?;
         memory::back(BACKED_MIB.max(3 * settings.size_mib / 2))
     };
     let pairs = alternate(
@@ -105,8 +106,8 @@ impl Mounted {
         std::fs::create_dir_all(&mounted.folder).map_err(fail)?;
         let file = std::fs::File::create(&mounted.file).map_err(fail)?;
         file.set_len((settings.size_mib * 6).max(1024) << 20).map_err(fail)?;
-        run(Command::new("mkfs.xfs").args(["-q", "-f", "-m", "reflink=1"]).arg(&mounted.file))?;
-        run(Command::new("mount").args(["-o", "loop"]).args([&mounted.file, &mounted.folder]))?;
+        done(Command::new("mkfs.xfs").args(["-q", "-f", "-m", "reflink=1"]).arg(&mounted.file))?;
+        done(Command::new("mount").args(["-o", "loop"]).args([&mounted.file, &mounted.folder]))?;
         Ok(mounted)
     }
 }
@@ -114,16 +115,8 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         // What can't be removed is left in the folder of images; the next run makes it anew.
-        let _ = run(Command::new("umount").arg(&self.folder));
+        let _ = done(Command::new("umount").arg(&self.folder));
         let _ = std::fs::remove_file(&self.file);
         let _ = std::fs::remove_dir(&self.folder);
-    }
-}
-
-fn run(command: &mut Command) -> Result<(), String> {
-    let output = command.output().map_err(|e| format!("could not run {command:?}: {e}"))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
     }
 }
