@@ -96,6 +96,11 @@ impl RawDriver {
         self.offset() + offset
     }
 
+    /// Where in a file an offset of the disk is; `None` where a node stands below.
+    pub(crate) fn place(&self, offset: u64) -> Option<(&File, u64)> {
+        self.file.as_ref().map(|file| (file, self.host(offset)))
+    }
+
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match &self.file {
             Some(file) => file.read_at(buf, self.host(offset)).await,

@@ -40,6 +40,16 @@ const NOWHERE: u8 = u8::MAX;
 
 type Chunk = Box<[AtomicU8]>;
 
+/// What stands below a range that an image doesn't have, as far as that can be said at once.
+pub(super) enum Below {
+    /// Nothing: zeroes.
+    Zeroes,
+    /// This layer has it, or knows who has.
+    Layer(Arc<Node>),
+    /// It must be looked up, or is in several layers.
+    Unknown,
+}
+
 /// See the module's text.
 pub(crate) struct ChainMap {
     /// [`graph_changes`] when it was made.
@@ -85,6 +95,16 @@ impl ChainMap {
     fn owner(&self, granule: u64) -> u8 {
         let Some(slot) = self.chunks.get((granule / CHUNK) as usize) else { return UNKNOWN };
         slot.load().as_deref().map_or(UNKNOWN, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
+    }
+
+    /// Who has all of a range, if one layer has it; 0 where that isn't known.
+    fn owner_of(&self, offset: u64, len: u64) -> u8 {
+        let (first, last) = (offset >> self.granule_bits, (offset + len).saturating_sub(1) >> self.granule_bits);
+        let owner = self.owner(first);
+        match (first + 1..=last).all(|granule| self.owner(granule) == owner) {
+            true => owner,
+            false => UNKNOWN,
+        }
     }
 
     /// The chunk of a granule, made if need be.
@@ -203,6 +223,28 @@ impl ChainMap {
 }
 
 impl Qcow2Driver {
+    /// Whom to ask for a range of which nothing is here. Only what is known already: no future and no memory.
+    pub(super) fn below(&self, offset: u64, len: u64) -> Below {
+        // Faults are told what comes next.
+        if self.file.faults().is_some() {
+            return Below::Unknown;
+        }
+        let backing = self.backing.load();
+        let Some(backing) = &*backing else {
+            return if self.no_backing { Below::Unknown } else { Below::Zeroes };
+        };
+        let known = self.chain_map.load();
+        let Some(map) = known.as_ref().filter(|map| map.changes == graph_changes()) else { return Below::Unknown };
+        if map.layers.is_empty() {
+            return Below::Layer(Arc::clone(backing));
+        }
+        match map.owner_of(offset, len) {
+            UNKNOWN => Below::Unknown,
+            NOWHERE => Below::Zeroes,
+            owner => map.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, Below::Layer),
+        }
+    }
+
     /// Fills `buf` from the backing file: what this layer doesn't have.
     pub(super) async fn read_backing(&self, backing: &Arc<Node>, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.meet(Event::ReadBackingAio).await;

@@ -2,6 +2,7 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::ahead::Next;
+use super::chain_map::Below;
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
@@ -17,7 +18,7 @@ const OFFLOAD_BYTES: u64 = 16 << 10;
 
 impl Qcow2Driver {
     /// Fills `buf` from `offset`. The node has checked the range.
-    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         match self.direct(Engine::map, offset, buf.len() as u64) {
             Direct::Plain(pin, file, host) => {
                 let done = file.read_at(buf, host.0).await;
@@ -29,10 +30,42 @@ impl Qcow2Driver {
                     return (Err(error), buf);
                 }
             }
+            Direct::Zeroes => {
+                buf.fill(0);
+                return (Ok(()), buf);
+            }
+            Direct::Below => match self.below(offset, buf.len() as u64) {
+                Below::Zeroes => {
+                    buf.fill(0);
+                    return (Ok(()), buf);
+                }
+                Below::Layer(layer) => match layer.read_plain(offset, buf).await {
+                    Ok(done) => return done,
+                    Err(unread) => buf = unread,
+                },
+                Below::Unknown => {}
+            },
             Direct::Other => {}
         }
         // In boxes what is rare: each request moves its whole future, and most need little of it.
         Box::pin(self.read_range(offset, buf)).await
+    }
+
+    /// As [`Self::read`], where it is one plain range of a file and the mapping is at hand; the buffer otherwise.
+    pub(crate) async fn read_plain(&self, offset: u64, buf: IoBuf) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
+        match self.direct(Engine::map, offset, buf.len() as u64) {
+            Direct::Plain(pin, file, host) => {
+                let read = file.read_at(buf, host.0).await;
+                drop(pin);
+                Ok(read)
+            }
+            // Whoever is told to load a table does it, or everybody else waits for ever.
+            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {
+                Ok(()) => Err(buf),
+                Err(error) => Ok((Err(error), buf)),
+            },
+            Direct::Zeroes | Direct::Below | Direct::Other => Err(buf),
+        }
     }
 
     /// As [`Self::read`], for any mapping; what lies past the end of the disk reads as zeroes.

@@ -19,6 +19,10 @@ pub(super) type Partly = (Result<u64>, IoBuf, IoBuf);
 pub(super) enum Direct<'a> {
     /// It is one plain range of a file; the pin stays until the I/O is done.
     Plain(Pin<'a>, &'a File, HostOffset),
+    /// It reads as zeroes.
+    Zeroes,
+    /// Nothing of it is in this image: it reads as what is below.
+    Below,
     /// Several extents, or one that isn't plain data.
     Other,
     /// First this has to be settled, with the count of events from before.
@@ -38,16 +42,19 @@ impl Qcow2Driver {
         let pin = self.engine.pin();
         let mut extents = ExtentList::default();
         match map(&self.engine, GuestOffset(offset), len, &mut extents) {
-            Ok(mapped) => match *extents {
-                [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] if mapped == len => {
+            Ok(mapped) if mapped == len => match *extents {
+                [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] => {
                     let file = self.stored_in(file);
                     match host.0 + len <= file.len() {
                         true => Direct::Plain(pin, file, host),
                         false => Direct::Other,
                     }
                 }
+                [Extent { mapping: Mapping::Unallocated, .. }] => Direct::Below,
+                [Extent { mapping: Mapping::Zero { .. }, .. }] => Direct::Zeroes,
                 _ => Direct::Other,
             },
+            Ok(_) => Direct::Other,
             // Who is told to load a table must do it: everybody else waits for that.
             Err(stall) => Direct::Stalled(stall, seen),
         }

@@ -32,7 +32,7 @@ impl Qcow2Driver {
                         return (Err(error), buf);
                     }
                 }
-                Direct::Other => {}
+                Direct::Zeroes | Direct::Below | Direct::Other => {}
             }
         }
         Box::pin(self.write_alone(offset, buf)).await
