@@ -4,6 +4,7 @@
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
+use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use std::path::Path;
@@ -60,6 +61,37 @@ fn a_chain_is_found_and_read() {
     assert_eq!(node.child(ChildRole::File).unwrap().driver_name(), "file");
     assert!(mid.is_read_only() && base.is_read_only());
     assert!(read_all(&node) == expected, "content differs from what qemu-img reads");
+    rt::block_on(node.close()).unwrap();
+}
+
+#[test]
+fn small_reads_count_for_the_layer_that_has_them() {
+    const PIECE: usize = 4096;
+    let folder = chain();
+    run("qemu-img", folder.path(), &["convert", "-O", "raw", "sub/top.qcow2", "flat.raw"]);
+    let expected = std::fs::read(folder.path().join("flat.raw")).unwrap();
+    let node = open_now(OpenRequest::file(top(&folder)));
+    let mid = node.backing().unwrap();
+    let base = mid.backing().unwrap();
+    let reads = |node: &Node| node.statistics().kind(IoKind::Read).operations;
+    // Who has what is learnt by the first reads; the others go straight there.
+    for _ in 0..2 {
+        let before = [&node, &mid, &base].map(|node| reads(node));
+        for (index, piece) in expected.chunks(PIECE).enumerate() {
+            let (result, buf) = rt::block_on(node.read((index * PIECE) as u64, IoBuf::zeroed(PIECE)));
+            result.unwrap();
+            assert!(buf[..] == *piece, "piece {index}");
+        }
+        // Its two clusters of 64 KiB that were written to in part have the rest of them, too.
+        let in_top = (192 << 10) / PIECE..(320 << 10) / PIECE;
+        let written_by = |layer: u8| {
+            let pieces = expected.chunks(PIECE).enumerate();
+            pieces.filter(|(index, piece)| piece[0] == layer && !in_top.contains(index)).count() as u64
+        };
+        let after = [&node, &mid, &base].map(|node| reads(node));
+        let counted = [0, 1, 2].map(|layer| after[layer] - before[layer]);
+        assert_eq!(counted, [(expected.len() / PIECE) as u64, written_by(2), written_by(1)]);
+    }
     rt::block_on(node.close()).unwrap();
 }
 
