@@ -348,11 +348,30 @@ pub const MUTANTS: &[Mutant] = &[
         name: "reads_unpinned",
         about: "a read gives its pin back before its I/O",
         test: ("failure_shapes", "a_read_beside_a_discard_never_sees_the_next_owner"),
+        edits: &[
+            (
+                "crates/image/src/formats/qcow2/read.rs",
+                "                let done = file.read_at(buf, host.0).await;",
+                r#"                let pin = (!SLIP).then_some(pin);
+                let done = file.read_at(buf, host.0).await;"#,
+            ),
+            (
+                "crates/image/src/formats/qcow2/read.rs",
+                "                let read = file.read_at(buf, host.0).await;",
+                r#"                let pin = (!SLIP).then_some(pin);
+                let read = file.read_at(buf, host.0).await;"#,
+            ),
+        ],
+    },
+    Mutant {
+        name: "layer_not_loaded",
+        about: "the short way to a layer doesn't load the table that it was told to load",
+        test: ("crash_live_chains", "chains_in_use_survive_power_cuts"),
         edits: &[(
             "crates/image/src/formats/qcow2/read.rs",
-            "                let done = file.read_at(buf, host.0).await;",
-            r#"                let pin = (!SLIP).then_some(pin);
-                let done = file.read_at(buf, host.0).await;"#,
+            "            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {",
+            r#"            Direct::Stalled(..) if SLIP => Err(buf),
+            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {"#,
         )],
     },
     Mutant {

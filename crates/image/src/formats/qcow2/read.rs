@@ -54,6 +54,7 @@ impl Qcow2Driver {
     /// As [`Self::read`], where it is one plain range of a file and the mapping is at hand; the buffer otherwise.
     pub(crate) async fn read_plain(&self, offset: u64, buf: IoBuf) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
         match self.direct(Engine::map, offset, buf.len() as u64) {
+            // As above, and not by a future of both: it would be moved once more.
             Direct::Plain(pin, file, host) => {
                 let read = file.read_at(buf, host.0).await;
                 drop(pin);
