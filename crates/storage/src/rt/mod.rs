@@ -170,7 +170,7 @@ pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// Not `Instant`: taking one from another costs several times what the clock costs.
+/// What a clock of the system says, in nanoseconds. Not `Instant`: taking one from another costs several times what the clock costs.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec of ours. The call can't fail: every Linux has the clocks that are asked for here.
