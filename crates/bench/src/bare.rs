@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The least that an NBD server can do: one thread a connection, blocking system calls, a raw file, no format, no
-//! statistics, no limits. What it needs for a request is what the kernel takes from every server.
+//! The least that an NBD server can do: one thread a connection, blocking system calls, a raw file or several, no format,
+//! no statistics, no limits. What it needs for a request is what the kernel takes from every server.
 
 use cowshed_nbd_proto::flags::{HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{OPTION_HEADER_BYTES, OptionHeader, OptionReply, code, rep};
@@ -10,15 +10,17 @@ use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
 
-/// The option by which this program starts itself as that server; socket and file follow.
+/// The option by which this program starts itself as that server; socket and files follow.
 pub const SERVE: &str = "--serve-bare";
 
-/// Behind socket and file: past the page cache.
+/// Behind socket and files: past the page cache.
 const DIRECT: &str = "direct";
+/// Of several files each has every so many of these: what is served is one after the other.
+pub const GRANULE_BYTES: u64 = 64 << 10;
 /// What memory for direct I/O is a multiple of.
 const ALIGNMENT: usize = 4096;
 /// Bytes received at once, beside the data of writes.
@@ -29,24 +31,81 @@ const OUTPUT_BYTES: usize = 256 << 10;
 const LONGEST_BYTES: usize = 2 << 20;
 const EINVAL: u32 = 22;
 
-/// The command line that starts it; with `direct` it goes past the page cache.
-pub fn command(socket: &Path, file: &Path, direct: bool) -> Result<process::Command, String> {
+/// The command line that starts it; with `direct` it goes past the page cache. Several files, of one length, are served as one
+/// disk: granule after granule of [`GRANULE_BYTES`] from one file after the other, as the layers of a chain would have them.
+pub fn command(socket: &Path, files: &[PathBuf], direct: bool) -> Result<process::Command, String> {
     let own = std::env::current_exe().map_err(|e| e.to_string())?;
     let mut command = process::Command::new(own);
-    command.arg(SERVE).args([socket, file]).args(direct.then_some(DIRECT));
+    command.arg(SERVE).arg(socket).args(files).args(direct.then_some(DIRECT));
     Ok(command)
 }
 
-/// What the started process does, until it is ended; `how` is empty or [`DIRECT`].
-pub fn serve(socket: &str, file: &str, how: &[String]) -> Result<(), String> {
-    let fail = |e: io::Error| format!("bare server of {file}: {e}");
-    let flags = if how == [DIRECT] { OFlags::DIRECT.bits().cast_signed() } else { 0 };
-    let opened = File::options().read(true).write(true).custom_flags(flags).open(file);
-    let file = Arc::new(opened.map_err(fail)?);
+/// What is served.
+struct Disk {
+    files: Vec<File>,
+    direct: bool,
+}
+
+impl Disk {
+    fn open(files: &[String], direct: bool) -> io::Result<Disk> {
+        let flags = if direct { OFlags::DIRECT.bits().cast_signed() } else { 0 };
+        let open = |path| File::options().read(true).write(true).custom_flags(flags).open(path);
+        Ok(Disk { files: files.iter().map(open).collect::<io::Result<_>>()?, direct })
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        let first = self.files.first().ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(first.metadata()?.len() * self.files.len() as u64)
+    }
+
+    /// The part of a disk's range that is in one file: the file, the offset in it and the length.
+    fn place(&self, offset: u64, len: usize) -> (&File, u64, usize) {
+        if let [file] = self.files.as_slice() {
+            return (file, offset, len);
+        }
+        let (granule, within) = (offset / GRANULE_BYTES, offset % GRANULE_BYTES);
+        let (index, count) = ((granule % self.files.len() as u64) as usize, granule / self.files.len() as u64);
+        let here = usize::try_from(GRANULE_BYTES - within).unwrap_or(usize::MAX).min(len);
+        (&self.files[index], count * GRANULE_BYTES + within, here)
+    }
+
+    fn read(&self, mut data: &mut [u8], mut offset: u64) -> io::Result<()> {
+        while !data.is_empty() {
+            let (file, at, len) = self.place(offset, data.len());
+            let (here, rest) = data.split_at_mut(len);
+            file.read_exact_at(here, at)?;
+            (data, offset) = (rest, offset + len as u64);
+        }
+        Ok(())
+    }
+
+    fn write(&self, mut data: &[u8], mut offset: u64) -> io::Result<()> {
+        while !data.is_empty() {
+            let (file, at, len) = self.place(offset, data.len());
+            let (here, rest) = data.split_at(len);
+            file.write_all_at(here, at)?;
+            (data, offset) = (rest, offset + len as u64);
+        }
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.files.iter().try_for_each(File::sync_data)
+    }
+}
+
+/// What the started process does, until it is ended; behind the files there may be [`DIRECT`].
+pub fn serve(socket: &str, files: &[String]) -> Result<(), String> {
+    let fail = |e: io::Error| format!("bare server of {}: {e}", files.join(", "));
+    let (files, direct) = match files.split_last() {
+        Some((last, files)) if last == DIRECT => (files, true),
+        _ => (files, false),
+    };
+    let disk = Arc::new(Disk::open(files, direct).map_err(fail)?);
     for stream in UnixListener::bind(socket).map_err(fail)?.incoming() {
-        let (stream, file) = (stream.map_err(fail)?, Arc::clone(&file));
+        let (stream, disk) = (stream.map_err(fail)?, Arc::clone(&disk));
         // A client that goes away ends its thread only.
-        std::thread::spawn(move || drop(talk(&stream, &file, flags != 0)));
+        std::thread::spawn(move || drop(talk(&stream, &disk)));
     }
     Ok(())
 }
@@ -55,7 +114,7 @@ fn malformed(_: cowshed_nbd_proto::Malformed) -> io::Error {
     io::ErrorKind::InvalidData.into()
 }
 
-fn talk(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()> {
+fn talk(mut stream: &UnixStream, disk: &Disk) -> io::Result<()> {
     stream.write_all(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE.with(HandshakeFlags::NO_ZEROES, true)))?;
     stream.read_exact(&mut [0; 4])?;
     loop {
@@ -67,17 +126,17 @@ fn talk(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()> {
         if header.option == code::GO {
             let flags = TransmissionFlags::HAS_FLAGS.with(TransmissionFlags::SEND_FLUSH, true);
             let flags = flags.with(TransmissionFlags::CAN_MULTI_CONN, true);
-            OptionReply::Export(file.metadata()?.len(), flags).append(header.option, &mut answer);
+            OptionReply::Export(disk.len()?, flags).append(header.option, &mut answer);
             OptionReply::Ack.append(header.option, &mut answer);
             stream.write_all(&answer)?;
-            return transmit(stream, file, direct);
+            return transmit(stream, disk);
         }
         OptionReply::Refused(rep::ERR_UNSUP, "").append(header.option, &mut answer);
         stream.write_all(&answer)?;
     }
 }
 
-fn transmit(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()> {
+fn transmit(mut stream: &UnixStream, disk: &Disk) -> io::Result<()> {
     let style = HeaderStyle::Compact;
     let mut input = vec![0; INPUT_BYTES];
     let (mut start, mut end) = (0, 0);
@@ -110,8 +169,8 @@ fn transmit(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()
         match request.command {
             Command::Disconnect => return Ok(()),
             // Direct I/O needs aligned memory, which is sent as it is.
-            Command::Read if direct && len <= LONGEST_BYTES => {
-                file.read_exact_at(&mut data[..len], request.offset)?;
+            Command::Read if disk.direct && len <= LONGEST_BYTES => {
+                disk.read(&mut data[..len], request.offset)?;
                 output[head].copy_from_slice(&reply::simple(request.cookie, 0));
                 let sent = stream.write_vectored(&[IoSlice::new(&output[..ready]), IoSlice::new(&data[..len])])?;
                 stream.write_all(&output[sent.min(ready)..ready])?;
@@ -120,7 +179,7 @@ fn transmit(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()
                 continue;
             }
             Command::Read if len <= LONGEST_BYTES => {
-                file.read_exact_at(&mut output[ready..ready + len], request.offset)?;
+                disk.read(&mut output[ready..ready + len], request.offset)?;
                 ready += len;
             }
             Command::Write if len <= LONGEST_BYTES => {
@@ -128,9 +187,9 @@ fn transmit(mut stream: &UnixStream, file: &File, direct: bool) -> io::Result<()
                 data[..here].copy_from_slice(&input[start..start + here]);
                 start += here;
                 stream.read_exact(&mut data[here..len])?;
-                file.write_all_at(&data[..len], request.offset)?;
+                disk.write(&data[..len], request.offset)?;
             }
-            Command::Flush => file.sync_data()?,
+            Command::Flush => disk.flush()?,
             _ => error = EINVAL,
         }
         output[head].copy_from_slice(&reply::simple(request.cookie, error));

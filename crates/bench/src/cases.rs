@@ -58,6 +58,7 @@ pub const CASES: &[Case] = &[
     Case { name: "mapping-sizes", about: "the sizes of the L2 cache against each other", run: reads::mapping_sizes },
     Case { name: "mapping-others", about: "the same, scattered, and with large clusters", run: reads::mapping_others },
     Case { name: "chains", about: "random reads over NBD through 1 to 64 layers", run: reads::chains },
+    Case { name: "chain-depths", about: "a chain of 64 against one image, and the limit", run: reads::chain_depths },
     Case { name: "compressed", about: "reads over NBD of compressed images", run: reads::compressed },
     Case { name: "cold", about: "opening with an empty page cache (as root)", run: opening::cold },
     Case { name: "overlays", about: "memory of many overlays of one base", run: opening::overlays },

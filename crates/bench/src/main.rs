@@ -82,10 +82,10 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     {
         return memory::touch(mib);
     }
-    if let [option, socket, file, how @ ..] = arguments.as_slice()
+    if let [option, socket, files @ ..] = arguments.as_slice()
         && option == bare::SERVE
     {
-        return bare::serve(socket, file, how);
+        return bare::serve(socket, files);
     }
     let (mut settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {

@@ -235,7 +235,7 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
     command.args(program.arguments(their_image, &their_socket, direct));
     let theirs = Server::start(command, their_socket)?;
     let bare_socket = settings.folder.join("bare.sock");
-    let bare = Server::start(bare::command(&bare_socket, bare_image, direct)?, bare_socket)?;
+    let bare = Server::start(bare::command(&bare_socket, std::slice::from_ref(bare_image), direct)?, bare_socket)?;
     let servers = [&ours, &theirs, &bare];
     let mut rows = Vec::new();
     let wanted = |name: &str| settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()));

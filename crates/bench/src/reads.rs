@@ -3,12 +3,14 @@
 //! same size behind our daemon: the limit of what the mapping can reach.
 
 use crate::Settings;
+use crate::bare;
 use crate::fixture;
 use crate::nbd::{Served, Server};
 use crate::table::{Outcome, Row};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::random::Random;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -153,6 +155,60 @@ pub fn chains(settings: &Settings) -> Result<Vec<Row>, String> {
         rows.extend(run(settings, &case)?);
     }
     Ok(rows)
+}
+
+/// The depth of the longest chain.
+const DEEPEST: u64 = 64;
+
+/// The longest chain against one image, and the limit of that: as many raw files as it has layers, against one, behind the bare
+/// server, which has no layers to look into. All four servers are up and loaded in turns.
+pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
+    let bare = |name: &str, files: u64| {
+        let socket = settings.folder.join(name);
+        let files =
+            (0..files).map(|index| pieces(settings, index, CHAIN_BYTES / files)).collect::<Result<Vec<_>, _>>()?;
+        Server::start(bare::command(&socket, &files, false)?, socket)
+    };
+    let served = |name: &str, depth: u64| {
+        let image = chain(settings, depth)?;
+        let [file, node] = plainly("", Access { writable: false, direct: false });
+        let mut command = Command::new(&settings.cowshed);
+        command.arg("qemu-storage-daemon");
+        let serving =
+            Serving { image: &image, format: "qcow2", file: &file, node: &node, writable: false, program: &[] };
+        serve_by(settings, command, name, &serving)
+    };
+    let servers = [
+        served("deep.sock", DEEPEST)?,
+        served("one.sock", 1)?,
+        bare("bare-many.sock", DEEPEST)?,
+        bare("bare-one.sock", 1)?,
+    ];
+    let nothing_written = Path::new("");
+    let servers: Vec<(&Server, &Path)> = servers.iter().map(|server| (server, nothing_written)).collect();
+    let mut runs = in_turns(settings, &servers, random_4k(CHAIN_BYTES))?.into_iter();
+    let mut next = || runs.next().unwrap_or_default();
+    let ours = Outcome::Beside { ours: next(), theirs: next(), limit: None };
+    let limit = Outcome::Beside { ours: next(), theirs: next(), limit: None };
+    Ok(vec![
+        Row::new(format!("chain of {DEEPEST}, theirs is ours with one image: randread 4k"), "≥ 0.9", ours),
+        Row::new(format!("bare server with {DEEPEST} raw files, theirs has one: randread 4k"), "the limit", limit),
+    ])
+}
+
+/// A raw file full of data, one for each index and length.
+fn pieces(settings: &Settings, index: u64, bytes: u64) -> Result<PathBuf, String> {
+    let path = settings.folder.join(format!("piece-{index}-of-{bytes}.raw"));
+    if !path.exists() {
+        let partial = path.with_extension("partial");
+        // In writes of a cluster, as the layers are written: the size of a write is that of what the page cache keeps together.
+        let data = vec![index as u8 | 1; CLUSTER as usize];
+        let written = File::create(&partial)
+            .and_then(|mut file| (0..bytes / CLUSTER).try_for_each(|_| std::io::Write::write_all(&mut file, &data)));
+        written.map_err(|e| format!("{}: {e}", path.display()))?;
+        std::fs::rename(&partial, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(path)
 }
 
 /// Small and large reads of compressed images.

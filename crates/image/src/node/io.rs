@@ -4,6 +4,7 @@
 use super::driver::{Driver, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::filters::SnapshotAccess;
+use crate::formats::qcow2::Place;
 use crate::formats::{self, raw};
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
@@ -130,14 +131,19 @@ impl Node {
     }
 
     /// As [`Node::read`], where it is one plain range of a file and that is known at once: for overlays, whose short way goes on
-    /// here without a future in a box. The buffer otherwise, and nothing is counted.
-    pub(crate) async fn read_plain(&self, offset: u64, buf: IoBuf) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
+    /// here without a future in a box. The buffer otherwise, and nothing is counted. `place`: where an overlay knows it to be.
+    pub(crate) async fn read_plain(
+        &self,
+        offset: u64,
+        place: Option<Place>,
+        buf: IoBuf,
+    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if self.check_range(offset, len).is_err() {
             return Err(buf);
         }
         let (result, buf) = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.read_plain(offset, buf).await?,
+            Driver::Qcow2(qcow2) => qcow2.read_plain(offset, place, buf).await?,
             Driver::Raw(raw) => match raw.place(offset) {
                 Some((file, host)) => file.read_at(buf, host).await,
                 None => return Err(buf),

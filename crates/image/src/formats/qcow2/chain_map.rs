@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which layer of a long backing chain has a range, remembered, so that a read goes straight to it instead of through
-//! every layer above it.
+//! Which layer of a long backing chain has a range, and where in its file, remembered, so that a read goes straight there
+//! instead of through every layer above it and the mapping of that one.
 //!
 //! The map covers layers that nobody may write to, from the backing file down to the first that is something else than a
 //! read-only qcow2 node. It is thrown away when an edge of any graph moves or a node becomes writable. What it says may be
-//! short of the truth (a layer above the right one, which then asks its own backing file), never past it.
+//! short of the truth (a layer above the right one, which then asks its own backing file), never past it. A place is good only
+//! for who holds a pin of that layer and has seen, after taking it, that nothing has changed ([`Place`]).
 
 use super::Qcow2Driver;
 use super::span::join;
 use crate::node::{Node, graph_changes};
 use arc_swap::ArcSwapOption;
-use cowshed_block::{Error, GuestOffset, Mapping, Result};
+use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
 use futures_util::future::join_all;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 /// A shorter chain is read layer by layer.
@@ -28,8 +29,8 @@ const GRANULE_BITS_MIN: u32 = 12;
 /// Granules in a chunk, and those that are looked up together.
 const CHUNK: u64 = 1024;
 const WINDOW: u64 = 64;
-/// Chunks of one image at most, 1 KiB each: with 64 KiB clusters they cover 512 GiB.
-const CHUNKS_MAX: usize = 8192;
+/// Chunks of one image at most, 4 KiB each: with 64 KiB clusters they cover 256 GiB.
+const CHUNKS_MAX: usize = 4096;
 /// Places for chunks: what lies behind, 4 TiB with 64 KiB clusters, is read layer by layer.
 const SLOTS_MAX: u64 = 1 << 16;
 
@@ -38,14 +39,44 @@ const UNKNOWN: u8 = 0;
 /// No layer has it.
 const NOWHERE: u8 = u8::MAX;
 
-type Chunk = Box<[AtomicU8]>;
+/// One number a granule: the owner in the lowest byte, and above it the place in the owner's file in granules. 0 stands for a
+/// place that isn't known: where a file begins there is its header.
+type Chunk = Box<[AtomicU32]>;
+const PLACE_SHIFT: u32 = u8::BITS;
+
+/// Where plain data of a layer is in the file that has its data, as long as [`graph_changes`] gives `changes`. Whoever reads there
+/// takes a pin of the layer's engine first and looks at that number then: its clusters get no new owner while a pin from before
+/// they were given up is held, and nobody gives them up without being counted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(super) host: HostOffset,
+    pub(super) changes: u64,
+}
+
+/// What is known of a range.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Known {
+    owner: u8,
+    /// An offset in the owner's file.
+    host: Option<u64>,
+}
+
+/// What a layer has of a range.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Holding {
+    Nothing,
+    /// Plain data, from this offset of its file on.
+    Data(u64),
+    /// Anything else.
+    Other,
+}
 
 /// What stands below a range that an image doesn't have, as far as that can be said at once.
 pub(super) enum Below {
     /// Nothing: zeroes.
     Zeroes,
-    /// This layer has it, or knows who has.
-    Layer(Arc<Node>),
+    /// This layer has it, or knows who has; and where it is, if that is known.
+    Layer(Arc<Node>, Option<Place>),
     /// It must be looked up, or is in several layers.
     Unknown,
 }
@@ -92,19 +123,40 @@ impl ChainMap {
         }
     }
 
-    fn owner(&self, granule: u64) -> u8 {
-        let Some(slot) = self.chunks.get((granule / CHUNK) as usize) else { return UNKNOWN };
-        slot.load().as_deref().map_or(UNKNOWN, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
+    fn entry(&self, granule: u64) -> u32 {
+        let Some(slot) = self.chunks.get((granule / CHUNK) as usize) else { return 0 };
+        slot.load().as_deref().map_or(0, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
     }
 
-    /// Who has all of a range, if one layer has it; 0 where that isn't known.
-    fn owner_of(&self, offset: u64, len: u64) -> u8 {
-        let (first, last) = (offset >> self.granule_bits, (offset + len).saturating_sub(1) >> self.granule_bits);
-        let owner = self.owner(first);
-        match (first + 1..=last).all(|granule| self.owner(granule) == owner) {
-            true => owner,
-            false => UNKNOWN,
+    fn owner(&self, granule: u64) -> u8 {
+        self.entry(granule) as u8
+    }
+
+    /// Who has all of a range, if one layer has it, and where, if it is in one piece; the owner 0 where that isn't known.
+    fn known(&self, offset: u64, len: u64) -> Known {
+        let first = offset >> self.granule_bits;
+        let last = (offset + len).saturating_sub(1) >> self.granule_bits;
+        let entry = self.entry(first);
+        let (owner, place) = (entry as u8, entry >> PLACE_SHIFT);
+        let mut is_one_piece = place != 0;
+        for granule in first + 1..=last {
+            let next = self.entry(granule);
+            if next as u8 != owner {
+                return Known { owner: UNKNOWN, host: None };
+            }
+            is_one_piece &= u64::from(next >> PLACE_SHIFT) == u64::from(place) + (granule - first);
         }
+        let within = offset - (first << self.granule_bits);
+        Known { owner, host: is_one_piece.then(|| (u64::from(place) << self.granule_bits) + within) }
+    }
+
+    /// What is remembered of a granule. A place that doesn't fit isn't remembered.
+    fn remembered(&self, owner: u8, host: Option<u64>) -> u32 {
+        let place =
+            host.filter(|host| host.trailing_zeros() >= self.granule_bits).map(|host| host >> self.granule_bits);
+        let place =
+            place.and_then(|place| u32::try_from(place).ok()).filter(|place| place >> (u32::BITS - PLACE_SHIFT) == 0);
+        u32::from(owner) | place.unwrap_or(0) << PLACE_SHIFT
     }
 
     /// The chunk of a granule, made if need be.
@@ -117,7 +169,7 @@ impl ChainMap {
             self.used.store(0, Ordering::Relaxed);
             self.chunks.iter().for_each(|slot| slot.store(None));
         }
-        let chunk: Arc<Chunk> = Arc::new((0..CHUNK).map(|_| AtomicU8::new(UNKNOWN)).collect());
+        let chunk: Arc<Chunk> = Arc::new((0..CHUNK).map(|_| AtomicU32::new(0)).collect());
         slot.store(Some(Arc::clone(&chunk)));
         Some(chunk)
     }
@@ -128,12 +180,13 @@ impl ChainMap {
         let Some(chunk) = self.chunk(first) else { return Ok(()) };
         let bytes = first << self.granule_bits..(first + WINDOW) << self.granule_bits;
         let mut open = vec![bytes.clone()];
-        let mut found = vec![UNKNOWN; WINDOW as usize];
-        let mut note = |range: &Range<u64>, owner: u8| {
+        let mut found = vec![0; WINDOW as usize];
+        let mut note = |range: &Range<u64>, owner: u8, host: Option<u64>| {
             // Only granules that one layer has as a whole; the others are asked layer by layer.
             let from = range.start.div_ceil(1 << self.granule_bits);
             for granule in from..range.end >> self.granule_bits {
-                found[(granule - first) as usize] = owner;
+                let host = host.map(|host| host + ((granule << self.granule_bits) - range.start));
+                found[(granule - first) as usize] = self.remembered(owner, host);
             }
         };
         for (index, layer) in self.layers.iter().enumerate() {
@@ -143,26 +196,30 @@ impl ChainMap {
             for range in open {
                 // What lies past the end of a layer reads as zeroes, whatever is below.
                 let inside = range.start..range.end.min(node.size()).max(range.start);
-                note(&(inside.end..range.end), NOWHERE);
+                note(&(inside.end..range.end), NOWHERE, None);
                 match node.qcow2() {
                     Some(qcow2) if index + 1 < self.layers.len() || qcow2.is_last() => {
-                        for (run, is_here) in qcow2.presence(inside).await? {
-                            if is_here { note(&run, owner) } else { below.push(run) }
+                        for (run, holding) in qcow2.holdings(inside).await? {
+                            match holding {
+                                Holding::Nothing => below.push(run),
+                                Holding::Data(host) => note(&run, owner, Some(host)),
+                                Holding::Other => note(&run, owner, None),
+                            }
                         }
                     }
                     // The last one that counts: it has the rest, or knows who has.
-                    _ => note(&inside, owner),
+                    _ => note(&inside, owner, None),
                 }
             }
             open = below;
         }
         for range in open {
-            note(&range, NOWHERE);
+            note(&range, NOWHERE, None);
         }
         // What still isn't known is left to the first layer.
-        for (index, owner) in found.into_iter().enumerate() {
-            let owner = if owner == UNKNOWN { 1 } else { owner };
-            chunk[(first % CHUNK) as usize + index].store(owner, Ordering::Relaxed);
+        for (index, entry) in found.into_iter().enumerate() {
+            let entry = if entry as u8 == UNKNOWN { 1 } else { entry };
+            chunk[(first % CHUNK) as usize + index].store(entry, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -236,12 +293,16 @@ impl Qcow2Driver {
         let known = self.chain_map.load();
         let Some(map) = known.as_ref().filter(|map| map.changes == graph_changes()) else { return Below::Unknown };
         if map.layers.is_empty() {
-            return Below::Layer(Arc::clone(backing));
+            return Below::Layer(Arc::clone(backing), None);
         }
-        match map.owner_of(offset, len) {
+        let known = map.known(offset, len);
+        match known.owner {
             UNKNOWN => Below::Unknown,
             NOWHERE => Below::Zeroes,
-            owner => map.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, Below::Layer),
+            owner => {
+                let place = known.host.map(|host| Place { host: HostOffset(host), changes: map.changes });
+                map.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, |layer| Below::Layer(layer, place))
+            }
         }
     }
 
@@ -269,23 +330,99 @@ impl Qcow2Driver {
         self.backing.load().is_none() && !self.no_backing
     }
 
-    /// Whether this layer has a range, in runs.
-    async fn presence(&self, range: Range<u64>) -> Result<Vec<(Range<u64>, bool)>> {
-        let mut runs: Vec<(Range<u64>, bool)> = Vec::new();
+    /// What this layer has of a range, in runs.
+    async fn holdings(&self, range: Range<u64>) -> Result<Vec<(Range<u64>, Holding)>> {
+        let mut runs: Vec<(Range<u64>, Holding)> = Vec::new();
         let mut at = range.start;
         while at < range.end {
             let mut extents = ExtentList::default();
             let mapped = self.plan(|engine| engine.map(GuestOffset(at), range.end - at, &mut extents)).await?;
             for extent in extents.iter() {
-                let is_here = extent.mapping != Mapping::Unallocated;
+                let holding = match extent.mapping {
+                    Mapping::Unallocated => Holding::Nothing,
+                    // Of all data of an image either none is in the data file, or all.
+                    Mapping::Data { host, encrypted: false, .. } => Holding::Data(host.0),
+                    _ => Holding::Other,
+                };
                 let end = extent.guest.0 + extent.len;
-                match runs.last_mut() {
-                    Some((run, was_here)) if *was_here == is_here => run.end = end,
-                    _ => runs.push((extent.guest.0..end, is_here)),
+                let continues = |(run, before): &(Range<u64>, Holding)| match (*before, holding) {
+                    (Holding::Data(start), Holding::Data(host)) => start + (run.end - run.start) == host,
+                    (before, holding) => before == holding,
+                };
+                match runs.last_mut().filter(|last| continues(last)) {
+                    Some((run, _)) => run.end = end,
+                    None => runs.push((extent.guest.0..end, holding)),
                 }
             }
             at += mapped;
         }
         Ok(runs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(granule_bits: u32) -> ChainMap {
+        ChainMap {
+            changes: 1,
+            layers: Vec::new(),
+            granule_bits,
+            chunks: (0..4).map(|_| ArcSwapOption::empty()).collect(),
+            used: AtomicUsize::new(0),
+        }
+    }
+
+    fn put(map: &ChainMap, granule: u64, owner: u8, host: Option<u64>) {
+        map.chunk(granule).unwrap()[(granule % CHUNK) as usize].store(map.remembered(owner, host), Ordering::Relaxed);
+    }
+
+    #[test]
+    fn a_range_has_a_place_where_its_granules_lie_in_one_piece() {
+        let map = map(12);
+        let known = |offset, len| {
+            let known = map.known(offset, len);
+            (known.owner, known.host)
+        };
+        assert_eq!(known(0, 4096), (UNKNOWN, None));
+        put(&map, CHUNK - 1, 3, Some(0x50000));
+        put(&map, CHUNK, 3, Some(0x51000));
+        put(&map, CHUNK + 1, 3, Some(0x80000));
+        put(&map, CHUNK + 2, 4, Some(0x81000));
+        put(&map, CHUNK + 3, 4, None);
+        put(&map, CHUNK + 4, NOWHERE, None);
+        let at = |granule: u64| (CHUNK - 1 + granule) << 12;
+        assert_eq!(known(at(0), 4096), (3, Some(0x50000)));
+        assert_eq!(known(at(0) + 512, 512), (3, Some(0x50200)));
+        // Over the border of two chunks.
+        assert_eq!(known(at(0) + 512, 4096), (3, Some(0x50200)));
+        assert_eq!(known(at(0), 8192), (3, Some(0x50000)));
+        // One owner, two pieces.
+        assert_eq!(known(at(1), 8192), (3, None));
+        // Two owners, though one goes on where the other ends.
+        assert_eq!(known(at(2), 8192), (UNKNOWN, None));
+        assert_eq!(known(at(3), 8192), (4, None));
+        assert_eq!(known(at(4), 4096), (4, None));
+        assert_eq!(known(at(5), 4096), (NOWHERE, None));
+        assert_eq!(known(at(6), 4096), (UNKNOWN, None));
+        assert_eq!(known(at(100_000), 4096), (UNKNOWN, None));
+    }
+
+    #[test]
+    fn a_place_that_does_not_fit_is_not_remembered() {
+        let map = map(16);
+        let host_of = |host| {
+            put(&map, 7, 1, Some(host));
+            let known = map.known(7 << 16, 65536);
+            assert_eq!(known.owner, 1);
+            known.host
+        };
+        assert_eq!(host_of(0x50000), Some(0x50000));
+        assert_eq!(host_of(0x51000), None, "not on a granule's border");
+        assert_eq!(host_of((1 << 40) - 65536), Some((1 << 40) - 65536));
+        assert_eq!(host_of(1 << 40), None);
+        assert_eq!(host_of((1 << 48) + 0x50000), None);
+        assert_eq!(host_of(0), None);
     }
 }

@@ -31,6 +31,7 @@ mod vm_state;
 mod write;
 mod zero;
 
+pub(crate) use chain_map::Place;
 pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;

@@ -2,7 +2,7 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::ahead::Next;
-use super::chain_map::Below;
+use super::chain_map::{Below, Place};
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
@@ -39,7 +39,7 @@ impl Qcow2Driver {
                     buf.fill(0);
                     return (Ok(()), buf);
                 }
-                Below::Layer(layer) => match layer.read_plain(offset, buf).await {
+                Below::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
                     Ok(done) => return done,
                     Err(unread) => buf = unread,
                 },
@@ -51,9 +51,19 @@ impl Qcow2Driver {
         Box::pin(self.read_range(offset, buf)).await
     }
 
-    /// As [`Self::read`], where it is one plain range of a file and the mapping is at hand; the buffer otherwise.
-    pub(crate) async fn read_plain(&self, offset: u64, buf: IoBuf) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
-        match self.direct(Engine::map, offset, buf.len() as u64) {
+    /// As [`Self::read`], where it is one plain range of a file, which `place` says or the mapping at hand; the buffer otherwise.
+    pub(crate) async fn read_plain(
+        &self,
+        offset: u64,
+        place: Option<Place>,
+        buf: IoBuf,
+    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
+        let len = buf.len() as u64;
+        let direct = match place {
+            Some(place) => self.placed(place, len),
+            None => self.direct(Engine::map, offset, len),
+        };
+        match direct {
             // As above, and not by a future of both: it would be moved once more.
             Direct::Plain(pin, file, host) => {
                 let read = file.read_at(buf, host.0).await;
