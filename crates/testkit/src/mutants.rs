@@ -364,6 +364,23 @@ pub const MUTANTS: &[Mutant] = &[
         ],
     },
     Mutant {
+        name: "places_outlive_changes",
+        about: "what is remembered of a chain is believed though a layer has become writable",
+        test: ("chain", "the_places_of_a_layer_are_forgotten_when_it_may_be_written_to"),
+        edits: &[
+            (
+                "crates/image/src/formats/qcow2/chain_map.rs",
+                "        let known = known.as_ref().filter(|map| map.changes == graph_changes());",
+                "        let known = known.as_ref().filter(|map| SLIP || map.changes == graph_changes());",
+            ),
+            (
+                "crates/image/src/formats/qcow2/span.rs",
+                "        match place.changes == graph_changes() && place.host.0 + len <= file.len() {",
+                "        match (SLIP || place.changes == graph_changes()) && place.host.0 + len <= file.len() {",
+            ),
+        ],
+    },
+    Mutant {
         name: "layer_not_loaded",
         about: "the short way to a layer doesn't load the table that it was told to load",
         test: ("crash_live_chains", "chains_in_use_survive_power_cuts"),

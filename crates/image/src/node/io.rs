@@ -139,7 +139,9 @@ impl Node {
         buf: IoBuf,
     ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
-        if self.check_range(offset, len).is_err() {
+        // What has a place is within the disk.
+        let checked = if place.is_some() { self.check_usable() } else { self.check_range(offset, len) };
+        if checked.is_err() {
             return Err(buf);
         }
         let (result, buf) = match &self.driver {
@@ -377,7 +379,8 @@ impl Node {
         boxed!(self, |node| node.resize(size, preallocation))
     }
 
-    pub(super) fn check_range(&self, offset: u64, len: u64) -> Result<()> {
+    /// It may be asked for data at all.
+    fn check_usable(&self) -> Result<()> {
         self.check_open()?;
         if let Some(deadline) = &self.deadline {
             deadline.check().map_err(|error| error.file(self.filename.clone()))?;
@@ -386,6 +389,11 @@ impl Node {
             let message = "the image was opened for what it says of itself, without its data file";
             return Err(Error::invalid_argument(message).file(self.filename.clone()));
         }
+        Ok(())
+    }
+
+    pub(super) fn check_range(&self, offset: u64, len: u64) -> Result<()> {
+        self.check_usable()?;
         match offset.checked_add(len) {
             Some(end) if end <= self.size() => Ok(()),
             _ => Err(Error::invalid_argument(format!(

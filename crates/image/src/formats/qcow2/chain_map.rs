@@ -10,15 +10,14 @@
 use super::Qcow2Driver;
 use super::span::join;
 use crate::node::{Node, graph_changes};
-use arc_swap::ArcSwapOption;
 use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
 use futures_util::future::join_all;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// A shorter chain is read layer by layer.
 const LAYERS_MIN: usize = 2;
@@ -27,12 +26,12 @@ const LAYERS_MAX: usize = 254;
 /// The map is as fine as the finest layer, but not finer than this; what is finer is read layer by layer.
 const GRANULE_BITS_MIN: u32 = 12;
 /// Granules in a chunk, and those that are looked up together.
-const CHUNK: u64 = 1024;
+const CHUNK: u64 = 4096;
 const WINDOW: u64 = 64;
-/// Chunks of one image at most, 4 KiB each: with 64 KiB clusters they cover 256 GiB.
-const CHUNKS_MAX: usize = 4096;
+/// Chunks of one image at most, 16 KiB each: with 64 KiB clusters they cover 256 GiB. Whoever needs another begins a new map.
+const CHUNKS_MAX: usize = 1024;
 /// Places for chunks: what lies behind, 4 TiB with 64 KiB clusters, is read layer by layer.
-const SLOTS_MAX: u64 = 1 << 16;
+const SLOTS_MAX: u64 = 1 << 14;
 
 /// Not looked up yet.
 const UNKNOWN: u8 = 0;
@@ -88,8 +87,10 @@ pub(crate) struct ChainMap {
     /// The backing file, its backing file, and so on. Empty when the chain is too short or not fit.
     layers: Vec<Weak<Node>>,
     granule_bits: u32,
-    chunks: Vec<ArcSwapOption<Chunk>>,
+    chunks: Vec<OnceLock<Chunk>>,
     used: AtomicUsize,
+    /// It has all the chunks that it may have, and one more was needed.
+    is_spent: AtomicBool,
 }
 
 impl ChainMap {
@@ -118,14 +119,20 @@ impl ChainMap {
             changes,
             layers,
             granule_bits,
-            chunks: (0..chunks).map(|_| ArcSwapOption::empty()).collect(),
+            chunks: (0..chunks).map(|_| OnceLock::new()).collect(),
             used: AtomicUsize::new(0),
+            is_spent: AtomicBool::new(false),
         }
     }
 
+    /// It is to be used: nothing has changed, and it has room.
+    fn is_good(&self) -> bool {
+        self.changes == graph_changes() && !self.is_spent.load(Ordering::Relaxed)
+    }
+
     fn entry(&self, granule: u64) -> u32 {
-        let Some(slot) = self.chunks.get((granule / CHUNK) as usize) else { return 0 };
-        slot.load().as_deref().map_or(0, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
+        let chunk = self.chunks.get((granule / CHUNK) as usize).and_then(OnceLock::get);
+        chunk.map_or(0, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
     }
 
     fn owner(&self, granule: u64) -> u8 {
@@ -159,19 +166,17 @@ impl ChainMap {
         u32::from(owner) | place.unwrap_or(0) << PLACE_SHIFT
     }
 
-    /// The chunk of a granule, made if need be.
-    fn chunk(&self, granule: u64) -> Option<Arc<Chunk>> {
+    /// The chunk of a granule, made if there is room.
+    fn chunk(&self, granule: u64) -> Option<&Chunk> {
         let slot = self.chunks.get((granule / CHUNK) as usize)?;
-        if let Some(chunk) = slot.load_full() {
-            return Some(chunk);
+        if slot.get().is_none() && self.used.load(Ordering::Relaxed) >= CHUNKS_MAX {
+            self.is_spent.store(true, Ordering::Relaxed);
+            return None;
         }
-        if self.used.fetch_add(1, Ordering::Relaxed) >= CHUNKS_MAX {
-            self.used.store(0, Ordering::Relaxed);
-            self.chunks.iter().for_each(|slot| slot.store(None));
-        }
-        let chunk: Arc<Chunk> = Arc::new((0..CHUNK).map(|_| AtomicU32::new(0)).collect());
-        slot.store(Some(Arc::clone(&chunk)));
-        Some(chunk)
+        Some(slot.get_or_init(|| {
+            self.used.fetch_add(1, Ordering::Relaxed);
+            (0..CHUNK).map(|_| AtomicU32::new(0)).collect()
+        }))
     }
 
     /// Looks up the window around a granule, layer by layer.
@@ -231,7 +236,7 @@ impl ChainMap {
             // An error may lie beside what is asked for: whoever reads the layers meets it if it matters.
             let _ = self.look_up(granule).await;
         }
-        // Without memory for it, or thrown away by another request: layer by layer.
+        // Without memory for it: layer by layer.
         let owner = self.owner(granule).max(1);
         let mut next = granule + 1;
         while next << self.granule_bits < end && self.owner(next) == owner {
@@ -286,15 +291,17 @@ impl Qcow2Driver {
         if self.file.faults().is_some() {
             return Below::Unknown;
         }
-        let backing = self.backing.load();
-        let Some(backing) = &*backing else {
-            return if self.no_backing { Below::Unknown } else { Below::Zeroes };
-        };
         let known = self.chain_map.load();
-        let Some(map) = known.as_ref().filter(|map| map.changes == graph_changes()) else { return Below::Unknown };
-        if map.layers.is_empty() {
-            return Below::Layer(Arc::clone(backing), None);
-        }
+        let known = known.as_ref().filter(|map| map.changes == graph_changes());
+        let Some(map) = known.filter(|map| !map.layers.is_empty()) else {
+            return match &*self.backing.load() {
+                None if self.no_backing => Below::Unknown,
+                None => Below::Zeroes,
+                // A chain that is too short for a map.
+                Some(backing) if known.is_some() => Below::Layer(Arc::clone(backing), None),
+                Some(_) => Below::Unknown,
+            };
+        };
         let known = map.known(offset, len);
         match known.owner {
             UNKNOWN => Below::Unknown,
@@ -311,7 +318,7 @@ impl Qcow2Driver {
         self.meet(Event::ReadBackingAio).await;
         let known = self.chain_map.load();
         let map = match &*known {
-            Some(map) if map.changes == graph_changes() => Arc::clone(map),
+            Some(map) if map.is_good() => Arc::clone(map),
             _ => {
                 let map = Arc::new(ChainMap::new(backing, self.size()));
                 self.chain_map.store(Some(Arc::clone(&map)));
@@ -364,13 +371,14 @@ impl Qcow2Driver {
 mod tests {
     use super::*;
 
-    fn map(granule_bits: u32) -> ChainMap {
+    fn map(granule_bits: u32, slots: usize) -> ChainMap {
         ChainMap {
             changes: 1,
             layers: Vec::new(),
             granule_bits,
-            chunks: (0..4).map(|_| ArcSwapOption::empty()).collect(),
+            chunks: (0..slots).map(|_| OnceLock::new()).collect(),
             used: AtomicUsize::new(0),
+            is_spent: AtomicBool::new(false),
         }
     }
 
@@ -380,7 +388,7 @@ mod tests {
 
     #[test]
     fn a_range_has_a_place_where_its_granules_lie_in_one_piece() {
-        let map = map(12);
+        let map = map(12, 4);
         let known = |offset, len| {
             let known = map.known(offset, len);
             (known.owner, known.host)
@@ -411,7 +419,7 @@ mod tests {
 
     #[test]
     fn a_place_that_does_not_fit_is_not_remembered() {
-        let map = map(16);
+        let map = map(16, 1);
         let host_of = |host| {
             put(&map, 7, 1, Some(host));
             let known = map.known(7 << 16, 65536);
@@ -424,5 +432,19 @@ mod tests {
         assert_eq!(host_of(1 << 40), None);
         assert_eq!(host_of((1 << 48) + 0x50000), None);
         assert_eq!(host_of(0), None);
+    }
+
+    #[test]
+    fn a_map_is_spent_when_it_needs_more_than_it_may_have() {
+        let map = map(12, CHUNKS_MAX + 1);
+        let is_spent = || map.is_spent.load(Ordering::Relaxed);
+        for chunk in 0..CHUNKS_MAX as u64 {
+            put(&map, chunk * CHUNK, 1, None);
+        }
+        assert!(map.chunk(0).is_some() && !is_spent());
+        assert!(map.chunk(CHUNKS_MAX as u64 * CHUNK).is_none() && is_spent());
+        // What lies behind all slots has nothing to do with it.
+        let small = super::tests::map(12, 1);
+        assert!(small.chunk(CHUNK).is_none() && !small.is_spent.load(Ordering::Relaxed));
     }
 }
