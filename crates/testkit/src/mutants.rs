@@ -366,7 +366,7 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "places_outlive_changes",
         about: "what is remembered of a chain is believed though a layer has become writable",
-        test: ("chain", "the_places_of_a_layer_are_forgotten_when_it_may_be_written_to"),
+        test: ("chains", "the_places_of_a_layer_are_forgotten_when_it_may_be_written_to"),
         edits: &[
             (
                 "crates/image/src/formats/qcow2/chain_map.rs",

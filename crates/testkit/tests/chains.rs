@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge.
+//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge. And a
+//! layer that is written to while what it had is remembered above it.
 
+use cowshed_image::graph::Graph;
+use cowshed_image::options::BlockdevOptions;
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::rt;
+use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
 use std::path::{Path, PathBuf};
@@ -180,4 +183,73 @@ fn a_short_layer_hides_what_the_base_has_behind_its_end() {
     assert!(qemu.content(&path("base"), "qcow2") == expected, "the base reads otherwise");
     assert!(qemu.content(&path("top"), "qcow2") == expected, "the image reads otherwise");
     qemu.expect_clean(&path("base"));
+}
+
+#[test]
+fn the_places_of_a_layer_are_forgotten_when_it_may_be_written_to() {
+    const PIECE: usize = 4096;
+    const CLUSTER: usize = 65536;
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let at = folder.path();
+    let fill = |name: &str, backing: &str, write: &str| {
+        let backing =
+            if backing.is_empty() { String::new() } else { format!(",backing_file={backing},backing_fmt=qcow2") };
+        qemu.create(&at.join(name), "qcow2", &format!("cluster_size=64k{backing}"), 1 << 20);
+        if !write.is_empty() {
+            qemu.io_commands(&at.join(name), "qcow2", &[write.to_owned()]).expect_ok();
+        }
+    };
+    fill("base.qcow2", "", "write -P 1 0 1M");
+    fill("mid.qcow2", "base.qcow2", "write -P 2 128k 256k");
+    fill("top.qcow2", "mid.qcow2", "");
+    let mut model = vec![1; 1 << 20];
+    model[128 << 10..384 << 10].fill(2);
+    let graph = Graph::new();
+    let name = |name: &str| at.join(name).display().to_string();
+    let options = format!(
+        "driver=qcow2,node-name=top,file.filename={},backing.driver=qcow2,backing.node-name=mid,backing.discard=unmap,\
+         backing.read-only=on,backing.auto-read-only=on,backing.file.filename={}",
+        name("top.qcow2"),
+        name("mid.qcow2")
+    );
+    let top = rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
+    let mid = graph.node("mid").unwrap();
+    let verify = |model: &[u8], when: &str| {
+        for _ in 0..2 {
+            for (index, expected) in model.chunks(PIECE).enumerate() {
+                let (result, buf) = rt::block_on(top.read((index * PIECE) as u64, IoBuf::zeroed(PIECE)));
+                result.unwrap();
+                assert!(buf[..] == *expected, "{when}: piece {index} is {} for {}", buf[0], expected[0]);
+            }
+        }
+    };
+    verify(&model, "first");
+    // Small reads by a known place don't ask the layer's mapping.
+    let looked_up = mid.qcow2().unwrap().statistics().l2_hits;
+    verify(&model, "known");
+    assert_eq!(mid.qcow2().unwrap().statistics().l2_hits, looked_up);
+
+    let file_len = || std::fs::metadata(at.join("mid.qcow2")).unwrap().len();
+    let before = file_len();
+    rt::block_on(graph.set_read_only(&mid, false)).unwrap();
+    let mut fill = 2;
+    for round in 0..4 {
+        // Places are learnt again while it may be written to, or not.
+        if round % 2 == 0 {
+            verify(&model, "writable");
+        }
+        let (gone, new) = ((2 + round) * CLUSTER, (8 + round) * CLUSTER);
+        rt::block_on(mid.discard(gone as u64, CLUSTER as u64)).unwrap();
+        // What was given up can be used again after a flush.
+        rt::block_on(mid.flush()).unwrap();
+        model[gone..gone + CLUSTER].fill(0);
+        fill += 1;
+        rt::block_on(mid.write(new as u64, IoBuf::copy_from(&[fill; CLUSTER]))).0.unwrap();
+        model[new..new + CLUSTER].fill(fill);
+        verify(&model, "written to");
+    }
+    assert_eq!(file_len(), before, "the new data are in clusters that were given up");
+    rt::block_on(graph.set_read_only(&mid, true)).unwrap();
+    verify(&model, "read-only again");
+    rt::block_on(graph.close_all()).unwrap();
 }

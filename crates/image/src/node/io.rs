@@ -380,6 +380,7 @@ impl Node {
     }
 
     /// It may be asked for data at all.
+    #[inline]
     fn check_usable(&self) -> Result<()> {
         self.check_open()?;
         if let Some(deadline) = &self.deadline {
