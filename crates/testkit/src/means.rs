@@ -72,6 +72,15 @@ pub const MEANS: &[Means] = &[
         )],
     },
     Means {
+        name: "places_of_granules",
+        about: "a read asks the mapping of the layer that has it",
+        edits: &[(
+            "crates/image/src/formats/qcow2/chain_map.rs",
+            "let place = known.host.map(",
+            "let place = known.host.filter(|_| !OFF).map(",
+        )],
+    },
+    Means {
         name: "mapping_of_a_base_once",
         about: "each overlay has its base's mapping in memory for itself",
         edits: &[(
