@@ -8,8 +8,10 @@ use cowshed_block::{Error, Result};
 /// Length of a sector in bytes.
 pub const SECTOR_BYTES: usize = 512;
 
-/// Sectors whose tweaks are made in one go.
+/// Sectors that go through the ciphers in one go: a call of one prepares its round keys for many blocks at once, and takes the
+/// most blocks at once only where there are as many.
 const SECTORS_AT_ONCE: usize = 8;
+const BYTES_AT_ONCE: usize = SECTORS_AT_ONCE * SECTOR_BYTES;
 
 /// An initial vector or tweak; of ciphers with shorter blocks its front counts.
 type Vector = [u8; BLOCK_BYTES];
@@ -203,7 +205,7 @@ impl SectorCipher {
     fn run(&self, first: u64, bytes: &mut [u8], direction: Direction) {
         debug_assert!(bytes.len().is_multiple_of(SECTOR_BYTES));
         let mut number = first;
-        for group in bytes.chunks_mut(SECTORS_AT_ONCE * SECTOR_BYTES) {
+        for group in bytes.chunks_mut(BYTES_AT_ONCE) {
             let mut vectors = [Vector::default(); SECTORS_AT_ONCE];
             let vectors = &mut vectors[..group.len() / SECTOR_BYTES];
             for vector in vectors.iter_mut() {
@@ -218,44 +220,43 @@ impl SectorCipher {
             if let Some(cipher) = &self.tweak {
                 cipher.encrypt(vectors.as_flattened_mut());
             }
-            if let (Chaining::Cbc, Direction::Encrypt) = (self.chaining, direction) {
-                match self.data.block_bytes() {
+            match (self.chaining, direction) {
+                (Chaining::Cbc, Direction::Encrypt) => match self.data.block_bytes() {
                     BLOCK_BYTES => self.cbc_encrypt::<BLOCK_BYTES>(vectors, group),
                     _ => self.cbc_encrypt::<8>(vectors, group),
-                }
-                continue;
-            }
-            for (sector, vector) in group.chunks_exact_mut(SECTOR_BYTES).zip(vectors) {
-                match (self.chaining, direction) {
-                    (Chaining::Xts, _) => self.xts(*vector, sector, direction),
-                    (Chaining::Cbc, _) => self.cbc_decrypt(*vector, sector),
-                    (Chaining::Ctr, _) => self.ctr(*vector, sector),
-                    (Chaining::Ecb, _) => self.blocks(sector, direction),
-                }
+                },
+                (Chaining::Cbc, Direction::Decrypt) => self.cbc_decrypt(vectors, group),
+                (Chaining::Xts, _) => self.xts(vectors, group, direction),
+                (Chaining::Ctr, _) => self.ctr(vectors, group),
+                (Chaining::Ecb, _) => self.blocks(group, direction),
             }
         }
     }
 
-    fn blocks(&self, sector: &mut [u8], direction: Direction) {
+    fn blocks(&self, bytes: &mut [u8], direction: Direction) {
         match direction {
-            Direction::Encrypt => self.data.encrypt(sector),
-            Direction::Decrypt => self.data.decrypt(sector),
+            Direction::Encrypt => self.data.encrypt(bytes),
+            Direction::Decrypt => self.data.decrypt(bytes),
         }
     }
 
     /// All tweaks first, so that the blocks go through the cipher together.
-    fn xts(&self, first: Vector, sector: &mut [u8], direction: Direction) {
+    fn xts(&self, vectors: &[Vector], sectors: &mut [u8], direction: Direction) {
         const BLOCKS: usize = SECTOR_BYTES / BLOCK_BYTES;
-        let mut tweaks = [0u128; BLOCKS];
-        let mut tweak = u128::from_le_bytes(first);
-        for place in &mut tweaks {
-            *place = tweak;
-            // Times x in GF(2^128), by x^128 = x^7 + x^2 + x + 1.
-            tweak = (tweak << 1) ^ ((tweak >> 127) * 0x87);
+        let mut tweaks = [[0u128; BLOCKS]; SECTORS_AT_ONCE];
+        let tweaks = &mut tweaks[..vectors.len()];
+        for (tweaks, first) in tweaks.iter_mut().zip(vectors) {
+            let mut tweak = u128::from_le_bytes(*first);
+            for place in tweaks {
+                *place = tweak;
+                // Times x in GF(2^128), by x^128 = x^7 + x^2 + x + 1.
+                tweak = (tweak << 1) ^ ((tweak >> 127) * 0x87);
+            }
         }
-        whiten(sector, &tweaks);
-        self.blocks(sector, direction);
-        whiten(sector, &tweaks);
+        let tweaks = tweaks.as_flattened();
+        whiten(sectors, tweaks);
+        self.blocks(sectors, direction);
+        whiten(sectors, tweaks);
     }
 
     /// Within a sector each block waits for the one before it; so one block of each sector at a time goes through the
@@ -277,28 +278,35 @@ impl SectorCipher {
         }
     }
 
-    fn cbc_decrypt(&self, vector: Vector, sector: &mut [u8]) {
-        let mut stored = [0; SECTOR_BYTES];
-        stored.copy_from_slice(sector);
-        self.data.decrypt(sector);
-        let (first, others) = sector.split_at_mut(self.data.block_bytes());
-        mix(first, &vector);
-        mix(others, &stored);
+    fn cbc_decrypt(&self, vectors: &[Vector], sectors: &mut [u8]) {
+        let mut stored = [0; BYTES_AT_ONCE];
+        let stored = &mut stored[..sectors.len()];
+        stored.copy_from_slice(sectors);
+        self.data.decrypt(sectors);
+        let sectors = sectors.chunks_exact_mut(SECTOR_BYTES).zip(stored.chunks_exact(SECTOR_BYTES));
+        for ((sector, stored), vector) in sectors.zip(vectors) {
+            let (first, others) = sector.split_at_mut(self.data.block_bytes());
+            mix(first, vector);
+            mix(others, stored);
+        }
     }
 
     /// All counters go through the cipher together; both directions are one.
-    fn ctr(&self, vector: Vector, sector: &mut [u8]) {
-        let mut stream = [0; SECTOR_BYTES];
+    fn ctr(&self, vectors: &[Vector], sectors: &mut [u8]) {
+        let mut stream = [0; BYTES_AT_ONCE];
+        let stream = &mut stream[..sectors.len()];
         let len = self.data.block_bytes();
-        // A short block's counter is the front of the vector.
-        let mut counter = u128::from_be_bytes(vector);
-        let one = 1u128 << (8 * (BLOCK_BYTES - len));
-        for block in stream.chunks_exact_mut(len) {
-            block.copy_from_slice(&counter.to_be_bytes()[..len]);
-            counter = counter.wrapping_add(one);
+        for (stream, vector) in stream.chunks_exact_mut(SECTOR_BYTES).zip(vectors) {
+            // A short block's counter is the front of the vector.
+            let mut counter = u128::from_be_bytes(*vector);
+            let one = 1u128 << (8 * (BLOCK_BYTES - len));
+            for block in stream.chunks_exact_mut(len) {
+                block.copy_from_slice(&counter.to_be_bytes()[..len]);
+                counter = counter.wrapping_add(one);
+            }
         }
-        self.data.encrypt(&mut stream);
-        mix(sector, &stream);
+        self.data.encrypt(stream);
+        mix(sectors, stream);
     }
 }
 
