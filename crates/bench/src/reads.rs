@@ -167,10 +167,13 @@ pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
         let socket = settings.folder.join(name);
         let files =
             (0..files).map(|index| pieces(settings, index, CHAIN_BYTES / files)).collect::<Result<Vec<_>, _>>()?;
+        files.iter().try_for_each(|file| read_once(file))?;
         Server::start(bare::command(&socket, &files, false)?, socket)
     };
     let served = |name: &str, depth: u64| {
         let image = chain(settings, depth)?;
+        let layers = image.parent().into_iter().flat_map(std::fs::read_dir).flatten().flatten();
+        layers.map(|layer| layer.path()).try_for_each(|layer| read_once(&layer))?;
         let [file, node] = plainly("", Access { writable: false, direct: false });
         let mut command = Command::new(&settings.cowshed);
         command.arg("qemu-storage-daemon");
@@ -194,6 +197,12 @@ pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
         Row::new(format!("chain of {DEEPEST}, theirs is ours with one image: randread 4k"), "≥ 0.9", ours),
         Row::new(format!("bare server with {DEEPEST} raw files, theirs has one: randread 4k"), "the limit", limit),
     ])
+}
+
+/// Brings a file into the page cache.
+fn read_once(path: &Path) -> Result<(), String> {
+    let read = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut std::io::sink()));
+    read.map(drop).map_err(|e| format!("{}: {e}", path.display()))
 }
 
 /// A raw file full of data, one for each index and length.
