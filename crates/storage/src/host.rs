@@ -398,6 +398,11 @@ impl HostFile {
         }
     }
 
+    /// As [`HostFile::start_writeback`], for who goes on only then: mostly little is dirty, and the call is short.
+    pub(crate) async fn start_writeback_first(&self) -> SysResult<()> {
+        self.short_call(|fd| sys::start_writeback(fd)).await
+    }
+
     /// `guard` is given back when the kernel is done.
     pub(crate) async fn fallocate(
         &self,
@@ -493,7 +498,8 @@ impl HostFile {
         }
         let source = Arc::clone(&source.fd);
         let _changing = self.known.changing();
-        self.call(move |fd| {
+        // Blocks that are on the disk are shared at once.
+        self.short_call(move |fd| {
             let _guard = guard;
             sys::share_range(&source, source_offset, fd, offset, len)
         })

@@ -184,7 +184,7 @@ impl Medium {
                 let can = host.share_one_byte(source, place).await == Err(Errno::EINVAL);
                 if can {
                     // Blocks that aren't on the disk yet are waited for, one range after the other. A hint; it may fail.
-                    let _ = source.start_writeback().await;
+                    let _ = source.start_writeback_first().await;
                 }
                 can
             }
