@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is written, read and flushed in the wrong order.
+
+use super::Mutant;
+
+pub(super) const MUTANTS: &[Mutant] = &[
+    Mutant {
+        name: "readers_of_the_past_overtaken",
+        about: "a write doesn't wait for those who read its place as it was",
+        test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
+        edits: &[(
+            "crates/image/src/filters/copy_before_write.rs",
+            "        self.saver.readers_left(offset, len).await;",
+            "        if !SLIP { self.saver.readers_left(offset, len).await; }",
+        )],
+    },
+    Mutant {
+        name: "drain_without_what_is_read_ahead",
+        about: "a drain waits for requests alone",
+        test: ("read_ahead", "a_drain_waits_for_what_is_read_ahead"),
+        edits: &[(
+            "crates/image/src/graph/drain.rs",
+            "            node.settle().await;",
+            "            if !SLIP { node.settle().await; }",
+        )],
+    },
+    Mutant {
+        name: "given_up_parts_still_readable",
+        about: "a part of a disk as it was is given up, and what the target has there counts as saved",
+        test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
+        edits: &[(
+            "crates/image/src/filters/saver.rs",
+            "        self.kept.clear(start, len);",
+            "        if !SLIP { self.kept.clear(start, len); }",
+        )],
+    },
+    Mutant {
+        name: "bitmap_data_named_before_their_count",
+        about: "a bitmap table points to a cluster whose raised count is not durable",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/record.rs",
+            "            result = self.write_back(true).await;",
+            "            result = if SLIP { Ok(()) } else { self.write_back(true).await };",
+        )],
+    },
+    Mutant {
+        name: "bits_only_in_memory",
+        about: "the bits of a write reach the disk at no time",
+        test: ("crash_bitmaps", "a_killed_process_loses_no_bit"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/record.rs",
+            "        self.write_steps(&steps).await?;",
+            "        if !SLIP { self.write_steps(&steps).await?; }",
+        )],
+    },
+    Mutant {
+        name: "bitmaps_named_before_they_are_durable",
+        about: "the header points to new bitmaps that are not durable, nor counted",
+        test: ("crash_bitmaps", "changes_of_bitmaps_survive_power_cuts"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/bitmaps/publish.rs",
+            "                Ok(place) => self.write_back(true).await.map(|()| place),",
+            "                Ok(place) => if SLIP { Ok(place) } else { self.write_back(true).await.map(|()| place) },",
+        )],
+    },
+    Mutant {
+        name: "pointers_with_what_they_point_to",
+        about: "entries of L2 tables go out in the first stage, beside refcounts and data",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "push_joined(&mut cycle.stages[2], table",
+            "push_joined(&mut cycle.stages[if SLIP { 0 } else { 2 }], table",
+        )],
+    },
+    Mutant {
+        name: "l1_entries_with_their_tables",
+        about: "L1 entries go out in the first stage, beside the tables they name",
+        test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "cycle.stages[2].extend(writes);",
+            "cycle.stages[if SLIP { 0 } else { 2 }].extend(writes);",
+        )],
+    },
+    Mutant {
+        name: "refcounts_with_pointers",
+        about: "refcount blocks go out in the last stage, beside the pointers",
+        test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "cycle.stages[0].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });",
+            "cycle.stages[if SLIP { 2 } else { 0 }].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });",
+        )],
+    },
+    Mutant {
+        name: "refcount_table_with_pointers",
+        about: "entries of the refcount table go out in the last stage",
+        test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "cycle.stages[1] = self.entry_writes",
+            "cycle.stages[if SLIP { 2 } else { 1 }] = self.entry_writes",
+        )],
+    },
+    Mutant {
+        name: "new_tables_with_pointers",
+        about: "contents of new L2 tables go out in the last stage, beside the L1 entries",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "cycle.stages[0].push(MetaWrite { host: HostOffset(*host), bytes });",
+            "cycle.stages[if SLIP { 2 } else { 0 }].push(MetaWrite { host: HostOffset(*host), bytes });",
+        )],
+    },
+    Mutant {
+        name: "no_barrier_between_stages",
+        about: "the stages of a cycle have no barrier between them",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "if index > 0 && unsettled {",
+            "if index > 0 && unsettled && !SLIP {",
+        )],
+    },
+    Mutant {
+        name: "no_last_barrier",
+        about: "a flush is acknowledged without the barrier behind the pointers",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            r#"            unsettled = true;
+        }
+        self.barrier().await
+"#,
+            r#"            unsettled = true;
+        }
+        if SLIP {
+            return Ok(());
+        }
+        self.barrier().await
+"#,
+        )],
+    },
+    Mutant {
+        name: "data_file_not_synced",
+        about: "the external data file has no barrier",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            r#"            data_file.sync().await?;
+"#,
+            r#"            if !SLIP {
+                data_file.sync().await?;
+            }
+"#,
+        )],
+    },
+    Mutant {
+        name: "flush_rides_on_a_running_cycle",
+        about: "a flush is content with a cycle that began before it",
+        test: ("crash_engine", "no_power_cut_harms_an_image"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "self.flushes_covered.load(Ordering::SeqCst) >= ticket",
+            "self.flushes_covered.load(Ordering::SeqCst) + u64::from(SLIP) >= ticket",
+        )],
+    },
+    Mutant {
+        name: "failed_barrier_forgotten",
+        about: "a failed barrier is told once, as Linux does, and then forgotten",
+        test: ("failure_shapes", "after_a_failed_flush_no_later_one_claims_success"),
+        edits: &[(
+            "crates/storage/src/flush.rs",
+            "Err(error) => drop(self.poison.set(error)),",
+            r#"Err(_) if SLIP => {}
+            Err(error) => drop(self.poison.set(error)),"#,
+        )],
+    },
+    Mutant {
+        name: "failed_pointer_write_forgotten",
+        about: "after a failed write of pointers the next cycle goes on",
+        test: ("crash_findings", "a_failed_pointer_write_ends_all_writing"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "if written.is_err() && index > 0 {",
+            "if written.is_err() && index > 0 && !SLIP {",
+        )],
+    },
+    Mutant {
+        name: "dirty_bit_never_set",
+        about: "with lazy refcounts the dirty bit is not set",
+        test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "if cycle.set_dirty_bit {",
+            "if cycle.set_dirty_bit && !SLIP {",
+        )],
+    },
+    Mutant {
+        name: "dirty_bit_decided_before_the_cycle",
+        about: "with lazy refcounts a flush looks whether anything changed before its cycle takes what another queue changes",
+        test: ("crash_findings", "what_another_queue_changes_goes_out_with_the_dirty_bit"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/flush.rs",
+            "if self.engine.lazy_refcounts() && !self.header().is_dirty() {",
+            "if self.engine.lazy_refcounts() && (!SLIP || self.engine.is_dirty()) && !self.header().is_dirty() {",
+        )],
+    },
+    Mutant {
+        name: "dirty_bit_cleared_too_early",
+        about: "closing clears the dirty bit without having written the refcounts",
+        test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),
+        edits: &[
+            (
+                "crates/image/src/formats/qcow2/flush.rs",
+                r#"            if self.engine.is_dirty() {
+                return Err"#,
+                r#"            if self.engine.is_dirty() && !SLIP {
+                return Err"#,
+            ),
+            (
+                "crates/image/src/formats/qcow2/flush.rs",
+                "self.write_back(true).await?;",
+                "self.write_back(!SLIP).await?;",
+            ),
+        ],
+    },
+];
