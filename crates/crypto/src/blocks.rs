@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Block ciphers with blocks of 16 or 8 bytes, chosen at run time.
 
-use crate::sectors::Algorithm;
+use crate::sectors::{Algorithm, BYTES_AT_ONCE, SECTOR_BYTES, SECTORS_AT_ONCE, Vector};
 use aes::{Aes128, Aes192, Aes256};
 use cast5::Cast5;
-use cipher::{Block, BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser, KeyInit};
+use cipher::{
+    Block, BlockCipherDecBackend, BlockCipherDecClosure, BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser,
+    KeyInit, ParBlocks,
+};
 use cowshed_block::{Error, Result};
 use serpent::Serpent;
 use sm4::Sm4;
+use std::marker::PhantomData;
 use twofish::Twofish;
 
 /// Length in bytes of the largest block.
@@ -21,6 +25,47 @@ pub(crate) trait BlockCipher: Send + Sync {
     fn encrypt(&self, bytes: &mut [u8]);
     /// The other way.
     fn decrypt(&self, bytes: &mut [u8]);
+    /// Decrypts sectors of cipher block chaining, with the vector of each: to a block the stored one before it is added, to a
+    /// sector's first its vector, or the front of it.
+    fn decrypt_chained(&self, vectors: &[Vector], sectors: &mut [u8]);
+}
+
+/// [`BlockCipher::decrypt_chained`], to be run within a cipher's own loop: where its round keys are prepared, once for many
+/// blocks, and where the processor's widest registers are in use, if it has them.
+struct DecryptChained<'a, C> {
+    vectors: &'a [Vector],
+    sectors: &'a mut [u8],
+    cipher: PhantomData<C>,
+}
+
+impl<C: BlockSizeUser> BlockSizeUser for DecryptChained<'_, C> {
+    type BlockSize = C::BlockSize;
+}
+
+impl<C: BlockSizeUser> BlockCipherDecClosure for DecryptChained<'_, C> {
+    #[inline(always)]
+    fn call<B: BlockCipherDecBackend<BlockSize = C::BlockSize>>(self, backend: &B) {
+        let len = C::block_size();
+        let mut before = [0; BYTES_AT_ONCE];
+        let groups = self.sectors.chunks_mut(BYTES_AT_ONCE).zip(self.vectors.chunks(SECTORS_AT_ONCE));
+        for (group, vectors) in groups {
+            let sectors = before.chunks_exact_mut(SECTOR_BYTES).zip(group.chunks_exact(SECTOR_BYTES));
+            for ((before, sector), vector) in sectors.zip(vectors) {
+                before[..len].copy_from_slice(&vector[..len]);
+                before[len..].copy_from_slice(&sector[..SECTOR_BYTES - len]);
+            }
+            let (wide, rest) = ParBlocks::<B>::slice_as_chunks_mut(Block::<B>::slice_as_chunks_mut(group).0);
+            wide.iter_mut().for_each(|blocks| backend.decrypt_par_blocks_inplace(blocks));
+            backend.decrypt_tail_blocks_inplace(rest);
+            mix(group, &before);
+        }
+    }
+}
+
+/// Adds `others` bit by bit, as far as both go.
+#[inline(always)]
+pub(crate) fn mix(bytes: &mut [u8], others: &[u8]) {
+    bytes.iter_mut().zip(others).for_each(|(byte, other)| *byte ^= other);
 }
 
 impl<C> BlockCipher for C
@@ -37,6 +82,10 @@ where
 
     fn decrypt(&self, bytes: &mut [u8]) {
         self.decrypt_blocks(Block::<C>::slice_as_chunks_mut(bytes).0);
+    }
+
+    fn decrypt_chained(&self, vectors: &[Vector], sectors: &mut [u8]) {
+        self.decrypt_with_backend(DecryptChained { vectors, sectors, cipher: PhantomData::<C> });
     }
 }
 

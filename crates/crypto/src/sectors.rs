@@ -2,19 +2,22 @@
 //! Sectors of 512 bytes, each encrypted on its own with an initial vector made from its number.
 
 use crate::Hash;
-use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher};
+use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher, mix};
 use cowshed_block::{Error, Result};
 
 /// Length of a sector in bytes.
 pub const SECTOR_BYTES: usize = 512;
 
-/// Sectors that go through the ciphers in one go: a call of one prepares its round keys for many blocks at once, and takes the
-/// most blocks at once only where there are as many.
-const SECTORS_AT_ONCE: usize = 8;
-const BYTES_AT_ONCE: usize = SECTORS_AT_ONCE * SECTOR_BYTES;
+/// Sectors whose initial vectors go through a cipher in one go: a call of one prepares its round keys for many blocks at once,
+/// and takes the most blocks at once only where there are as many.
+const VECTORS_AT_ONCE: usize = 64;
+/// Sectors whose data do, for the same reason; so few that they and what is kept beside them stay in the processor's first
+/// cache.
+pub(crate) const SECTORS_AT_ONCE: usize = 8;
+pub(crate) const BYTES_AT_ONCE: usize = SECTORS_AT_ONCE * SECTOR_BYTES;
 
 /// An initial vector or tweak; of ciphers with shorter blocks its front counts.
-type Vector = [u8; BLOCK_BYTES];
+pub(crate) type Vector = [u8; BLOCK_BYTES];
 
 /// A block cipher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,8 +208,8 @@ impl SectorCipher {
     fn run(&self, first: u64, bytes: &mut [u8], direction: Direction) {
         debug_assert!(bytes.len().is_multiple_of(SECTOR_BYTES));
         let mut number = first;
-        for group in bytes.chunks_mut(BYTES_AT_ONCE) {
-            let mut vectors = [Vector::default(); SECTORS_AT_ONCE];
+        for group in bytes.chunks_mut(VECTORS_AT_ONCE * SECTOR_BYTES) {
+            let mut vectors = [Vector::default(); VECTORS_AT_ONCE];
             let vectors = &mut vectors[..group.len() / SECTOR_BYTES];
             for vector in vectors.iter_mut() {
                 let narrow = self.initial_vector == InitialVector::Plain;
@@ -220,16 +223,26 @@ impl SectorCipher {
             if let Some(cipher) = &self.tweak {
                 cipher.encrypt(vectors.as_flattened_mut());
             }
-            match (self.chaining, direction) {
-                (Chaining::Cbc, Direction::Encrypt) => match self.data.block_bytes() {
-                    BLOCK_BYTES => self.cbc_encrypt::<BLOCK_BYTES>(vectors, group),
-                    _ => self.cbc_encrypt::<8>(vectors, group),
-                },
-                (Chaining::Cbc, Direction::Decrypt) => self.cbc_decrypt(vectors, group),
-                (Chaining::Xts, _) => self.xts(vectors, group, direction),
-                (Chaining::Ctr, _) => self.ctr(vectors, group),
-                (Chaining::Ecb, _) => self.blocks(group, direction),
+            self.chain(vectors, group, direction);
+        }
+    }
+
+    /// Up to [`VECTORS_AT_ONCE`] sectors.
+    fn chain(&self, vectors: &[Vector], sectors: &mut [u8], direction: Direction) {
+        let parts = vectors.chunks(SECTORS_AT_ONCE);
+        match (self.chaining, direction) {
+            (Chaining::Cbc, Direction::Encrypt) => match self.data.block_bytes() {
+                BLOCK_BYTES => self.cbc_encrypt::<BLOCK_BYTES>(vectors, sectors),
+                _ => self.cbc_encrypt::<8>(vectors, sectors),
+            },
+            (Chaining::Cbc, Direction::Decrypt) => self.data.decrypt_chained(vectors, sectors),
+            (Chaining::Xts, _) => {
+                parts.zip(sectors.chunks_mut(BYTES_AT_ONCE)).for_each(|(part, bytes)| self.xts(part, bytes, direction));
             }
+            (Chaining::Ctr, _) => {
+                parts.zip(sectors.chunks_mut(BYTES_AT_ONCE)).for_each(|(part, bytes)| self.ctr(part, bytes));
+            }
+            (Chaining::Ecb, _) => self.blocks(sectors, direction),
         }
     }
 
@@ -262,7 +275,7 @@ impl SectorCipher {
     /// Within a sector each block waits for the one before it; so one block of each sector at a time goes through the
     /// cipher, which takes several at once. `LEN`: bytes of a block.
     fn cbc_encrypt<const LEN: usize>(&self, vectors: &[Vector], sectors: &mut [u8]) {
-        let mut lanes = [0; SECTORS_AT_ONCE * BLOCK_BYTES];
+        let mut lanes = [0; VECTORS_AT_ONCE * BLOCK_BYTES];
         let lanes = &mut lanes.as_chunks_mut::<LEN>().0[..vectors.len()];
         for (lane, vector) in lanes.iter_mut().zip(vectors) {
             lane.copy_from_slice(&vector[..LEN]);
@@ -275,19 +288,6 @@ impl SectorCipher {
             for (lane, sector) in lanes.iter().zip(sectors.chunks_exact_mut(SECTOR_BYTES)) {
                 sector[at..at + LEN].copy_from_slice(lane);
             }
-        }
-    }
-
-    fn cbc_decrypt(&self, vectors: &[Vector], sectors: &mut [u8]) {
-        let mut stored = [0; BYTES_AT_ONCE];
-        let stored = &mut stored[..sectors.len()];
-        stored.copy_from_slice(sectors);
-        self.data.decrypt(sectors);
-        let sectors = sectors.chunks_exact_mut(SECTOR_BYTES).zip(stored.chunks_exact(SECTOR_BYTES));
-        for ((sector, stored), vector) in sectors.zip(vectors) {
-            let (first, others) = sector.split_at_mut(self.data.block_bytes());
-            mix(first, vector);
-            mix(others, stored);
         }
     }
 
@@ -308,11 +308,6 @@ impl SectorCipher {
         self.data.encrypt(stream);
         mix(sectors, stream);
     }
-}
-
-/// Adds `others` bit by bit, as far as both go.
-fn mix(bytes: &mut [u8], others: &[u8]) {
-    bytes.iter_mut().zip(others).for_each(|(byte, other)| *byte ^= other);
 }
 
 fn whiten(sector: &mut [u8], tweaks: &[u128]) {
@@ -393,14 +388,22 @@ mod tests {
         let len = if spec.chaining == Chaining::Xts { 2 * width } else { width };
         let key: Vec<u8> = (0..len).map(|at| (at * 7 + 3) as u8).collect();
         let cipher = SectorCipher::new(spec, &key).unwrap();
-        let plain: Vec<u8> = (0..19 * SECTOR_BYTES).map(|at| (at / 5) as u8).collect();
+        let sectors = 2 * VECTORS_AT_ONCE + 3;
+        let plain: Vec<u8> = (0..sectors * SECTOR_BYTES).map(|at| (at / 5) as u8).collect();
         let mut bytes = plain.clone();
         cipher.encrypt(u64::from(u32::MAX) - 3, &mut bytes);
         assert!(bytes != plain, "{name} {mode}");
-        // Sector by sector is the same as all at once.
-        let mut single = plain[5 * SECTOR_BYTES..6 * SECTOR_BYTES].to_vec();
-        cipher.encrypt(u64::from(u32::MAX) + 2, &mut single);
-        assert!(single == bytes[5 * SECTOR_BYTES..6 * SECTOR_BYTES], "{name} {mode}");
+        // Sector by sector is the same as all at once, both ways.
+        let mut back = bytes.clone();
+        for index in 0..sectors {
+            let range = index * SECTOR_BYTES..(index + 1) * SECTOR_BYTES;
+            let number = u64::from(u32::MAX) - 3 + index as u64;
+            let mut single = plain[range.clone()].to_vec();
+            cipher.encrypt(number, &mut single);
+            assert!(single == bytes[range.clone()], "{name} {mode} {index}");
+            cipher.decrypt(number, &mut back[range]);
+        }
+        assert!(back == plain, "{name} {mode}");
         cipher.decrypt(u64::from(u32::MAX) - 3, &mut bytes);
         assert!(bytes == plain, "{name} {mode}");
     }
