@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge. And a
-//! layer that is written to while what it had is remembered above it.
+//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge. And what
+//! is remembered of a chain: by layers that are written to later, and by a whole chain that nobody writes to.
 
 use cowshed_image::graph::Graph;
+use cowshed_image::node::Node;
 use cowshed_image::options::BlockdevOptions;
+use cowshed_image::stats::IoKind;
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
@@ -252,4 +254,109 @@ fn the_places_of_a_layer_are_forgotten_when_it_may_be_written_to() {
     rt::block_on(graph.set_read_only(&mid, true)).unwrap();
     verify(&model, "read-only again");
     rt::block_on(graph.close_all()).unwrap();
+}
+
+/// Opens a chain through its uppermost image, read-only, as a node "top".
+fn open_read_only(graph: &std::sync::Arc<Graph>, image: &(PathBuf, &str)) -> std::sync::Arc<Node> {
+    let options =
+        format!("driver={},node-name=top,read-only=on,file.driver=file,file.filename={}", image.1, image.0.display());
+    rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap()
+}
+
+fn read(node: &Node, offset: usize, len: usize) -> IoBuf {
+    let (result, buf) = rt::block_on(node.read(offset as u64, IoBuf::copy_from(&vec![0xee; len])));
+    result.unwrap();
+    buf
+}
+
+/// Of random chains, by reads of any size in any order, with nothing known and with much known.
+#[test]
+fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    for_each_seed(4, |seed| {
+        let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed) };
+        for number in 0..4 {
+            let layers = bench.chain(&format!("seen{seed}-{number}-"));
+            let image = layers.last().unwrap();
+            let model = bench.content(image);
+            let graph = Graph::new();
+            let top = open_read_only(&graph, image);
+            assert_eq!(top.size(), model.len() as u64);
+            for _ in 0..3000 {
+                let start = bench.random.below(model.len() as u64) as usize;
+                let longest = if bench.random.chance(10) { 600 << 10 } else { 9000 };
+                let len = 1 + bench.random.below((model.len() - start).min(longest) as u64) as usize;
+                // Mostly as guests read.
+                let (start, end) = match bench.random.chance(70) {
+                    true => (start / 512 * 512, (start + len).next_multiple_of(512).min(model.len())),
+                    false => (start, start + len),
+                };
+                let buf = read(&top, start, end - start);
+                assert!(buf[..] == model[start..end], "seed {seed}, chain {number}: {start}..{end}");
+            }
+            rt::block_on(graph.close_all()).unwrap();
+        }
+    });
+}
+
+/// The image above the layers too: known as they are while nobody may write to it, and no longer than that.
+#[test]
+fn an_image_is_passed_over_only_while_nobody_may_write_to_it() {
+    const PIECE: usize = 4096;
+    const CLUSTER: usize = 65536;
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = |name: &str| folder.path().join(name);
+    let size = (1 << 20) - 3 * 512;
+    qemu.create(&path("base"), "qcow2", "cluster_size=64k", size);
+    // Four clusters are nowhere.
+    let all = ["write -P 1 0 512k".to_owned(), format!("write -P 1 768k {}", size - (768 << 10))];
+    qemu.io_commands(&path("base"), "qcow2", &all).expect_ok();
+    let backing = format!("cluster_size=64k,backing_file={},backing_fmt=qcow2", path("base").display());
+    qemu.create(&path("top"), "qcow2", &backing, size);
+    // Its last cluster, which ends within a granule, is its own.
+    let own = ["write -P 2 128k 128k".to_owned(), format!("write -P 3 960k {}", size - (960 << 10))];
+    qemu.io_commands(&path("top"), "qcow2", &own).expect_ok();
+    let mut model = vec![1; size as usize];
+    model[128 << 10..256 << 10].fill(2);
+    model[512 << 10..768 << 10].fill(0);
+    model[960 << 10..].fill(3);
+
+    let graph = Graph::new();
+    let top = open_read_only(&graph, &(path("top"), "qcow2"));
+    let hits = || top.qcow2().unwrap().statistics().l2_hits;
+    let verify = |model: &[u8], when: &str| {
+        for (index, expected) in model.chunks(PIECE).enumerate() {
+            let buf = read(&top, index * PIECE, expected.len());
+            assert!(buf[..] == *expected, "{when}: piece {index} is {} for {}", buf[0], expected[0]);
+        }
+    };
+    verify(&model, "first");
+    let looked_up = hits();
+    verify(&model, "known");
+    // Only the last granule is asked for: that it isn't whole nobody remembers.
+    assert!(hits() - looked_up <= (CLUSTER / PIECE) as u64, "{} look-ups", hits() - looked_up);
+    let operations = top.statistics().kind(IoKind::Read).operations;
+    verify(&model, "counted");
+    assert_eq!(top.statistics().kind(IoKind::Read).operations - operations, size.div_ceil(PIECE as u64));
+
+    let write = |at: usize, fill: u8, model: &mut Vec<u8>| {
+        rt::block_on(top.write(at as u64, IoBuf::copy_from(&[fill; CLUSTER]))).0.unwrap();
+        assert!(read(&top, at, CLUSTER)[..] == [fill; CLUSTER]);
+        model[at..at + CLUSTER].fill(fill);
+    };
+    for round in 0..3 {
+        rt::block_on(graph.set_read_only(&top, false)).unwrap();
+        // Into what was nowhere, into what was its own, and into what was below.
+        write((8 + usize::from(round)) * CLUSTER, 30 + round, &mut model);
+        write(2 * CLUSTER, 10 + round, &mut model);
+        write((4 + usize::from(round)) * CLUSTER, 20 + round, &mut model);
+        verify(&model, "written to");
+        rt::block_on(graph.set_read_only(&top, true)).unwrap();
+        verify(&model, "read-only again");
+        verify(&model, "known again");
+        assert!(rt::block_on(top.write(0, IoBuf::zeroed(512))).0.is_err());
+    }
+    rt::block_on(graph.close_all()).unwrap();
+    qemu.expect_clean(&path("top"));
+    assert!(qemu.content(&path("top"), "qcow2") == model);
 }

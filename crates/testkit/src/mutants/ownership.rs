@@ -122,6 +122,26 @@ pub(super) const MUTANTS: &[Mutant] = &[
         ],
     },
     Mutant {
+        name: "passed_over_after_changes",
+        about: "an image is passed over though it has become writable",
+        test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/chain_map.rs",
+            "        match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {",
+            "        match known.as_ref().filter(|map| map.covers_itself && (SLIP || map.changes == graph_changes())) {",
+        )],
+    },
+    Mutant {
+        name: "passed_over_in_parts",
+        about: "an image is passed over where it has a granule in parts",
+        test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/chain_map.rs",
+            "        let first_asked = if self.covers_itself { ITSELF } else { 1 };",
+            "        let first_asked = if self.covers_itself && !SLIP { ITSELF } else { 1 };",
+        )],
+    },
+    Mutant {
         name: "layer_not_loaded",
         about: "the short way to a layer doesn't load the table that it was told to load",
         test: ("crash_live_chains", "chains_in_use_survive_power_cuts"),

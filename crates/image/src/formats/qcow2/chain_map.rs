@@ -3,9 +3,10 @@
 //! instead of through every layer above it and the mapping of that one.
 //!
 //! The map covers layers that nobody may write to, from the backing file down to the first that is something else than a
-//! read-only qcow2 node. It is thrown away when an edge of any graph moves or a node becomes writable. What it says may be
-//! short of the truth (a layer above the right one, which then asks its own backing file), never past it. A place is good only
-//! for who holds a pin of that layer and has seen, after taking it, that nothing has changed ([`Place`]).
+//! read-only qcow2 node; and the image above them too, if nobody may write to it either: then a read doesn't ask its mapping at
+//! all. It is thrown away when an edge of any graph moves or a node becomes writable. What it says may be short of the truth (a
+//! layer above the right one, which then asks its own backing file), never past it. A place is good only for who holds a pin of
+//! that layer and has seen, after taking it, that nothing has changed ([`Place`]).
 
 use super::Qcow2Driver;
 use super::span::join;
@@ -21,8 +22,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// A shorter chain is read layer by layer.
 const LAYERS_MIN: usize = 2;
-/// Layers that a byte can number, beside the two values that mean something else.
-const LAYERS_MAX: usize = 254;
+/// Layers that a byte can number, beside the three values that mean something else.
+const LAYERS_MAX: usize = 253;
 /// The map is as fine as the finest layer, but not finer than this; what is finer is read layer by layer.
 const GRANULE_BITS_MIN: u32 = 12;
 /// Granules in a chunk, and those that are looked up together.
@@ -35,6 +36,8 @@ const SLOTS_MAX: u64 = 1 << 14;
 
 /// Not looked up yet.
 const UNKNOWN: u8 = 0;
+/// The image itself has it, or isn't passed over: only where the map covers it.
+const ITSELF: u8 = u8::MAX - 1;
 /// No layer has it.
 const NOWHERE: u8 = u8::MAX;
 
@@ -76,6 +79,10 @@ pub(super) enum Below {
     Zeroes,
     /// This layer has it, or knows who has; and where it is, if that is known.
     Layer(Arc<Node>, Option<Place>),
+    /// Nothing is asked below: the image itself has it there.
+    Itself(Place),
+    /// Nobody has looked yet, and the image itself may be passed over.
+    Unseen,
     /// It must be looked up, or is in several layers.
     Unknown,
 }
@@ -86,6 +93,8 @@ pub(crate) struct ChainMap {
     changes: u64,
     /// The backing file, its backing file, and so on. Empty when the chain is too short or not fit.
     layers: Vec<Weak<Node>>,
+    /// Nobody may write to the image above them, and the map tells what it has.
+    covers_itself: bool,
     granule_bits: u32,
     chunks: Vec<OnceLock<Chunk>>,
     used: AtomicUsize,
@@ -94,11 +103,15 @@ pub(crate) struct ChainMap {
 }
 
 impl ChainMap {
-    /// For an image of `size` bytes above `backing`.
-    fn new(backing: &Arc<Node>, size: u64) -> ChainMap {
+    /// For `image` above `backing`.
+    fn new(image: &Qcow2Driver, backing: &Arc<Node>) -> ChainMap {
         // Before the look: what changes meanwhile is noticed at the next one.
         let changes = graph_changes();
         let (mut layers, mut granule_bits) = (Vec::new(), u32::MAX);
+        let covers_itself = image.is_frozen();
+        if covers_itself {
+            granule_bits = image.engine.geometry().subcluster_bits();
+        }
         let mut next = Some(Arc::clone(backing));
         while let Some(node) = next.take() {
             if layers.len() == LAYERS_MAX || !node.is_read_only() {
@@ -110,14 +123,15 @@ impl ChainMap {
             granule_bits = granule_bits.min(geometry.subcluster_bits());
             next = node.backing();
         }
-        let is_fit = layers.len() >= LAYERS_MIN && granule_bits >= GRANULE_BITS_MIN;
-        let chunks = if is_fit { ((size >> granule_bits) / CHUNK + 1).min(SLOTS_MAX) } else { 0 };
+        let is_fit = layers.len() + usize::from(covers_itself) >= LAYERS_MIN && granule_bits >= GRANULE_BITS_MIN;
+        let chunks = if is_fit { ((image.size() >> granule_bits) / CHUNK + 1).min(SLOTS_MAX) } else { 0 };
         if !is_fit {
             layers.clear();
         }
         ChainMap {
             changes,
             layers,
+            covers_itself: covers_itself && is_fit,
             granule_bits,
             chunks: (0..chunks).map(|_| OnceLock::new()).collect(),
             used: AtomicUsize::new(0),
@@ -135,8 +149,13 @@ impl ChainMap {
         chunk.map_or(0, |chunk| chunk[(granule % CHUNK) as usize].load(Ordering::Relaxed))
     }
 
-    fn owner(&self, granule: u64) -> u8 {
-        self.entry(granule) as u8
+    /// Whom to ask for a granule that the image itself doesn't have.
+    fn owner_below(&self, granule: u64) -> u8 {
+        match self.entry(granule) as u8 {
+            // In parts, or without memory for the map: layer by layer.
+            UNKNOWN | ITSELF => 1,
+            owner => owner,
+        }
     }
 
     /// Who has all of a range, if one layer has it, and where, if it is in one piece; the owner 0 where that isn't known.
@@ -155,6 +174,27 @@ impl ChainMap {
         }
         let within = offset - (first << self.granule_bits);
         Known { owner, host: is_one_piece.then(|| (u64::from(place) << self.granule_bits) + within) }
+    }
+
+    /// Whom to ask for a range, by what is known already.
+    fn whom_to_ask(&self, offset: u64, len: u64) -> Below {
+        let known = self.known(offset, len);
+        let place = known.host.map(|host| Place { host: HostOffset(host), changes: self.changes });
+        match (known.owner, place) {
+            (UNKNOWN, _) if self.covers_itself && self.is_unseen(offset) => Below::Unseen,
+            (ITSELF, Some(place)) => Below::Itself(place),
+            (UNKNOWN | ITSELF, _) => Below::Unknown,
+            (NOWHERE, _) => Below::Zeroes,
+            (owner, place) => {
+                self.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, |layer| Below::Layer(layer, place))
+            }
+        }
+    }
+
+    /// The window around an offset wasn't looked up, and can be.
+    fn is_unseen(&self, offset: u64) -> bool {
+        let granule = offset >> self.granule_bits;
+        self.entry(granule) as u8 == UNKNOWN && granule / CHUNK < self.chunks.len() as u64
     }
 
     /// What is remembered of a granule. A place that doesn't fit isn't remembered.
@@ -179,8 +219,8 @@ impl ChainMap {
         }))
     }
 
-    /// Looks up the window around a granule, layer by layer.
-    async fn look_up(&self, granule: u64) -> Result<()> {
+    /// Looks up the window around a granule, layer by layer; `image` is the one above them.
+    async fn look_up(&self, image: &Qcow2Driver, granule: u64) -> Result<()> {
         let first = granule - granule % WINDOW;
         let Some(chunk) = self.chunk(first) else { return Ok(()) };
         let bytes = first << self.granule_bits..(first + WINDOW) << self.granule_bits;
@@ -194,7 +234,14 @@ impl ChainMap {
                 found[(granule - first) as usize] = self.remembered(owner, host);
             }
         };
+        if self.covers_itself {
+            let inside = bytes.start..bytes.end.min(image.size()).max(bytes.start);
+            open = image.note_holdings(inside, ITSELF, &mut note).await?;
+        }
         for (index, layer) in self.layers.iter().enumerate() {
+            if open.is_empty() {
+                break;
+            }
             let Some(node) = layer.upgrade() else { return Ok(()) };
             let owner = index as u8 + 1;
             let mut below = Vec::new();
@@ -204,13 +251,7 @@ impl ChainMap {
                 note(&(inside.end..range.end), NOWHERE, None);
                 match node.qcow2() {
                     Some(qcow2) if index + 1 < self.layers.len() || qcow2.is_last() => {
-                        for (run, holding) in qcow2.holdings(inside).await? {
-                            match holding {
-                                Holding::Nothing => below.push(run),
-                                Holding::Data(host) => note(&run, owner, Some(host)),
-                                Holding::Other => note(&run, owner, None),
-                            }
-                        }
+                        below.extend(qcow2.note_holdings(inside, owner, &mut note).await?);
                     }
                     // The last one that counts: it has the rest, or knows who has.
                     _ => note(&inside, owner, None),
@@ -221,25 +262,25 @@ impl ChainMap {
         for range in open {
             note(&range, NOWHERE, None);
         }
-        // What still isn't known is left to the first layer.
+        // What still isn't known is left to the first that is asked.
+        let first_asked = if self.covers_itself { ITSELF } else { 1 };
         for (index, entry) in found.into_iter().enumerate() {
-            let entry = if entry as u8 == UNKNOWN { 1 } else { entry };
+            let entry = if entry as u8 == UNKNOWN { u32::from(first_asked) } else { entry };
             chunk[(first % CHUNK) as usize + index].store(entry, Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// How far from `at` on, before `end`, one layer is to be asked, and which.
-    async fn next_part(&self, at: u64, end: u64) -> (u64, u8) {
+    async fn next_part(&self, image: &Qcow2Driver, at: u64, end: u64) -> (u64, u8) {
         let granule = at >> self.granule_bits;
-        if self.owner(granule) == UNKNOWN {
+        if self.entry(granule) as u8 == UNKNOWN {
             // An error may lie beside what is asked for: whoever reads the layers meets it if it matters.
-            let _ = self.look_up(granule).await;
+            let _ = self.look_up(image, granule).await;
         }
-        // Without memory for it: layer by layer.
-        let owner = self.owner(granule).max(1);
+        let owner = self.owner_below(granule);
         let mut next = granule + 1;
-        while next << self.granule_bits < end && self.owner(next) == owner {
+        while next << self.granule_bits < end && self.entry(next) as u8 == owner {
             next += 1;
         }
         ((next << self.granule_bits).min(end), owner)
@@ -256,12 +297,12 @@ impl ChainMap {
         }
     }
 
-    /// Fills `buf` from the chain.
-    async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// Fills `buf` from the chain below `image`.
+    async fn read(&self, image: &Qcow2Driver, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let end = offset + buf.len() as u64;
         let (mut at, mut parts) = (offset, Vec::new());
         while at < end {
-            let (next, owner) = self.next_part(at, end).await;
+            let (next, owner) = self.next_part(image, at, end).await;
             // Mostly all of it is in one layer.
             if at == offset && next == end {
                 return self.read_part(owner, offset, buf).await;
@@ -302,15 +343,60 @@ impl Qcow2Driver {
                 Some(_) => Below::Unknown,
             };
         };
-        let known = map.known(offset, len);
-        match known.owner {
-            UNKNOWN => Below::Unknown,
-            NOWHERE => Below::Zeroes,
-            owner => {
-                let place = known.host.map(|host| Place { host: HostOffset(host), changes: map.changes });
-                map.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, |layer| Below::Layer(layer, place))
+        match map.whom_to_ask(offset, len) {
+            // Only in parts.
+            Below::Itself(_) | Below::Unseen => Below::Unknown,
+            below => below,
+        }
+    }
+
+    /// The chain map was made to cover this image too.
+    #[inline]
+    pub(super) fn is_covered(&self) -> bool {
+        self.is_covered.load(Ordering::Relaxed)
+    }
+
+    /// As [`Self::below`] for a range of which nothing is known yet, not even whether it is here.
+    pub(super) fn anywhere(&self, offset: u64, len: u64) -> Below {
+        let known = self.chain_map.load();
+        match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {
+            Some(map) if self.file.faults().is_none() => map.whom_to_ask(offset, len),
+            _ => Below::Unknown,
+        }
+    }
+
+    /// Looks up what [`Below::Unseen`] was said of.
+    pub(super) async fn look_around(&self, offset: u64) {
+        let Some(map) = self.chain_map.load_full() else { return };
+        // As in `next_part`.
+        let _ = map.look_up(self, offset >> map.granule_bits).await;
+        if map.is_spent.load(Ordering::Relaxed) {
+            // Until a read below begins a new one.
+            self.is_covered.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Nobody may write to this image, by its node.
+    fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Acquire)
+    }
+
+    /// Has `note` told of what this layer has of a range; the rest.
+    async fn note_holdings(
+        &self,
+        range: Range<u64>,
+        owner: u8,
+        note: &mut impl FnMut(&Range<u64>, u8, Option<u64>),
+    ) -> Result<Vec<Range<u64>>> {
+        let mut rest = Vec::new();
+        for (run, holding) in self.holdings(range).await? {
+            match holding {
+                Holding::Nothing => rest.push(run),
+                Holding::Data(host) => note(&run, owner, Some(host)),
+                Holding::Other => note(&run, owner, None),
             }
         }
+        Ok(rest)
     }
 
     /// Fills `buf` from the backing file: what this layer doesn't have.
@@ -320,7 +406,8 @@ impl Qcow2Driver {
         let map = match &*known {
             Some(map) if map.is_good() => Arc::clone(map),
             _ => {
-                let map = Arc::new(ChainMap::new(backing, self.size()));
+                let map = Arc::new(ChainMap::new(self, backing));
+                self.is_covered.store(map.covers_itself, Ordering::Relaxed);
                 self.chain_map.store(Some(Arc::clone(&map)));
                 map
             }
@@ -328,7 +415,7 @@ impl Qcow2Driver {
         drop(known);
         match map.layers.is_empty() {
             true => backing.read_padded(offset, buf).await,
-            false => map.read(offset, buf).await,
+            false => map.read(self, offset, buf).await,
         }
     }
 
@@ -375,6 +462,7 @@ mod tests {
         ChainMap {
             changes: 1,
             layers: Vec::new(),
+            covers_itself: false,
             granule_bits,
             chunks: (0..slots).map(|_| OnceLock::new()).collect(),
             used: AtomicUsize::new(0),
@@ -415,6 +503,29 @@ mod tests {
         assert_eq!(known(at(5), 4096), (NOWHERE, None));
         assert_eq!(known(at(6), 4096), (UNKNOWN, None));
         assert_eq!(known(at(100_000), 4096), (UNKNOWN, None));
+    }
+
+    #[test]
+    fn an_image_is_passed_over_where_the_map_covers_it() {
+        let ask = |map: &ChainMap, granule: u64, len| map.whom_to_ask(granule << 12, len);
+        let mut map = map(12, 1);
+        for covers_itself in [false, true] {
+            map.covers_itself = covers_itself;
+            assert_eq!(matches!(ask(&map, 0, 4096), Below::Unseen), covers_itself);
+            // There is no memory for what lies behind.
+            assert!(matches!(ask(&map, CHUNK, 4096), Below::Unknown));
+        }
+        put(&map, 1, ITSELF, Some(0x50000));
+        put(&map, 2, ITSELF, Some(0x51000));
+        put(&map, 3, ITSELF, None);
+        put(&map, 4, NOWHERE, None);
+        assert!(matches!(ask(&map, 1, 8192), Below::Itself(Place { host: HostOffset(0x50000), changes: 1 })));
+        assert!(matches!(ask(&map, 2, 8192), Below::Unknown), "in parts");
+        assert!(matches!(ask(&map, 3, 4096), Below::Unknown));
+        assert!(matches!(ask(&map, 3, 8192), Below::Unknown), "two owners");
+        assert!(matches!(ask(&map, 4, 4096), Below::Zeroes));
+        // Whoever knows that the image hasn't got it asks the first layer.
+        assert_eq!([1, 3, 4, 5].map(|granule| map.owner_below(granule)), [1, 1, NOWHERE, 1]);
     }
 
     #[test]

@@ -64,6 +64,10 @@ pub struct Qcow2Driver {
     data_file: Option<File>,
     backing: Arc<Link>,
     chain_map: ArcSwapOption<chain_map::ChainMap>,
+    /// The chain map was made to cover this image too.
+    is_covered: AtomicBool,
+    /// The node is read-only: nobody changes what the guest sees, not even between two requests.
+    frozen: AtomicBool,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
     /// Of an encrypted image: who is writing where.

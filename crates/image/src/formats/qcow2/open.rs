@@ -104,6 +104,8 @@ impl Qcow2Driver {
             data_file: context.data_file,
             backing: Link::to(context.backing),
             chain_map: ArcSwapOption::empty(),
+            is_covered: AtomicBool::new(false),
+            frozen: AtomicBool::new(!context.writable && !context.check),
             no_backing: context.no_backing && header.backing_file.is_some(),
             cipher,
             writers: Writers::default(),

@@ -16,9 +16,18 @@ use std::sync::atomic::Ordering;
 /// Decompression of clusters above this size is given to the pool.
 const OFFLOAD_BYTES: u64 = 16 << 10;
 
+/// What a short way has done; the buffer where it isn't one.
+type Read = std::result::Result<(Result<()>, IoBuf), IoBuf>;
+
 impl Qcow2Driver {
     /// Fills `buf` from `offset`. The node has checked the range.
     pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        if self.is_covered() {
+            match self.read_covered(offset, buf).await {
+                Ok(done) => return done,
+                Err(unread) => buf = unread,
+            }
+        }
         match self.direct(Engine::map, offset, buf.len() as u64) {
             Direct::Plain(pin, file, host) => {
                 let done = file.read_at(buf, host.0).await;
@@ -43,7 +52,7 @@ impl Qcow2Driver {
                     Ok(done) => return done,
                     Err(unread) => buf = unread,
                 },
-                Below::Unknown => {}
+                Below::Unknown | Below::Itself(_) | Below::Unseen => {}
             },
             Direct::Other => {}
         }
@@ -51,13 +60,25 @@ impl Qcow2Driver {
         Box::pin(self.read_range(offset, buf)).await
     }
 
+    /// As [`Self::read`], where the chain map knows of all of it; the buffer otherwise.
+    async fn read_covered(&self, offset: u64, mut buf: IoBuf) -> Read {
+        match self.anywhere(offset, buf.len() as u64) {
+            Below::Layer(layer, place) => layer.read_plain(offset, place, buf).await,
+            Below::Itself(place) => self.read_plain(offset, Some(place), buf).await,
+            Below::Zeroes => {
+                buf.fill(0);
+                Ok((Ok(()), buf))
+            }
+            Below::Unseen => {
+                Box::pin(self.look_around(offset)).await;
+                Err(buf)
+            }
+            Below::Unknown => Err(buf),
+        }
+    }
+
     /// As [`Self::read`], where it is one plain range of a file, which `place` says or the mapping at hand; the buffer otherwise.
-    pub(crate) async fn read_plain(
-        &self,
-        offset: u64,
-        place: Option<Place>,
-        buf: IoBuf,
-    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
+    pub(crate) async fn read_plain(&self, offset: u64, place: Option<Place>, buf: IoBuf) -> Read {
         let len = buf.len() as u64;
         let direct = match place {
             Some(place) => self.placed(place, len),

@@ -52,6 +52,7 @@ impl Qcow2Driver {
     /// Refuses writes from now on. [`Qcow2Driver::complete`] has run before.
     pub(crate) fn stop_writing(&self) {
         self.writable.store(false, Ordering::Release);
+        self.frozen.store(true, Ordering::Release);
     }
 
     /// Takes writes from now on; the file has become writable.
@@ -67,10 +68,11 @@ impl Qcow2Driver {
         for file in std::iter::once(&self.file).chain(&self.data_file).filter(|file| !file.is_writable()) {
             file.make_writable(Permissions::WRITE).map_err(|error| self.error(error))?;
         }
+        self.frozen.store(false, Ordering::Release);
         self.writable.store(true, Ordering::Release);
         let started = self.prepare_writing(options).await;
         if started.is_err() {
-            self.writable.store(false, Ordering::Release);
+            self.stop_writing();
         }
         started
     }
