@@ -6,79 +6,97 @@ use super::chain_map::{Below, Place};
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
+use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
-use cowshed_qcow2::Engine;
+use cowshed_qcow2::{Engine, Pin, Stall};
 use cowshed_storage::fault::Event;
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{File, IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Decompression of clusters above this size is given to the pool.
 const OFFLOAD_BYTES: u64 = 16 << 10;
 
-/// What a short way has done; the buffer where it isn't one.
-type Read = std::result::Result<(Result<()>, IoBuf), IoBuf>;
+/// How a read goes on, as far as that can be said without waiting.
+enum Way<'a> {
+    /// It is one plain range of a file; the pin stays until the I/O is done.
+    Plain(Pin<'a>, &'a File, HostOffset),
+    /// It reads as zeroes.
+    Zeroes,
+    /// A layer of the chain has it, or knows who has; and where it is, if that is known.
+    Layer(Arc<Node>, Option<Place>),
+    /// By parts.
+    Other,
+    /// By parts, and the layers are to be looked at.
+    Unseen,
+    /// First this has to be settled, with the count of events from before.
+    Stalled(Stall, u64),
+}
 
 impl Qcow2Driver {
     /// Fills `buf` from `offset`. The node has checked the range.
     pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
-        if self.is_covered() {
-            match self.read_covered(offset, buf).await {
-                Ok(done) => return done,
-                Err(unread) => buf = unread,
-            }
-        }
-        match self.direct(Engine::map, offset, buf.len() as u64) {
-            Direct::Plain(pin, file, host) => {
+        match self.way(offset, buf.len() as u64) {
+            Way::Plain(pin, file, host) => {
                 let done = file.read_at(buf, host.0).await;
                 drop(pin);
                 return done;
             }
-            Direct::Stalled(stall, seen) => {
+            Way::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
+                Ok(done) => return done,
+                Err(unread) => buf = unread,
+            },
+            Way::Zeroes => {
+                buf.fill(0);
+                return (Ok(()), buf);
+            }
+            Way::Stalled(stall, seen) => {
                 if let Err(error) = Box::pin(self.settle(stall, seen)).await {
                     return (Err(error), buf);
                 }
             }
-            Direct::Zeroes => {
-                buf.fill(0);
-                return (Ok(()), buf);
-            }
-            Direct::Below => match self.below(offset, buf.len() as u64) {
-                Below::Zeroes => {
-                    buf.fill(0);
-                    return (Ok(()), buf);
-                }
-                Below::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
-                    Ok(done) => return done,
-                    Err(unread) => buf = unread,
-                },
-                Below::Unknown | Below::Itself(_) | Below::Unseen => {}
-            },
-            Direct::Other => {}
+            Way::Unseen => Box::pin(self.look_around(offset)).await,
+            Way::Other => {}
         }
         // In boxes what is rare: each request moves its whole future, and most need little of it.
         Box::pin(self.read_range(offset, buf)).await
     }
 
-    /// As [`Self::read`], where the chain map knows of all of it; the buffer otherwise.
-    async fn read_covered(&self, offset: u64, mut buf: IoBuf) -> Read {
-        match self.anywhere(offset, buf.len() as u64) {
-            Below::Layer(layer, place) => layer.read_plain(offset, place, buf).await,
-            Below::Itself(place) => self.read_plain(offset, Some(place), buf).await,
-            Below::Zeroes => {
-                buf.fill(0);
-                Ok((Ok(()), buf))
+    #[inline]
+    fn way(&self, offset: u64, len: u64) -> Way<'_> {
+        if self.is_covered() {
+            match self.anywhere(offset, len) {
+                Below::Layer(layer, place) => return Way::Layer(layer, place),
+                Below::Itself(place) => {
+                    if let Direct::Plain(pin, file, host) = self.placed(place, len) {
+                        return Way::Plain(pin, file, host);
+                    }
+                }
+                Below::Zeroes => return Way::Zeroes,
+                Below::Unseen => return Way::Unseen,
+                Below::Unknown => {}
             }
-            Below::Unseen => {
-                Box::pin(self.look_around(offset)).await;
-                Err(buf)
-            }
-            Below::Unknown => Err(buf),
+        }
+        match self.direct(Engine::map, offset, len) {
+            Direct::Plain(pin, file, host) => Way::Plain(pin, file, host),
+            Direct::Below => match self.below(offset, len) {
+                Below::Layer(layer, place) => Way::Layer(layer, place),
+                Below::Zeroes => Way::Zeroes,
+                Below::Unknown | Below::Itself(_) | Below::Unseen => Way::Other,
+            },
+            Direct::Zeroes => Way::Zeroes,
+            Direct::Stalled(stall, seen) => Way::Stalled(stall, seen),
+            Direct::Other => Way::Other,
         }
     }
 
     /// As [`Self::read`], where it is one plain range of a file, which `place` says or the mapping at hand; the buffer otherwise.
-    pub(crate) async fn read_plain(&self, offset: u64, place: Option<Place>, buf: IoBuf) -> Read {
+    pub(crate) async fn read_plain(
+        &self,
+        offset: u64,
+        place: Option<Place>,
+        buf: IoBuf,
+    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
         let len = buf.len() as u64;
         let direct = match place {
             Some(place) => self.placed(place, len),
