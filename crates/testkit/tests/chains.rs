@@ -360,3 +360,41 @@ fn an_image_is_passed_over_only_while_nobody_may_write_to_it() {
     qemu.expect_clean(&path("top"));
     assert!(qemu.content(&path("top"), "qcow2") == model);
 }
+
+#[test]
+fn what_an_image_has_is_read_without_its_backing_file() {
+    const MIB: usize = 1 << 20;
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = |name: &str| folder.path().join(name);
+    qemu.create(&path("base"), "qcow2", "cluster_size=64k", 128 << 20);
+    let parts = ["write -P 1 0 1M", "write -P 1 96M 1M"].map(str::to_owned);
+    qemu.io_commands(&path("base"), "qcow2", &parts).expect_ok();
+    let backing = format!("cluster_size=64k,backing_file={},backing_fmt=qcow2", path("base").display());
+    qemu.create(&path("top"), "qcow2", &backing, 128 << 20);
+    qemu.io_commands(&path("top"), "qcow2", &["write -P 2 96M 128k".to_owned()]).expect_ok();
+    let graph = Graph::new();
+    let top = open_read_only(&graph, &(path("top"), "qcow2"));
+    let base = top.backing().unwrap();
+    let asked = || {
+        let statistics = base.qcow2().unwrap().statistics();
+        statistics.l2_hits + statistics.l2_misses
+    };
+    let expect = |offset: usize, fill: u8| {
+        for at in (offset..offset + 64 * 1024).step_by(4096) {
+            assert!(read(&top, at, 4096)[..] == [fill; 4096], "{at}");
+        }
+    };
+    // From here on there is a map.
+    expect(0, 1);
+    let (own, before) = (|| top.qcow2().unwrap().statistics().l2_hits, asked());
+    expect(96 * MIB, 2);
+    let known = own();
+    expect(96 * MIB, 2);
+    assert_eq!((own(), asked()), (known, before));
+    // What is below beside it, and then what is here again.
+    expect(96 * MIB + 128 * 1024, 1);
+    assert!(asked() > before);
+    expect(96 * MIB + 64 * 1024, 2);
+    expect(97 * MIB, 0);
+    rt::block_on(graph.close_all()).unwrap();
+}

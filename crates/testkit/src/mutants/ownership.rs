@@ -137,8 +137,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
         edits: &[(
             "crates/image/src/formats/qcow2/chain_map.rs",
-            "        let first_asked = if self.covers_itself { ITSELF } else { 1 };",
-            "        let first_asked = if self.covers_itself && !SLIP { ITSELF } else { 1 };",
+            "        let first_asked = if map.covers_itself { ITSELF } else { 1 };",
+            "        let first_asked = if map.covers_itself && !SLIP { ITSELF } else { 1 };",
         )],
     },
     Mutant {

@@ -221,22 +221,10 @@ impl ChainMap {
 
     /// Looks up the window around a granule, layer by layer; `image` is the one above them.
     async fn look_up(&self, image: &Qcow2Driver, granule: u64) -> Result<()> {
-        let first = granule - granule % WINDOW;
-        let Some(chunk) = self.chunk(first) else { return Ok(()) };
-        let bytes = first << self.granule_bits..(first + WINDOW) << self.granule_bits;
-        let mut open = vec![bytes.clone()];
-        let mut found = vec![0; WINDOW as usize];
-        let mut note = |range: &Range<u64>, owner: u8, host: Option<u64>| {
-            // Only granules that one layer has as a whole; the others are asked layer by layer.
-            let from = range.start.div_ceil(1 << self.granule_bits);
-            for granule in from..range.end >> self.granule_bits {
-                let host = host.map(|host| host + ((granule << self.granule_bits) - range.start));
-                found[(granule - first) as usize] = self.remembered(owner, host);
-            }
-        };
+        let Some(mut window) = Window::around(self, granule) else { return Ok(()) };
+        let mut open = vec![window.bytes()];
         if self.covers_itself {
-            let inside = bytes.start..bytes.end.min(image.size()).max(bytes.start);
-            open = image.note_holdings(inside, ITSELF, &mut note).await?;
+            open = image.note_holdings(window.bytes_of(image), ITSELF, &mut window).await?;
         }
         for (index, layer) in self.layers.iter().enumerate() {
             if open.is_empty() {
@@ -248,26 +236,32 @@ impl ChainMap {
             for range in open {
                 // What lies past the end of a layer reads as zeroes, whatever is below.
                 let inside = range.start..range.end.min(node.size()).max(range.start);
-                note(&(inside.end..range.end), NOWHERE, None);
+                window.note(&(inside.end..range.end), NOWHERE, None);
                 match node.qcow2() {
                     Some(qcow2) if index + 1 < self.layers.len() || qcow2.is_last() => {
-                        below.extend(qcow2.note_holdings(inside, owner, &mut note).await?);
+                        below.extend(qcow2.note_holdings(inside, owner, &mut window).await?);
                     }
                     // The last one that counts: it has the rest, or knows who has.
-                    _ => note(&inside, owner, None),
+                    _ => window.note(&inside, owner, None),
                 }
             }
             open = below;
         }
         for range in open {
-            note(&range, NOWHERE, None);
+            window.note(&range, NOWHERE, None);
         }
-        // What still isn't known is left to the first that is asked.
-        let first_asked = if self.covers_itself { ITSELF } else { 1 };
-        for (index, entry) in found.into_iter().enumerate() {
-            let entry = if entry as u8 == UNKNOWN { u32::from(first_asked) } else { entry };
-            chunk[(first % CHUNK) as usize + index].store(entry, Ordering::Relaxed);
+        window.remember();
+        Ok(())
+    }
+
+    /// Looks up what `image` itself has in the window around a granule. No layer is asked: what it has is read also while its
+    /// backing file doesn't answer.
+    async fn look_up_itself(&self, image: &Qcow2Driver, granule: u64) -> Result<()> {
+        let Some(mut window) = Window::around(self, granule) else { return Ok(()) };
+        for run in image.note_holdings(window.bytes_of(image), ITSELF, &mut window).await? {
+            window.note(&run, UNKNOWN, None);
         }
+        window.remember();
         Ok(())
     }
 
@@ -325,6 +319,52 @@ impl ChainMap {
     }
 }
 
+/// Granules that are being looked up together.
+struct Window<'a> {
+    map: &'a ChainMap,
+    chunk: &'a Chunk,
+    first: u64,
+    found: [u32; WINDOW as usize],
+}
+
+impl<'a> Window<'a> {
+    /// If there is room in the map.
+    fn around(map: &'a ChainMap, granule: u64) -> Option<Window<'a>> {
+        let first = granule - granule % WINDOW;
+        // What isn't noted is left to the first that is asked.
+        let first_asked = if map.covers_itself { ITSELF } else { 1 };
+        Some(Window { map, chunk: map.chunk(first)?, first, found: [u32::from(first_asked); WINDOW as usize] })
+    }
+
+    fn bytes(&self) -> Range<u64> {
+        self.first << self.map.granule_bits..(self.first + WINDOW) << self.map.granule_bits
+    }
+
+    /// As far as the image reaches.
+    fn bytes_of(&self, image: &Qcow2Driver) -> Range<u64> {
+        let bytes = self.bytes();
+        bytes.start..bytes.end.min(image.size()).max(bytes.start)
+    }
+
+    /// Only granules that one layer has as a whole; the others are asked layer by layer.
+    fn note(&mut self, range: &Range<u64>, owner: u8, host: Option<u64>) {
+        let bits = self.map.granule_bits;
+        for granule in range.start.div_ceil(1 << bits)..range.end >> bits {
+            let host = host.map(|host| host + ((granule << bits) - range.start));
+            self.found[(granule - self.first) as usize] = self.map.remembered(owner, host);
+        }
+    }
+
+    fn remember(self) {
+        let places = &self.chunk[(self.first % CHUNK) as usize..];
+        for (place, entry) in places.iter().zip(self.found) {
+            if entry as u8 != UNKNOWN {
+                place.store(entry, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
 impl Qcow2Driver {
     /// Whom to ask for a range of which nothing is here. Only what is known already: no future and no memory.
     pub(super) fn below(&self, offset: u64, len: u64) -> Below {
@@ -369,7 +409,7 @@ impl Qcow2Driver {
     pub(super) async fn look_around(&self, offset: u64) {
         let Some(map) = self.chain_map.load_full() else { return };
         // As in `next_part`.
-        let _ = map.look_up(self, offset >> map.granule_bits).await;
+        let _ = map.look_up_itself(self, offset >> map.granule_bits).await;
         if map.is_spent.load(Ordering::Relaxed) {
             // Until a read below begins a new one.
             self.is_covered.store(false, Ordering::Relaxed);
@@ -381,19 +421,14 @@ impl Qcow2Driver {
         self.frozen.load(Ordering::Acquire)
     }
 
-    /// Has `note` told of what this layer has of a range; the rest.
-    async fn note_holdings(
-        &self,
-        range: Range<u64>,
-        owner: u8,
-        note: &mut impl FnMut(&Range<u64>, u8, Option<u64>),
-    ) -> Result<Vec<Range<u64>>> {
+    /// Notes what this layer has of a range; the rest.
+    async fn note_holdings(&self, range: Range<u64>, owner: u8, window: &mut Window<'_>) -> Result<Vec<Range<u64>>> {
         let mut rest = Vec::new();
         for (run, holding) in self.holdings(range).await? {
             match holding {
                 Holding::Nothing => rest.push(run),
-                Holding::Data(host) => note(&run, owner, Some(host)),
-                Holding::Other => note(&run, owner, None),
+                Holding::Data(host) => window.note(&run, owner, Some(host)),
+                Holding::Other => window.note(&run, owner, None),
             }
         }
         Ok(rest)
