@@ -149,6 +149,11 @@ const ROWS: &[Means] = &[
         reads("randread 4k, chain of 64", |settings| chain(settings, 64), |_| random(GIB, 32)),
     ),
     switched(
+        "a read-only image passed over",
+        "image_passed_over",
+        reads("randread 4k, chain of 64", |settings| chain(settings, 64), |_| random(GIB, 32)),
+    ),
+    switched(
         "mapping of a base once",
         "mapping_of_a_base_once",
         Load::Memory { name: "16 overlays of 64 GiB scattered, all read", images: 16, overlays: true },

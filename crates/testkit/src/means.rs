@@ -81,6 +81,15 @@ pub const MEANS: &[Means] = &[
         )],
     },
     Means {
+        name: "image_passed_over",
+        about: "a read asks the mapping of the image itself first, though nobody may write to it",
+        edits: &[(
+            "crates/image/src/formats/qcow2/chain_map.rs",
+            "        let covers_itself = image.is_frozen();",
+            "        let covers_itself = image.is_frozen() && !OFF;",
+        )],
+    },
+    Means {
         name: "mapping_of_a_base_once",
         about: "each overlay has its base's mapping in memory for itself",
         edits: &[(
