@@ -324,7 +324,8 @@ struct Window<'a> {
     map: &'a ChainMap,
     chunk: &'a Chunk,
     first: u64,
-    found: [u32; WINDOW as usize],
+    /// Not within: futures with a window in them are moved with every read of parts.
+    found: Vec<u32>,
 }
 
 impl<'a> Window<'a> {
@@ -333,7 +334,7 @@ impl<'a> Window<'a> {
         let first = granule - granule % WINDOW;
         // What isn't noted is left to the first that is asked.
         let first_asked = if map.covers_itself { ITSELF } else { 1 };
-        Some(Window { map, chunk: map.chunk(first)?, first, found: [u32::from(first_asked); WINDOW as usize] })
+        Some(Window { map, chunk: map.chunk(first)?, first, found: vec![u32::from(first_asked); WINDOW as usize] })
     }
 
     fn bytes(&self) -> Range<u64> {
