@@ -160,8 +160,9 @@ pub fn chains(settings: &Settings) -> Result<Vec<Row>, String> {
 /// The depth of the longest chain.
 const DEEPEST: u64 = 64;
 
-/// The longest chain against one image, and the limit of that: as many raw files as it has layers, against one, behind the bare
-/// server, which has no layers to look into. All four servers are up and loaded in turns.
+/// The longest chain against one image, served read-only as that is and with its uppermost image writable; and the limit of
+/// that: as many raw files as it has layers, against one, behind the bare server, which has no layers to look into. All the servers
+/// are up and loaded in turns.
 pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
     let bare = |name: &str, files: u64| {
         let socket = settings.folder.join(name);
@@ -170,20 +171,26 @@ pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
         files.iter().try_for_each(|file| read_once(file))?;
         Server::start(bare::command(&socket, &files, false)?, socket)
     };
-    let served = |name: &str, depth: u64| {
-        let image = chain(settings, depth)?;
+    let served = |name: &str, depth: u64, writable: bool| {
+        let mut image = chain(settings, depth)?;
+        if writable {
+            // Who reads the image keeps writers out.
+            let copy = image.with_file_name("writable.qcow2");
+            std::fs::copy(&image, &copy).map_err(|e| format!("{}: {e}", copy.display()))?;
+            image = copy;
+        }
         let layers = image.parent().into_iter().flat_map(std::fs::read_dir).flatten().flatten();
         layers.map(|layer| layer.path()).try_for_each(|layer| read_once(&layer))?;
-        let [file, node] = plainly("", Access { writable: false, direct: false });
+        let [file, node] = plainly("", Access { writable, direct: false });
         let mut command = Command::new(&settings.cowshed);
         command.arg("qemu-storage-daemon");
-        let serving =
-            Serving { image: &image, format: "qcow2", file: &file, node: &node, writable: false, program: &[] };
+        let serving = Serving { image: &image, format: "qcow2", file: &file, node: &node, writable, program: &[] };
         serve_by(settings, command, name, &serving)
     };
     let servers = [
-        served("deep.sock", DEEPEST)?,
-        served("one.sock", 1)?,
+        served("deep.sock", DEEPEST, false)?,
+        served("deep-writable.sock", DEEPEST, true)?,
+        served("one.sock", 1, false)?,
         bare("bare-many.sock", DEEPEST)?,
         bare("bare-one.sock", 1)?,
     ];
@@ -191,10 +198,13 @@ pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
     let servers: Vec<(&Server, &Path)> = servers.iter().map(|server| (server, nothing_written)).collect();
     let mut runs = in_turns(settings, &servers, random_4k(CHAIN_BYTES))?.into_iter();
     let mut next = || runs.next().unwrap_or_default();
-    let ours = Outcome::Beside { ours: next(), theirs: next(), limit: None };
+    let [deep, writable, one] = [next(), next(), next()];
+    let ours = Outcome::Beside { ours: deep, theirs: one.clone(), limit: None };
+    let written_to = Outcome::Beside { ours: writable, theirs: one, limit: None };
     let limit = Outcome::Beside { ours: next(), theirs: next(), limit: None };
     Ok(vec![
         Row::new(format!("chain of {DEEPEST}, theirs is ours with one image: randread 4k"), "≥ 0.9", ours),
+        Row::new("the same, the uppermost image writable: randread 4k", "≥ 0.9", written_to),
         Row::new(format!("bare server with {DEEPEST} raw files, theirs has one: randread 4k"), "the limit", limit),
     ])
 }

@@ -385,7 +385,7 @@ impl Qcow2Driver {
             };
         };
         match map.whom_to_ask(offset, len) {
-            // Only in parts.
+            // What the image has in parts, or nobody has looked up.
             Below::Itself(_) | Below::Unseen => Below::Unknown,
             below => below,
         }
