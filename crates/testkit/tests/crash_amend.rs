@@ -61,6 +61,7 @@ fn cases() -> Vec<Case> {
     add("cluster_size=16k,extended_l2=on", true, STEPS, "refcount_bits=32");
     add("cluster_size=4k,refcount_bits=64", true, STEPS, "refcount_bits=16,compat=0.10,backing_file=");
     add("cluster_size=4k,refcount_bits=1", false, &STEPS[..2], "refcount_bits=16,compat=0.10");
+    add("cluster_size=4k,compression_type=zstd", true, &STEPS[..4], "compat=0.10");
     add("cluster_size=4k", true, STEPS, "backing_file=a/very/long/way/to/base,backing_fmt=raw");
     cases
 }

@@ -199,6 +199,34 @@ fn damaged_headers_are_helped_out() {
     }
 }
 
+/// What would be in a backing file isn't called zeroes as long as nobody has said which file that is, or that there is none.
+#[test]
+fn what_a_damaged_header_leaves_to_a_backing_file_is_lost() {
+    let bench = Workbench::new();
+    let backing = bench.folder().join("backing.raw").to_str().map(str::to_owned).expect("text path");
+    let damages: [(&str, &str, Damage); 3] = [
+        ("snapshot table", "backing.raw', which isn't opened", |v| v.set_word(64, 1 << 56)),
+        ("name's length", "may have named", |v| v.file.write_all_at(&[0xff; 4], 16).expect("write")),
+        ("name's place", "may have named", |v| v.set_word(8, 1 << 62)),
+    ];
+    for (name, note, damage) in damages {
+        let image = bench.base("overlay");
+        let before = bench.content(&image).expect("a readable image");
+        damage(&Victim::open(&image));
+        let (map, after) = run(&bench, &options(&image, &bench.path("new")));
+        assert!(map.lost_bytes > 0 && map.lost.iter().all(|lost| lost.reason == "backing-file"), "{name}: {map:?}");
+        assert!(map.notes.iter().any(|found| found.contains(note)), "{name}: {map:?}");
+        assert_rest_is_whole(&map, &before, &after);
+        let given = Some((backing.clone(), Some("raw".to_owned())));
+        let overrides = Overrides { backing_is_given: true, ..NOTHING };
+        let told = RescueOptions { backing: given, overrides, ..options(&image, &bench.path("new")) };
+        let (map, after) = run(&bench, &told);
+        assert!(map.is_whole() && before == after, "{name}: {map:?}");
+        let none = RescueOptions { backing: Some((String::new(), None)), ..options(&image, &bench.path("new")) };
+        assert!(run(&bench, &none).0.is_whole(), "{name}");
+    }
+}
+
 #[test]
 fn lost_tables_are_found_and_taken_by_the_users_word() {
     let bench = Workbench::new();

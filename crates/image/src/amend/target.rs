@@ -4,7 +4,9 @@
 use super::{Amendment, BackingName};
 use crate::snapshots::Image;
 use cowshed_block::{Error, ErrorKind, Result, name_of_text};
-use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, AUTOCLEAR_RAW_DATA, COMPAT_LAZY_REFCOUNTS};
+use cowshed_layout::qcow2::features::{
+    AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, AUTOCLEAR_RAW_DATA, COMPAT_LAZY_REFCOUNTS, INCOMPAT_COMPRESSION,
+};
 use cowshed_layout::qcow2::{Extension, Header, V2_HEADER_LENGTH, extension_type, limits};
 
 /// The refcount width of version 2, as log2 of bits.
@@ -139,14 +141,15 @@ fn checked_name(field: &'static str, name: &str) -> Result<Vec<u8>> {
     Ok(name)
 }
 
-/// Version 2, unless the image uses what that can't hold.
+/// Version 2, unless the image uses what that can't hold. Compressed clusters are looked for where the tables are read.
 fn downgrade(image: &Image, new: &mut Header, size: Option<u64>) -> Result<()> {
     let refuse = |message: String| Err(Error::unsupported(message).field("compat"));
     if new.has_data_file() {
         return refuse("Cannot downgrade an image with a data file".to_owned());
     }
-    if new.incompatible_features != 0 {
-        let features = new.incompatible_features;
+    // Its method doesn't matter as long as nothing is compressed.
+    let features = new.incompatible_features & !INCOMPAT_COMPRESSION;
+    if features != 0 {
         return refuse(format!("Cannot downgrade an image with incompatible features {features:#x} set"));
     }
     let sizes = image.snapshots.iter().filter_map(|snapshot| snapshot.disk_size_bytes());
@@ -160,6 +163,8 @@ fn downgrade(image: &Image, new: &mut Header, size: Option<u64>) -> Result<()> {
     new.version = 2;
     new.header_length = V2_HEADER_LENGTH;
     new.extra.clear();
+    new.incompatible_features = 0;
+    new.compression_type = 0;
     new.compatible_features = 0;
     new.autoclear_features = 0;
     new.remove_extension(extension_type::FEATURE_NAMES);

@@ -110,10 +110,16 @@ impl Rewrite<'_> {
         Ok(read)
     }
 
-    /// Notes the zero clusters of some tables, and gives back what they kept allocated.
+    /// Notes the zero clusters of some tables, and gives back what they kept allocated. What is compressed by another method
+    /// than that of version 2 is refused.
     async fn look(&mut self, some: &[Table], survey: &mut Survey) -> Result<()> {
         let has_backing = self.new.backing_file.is_some();
+        let changes_method = self.image.header.compression() != self.new.compression();
         for (table, bytes) in some.iter().zip(self.read_tables(some).await?) {
+            if changes_method && tree::entries(&bytes, self.image.geometry).any(|(_, entry)| entry.is_compressed()) {
+                let message = "Cannot downgrade an image with zstd compression type and existing compressed clusters";
+                return Err(Error::unsupported(message).field("compat"));
+            }
             let mut has_zeroes = false;
             for (_, entry) in tree::entries(&bytes, self.image.geometry).filter(|(_, entry)| entry.is_zero()) {
                 has_zeroes = true;

@@ -24,6 +24,8 @@ pub(super) struct Fields {
     pub crypt_method: u32,
     /// Name and format of the backing file.
     pub backing: Option<(String, Option<String>)>,
+    /// There may be a backing file that a damaged header can't be believed about; why.
+    pub backing_doubt: Option<String>,
     /// The header, where it is whole.
     pub header: Option<Header>,
     /// What is wrong with it, in words.
@@ -55,16 +57,12 @@ pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result
     let l1_offset = reader.l1_offset(geometry);
     let crypt_method = reader.crypt_method();
     let compression = reader.compression(version, incompatible);
-    let backing = match &header {
-        Some(header) => header
-            .backing_file_name()
-            .filter(|name| !name.is_empty())
-            .map(|name| (name.into_owned(), header.backing_format().map(|format| format.into_owned()))),
-        None => {
-            reader.note_backing();
-            None
-        }
-    };
+    let backing = header.as_ref().and_then(|header| {
+        let name = header.backing_file_name().filter(|name| !name.is_empty())?;
+        Some((name.into_owned(), header.backing_format().map(|format| format.into_owned())))
+    });
+    let backing_doubt = if header.is_none() { reader.backing_doubt(bytes) } else { None };
+    reader.notes.extend(backing_doubt.clone());
     Ok(Fields {
         geometry,
         version,
@@ -76,6 +74,7 @@ pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result
         compression,
         crypt_method,
         backing,
+        backing_doubt,
         notes: reader.notes,
         header,
     })
@@ -181,12 +180,19 @@ impl Reader<'_> {
         if bit || kind == 1 { Compression::Zstd } else { Compression::Zlib }
     }
 
-    /// A backing file in a damaged header is not opened on its word.
-    fn note_backing(&mut self) {
-        if self.be64(offset::BACKING_FILE_OFFSET) != 0 && !self.overrides.backing_is_given {
-            let message =
-                "the damaged header may have named a backing file: without one, what isn't allocated is zeroes";
-            self.notes.push(message.to_owned());
+    /// A backing file in a damaged header is not opened on its word: the user says which, or that there is none.
+    fn backing_doubt(&self, bytes: &[u8]) -> Option<String> {
+        let start = self.be64(offset::BACKING_FILE_OFFSET);
+        if start == 0 || self.overrides.backing_is_given {
+            return None;
         }
+        let len = u64::from(self.be32(offset::BACKING_FILE_SIZE));
+        let end = start.checked_add(len).filter(|_| (1..=limits::NAME_BYTES as u64).contains(&len));
+        let name = end.and_then(|end| bytes.get(usize::try_from(start).ok()?..usize::try_from(end).ok()?));
+        let name = name.and_then(|name| std::str::from_utf8(name).ok()).filter(|name| !name.contains(char::is_control));
+        Some(match name {
+            Some(name) => format!("the damaged header names the backing file '{name}', which isn't opened on its word"),
+            None => "the damaged header may have named a backing file".to_owned(),
+        })
     }
 }

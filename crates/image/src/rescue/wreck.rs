@@ -104,7 +104,7 @@ impl Wreck {
             data: None,
             backing: None,
             cipher: None,
-            backing_fault: None,
+            backing_fault: fields.backing_doubt.clone(),
             assigned: BTreeMap::new(),
             fields,
         };
