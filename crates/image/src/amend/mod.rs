@@ -55,7 +55,11 @@ impl Amendment {
 pub async fn check(file: &File, amendment: &Amendment, size: Option<u64>) -> Result<()> {
     named(file, async {
         let image = Image::load_any(file).await?;
-        target::header(&image, amendment, size).map(drop)
+        let new = target::header(&image, amendment, size)?;
+        if new.compression() == image.header.compression() {
+            return Ok(());
+        }
+        Rewrite::new(image, new, &|_, _| true).await?.check_method().await
     })
     .await
 }

@@ -65,6 +65,7 @@ impl<'a> Rewrite<'a> {
     /// Carries it out.
     pub async fn run(mut self, discard: bool) -> Result<()> {
         let old = self.image.header.clone();
+        self.check_method().await?;
         if self.new.version < old.version {
             self.expand_zeroes().await?;
         }

@@ -141,7 +141,7 @@ fn checked_name(field: &'static str, name: &str) -> Result<Vec<u8>> {
     Ok(name)
 }
 
-/// Version 2, unless the image uses what that can't hold. Compressed clusters are looked for where the tables are read.
+/// Version 2, unless the image uses what that can't hold. Compressed clusters are another look: `Rewrite::check_method`.
 fn downgrade(image: &Image, new: &mut Header, size: Option<u64>) -> Result<()> {
     let refuse = |message: String| Err(Error::unsupported(message).field("compat"));
     if new.has_data_file() {

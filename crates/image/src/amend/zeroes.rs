@@ -58,13 +58,36 @@ struct Survey {
 }
 
 impl Rewrite<'_> {
-    /// Replaces the L2 tables with zero clusters, and the L1 tables that refer to them.
-    pub(super) async fn expand_zeroes(&mut self) -> Result<()> {
+    /// Refuses another method of compression where something is compressed, in a snapshot also. Changes nothing.
+    pub(super) async fn check_method(&self) -> Result<()> {
+        if self.image.header.compression() == self.new.compression() {
+            return Ok(());
+        }
+        for some in self.tables_of(&self.trees().await?)?.chunks(TABLES_AT_ONCE) {
+            for bytes in self.read_tables(some).await? {
+                if tree::entries(&bytes, self.image.geometry).any(|(_, entry)| entry.is_compressed()) {
+                    let message =
+                        "Cannot downgrade an image with zstd compression type and existing compressed clusters";
+                    return Err(Error::unsupported(message).field("compat"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The L1 tables: the disk's, then the snapshots'.
+    async fn trees(&self) -> Result<Vec<Vec<u64>>> {
         let mut trees = vec![self.image.l1.clone()];
         for snapshot in &self.image.snapshots {
             let header = &self.image.header;
             trees.push(tree::read_l1(&self.image.file, snapshot, header.version, header.cluster_bits).await?);
         }
+        Ok(trees)
+    }
+
+    /// Replaces the L2 tables with zero clusters, and the L1 tables that refer to them.
+    pub(super) async fn expand_zeroes(&mut self) -> Result<()> {
+        let trees = self.trees().await?;
         let tables = self.tables_of(&trees)?;
         let mut survey = Survey::default();
         survey.zeroes.max = refcount::max_value(self.new.refcount_order);
@@ -110,16 +133,10 @@ impl Rewrite<'_> {
         Ok(read)
     }
 
-    /// Notes the zero clusters of some tables, and gives back what they kept allocated. What is compressed by another method
-    /// than that of version 2 is refused.
+    /// Notes the zero clusters of some tables, and gives back what they kept allocated.
     async fn look(&mut self, some: &[Table], survey: &mut Survey) -> Result<()> {
         let has_backing = self.new.backing_file.is_some();
-        let changes_method = self.image.header.compression() != self.new.compression();
         for (table, bytes) in some.iter().zip(self.read_tables(some).await?) {
-            if changes_method && tree::entries(&bytes, self.image.geometry).any(|(_, entry)| entry.is_compressed()) {
-                let message = "Cannot downgrade an image with zstd compression type and existing compressed clusters";
-                return Err(Error::unsupported(message).field("compat"));
-            }
             let mut has_zeroes = false;
             for (_, entry) in tree::entries(&bytes, self.image.geometry).filter(|(_, entry)| entry.is_zero()) {
                 has_zeroes = true;
