@@ -272,12 +272,20 @@ impl Copy<'_> {
         self.write_run().await
     }
 
+    /// A range without a table. What the backing file doesn't have or reach is done with at once, however large.
     async fn copy_from_backing(&mut self, range: std::ops::Range<u64>, job: &JobHandle) -> Result<()> {
-        for guest in range.step_by(self.wreck.geometry().cluster_size() as usize) {
+        if let Some(why) = self.wreck.backing_fault() {
+            self.lose(range, Loss::Backing(why.to_owned()), None);
+            return Ok(());
+        }
+        let cluster_size = self.wreck.geometry().cluster_size();
+        let reach = self.wreck.backing_bytes().next_multiple_of(cluster_size).clamp(range.start, range.end);
+        for guest in (range.start..reach).step_by(cluster_size as usize) {
             job.pause_point().await?;
             let salvaged = self.wreck.backing_cluster(guest).await;
             self.take(guest, salvaged).await?;
         }
+        self.map.zero_bytes += range.end - reach;
         Ok(())
     }
 

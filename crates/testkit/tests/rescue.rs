@@ -227,6 +227,27 @@ fn what_a_damaged_header_leaves_to_a_backing_file_is_lost() {
     }
 }
 
+/// 4,000,000,000 clusters of which nobody has anything aren't looked at one by one.
+#[test]
+fn a_huge_disk_with_little_in_it_is_done_soon() {
+    const HUGE: u64 = 1 << 46;
+    let bench = Workbench::new();
+    let backing = bench.folder().join("backing.raw").to_str().map(str::to_owned).expect("text path");
+    let image = bench.base("overlay");
+    let victim = Victim::open(&image);
+    victim.set_word(64, 1 << 56);
+    victim.set_word(24, HUGE);
+    // The table reaches so far.
+    victim.file.set_len(64 << 20).expect("a longer file");
+    let only_map = RescueOptions { target: None, ..options(&image, &bench.path("new")) };
+    let map = try_rescue(&only_map).expect("a map");
+    assert_eq!((map.virtual_size, map.data_bytes + map.zero_bytes + map.lost_bytes), (HUGE, HUGE));
+    assert!(map.lost.iter().any(|lost| lost.reason == "backing-file" && lost.length > HUGE / 2), "{map:?}");
+    let told = RescueOptions { backing: Some((backing, Some("raw".to_owned()))), ..only_map };
+    let map = try_rescue(&told).expect("a map");
+    assert!(map.zero_bytes > HUGE / 2 && map.lost.iter().all(|lost| lost.reason != "backing-file"), "{map:?}");
+}
+
 #[test]
 fn lost_tables_are_found_and_taken_by_the_users_word() {
     let bench = Workbench::new();

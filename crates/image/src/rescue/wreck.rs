@@ -238,6 +238,16 @@ impl Wreck {
         self.backing.is_none() && self.backing_fault.is_none()
     }
 
+    /// Why unallocated ranges are lost, where they are.
+    pub fn backing_fault(&self) -> Option<&str> {
+        self.backing_fault.as_deref().filter(|_| self.backing.is_none())
+    }
+
+    /// Size of the backing file's disk in bytes; 0 without one.
+    pub fn backing_bytes(&self) -> u64 {
+        self.backing.as_deref().map_or(0, Node::size)
+    }
+
     /// Reads the guest cluster at guest offset `guest`, entry `index` of the table.
     pub async fn cluster(&self, table: &Table, index: u64, guest: u64) -> Salvaged {
         let len = self.shape.geometry.l2_entry_size();
