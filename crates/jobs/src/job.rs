@@ -31,7 +31,7 @@ type Watcher = Box<dyn Fn(Progress) + Send + Sync>;
 struct Shared {
     offset: AtomicU64,
     len: AtomicU64,
-    cancelled: AtomicBool,
+    cancelled: Arc<AtomicBool>,
     paused: AtomicBool,
     sleepers: Mutex<Vec<Waker>>,
     rate: Mutex<Option<RateLimit>>,
@@ -65,6 +65,12 @@ impl JobHandle {
     pub fn cancel(&self) {
         self.0.cancelled.store(true, Ordering::Release);
         self.wake();
+    }
+
+    /// What [`JobHandle::cancel`] sets, for signal handlers, which can do no more: the job stops at its next pause point then,
+    /// unless it waits there already.
+    pub fn cancel_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.0.cancelled)
     }
 
     /// True after [`JobHandle::cancel`].
@@ -186,6 +192,9 @@ mod tests {
         job.cancel();
         let error = futures_util::future::FutureExt::now_or_never(job.pause_point()).expect("must not wait");
         assert_eq!(error.expect_err("was cancelled").kind(), ErrorKind::Cancelled);
+        let job = JobHandle::new();
+        job.cancel_flag().store(true, Ordering::SeqCst);
+        assert!(job.is_cancelled() && rt::block_on(job.pause_point()).is_err());
     }
 
     #[test]

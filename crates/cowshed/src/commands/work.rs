@@ -12,7 +12,7 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -65,13 +65,14 @@ fn reason(error: Error) -> Error {
 const SHORT: Duration = Duration::from_millis(20);
 
 /// What the shell adds to the number of the signal that ended a process.
-const SIGNAL_EXIT_BASE: i32 = 128;
+const SIGNAL_EXIT_BASE: usize = 128;
 
 /// A job in the foreground.
 pub struct Foreground {
     handle: JobHandle,
     progress: Arc<Mutex<Progress>>,
-    signal: Arc<AtomicI32>,
+    /// The number of the signal that came; 0: none.
+    signal: Arc<AtomicUsize>,
     /// The thread that heeds signals, until it is started.
     watch: Rc<RefCell<Option<Watch>>>,
 }
@@ -84,7 +85,7 @@ impl Foreground {
         let progress = Arc::new(Mutex::new(Progress::new(persona, wanted, quiet, what)));
         let shown = Arc::clone(&progress);
         let handle = JobHandle::watched(move |state| lock(&shown).update(state.offset, state.len));
-        let signal = Arc::new(AtomicI32::new(0));
+        let signal = Arc::new(AtomicUsize::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
         let watch = heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
         Ok(Self { handle, progress, signal, watch: Rc::new(RefCell::new(Some(watch))) })
@@ -146,7 +147,7 @@ fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
     progress.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn signal_exit_code(signal: i32) -> u8 {
+fn signal_exit_code(signal: usize) -> u8 {
     u8::try_from(SIGNAL_EXIT_BASE + signal).unwrap_or(1)
 }
 
@@ -162,19 +163,22 @@ async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
 }
 
 /// The first signal asks the job to stop, so that it can leave the target closed in order; the second one ends the
-/// process at once. SIGUSR1 asks for the progress where none is shown, as in qemu-img. From now on signals are taken; the
+/// process at once. A job that never waits for anything sees it at its next pause point; one that waits is woken by the
+/// thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img. From now on signals are taken; the
 /// thread that is to run what is returned acts on them.
-fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result<Watch, Failure> {
+fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<Watch, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];
     let asked = Arc::new(AtomicBool::new(false));
     for signal in stops {
         // In this order, or the first signal would count as the second one, too.
-        let code = i32::from(signal_exit_code(signal));
+        let code = i32::from(signal_exit_code(signal as usize));
         flag::register_conditional_shutdown(signal, code, Arc::clone(&asked)).map_err(failed)?;
     }
     for signal in stops {
+        flag::register_usize(signal, Arc::clone(&noted), signal as usize).map_err(failed)?;
         flag::register(signal, Arc::clone(&asked)).map_err(failed)?;
+        flag::register(signal, handle.cancel_flag()).map_err(failed)?;
     }
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(failed)?;
     Ok(Box::new(move || {
@@ -186,7 +190,6 @@ fn heed_signals(handle: JobHandle, noted: Arc<AtomicI32>, tells: bool) -> Result
                 }
                 continue;
             }
-            noted.store(signal, Ordering::Release);
             handle.cancel();
         }
     }))

@@ -347,3 +347,37 @@ fn the_second_signal_ends_the_process_at_once() {
     signal("-INT");
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }
+
+/// One signal stops jobs that never wait for anything.
+#[test]
+fn a_job_that_never_waits_is_interrupted() {
+    const DISK: &str = "driver=null-co,size=1000T";
+    for arguments in [
+        &["convert", "-n", "--image-opts", "--target-image-opts", DISK, DISK][..],
+        &["bench", "-c", "2000000000", "--image-opts", DISK],
+    ] {
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(arguments)
+            .stderr(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .expect("our own binary runs");
+        // Some time after its start, when it takes signals.
+        let process = std::path::PathBuf::from(format!("/proc/{}/status", child.id()));
+        let takes_signals = || {
+            let status = std::fs::read_to_string(&process).expect("the process's state");
+            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).expect("what it takes");
+            u64::from_str_radix(caught.trim(), 16).expect("a mask") & 1 << (15 - 1) != 0
+        };
+        while !takes_signals() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        let sent = std::process::Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+        assert!(sent.expect("kill runs").success());
+        let mut said = String::new();
+        std::io::Read::read_to_string(child.stderr.as_mut().expect("its messages"), &mut said).expect("text");
+        assert_eq!(child.wait().expect("it ends").code(), Some(143), "{said}");
+        assert!(said.contains("interrupted"), "{said}");
+    }
+}
