@@ -227,8 +227,14 @@ impl File {
             Medium::Host(host) => host.is_device(),
             Medium::Faulty(faulty) => faulty.base().is_device(),
             Medium::Remote(file) => !file.grows(),
-            Medium::Null(_) | Medium::Sim(_) => false,
+            Medium::Sim(sim) => sim.is_fixed(),
+            Medium::Null(_) => false,
         }
+    }
+
+    /// True when what lies past the end reads as zeroes once the file has grown over it (an encrypted volume has noise there).
+    pub fn grows_by_zeroes(&self) -> bool {
+        !matches!(&self.0.medium, Medium::Remote(file) if !file.remote.grows_by_zeroes())
     }
 
     /// True for a file of this machine, or of a simulated one, with nothing in between.

@@ -31,6 +31,11 @@ pub trait Remote: Send + Sync + fmt::Debug {
         false
     }
 
+    /// True when what growing adds reads as zeroes.
+    fn grows_by_zeroes(&self) -> bool {
+        true
+    }
+
     /// Fills `buf` from `offset`.
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)>;
 

@@ -76,6 +76,11 @@ impl SimFile {
         self.len() == 0
     }
 
+    /// Its length can't change.
+    pub fn is_fixed(&self) -> bool {
+        self.world.lock().is_fixed(self.id)
+    }
+
     /// Space taken, in bytes.
     pub fn allocated_bytes(&self) -> u64 {
         self.world.lock().files[self.id].volatile.allocated_bytes()

@@ -43,6 +43,8 @@ pub struct Config {
     pub direct: bool,
     /// Bytes on the disk; a write that needs more gets `ENOSPC`.
     pub capacity_bytes: Option<u64>,
+    /// Files that are there from the start keep their length, as block devices do: what would be past the end gets `ENOSPC`.
+    pub fixed_length: bool,
     /// What the file system can do.
     pub features: Features,
     /// A sync of a new file makes its name durable too, as ext4, XFS and btrfs do.
@@ -59,6 +61,7 @@ impl Config {
             sector_bytes: 512,
             direct: false,
             capacity_bytes: None,
+            fixed_length: false,
             features: Features::default(),
             sync_covers_name: true,
             in_order: false,
@@ -183,6 +186,8 @@ impl World {
         let id = match (state.find(name), options.create) {
             (None, false) => return Err(Error::os(Errno::ENOENT, "could not open").file(name)),
             (None, true) => state.create(name),
+            // A device is opened, whatever it holds.
+            (Some(id), true) if state.is_fixed(id) => id,
             (Some(id), true) => {
                 state.change_now(id, Change::SetLen(0));
                 id
@@ -492,8 +497,25 @@ impl State {
         result.map(Value::Count)
     }
 
+    /// True for a file whose length can't change.
+    pub fn is_fixed(&self, file: FileId) -> bool {
+        self.config.fixed_length && self.files[file].initial.is_some()
+    }
+
     /// `None`: there is room. Else how many bytes of a write fit before the disk is full.
     fn room_for(&self, file: FileId, change: &Change) -> Option<u64> {
+        if self.is_fixed(file) {
+            let len = self.files[file].volatile.len();
+            let (start, end) = match change {
+                Change::SetLen(wanted) => return (*wanted != len).then_some(0),
+                other => other.range(),
+            };
+            return match change {
+                _ if end <= len => None,
+                Change::Write { .. } => Some(len.saturating_sub(start)),
+                _ => Some(0),
+            };
+        }
         let capacity = self.config.capacity_bytes?;
         let used: u64 = self.files.iter().map(|file| file.volatile.allocated_bytes()).sum();
         let free_pages = capacity.saturating_sub(used) / PAGE_BYTES;
