@@ -23,6 +23,8 @@ pub struct Config {
     pub refcount_table_clusters: u64,
     /// Length of the image file in bytes.
     pub file_len: u64,
+    /// The container can't grow: a block device, or an export of fixed size.
+    pub fixed_length: bool,
     /// Length of the external data file in bytes.
     pub data_file_len: u64,
     /// What lies past the end of the file reads as zeroes once the file grows (not so on block devices).

@@ -57,6 +57,9 @@ pub enum Stall {
     Retry,
     /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
     GrowRefcounts,
+    /// The container of the image can't grow and has no room for it. It may be longer than it was
+    /// ([`Engine::container_grew`]), and what was freed may be used again after a flush.
+    Full,
     /// It would write onto metadata, which is at this host offset: the image is corrupt and must be marked so.
     Corrupt(Error, HostOffset),
     /// It can't be done.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Moving the refcount table to a larger place.
 //!
-//! The new table and the blocks that count it are written in fresh space behind everything else and made durable; then
-//! one write of header bytes 48–59 switches to it; then the old table's clusters are freed.
+//! The new table and the blocks that count it are written behind all that the old table can count, where nothing is in
+//! use, and made durable; then one write of header bytes 48–59 switches to it; then the old table's clusters are freed.
 
-use crate::engine::{Engine, State};
+use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;
 use crate::writeback::MetaWrite;
 use cowshed_block::{Error, ErrorKind, HostOffset};
@@ -37,21 +37,33 @@ impl Engine {
 
     /// Plans the growth. To carry it out: `writes`, barrier, header bytes 48–59, barrier, then
     /// [`Engine::end_refcount_growth`]. No cycle may run meanwhile.
-    pub fn begin_refcount_growth(&self) -> Result<RefcountGrowth, Error> {
+    /// [`Stall::Full`] where the container has no room for it.
+    pub fn begin_refcount_growth(&self) -> Planned<RefcountGrowth> {
         let mut state = self.own();
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
         let size = self.geometry.cluster_size();
         if !state.refcounts.table_dirty.is_empty() {
-            return Err(Error::internal("the refcount table grows while entries of it are not written"));
+            return Err(Error::internal("the refcount table grows while entries of it are not written").into());
         }
         let Some(table) = &state.refcounts.table else {
-            return Err(Error::internal("the refcount table grows before it was read"));
+            return Err(Error::internal("the refcount table grows before it was read").into());
         };
         let per_block = self.geometry.refcount_block_entries();
-        let start = (table.len() as u64 * per_block).max(state.refcounts.high_water.div_ceil(size));
-        let (blocks, clusters) = self.growth_shape(start, state.refcounts.table_clusters)?;
+        let mut start = table.len() as u64 * per_block;
+        let (blocks, clusters) = loop {
+            let (blocks, clusters) = self.growth_shape(start, state)?;
+            let mut place = start..start + blocks + clusters;
+            // Where metadata lies without a count, the image is damaged: that stays as it is.
+            let Some(metadata) = place.rfind(|cluster| self.metadata.contains(*cluster)) else {
+                break (blocks, clusters);
+            };
+            start = metadata + 1;
+        };
         let end = start + blocks + clusters;
+        if end > state.refcounts.limit {
+            return Err(Stall::Full);
+        }
         let mut table = table.clone();
         table.resize((clusters * size / 8) as usize, 0);
         let mut growth = RefcountGrowth {
@@ -75,21 +87,24 @@ impl Engine {
         let bytes = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
         growth.writes.push(MetaWrite { host: growth.table_offset, bytes });
         growth.table = table;
-        state.refcounts.high_water = end << bits;
+        state.refcounts.high_water = state.refcounts.high_water.max(end << bits);
         Ok(growth)
     }
 
-    /// Blocks and table clusters for a table of at least twice the present size that starts at cluster `start`.
-    fn growth_shape(&self, start: u64, old_clusters: u64) -> Result<(u64, u64), Error> {
+    /// Blocks and table clusters for a table that starts at cluster `start`: of at least twice the present size, but no
+    /// larger than a container that can't grow needs it.
+    fn growth_shape(&self, start: u64, state: &State) -> Result<(u64, u64), Error> {
         let size = self.geometry.cluster_size();
         let block_bits = self.geometry.refcount_block_bits();
-        let mut clusters = (old_clusters * 2).max(1);
+        let most = (state.refcounts.limit >> block_bits).saturating_add(1).div_ceil(size / 8);
+        let mut clusters = (state.refcounts.table_clusters * 2).min(most).max(1);
         let mut blocks = 1;
         loop {
             let end = start + blocks + clusters;
             let needed_blocks = ((end - 1) >> block_bits) - (start >> block_bits) + 1;
             // Room for the image to grow by as much again before the next move.
-            let needed_clusters = ((end >> block_bits) + 2).div_ceil(size / 8).max(clusters);
+            let least = (((end - 1) >> block_bits) + 1).div_ceil(size / 8);
+            let needed_clusters = ((end >> block_bits) + 2).div_ceil(size / 8).min(most.max(least)).max(clusters);
             if needed_blocks <= blocks && needed_clusters == clusters {
                 break;
             }

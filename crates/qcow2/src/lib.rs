@@ -12,6 +12,7 @@ pub mod check;
 mod compact;
 mod compressed;
 mod config;
+mod contiguous;
 mod directory;
 mod dirty_bits;
 mod engine;

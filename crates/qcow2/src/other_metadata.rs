@@ -6,8 +6,8 @@ use crate::overlap::Structure;
 use cowshed_block::HostOffset;
 
 impl Engine {
-    /// Takes `clusters` neighbouring host clusters, at least one; several come from behind everything else. Their counts are durable after a
-    /// whole write-back cycle with refcounts; nothing on disk may refer to them before that.
+    /// Takes `clusters` neighbouring host clusters, at least one. Their counts are durable after a whole write-back cycle
+    /// with refcounts; nothing on disk may refer to them before that.
     pub fn allocate_metadata(&self, clusters: u64) -> Planned<HostOffset> {
         let mut state = self.own();
         let first = match clusters {

@@ -130,10 +130,31 @@ impl Engine {
         let mut state = self.own();
         let bits = self.geometry.cluster_bits();
         let mut end = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
-        while end > 1 && self.refcount(&mut state, end - 1)? == 0 {
-            end -= 1;
+        while end > 1 {
+            let index = self.geometry.refcount_table_index(end - 1);
+            if !self.refcount_block(&mut state, index)? {
+                // Nothing in its region is used.
+                end = (index << self.geometry.refcount_block_bits()).max(1);
+            } else if self.cached_refcount(&state, end - 1) == 0 {
+                end -= 1;
+            } else {
+                break;
+            }
         }
         Ok(end << bits)
+    }
+
+    /// Says how long the image's container is, in bytes, where it can't grow by itself; true when it has become longer.
+    pub fn container_grew(&self, len: u64) -> bool {
+        let mut state = self.own();
+        let clusters = len / self.geometry.cluster_size();
+        if clusters <= state.refcounts.limit {
+            return false;
+        }
+        state.refcounts.limit = clusters;
+        // What is there isn't zero.
+        state.refcounts.high_water = state.refcounts.high_water.max(len);
+        true
     }
 
     /// Says that the image file was cut to `len` bytes, so that what is allocated behind reads as zeroes.

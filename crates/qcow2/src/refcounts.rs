@@ -2,6 +2,7 @@
 //! Refcount table and blocks in memory, and the allocation of host clusters. Only the owner gets here.
 
 use crate::config::Config;
+use crate::contiguous::RunSearch;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::tables::Dirt;
@@ -44,6 +45,10 @@ pub(crate) struct Refcounts {
     pub(crate) dirty: BTreeSet<u64>,
     /// The next allocation looks from this cluster on.
     pub(crate) hint: u64,
+    /// See [`RunSearch`].
+    pub(crate) runs: RunSearch,
+    /// Clusters that the container has: there are no more where it can't grow.
+    pub(crate) limit: u64,
     /// Everything at or above this offset was never used: the larger of the file's length and the end of what was
     /// ever allocated.
     pub(crate) high_water: u64,
@@ -71,6 +76,8 @@ impl Refcounts {
             blocks: HashMap::new(),
             dirty: BTreeSet::new(),
             hint: 1,
+            runs: RunSearch::default(),
+            limit: if config.fixed_length { config.file_len / cluster_size } else { u64::MAX },
             high_water: config.file_len,
             overlapping: BTreeSet::new(),
             growing: false,
@@ -84,6 +91,11 @@ impl Refcounts {
 
     pub(crate) fn set_cap(&mut self, bytes: u64) {
         self.cap = (bytes / self.cluster_size).max(4) as usize;
+    }
+
+    /// Keeps room for so many blocks at least.
+    pub(crate) fn require_cap(&mut self, blocks: u64) {
+        self.cap = self.cap.max(blocks as usize);
     }
 
     pub(crate) fn cached(&self) -> usize {
@@ -261,17 +273,21 @@ impl Engine {
             state.refcounts.set(self.geometry, cluster, left);
             if left == 0 {
                 state.refcounts.hint = state.refcounts.hint.min(cluster.max(1));
+                state.refcounts.runs.freed(cluster);
             }
         }
         Ok(())
     }
 
     /// Allocates up to `want` neighbouring host clusters with count 1, at `at` exactly if given (`Stall::Retry` when
-    /// that one is taken). Clusters that read as zeroes and such that don't never come in one run.
+    /// that one is taken, or isn't there). Clusters that read as zeroes and such that don't never come in one run.
     pub(crate) fn allocate(&self, state: &mut State, want: u64, at: Option<u64>) -> Planned<Run> {
         let table_len = self.refcount_table(state)?;
         let mut cluster = at.unwrap_or(state.refcounts.hint).max(1);
         loop {
+            if cluster >= state.refcounts.limit {
+                return Err(if at.is_some() { Stall::Retry } else { Stall::Full });
+            }
             let index = self.geometry.refcount_table_index(cluster);
             if index >= table_len {
                 return Err(Stall::GrowRefcounts);
@@ -293,7 +309,7 @@ impl Engine {
             }
             cluster = (index + 1) << self.geometry.refcount_block_bits();
             // All below is taken: don't look there again before something is freed.
-            state.refcounts.hint = cluster;
+            state.refcounts.hint = cluster.min(state.refcounts.limit);
         }
     }
 
@@ -304,7 +320,7 @@ impl Engine {
         let entries = self.geometry.refcount_block_entries();
         let base = index << self.geometry.refcount_block_bits();
         let is_free = |cluster: u64| refcount::get(&block.bytes, order, (cluster - base) as usize) == 0;
-        let end = base + entries;
+        let end = (base + entries).min(state.refcounts.limit);
         let start = if exact { Some(from).filter(|c| is_free(*c)) } else { (from..end).find(|c| is_free(*c)) }?;
         let stop = (start..end.min(start + want)).find(|c| !is_free(*c)).unwrap_or(end.min(start + want));
         Some(start..stop)

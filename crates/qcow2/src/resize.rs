@@ -140,47 +140,4 @@ impl Engine {
         self.retire(state, lost);
         Ok(false)
     }
-
-    /// Allocates `want` neighbouring clusters behind everything else, with the refcount blocks that they need.
-    pub(crate) fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
-        let bits = self.geometry.cluster_bits();
-        let block_bits = self.geometry.refcount_block_bits();
-        let table_len = self.refcount_table(state)?;
-        if state.refcounts.growing {
-            return Err(Stall::Wait);
-        }
-        let start = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
-        let mut missing: Vec<u64> = Vec::new();
-        loop {
-            let end = start + missing.len() as u64 + want;
-            if (end - 1) >> block_bits >= table_len {
-                return Err(Stall::GrowRefcounts);
-            }
-            let mut found = Vec::new();
-            for index in start >> block_bits..=(end - 1) >> block_bits {
-                if !self.refcount_block(state, index)? {
-                    found.push(index);
-                }
-            }
-            let is_settled = found.len() <= missing.len();
-            missing = found;
-            if is_settled {
-                break;
-            }
-        }
-        let end = start + missing.len() as u64 + want;
-        // Blocks that were there first: raising makes them dirty, so that the new ones don't push them out.
-        let is_missing = |cluster: &u64| missing.contains(&(cluster >> block_bits));
-        for cluster in (start..end).filter(|cluster| !is_missing(cluster)) {
-            self.raise(state, cluster);
-        }
-        for (number, index) in missing.iter().enumerate() {
-            self.put_refcount_block(state, *index, start + number as u64);
-        }
-        for cluster in (start..end).filter(is_missing) {
-            self.raise(state, cluster);
-        }
-        state.refcounts.high_water = end << bits;
-        Ok(start + missing.len() as u64)
-    }
 }

@@ -66,6 +66,7 @@ impl Disk {
             refcount_table_offset: cluster as u64,
             refcount_table_clusters: 1,
             file_len: bytes.len() as u64,
+            fixed_length: false,
             data_file_len: 0,
             new_space_is_zero: true,
             sector_bytes: 512,
@@ -116,6 +117,7 @@ impl Disk {
                 Err(Stall::Retry) => {}
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                 Err(Stall::Wait) => panic!("a single request waits for nobody"),
+                Err(Stall::Full) => panic!("the file can grow"),
                 Err(Stall::Error(error) | Stall::Corrupt(error, _)) => panic!("{error}"),
             }
         }

@@ -36,6 +36,8 @@ pub struct CrashScene {
     pub whole_sectors: bool,
     /// Writes take over blocks of another file; counts their bytes.
     pub shared: Option<Arc<AtomicU64>>,
+    /// The image is on a device, whose space isn't zero and doesn't grow.
+    pub on_a_device: bool,
 }
 
 /// How long and how hard a case is tried.
@@ -47,9 +49,12 @@ pub struct Effort {
     pub states: usize,
     /// One of so many distinct states goes to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
-    /// The disk has room for so many bytes more than the image takes at the start; `None`: endless.
+    /// The disk has room for so many bytes more than the image takes at the start; `None`: endless, or enough on a device.
     pub room_bytes: Option<u64>,
 }
+
+/// More than the requests of a case need.
+const DEVICE_ROOM_BYTES: u64 = 12 << 20;
 
 const LEGACY_AES: &str = "encrypt.format=aes";
 const LUKS_XTS: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128";
@@ -117,6 +122,7 @@ impl CrashScene {
             amend: "",
             whole_sectors,
             shared: None,
+            on_a_device: false,
         };
         // Each cluster is counted three times then, a compressed one's neighbours too.
         let allows_snapshots = scene.spec().data_file.is_none() && scene.sizes().1 >= 16;
@@ -165,6 +171,13 @@ impl CrashScene {
         self.config.features = Features::default();
         self.encryption = "";
         self
+    }
+
+    /// The same case with the image on a device; `None` where its data are in a file beside it.
+    #[must_use]
+    pub fn on_a_device(mut self) -> Option<CrashScene> {
+        self.on_a_device = true;
+        Some(self).filter(|scene| scene.spec().data_file.is_none())
     }
 
     fn spec(&self) -> &Qcow2Spec {
@@ -278,12 +291,25 @@ impl CrashScene {
         Prepared::encrypted(self.spec(), self.encryption, layer.size, &writes, self.snapshots, &self.bitmaps)
     }
 
+    fn prepared_with(&self, effort: &Effort) -> Prepared {
+        let mut prepared = self.prepared();
+        if self.on_a_device {
+            let room = effort.room_bytes.unwrap_or(DEVICE_ROOM_BYTES);
+            let sector = self.config.sector_bytes;
+            prepared.patch(|file| {
+                let len = file.len();
+                file.write(len, &vec![0xee; ((len + room).next_multiple_of(sector) - len) as usize]);
+            });
+        }
+        prepared
+    }
+
     /// Runs the case.
     ///
     /// # Errors
     /// What went wrong, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
-        let prepared = self.prepared();
+        let prepared = self.prepared_with(effort);
         let steps = self.steps(&prepared, effort.requests);
         prepared.crash_or_shrink(&self.trial_on(&prepared, steps, effort, faults.clone())).map_err(|complaint| {
             let features = self.features().join(", ");
@@ -296,7 +322,7 @@ impl CrashScene {
     /// # Errors
     /// What went wrong.
     pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
-        let prepared = self.prepared();
+        let prepared = self.prepared_with(effort);
         prepared.crash(&self.trial_on(&prepared, steps, effort, faults))
     }
 
@@ -305,6 +331,7 @@ impl CrashScene {
         if let Some(room_bytes) = effort.room_bytes {
             trial.config.capacity_bytes = Some(prepared.allocated_bytes() + room_bytes);
         }
+        trial.config.fixed_length = self.on_a_device;
         trial
     }
 }

@@ -111,6 +111,21 @@ fn no_failed_read_harms_an_image() {
 }
 
 #[test]
+fn no_power_cut_harms_an_image_on_a_device() {
+    let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
+    let (mut tally, mut count) = (Tally::default(), 0);
+    for scene in seeds(32).filter_map(|seed| CrashScene::new(seed).on_a_device()) {
+        match scene.run(&effort, Vec::new()) {
+            Ok(report) => tally.add(&scene, &report),
+            Err(complaint) => panic!("{complaint}"),
+        }
+        count += 1;
+    }
+    println!("{tally}");
+    assert!(tally.total.distinct() > 30 * count, "too few states to mean anything: {}", tally.total);
+}
+
+#[test]
 fn no_full_disk_harms_an_image() {
     for room_bytes in [0, 8192, 65536] {
         let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: Some(room_bytes) };

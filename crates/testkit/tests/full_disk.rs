@@ -291,3 +291,61 @@ fn no_verb_loses_anything_on_a_full_disk() {
         }
     }
 }
+
+/// The images on devices that are `room` bytes longer than their content, and what is there isn't zero.
+fn on_devices(files: &Snapshot, room: u64) -> Snapshot {
+    let longer = |(name, file): (&String, &PageMap)| {
+        let mut file = file.clone();
+        file.write(file.len(), &vec![0xee; room as usize]);
+        (name.clone(), file)
+    };
+    let mut devices: Snapshot = files.iter().map(longer).collect();
+    devices.insert("new".to_owned(), PageMap::from_bytes(&vec![0xee; room as usize]));
+    devices
+}
+
+/// A device of any length, or an export: all that has room in it goes as in a file, and what hasn't is refused by one clear
+/// error, with nothing lost.
+#[test]
+fn every_verb_uses_the_room_of_a_device() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let plenty = 8 << 20;
+    for options in ["cluster_size=4k", "cluster_size=64k,extended_l2=on", "cluster_size=512,compat=0.10"] {
+        let files = prepare(&qemu, folder.path(), options);
+        let before = World::with_files(Config::new(0), &files).run(contents()).expect("readable images");
+        for verb in VERBS.iter().filter(|verb| **verb != "bitmap" || !options.contains("0.10")) {
+            let makes_new = ["create", "convert", "dd", "rescue"].iter().any(|name| verb.starts_with(name));
+            let in_files = World::with_files(Config::new(0), &files);
+            in_files.run(act(verb)).unwrap_or_else(|error| panic!("{verb} on {options}: {error}"));
+            let after = in_files.run(contents()).expect("readable images");
+            for room in [0, 512, 1024, 4096, 12 << 10, 64 << 10, 256 << 10, plenty, plenty + 1000] {
+                let case = format!("{verb} on {options} with {room} bytes of room");
+                let config = Config { fixed_length: true, ..Config::new(room) };
+                let world = World::with_files(config.clone(), &on_devices(&files, room));
+                match world.run(act(verb)) {
+                    Ok(()) => {
+                        assert!(world.run(contents()).expect("readable images") == after, "{case}: other contents");
+                        for name in FILES.iter().filter(|name| **name != "leaky" || *verb == "check") {
+                            let errors = world.run(errors_in(name)).expect("a check");
+                            assert_eq!(errors, 0, "{case}: {name}");
+                        }
+                        let leaky = folder.path().join("device");
+                        std::fs::write(&leaky, world.contents("leaky").expect("there").to_vec()).expect("written");
+                        let verdict = if *verb == "check" { qemu.check(&leaky, "qcow2").code } else { 0 };
+                        assert_eq!(verdict, 0, "{case}");
+                    }
+                    Err(error) if makes_new && room < plenty => drop(error),
+                    Err(error) => {
+                        assert!(room < plenty, "{case}: {error}");
+                        assert_eq!(error.kind(), ErrorKind::NoSpace, "{case}: {error}");
+                        assert!(error.file_name().is_some(), "{case}: no file is named: {error}");
+                        judge(&world, verb, &before);
+                        // Moved to a larger device, it goes on.
+                        let moved = World::with_files(config, &on_devices(&world.snapshot(), plenty));
+                        moved.run(act(verb)).unwrap_or_else(|error| panic!("{case}, moved: {error}"));
+                    }
+                }
+            }
+        }
+    }
+}

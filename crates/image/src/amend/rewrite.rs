@@ -280,7 +280,7 @@ impl<'a> Rewrite<'a> {
     /// Clusters of a table with room for all blocks that may come to be.
     fn table_clusters(&self, wanted: &BTreeSet<u64>, new: Geometry) -> Result<u64> {
         let last = self.changes.last_key_value().map_or(0, |(cluster, _)| cluster + 1);
-        let used = new.clusters(self.image.file.len()).max(last);
+        let used = new.clusters(self.image.file.len()).min(self.stored.counted_clusters()).max(last);
         let used = wanted.last().map_or(used, |index| used.max((index + 1) * new.refcount_block_entries()));
         let mut table_clusters = 1;
         loop {

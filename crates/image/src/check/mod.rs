@@ -11,6 +11,7 @@ mod metadata;
 mod rebuild;
 mod relocate;
 mod repair;
+mod room;
 mod session;
 mod snapshots;
 mod stale;

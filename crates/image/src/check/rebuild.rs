@@ -30,8 +30,7 @@ impl Session<'_> {
             }
             last = Some(counts);
         }
-        // Behind everything in use, and behind the cluster that compressed data may reach into.
-        let layout = plan_layout(self.geometry, needed, self.file_clusters + 1)?;
+        let layout = self.place_layout(needed).await?;
         for window in windows {
             let counts = match last.take().filter(|counts| counts.first() == window.start) {
                 Some(counts) => counts,
@@ -40,6 +39,22 @@ impl Session<'_> {
             self.write_blocks(&layout, &counts, keep).await?;
         }
         self.publish(&layout).await
+    }
+
+    /// Finds a place for the new structure, whose length depends on the place.
+    async fn place_layout(&mut self, needed: BTreeSet<u64>) -> Result<RefcountLayout> {
+        let mut clusters = 1;
+        loop {
+            let room = self.take_room(clusters, true).await?;
+            let first = room.first().copied().unwrap_or_default();
+            let layout = plan_layout(self.geometry, needed.clone(), first)?;
+            let wanted = layout.clusters.end - layout.clusters.start;
+            if wanted <= clusters || !self.file.is_device() {
+                return Ok(layout);
+            }
+            room.iter().for_each(|cluster| _ = self.taken.remove(cluster));
+            clusters = wanted;
+        }
     }
 
     async fn count_for_rebuild(&self, window: std::ops::Range<u64>, copies: &[Copy]) -> Result<Counts> {

@@ -70,7 +70,7 @@ impl Session<'_> {
         Ok(movable.map(|(number, cluster)| (number, cluster.surplus)).collect())
     }
 
-    /// Copies each entry's cluster behind the end of the file, with a barrier. Nothing refers to the copies yet.
+    /// Copies each entry's cluster to a free one, with a barrier. Nothing refers to the copies yet.
     pub(super) async fn copy_overlaps(
         &mut self,
         overlaps: &[OverlapEntry],
@@ -90,8 +90,9 @@ impl Session<'_> {
         }
         let cluster_size = self.geometry.cluster_size() as usize;
         let mut copies = Vec::new();
-        let movable = overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at));
-        for (cluster, overlap) in (self.file_clusters + 1..).zip(movable) {
+        let movable: Vec<_> = overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at)).collect();
+        let room = self.take_room(movable.len() as u64, false).await?;
+        for (cluster, overlap) in room.into_iter().zip(movable) {
             let bytes = self.read(L2Entry(overlap.entry).offset().0, cluster_size).await?;
             self.write(cluster << self.geometry.cluster_bits(), &bytes).await?;
             let host = HostOffset(cluster << self.geometry.cluster_bits());

@@ -75,6 +75,7 @@ impl Session<'_> {
     async fn repair(&mut self, before: &Ledger, overlaps: &[OverlapEntry], notes: &mut Vec<String>) -> Result<bool> {
         let mut changed = false;
         let mut hidden = before.hidden_references;
+        self.hides_references = hidden;
         if self.options.repair == Repair::Leaks && !overlaps.is_empty() {
             notes.push("nothing was changed: the guest would see it where its data overlaps with metadata".to_owned());
             return Ok(false);

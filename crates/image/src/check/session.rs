@@ -10,6 +10,7 @@ use cowshed_layout::qcow2::{
 };
 use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
 use cowshed_storage::{File, IoBuf};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// L1 entries and refcount table entries read at a time, in bytes.
@@ -60,6 +61,10 @@ pub(super) struct Session<'a> {
     pub journal: Option<&'a Journal>,
     /// Clusters that two structures of metadata claim, sorted.
     pub clashes: Vec<u64>,
+    /// Something can't be read that may refer to clusters.
+    pub hides_references: bool,
+    /// Clusters in a container that can't grow that this repair has taken.
+    pub taken: BTreeSet<u64>,
     done: AtomicU64,
     total: AtomicU64,
 }
@@ -109,6 +114,8 @@ impl<'a> Session<'a> {
             watch,
             journal,
             clashes: Vec::new(),
+            hides_references: false,
+            taken: BTreeSet::new(),
             done: AtomicU64::new(0),
             total: AtomicU64::new(0),
             header,

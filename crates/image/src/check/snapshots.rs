@@ -110,7 +110,8 @@ impl Session<'_> {
     /// Why metadata can't be written behind the end of the file: a snapshot may have its L1 table there.
     pub(super) fn growth_obstacle(&self) -> Option<&'static str> {
         let why = "what needs space behind the end of the file wasn't repaired: a snapshot's L1 table should be there";
-        self.unread_snapshots.iter().any(|unread| self.is_near_the_end(unread)).then_some(why)
+        let is_in_the_way = |unread: &UnreadSnapshot| !self.file.is_device() && self.is_near_the_end(unread);
+        self.unread_snapshots.iter().any(is_in_the_way).then_some(why)
     }
 
     fn is_near_the_end(&self, unread: &UnreadSnapshot) -> bool {
@@ -207,7 +208,7 @@ impl Session<'_> {
         }
     }
 
-    /// Writes the table with all its fields behind the end of the file, with a barrier. Nothing refers to it yet.
+    /// Writes the table with all its fields to free clusters, with a barrier. Nothing refers to it yet.
     pub(super) async fn write_snapshot_table(&mut self) -> Result<Vec<Copy>> {
         let mut table = Vec::new();
         for snapshot in &self.snapshots {
@@ -216,8 +217,8 @@ impl Session<'_> {
         if table.len() as u64 > limits::SNAPSHOT_TABLE_BYTES {
             return Err(Error::new(ErrorKind::Limit, "the snapshot table would become too large").value(table.len()));
         }
-        let first = self.file_clusters + 1;
         let clusters = self.geometry.clusters(table.len() as u64);
+        let first = self.take_room(clusters.max(1), true).await?.first().copied().unwrap_or_default();
         let start = first << self.geometry.cluster_bits();
         // Whole clusters, so that the file ends with one.
         table.resize((clusters << self.geometry.cluster_bits()) as usize, 0);

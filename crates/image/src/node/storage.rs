@@ -59,9 +59,20 @@ impl Node {
         match &self.driver {
             Driver::File(file) => !file.file.is_device(),
             Driver::Raw(raw) => !raw.has_fixed_size() && raw.below().node().is_ok_and(|below| below.can_grow()),
-            Driver::Qcow2(_) | Driver::Luks(_) => true,
+            Driver::Qcow2(_) => true,
+            Driver::Luks(luks) => luks.can_grow(),
             Driver::Mapped(_) | Driver::Snapshot(_) => false,
             Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.can_grow()),
+        }
+    }
+
+    /// True when what growing adds reads as zeroes: what nobody has encrypted decrypts to noise.
+    fn grows_by_zeroes(&self) -> bool {
+        match &self.driver {
+            Driver::Luks(_) => false,
+            Driver::Raw(raw) => raw.below().node().is_ok_and(|below| below.grows_by_zeroes()),
+            Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.grows_by_zeroes()),
+            Driver::File(_) | Driver::Qcow2(_) | Driver::Mapped(_) | Driver::Snapshot(_) => true,
         }
     }
 }
@@ -107,6 +118,10 @@ impl Remote for NodeStorage {
 
     fn is_read_only(&self) -> bool {
         self.node.is_read_only()
+    }
+
+    fn grows_by_zeroes(&self) -> bool {
+        self.node.grows_by_zeroes()
     }
 
     fn grows(&self) -> bool {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Looking for free host clusters, from the start of the file on.
 
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
 use std::collections::HashSet;
@@ -19,6 +19,12 @@ pub(crate) struct StoredCounts {
 impl StoredCounts {
     pub fn new(file: File, geometry: Geometry, table: Vec<u64>) -> Self {
         StoredCounts { file, geometry, table, block: None }
+    }
+
+    /// Clusters before the end of what the blocks of the table can count: behind it all are free.
+    pub fn counted_clusters(&self) -> u64 {
+        let blocks = self.table.iter().rposition(|raw| *raw != 0).map_or(0, |last| last as u64 + 1);
+        blocks.saturating_mul(self.geometry.refcount_block_entries())
     }
 
     /// The refcount table's entries.
@@ -48,13 +54,21 @@ pub(crate) struct FreeClusters {
     stored: StoredCounts,
     /// The next cluster to look at.
     at: u64,
+    /// Clusters that a container which can't grow has.
+    limit: u64,
     /// Clusters that hold metadata, whatever their count says.
     metadata: HashSet<u64>,
 }
 
 impl FreeClusters {
     pub fn new(file: File, geometry: Geometry, table: Vec<u64>, metadata: HashSet<u64>) -> Self {
-        FreeClusters { stored: StoredCounts::new(file, geometry, table), at: 1, metadata }
+        let limit = if file.is_device() { file.measure_len() / geometry.cluster_size() } else { u64::MAX };
+        FreeClusters { stored: StoredCounts::new(file, geometry, table), at: 1, limit, metadata }
+    }
+
+    /// As [`StoredCounts::counted_clusters`].
+    pub fn counted_clusters(&self) -> u64 {
+        self.stored.counted_clusters()
     }
 
     /// The first of `count` neighbouring free clusters.
@@ -63,6 +77,10 @@ impl FreeClusters {
         loop {
             if self.at >= 1 << (56 - self.stored.geometry.cluster_bits()) {
                 return Err(Error::new(ErrorKind::Limit, "the image file can't grow past 2^56 bytes"));
+            }
+            if self.at >= self.limit {
+                let message = "the image doesn't fit into its container, which can't grow";
+                return Err(Error::os(Errno::ENOSPC, message).value(format_args!("{} bytes", self.stored.file.len())));
             }
             let is_free = self.is_free(self.at).await?;
             self.at += 1;
@@ -96,7 +114,8 @@ pub(crate) async fn give_back(
     let bits = geometry.cluster_bits();
     let mut end = geometry.clusters(file.len());
     let per_block = geometry.refcount_block_entries();
-    'blocks: while end > 1 {
+    // A container that can't grow doesn't shrink either.
+    'blocks: while end > 1 && !file.is_device() {
         let index = geometry.refcount_table_index(end - 1);
         let block = read_block(file, geometry, table, index).await?;
         while end > (index * per_block).max(1) {

@@ -269,9 +269,9 @@ impl<'a> Publication<'a> {
         let bits = geometry.cluster_bits();
         let header = &self.image.header;
         let (old_table, old_clusters) = (header.refcount_table_offset, u64::from(header.refcount_table_clusters));
-        // Room for all that may still be taken: every block there is, and the table.
-        let clusters =
-            geometry.clusters(self.image.file.len()) + 2 * (self.extra.len() as u64 + self.blocks.len() as u64);
+        // Room for all that may still be taken: every block there is, and the table. The container may be much longer.
+        let taken = 2 * (self.extra.len() as u64 + self.blocks.len() as u64);
+        let clusters = geometry.clusters(self.image.file.len()).min(free.counted_clusters()) + taken;
         let used = geometry.refcount_table_index(clusters) + 2;
         let table_clusters = (used * 8 + (used * 8) / geometry.cluster_size() * 16).div_ceil(geometry.cluster_size());
         let table_clusters = table_clusters.max(old_clusters);

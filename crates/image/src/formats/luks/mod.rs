@@ -34,6 +34,11 @@ impl LuksDriver {
         self.file.len().saturating_sub(self.payload_offset) / SECTOR_BYTES * SECTOR_BYTES
     }
 
+    /// True when its length can be set.
+    pub(crate) fn can_grow(&self) -> bool {
+        !self.file.is_device()
+    }
+
     /// The header as it is on disk.
     pub async fn header(&self) -> Result<LuksHeader> {
         Ok(self.area.volume().await?.header().clone())

@@ -2,9 +2,9 @@
 //! Flush, write-back cycles, growth of the refcount table, reclaiming freed clusters, closing.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
-use cowshed_qcow2::{Cycle, MetaWrite};
+use cowshed_qcow2::{Cycle, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
 use futures_util::stream::{self, StreamExt};
@@ -12,6 +12,8 @@ use std::sync::atomic::Ordering;
 
 /// Metadata writes in flight at once.
 const WRITES_AT_ONCE: usize = 32;
+/// Flushes by which a full container is given the chance to use what was freed.
+const FLUSHES_FOR_ROOM: u32 = 2;
 
 /// A cycle that counts as failed when its task is dropped half-way.
 struct Running<'a> {
@@ -161,6 +163,25 @@ impl Qcow2Driver {
         }
     }
 
+    /// Looks for room in a container that can't grow by itself, for the `tries`th time: somebody may have made it longer
+    /// (a logical volume), and what was freed may be used again once that is durable.
+    #[cold]
+    pub(super) async fn find_room(&self, tries: u32) -> Result<()> {
+        if self.engine.container_grew(self.file.measure_len()) {
+            return Ok(());
+        }
+        if tries <= FLUSHES_FOR_ROOM && self.engine.has_quarantined() {
+            // In a box: a flush plans, too.
+            return Box::pin(self.write_back(false)).await;
+        }
+        Err(self.no_room())
+    }
+
+    pub(super) fn no_room(&self) -> Error {
+        let message = "the image doesn't fit into its container, which can't grow";
+        self.error(Error::os(Errno::ENOSPC, message).value(format_args!("{} bytes", self.file.len())))
+    }
+
     /// Moves the refcount table to a larger place.
     pub(super) async fn grow_refcounts(&self) -> Result<()> {
         let before = self.engine.refcount_table_clusters();
@@ -177,10 +198,22 @@ impl Qcow2Driver {
         result
     }
 
-    async fn move_refcount_table(&self, growth: &mut Option<cowshed_qcow2::RefcountGrowth>) -> Result<()> {
+    fn plan_refcount_growth(&self) -> Result<RefcountGrowth> {
+        loop {
+            match self.engine.begin_refcount_growth() {
+                Ok(growth) => return Ok(growth),
+                Err(Stall::Full) if self.engine.container_grew(self.file.measure_len()) => {}
+                Err(Stall::Full) => return Err(self.no_room()),
+                Err(Stall::Error(error)) => return Err(self.error(error)),
+                Err(stall) => return Err(Error::internal(format!("a larger refcount table waits for {stall:?}"))),
+            }
+        }
+    }
+
+    async fn move_refcount_table(&self, growth: &mut Option<RefcountGrowth>) -> Result<()> {
         self.meet(Event::ReftableGrow).await;
         self.cycle(true).await?;
-        let growth = growth.insert(self.engine.begin_refcount_growth().map_err(|error| self.error(error))?);
+        let growth = growth.insert(self.plan_refcount_growth()?);
         self.meet(Event::RefblockAllocWriteTable).await;
         self.write_all(&growth.writes).await?;
         self.barrier().await?;
@@ -216,7 +249,7 @@ impl Qcow2Driver {
                 break;
             }
         }
-        if self.wrote_metadata.load(Ordering::Relaxed) {
+        if self.wrote_metadata.load(Ordering::Relaxed) && !self.file.is_device() {
             let needed = self.plan(|engine| engine.needed_file_len()).await?;
             if needed < self.file.len() {
                 self.file.set_len(needed).await?;

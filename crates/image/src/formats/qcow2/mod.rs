@@ -193,11 +193,16 @@ impl Qcow2Driver {
 
     /// Plans until there is a plan, doing meanwhile what it waits for. `Retry` comes out as `None`.
     async fn try_plan<T>(&self, mut attempt: impl FnMut(&Engine) -> Planned<T>) -> Result<Option<T>> {
+        let mut tries = 0;
         loop {
             let seen = self.events.now();
             match attempt(&self.engine) {
                 Ok(plan) => return Ok(Some(plan)),
                 Err(Stall::Retry) => return Ok(None),
+                Err(Stall::Full) => {
+                    tries += 1;
+                    self.find_room(tries).await?;
+                }
                 Err(stall) => self.settle(stall, seen).await?,
             }
         }
@@ -222,6 +227,7 @@ impl Qcow2Driver {
             }
             Stall::Retry => Ok(()),
             Stall::GrowRefcounts => self.grow_refcounts().await,
+            Stall::Full => Err(self.no_room()),
             Stall::Corrupt(error, host) => self.mark_corrupt(error, host).await,
             Stall::Error(error) => Err(self.error(error)),
         }

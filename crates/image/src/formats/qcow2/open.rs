@@ -193,8 +193,10 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         refcount_table_offset: header.refcount_table_offset,
         refcount_table_clusters: u64::from(header.refcount_table_clusters),
         file_len: context.file.len(),
+        fixed_length: context.file.is_device(),
         data_file_len: context.data_file.as_ref().map_or(0, File::len),
-        new_space_is_zero: true,
+        new_space_is_zero: context.file.grows_by_zeroes()
+            && context.data_file.as_ref().is_none_or(File::grows_by_zeroes),
         sector_bytes: context.file.alignment().offset.max(512),
         l2_cache_bytes,
         l2_slice_bytes,

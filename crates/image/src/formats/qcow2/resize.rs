@@ -42,8 +42,14 @@ impl Qcow2Driver {
         // What a shrink that was cut off has left there.
         self.unmap_behind(old).await?;
         self.zero_new_range(old, size).await?;
-        if preallocation != Preallocation::Off {
-            self.preallocate(old, size - old, preallocation, |_| {}).await?;
+        if preallocation != Preallocation::Off
+            && let Err(error) = self.preallocate(old, size - old, preallocation, |_| {}).await
+        {
+            // What was mapped so far would take space that nobody sees.
+            if let Err(more) = self.unmap_behind(old).await {
+                tracing::warn!("space behind the end of the disk stays allocated: {more}");
+            }
+            return Err(error);
         }
         // Also where it isn't raw: who looks at the file expects the disk's length.
         if let Some(data_file) = &self.data_file

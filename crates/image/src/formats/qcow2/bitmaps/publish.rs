@@ -16,17 +16,20 @@ use std::sync::atomic::Ordering;
 /// Clusters of bitmap data written at once.
 const WRITES_AT_ONCE: usize = 16;
 
-/// Free clusters that are handed out one after the other.
-struct Space {
-    at: u64,
-    cluster_size: u64,
+/// Clusters that are taken for a change of the bitmaps.
+struct Space<'a> {
+    driver: &'a Qcow2Driver,
+    taken: Vec<HostOffset>,
 }
 
-impl Space {
-    fn take(&mut self, bytes: u64) -> u64 {
-        let start = self.at;
-        self.at += bytes.next_multiple_of(self.cluster_size);
-        start
+impl Space<'_> {
+    /// Neighbouring clusters for so many bytes.
+    async fn take(&mut self, bytes: u64) -> Result<u64> {
+        let cluster_size = self.driver.engine.geometry().cluster_size();
+        let clusters = bytes.div_ceil(cluster_size);
+        let start = self.driver.plan(|engine| engine.allocate_metadata(clusters)).await?;
+        self.taken.extend(run(start, clusters, cluster_size));
+        Ok(start.0)
     }
 }
 
@@ -42,12 +45,10 @@ impl Qcow2Driver {
         let directory_bytes = self.directory_bytes(&maps)?;
         let geometry = self.engine.geometry();
         let clusters = |bytes: u64| bytes.div_ceil(geometry.cluster_size());
-        let new: u64 = maps.iter().filter(|map| map.is_new).map(|map| self.clusters_of(map)).sum();
-        let wanted = new + clusters(directory_bytes);
         let mut directory = None;
-        if wanted > 0 {
-            let start = self.plan(|engine| engine.allocate_metadata(wanted)).await?;
-            let written = match self.write_new(&mut maps, start, in_use).await {
+        if directory_bytes > 0 {
+            let mut space = Space { driver: self, taken: Vec::new() };
+            let written = match self.write_new(&mut maps, &mut space, in_use).await {
                 // The counts are durable before anything refers to the clusters; so is what was written.
                 Ok(place) => self.write_back(true).await.map(|()| place),
                 Err(error) => Err(error),
@@ -55,7 +56,7 @@ impl Qcow2Driver {
             match written {
                 Ok(place) => directory = place,
                 Err(error) => {
-                    self.engine.free_metadata(run(start, wanted, geometry.cluster_size()));
+                    self.engine.free_metadata(space.taken);
                     return Err(error);
                 }
             }
@@ -97,23 +98,15 @@ impl Qcow2Driver {
         Ok(bytes)
     }
 
-    /// Clusters for the table and the data of a bitmap that is in memory.
-    fn clusters_of(&self, map: &StoredBitmap) -> u64 {
-        let Some(bits) = &map.bits else { return 0 };
-        let data = bits.used_pieces().filter(|piece| bits.piece(*piece) != Piece::Ones).count() as u64;
-        data + (bits.piece_count() * 8).div_ceil(self.engine.geometry().cluster_size())
-    }
-
-    /// Writes data and tables of new bitmaps and the directory to the free clusters from `start` on. Where the directory is
-    /// and its bytes; `None` without bitmaps.
+    /// Writes data and tables of new bitmaps and the directory to free clusters. Where the directory is and its bytes;
+    /// `None` without bitmaps.
     async fn write_new(
         &self,
         maps: &mut [StoredBitmap],
-        start: HostOffset,
+        space: &mut Space<'_>,
         in_use: bool,
     ) -> Result<Option<(u64, u64)>> {
         let cluster_size = self.engine.geometry().cluster_size();
-        let mut space = Space { at: start.0, cluster_size };
         for map in maps.iter_mut().filter(|map| map.is_new) {
             let Some(bits) = map.bits.clone() else { continue };
             let mut table = BTreeMap::new();
@@ -122,7 +115,7 @@ impl Qcow2Driver {
                 if bits.piece(piece) == Piece::Ones {
                     table.insert(piece, 1);
                 } else {
-                    let host = space.take(cluster_size);
+                    let host = space.take(cluster_size).await?;
                     table.insert(piece, host);
                     data.push((piece, host));
                 }
@@ -141,7 +134,7 @@ impl Qcow2Driver {
             for (piece, raw) in &table {
                 bytes[*piece as usize * 8..][..8].copy_from_slice(&u64::to_be_bytes(*raw));
             }
-            map.entry.table_offset = space.take(bytes.len() as u64);
+            map.entry.table_offset = space.take(bytes.len() as u64).await?;
             map.entry.table_size = u32::try_from(entries).unwrap_or(u32::MAX);
             self.file.write_at(IoBuf::copy_from(&bytes), map.entry.table_offset).await.0?;
             map.table = Some(table);
@@ -160,7 +153,7 @@ impl Qcow2Driver {
         }
         let len = bytes.len() as u64;
         bytes.resize(bytes.len().next_multiple_of(cluster_size as usize), 0);
-        let directory = space.take(len);
+        let directory = space.take(len).await?;
         self.file.write_at(IoBuf::copy_from(&bytes), directory).await.0?;
         Ok(Some((directory, len)))
     }

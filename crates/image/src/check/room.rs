@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Room for what a repair writes anew: behind the end of the file, or, where the container can't grow, in clusters that
+//! nothing refers to.
+
+use super::session::Session;
+use cowshed_block::{Errno, Error, Result};
+use cowshed_layout::qcow2::refcount;
+use cowshed_qcow2::check::{Counts, Ledger};
+
+impl Session<'_> {
+    /// `count` clusters that nothing uses, neighbours if wanted.
+    pub(super) async fn take_room(&mut self, count: u64, neighbours: bool) -> Result<Vec<u64>> {
+        if !self.file.is_device() {
+            // Behind the cluster that compressed data may reach into.
+            let first = self.file_clusters + 1;
+            return Ok((first..first + count).collect());
+        }
+        let mut found = Vec::new();
+        for window in self.windows() {
+            let mut silent = Ledger::new(0);
+            let (counts, _) = self.count_window(window, super::metadata::Scope::Whole, &mut silent).await?;
+            if self.find_free(&counts, count, neighbours, &mut found).await? {
+                self.taken.extend(found.iter().copied());
+                return Ok(found);
+            }
+        }
+        let message = "the repair needs room, and the image's container has none left and can't grow";
+        Err(Error::os(Errno::ENOSPC, message).value(format_args!("{count} clusters")))
+    }
+
+    /// Looks for free clusters in a window; true when there are enough.
+    async fn find_free(&self, counts: &Counts, count: u64, neighbours: bool, found: &mut Vec<u64>) -> Result<bool> {
+        let (entries, order) = (self.geometry.refcount_block_entries(), self.geometry.refcount_order());
+        // The last cluster of a device may be incomplete.
+        let end = counts.end().min(self.context.file_len >> self.geometry.cluster_bits());
+        for index in self.blocks_of(counts) {
+            let stored = match self.refcount_block(index) {
+                Some(place) => Some(self.read(place, self.geometry.cluster_size() as usize).await?),
+                None => None,
+            };
+            // Where the count is lost, a structure that can't be read may have the cluster.
+            let hides = self.hides_references || !self.unread_snapshots.is_empty();
+            for cluster in (index * entries).max(counts.first()).max(1)..((index + 1) * entries).min(end) {
+                let is_counted = match &stored {
+                    Some(block) => refcount::get(block, order, (cluster - index * entries) as usize) != 0,
+                    None => hides,
+                };
+                if is_counted || counts.references(cluster) != 0 || self.taken.contains(&cluster) {
+                    if neighbours {
+                        found.clear();
+                    }
+                    continue;
+                }
+                found.push(cluster);
+                if found.len() as u64 == count {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Neighbouring clusters, for tables that take more than one: the first run of free clusters that is long enough.
+
+use crate::engine::{Engine, Planned, Stall, State};
+use cowshed_block::{Error, ErrorKind};
+use cowshed_layout::qcow2::refcount;
+
+/// Refcount blocks in memory beyond those that count a run.
+const SPARE_BLOCKS: u64 = 4;
+
+/// How far the search for a run has come: no run of `want` free clusters starts before cluster `from`.
+///
+/// A search that has to read a block begins again afterwards. Without this memory it would need all blocks at once.
+#[derive(Default)]
+pub(crate) struct RunSearch {
+    want: u64,
+    from: u64,
+}
+
+impl RunSearch {
+    /// Where a run of `want` clusters may start at the earliest; `hint` is the first cluster that may be free.
+    fn start(&self, want: u64, hint: u64) -> u64 {
+        if want >= self.want { self.from.max(hint) } else { hint }
+    }
+
+    fn none_before(&mut self, want: u64, from: u64) {
+        *self = RunSearch { want, from };
+    }
+
+    /// A run may start before a cluster that is free now.
+    pub(crate) fn freed(&mut self, cluster: u64) {
+        self.from = self.from.min(cluster.saturating_sub(self.want));
+    }
+}
+
+/// What a look at one place says.
+enum Place {
+    /// The run fits there, behind new refcount blocks of these indices.
+    Free(Vec<u64>),
+    /// No run starts before this cluster.
+    From(u64),
+}
+
+impl Engine {
+    /// Allocates `want` neighbouring clusters, with the refcount blocks that they need before them: the first place
+    /// that is free.
+    pub(crate) fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
+        let block_bits = self.geometry.refcount_block_bits();
+        let table_len = self.refcount_table(state)?;
+        if state.refcounts.growing {
+            return Err(Stall::Wait);
+        }
+        state.refcounts.require_cap((want >> block_bits) + 2 + SPARE_BLOCKS);
+        let mut start = state.refcounts.runs.start(want, state.refcounts.hint).max(1);
+        let missing = loop {
+            match self.look_for_run(state, start, want, table_len)? {
+                Place::Free(missing) => break missing,
+                Place::From(next) => start = next,
+            }
+            state.refcounts.runs.none_before(want, start);
+        };
+        let end = start + missing.len() as u64 + want;
+        if let Some(cluster) = (start..end).find(|cluster| self.metadata.contains(*cluster)) {
+            return Err(self.overlap(state, cluster));
+        }
+        // Blocks that were there first: raising makes them dirty, so that the new ones don't push them out.
+        let is_missing = |cluster: &u64| missing.contains(&(cluster >> block_bits));
+        for cluster in (start..end).filter(|cluster| !is_missing(cluster)) {
+            self.raise(state, cluster);
+        }
+        for (number, index) in missing.iter().enumerate() {
+            self.put_refcount_block(state, *index, start + number as u64);
+        }
+        for cluster in (start..end).filter(is_missing) {
+            self.raise(state, cluster);
+        }
+        if state.refcounts.hint == start {
+            state.refcounts.hint = end;
+        }
+        state.refcounts.runs.none_before(want, end);
+        state.refcounts.high_water = state.refcounts.high_water.max(end << self.geometry.cluster_bits());
+        Ok(start + missing.len() as u64)
+    }
+
+    /// Looks whether the clusters from `start` on are free.
+    fn look_for_run(&self, state: &mut State, start: u64, want: u64, table_len: u64) -> Planned<Place> {
+        let geometry = self.geometry;
+        let mut missing: Vec<u64> = Vec::new();
+        let mut at = start;
+        loop {
+            let end = start + missing.len() as u64 + want;
+            if at == end {
+                return Ok(Place::Free(missing));
+            }
+            if end > state.refcounts.limit {
+                return Err(Stall::Full);
+            }
+            if end > 1 << (56 - geometry.cluster_bits()) {
+                return Err(Error::new(ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
+            }
+            let index = geometry.refcount_table_index(at);
+            if index >= table_len {
+                return Err(Stall::GrowRefcounts);
+            }
+            let region_end = (index + 1) << geometry.refcount_block_bits();
+            if !self.refcount_block(state, index)? {
+                missing.push(index);
+                at = region_end.min(end + 1);
+                continue;
+            }
+            let Some(block) = state.refcounts.blocks.get(&index) else {
+                return Err(Error::internal("a refcount block left the cache").into());
+            };
+            let entry = |cluster| geometry.refcount_block_index(cluster) as usize;
+            let is_used = |cluster: &u64| refcount::get(&block.bytes, geometry.refcount_order(), entry(*cluster)) != 0;
+            // The last one in the way: what is before it is too short.
+            if let Some(used) = (at..region_end.min(end)).rev().find(is_used) {
+                return Ok(Place::From(used + 1));
+            }
+            at = region_end.min(end);
+        }
+    }
+}
