@@ -22,5 +22,6 @@ pub mod reflink;
 pub mod runner;
 pub mod scenario;
 pub mod specimens;
+pub mod stress;
 pub mod switched;
 pub mod tally;

@@ -222,6 +222,15 @@ impl Model {
         self.check(offset, bytes, position, self.settled(position))
     }
 
+    /// Checks a copy of the disk, from `offset` on, that shows it as it was at one moment: not before the read began that
+    /// [`Model::begin_read`] called `began`, and not after the event `position`. Each sector is checked by itself.
+    ///
+    /// # Errors
+    /// The first byte or sector that may not be so, and what it might have been.
+    pub fn check_point_in_time(&self, began: u64, position: usize, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        self.check(offset, bytes, position, began)
+    }
+
     /// Ranges of the disk that requests under way at a power cut, or not covered by the flush before the last one that
     /// was acknowledged, have changed: what they allocated or freed may be leaked. In units of `unit_bytes`, each unit
     /// once for each request. Flushes that overlap count as one: one round of writes may serve both, and what it frees

@@ -6,3 +6,4 @@ mod load;
 mod options;
 mod process;
 mod startup;
+mod stress;

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A blocking client of QMP.
+
+use super::client::ANSWER_LIMIT_S;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// What a command came to.
+#[derive(Debug)]
+pub enum Answer {
+    /// Its result.
+    Done(Value),
+    /// Its refusal.
+    Refused(String),
+    /// The monitor's other end is gone.
+    Gone,
+}
+
+/// A monitor in command mode.
+pub struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    /// Connects to the socket `path` and leaves negotiation behind.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn connect(path: &Path) -> std::io::Result<Monitor> {
+        let socket = UnixStream::connect(path)?;
+        socket.set_read_timeout(Some(Duration::from_secs(ANSWER_LIMIT_S)))?;
+        let mut monitor = Monitor(BufReader::new(socket));
+        let mut greeting = String::new();
+        monitor.0.read_line(&mut greeting)?;
+        match monitor.command("qmp_capabilities", &json!({})) {
+            Ok(Answer::Done(_)) => Ok(monitor),
+            other => Err(std::io::Error::other(format!("negotiation: {other:?}"))),
+        }
+    }
+
+    /// Runs a command; events before its answer are dropped.
+    ///
+    /// # Errors
+    /// A sentence for a monitor that doesn't answer in time, or not in JSON.
+    pub fn command(&mut self, name: &str, arguments: &Value) -> Result<Answer, String> {
+        let text = json!({"execute": name, "arguments": arguments, "id": name}).to_string();
+        if self.0.get_mut().write_all(text.as_bytes()).is_err() {
+            return Ok(Answer::Gone);
+        }
+        loop {
+            let mut line = String::new();
+            match self.0.read_line(&mut line) {
+                Ok(0) => return Ok(Answer::Gone),
+                Err(error) if matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {
+                    return Err(format!("no answer to {name} {arguments} within {ANSWER_LIMIT_S} s"));
+                }
+                Err(_) => return Ok(Answer::Gone),
+                Ok(_) => {}
+            }
+            let Ok(mut message) = serde_json::from_str::<Value>(&line) else {
+                // A process that is killed may have sent half a line.
+                return if line.ends_with('\n') { Err(format!("not JSON: {line}")) } else { Ok(Answer::Gone) };
+            };
+            if message.get("event").is_some() {
+                continue;
+            }
+            return Ok(match message.get("return") {
+                Some(_) => Answer::Done(message["return"].take()),
+                None => match message["error"]["desc"].as_str() {
+                    Some("the daemon is shutting down") => Answer::Gone,
+                    reason => Answer::Refused(reason.unwrap_or("(no reason)").to_owned()),
+                },
+            });
+        }
+    }
+}
