@@ -27,6 +27,11 @@ impl Budget {
         Rc::new(Budget { limit_bytes, used_bytes: Cell::new(0), waiting: RefCell::default() })
     }
 
+    /// What it was made with.
+    pub(crate) fn limit_bytes(&self) -> u64 {
+        self.limit_bytes
+    }
+
     /// Waits until `bytes` fit, or nothing else is in flight. One caller at a time.
     pub(crate) async fn take(self: &Rc<Self>, bytes: u64) -> Permit {
         poll_fn(|context| {

@@ -152,6 +152,9 @@ impl<D: Disk> Session<D> {
             self.refuse(request, NbdErrno::ENOTSUP, "zeroes would be slow here");
             return;
         }
+        if error.kind() == ErrorKind::Cancelled && self.life.is_dead() {
+            return;
+        }
         let export = &self.stay.served.export.name;
         tracing::warn!(export, command = ?request.command, offset = request.offset, length = request.length, %error, "{what}");
         self.refuse(request, NbdErrno::from_errno(error.errno()), what);

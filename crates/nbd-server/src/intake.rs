@@ -3,7 +3,7 @@
 
 use crate::budget::{Budget, Permit};
 use crate::negotiation::Terms;
-use crate::registry::Stay;
+use crate::session::Session;
 use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
@@ -11,7 +11,11 @@ use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::request::StatusFilter;
 use cowshed_nbd_proto::{Command, HeaderStyle, Malformed, NbdErrno, PORTABLE_PAYLOAD_BYTES, ReplyStyle, Request};
 use cowshed_storage::IoBuf;
+use std::collections::VecDeque;
 use std::rc::Rc;
+
+/// What is gathered behind the end of a connection: more requests than that count as a flood.
+const MAX_GATHERED: usize = 1 << 16;
 
 /// The end of a connection from which requests come.
 #[derive(Debug)]
@@ -19,6 +23,8 @@ pub(crate) struct Intake {
     pub receiver: Receiver,
     /// No further request comes.
     pub ended: bool,
+    /// All requests up to the client's goodbye, received after its end was known.
+    last: Option<VecDeque<Job>>,
 }
 
 /// A request that is to be carried out, or answered with an error.
@@ -28,6 +34,15 @@ pub(crate) struct Job {
     pub work: Work,
     /// For the data of the request.
     pub permit: Option<Permit>,
+}
+
+/// What came from the client.
+enum Taken {
+    Job(Job),
+    /// It said goodbye.
+    Goodbye,
+    /// Nothing more comes.
+    End,
 }
 
 #[derive(Debug)]
@@ -45,19 +60,82 @@ pub(crate) enum Work {
 type Verdict = std::result::Result<(), (NbdErrno, &'static str)>;
 
 impl Intake {
-    /// The next request with its data; `None` at the end.
-    pub(crate) async fn next<D: Disk>(
-        &mut self,
-        stream: &Stream,
-        stay: &Stay<D>,
-        terms: &Terms,
-        disk: &D::Queue,
-        budget: &Rc<Budget>,
-    ) -> Result<Option<Job>> {
-        let header_bytes = terms.headers.request_bytes();
-        let Some(bytes) = self.receiver.peek(stream, header_bytes).await? else { return Ok(None) };
-        if stay.client.is_closing() {
+    pub(crate) fn new(receiver: Receiver) -> Intake {
+        Intake { receiver, ended: false, last: None }
+    }
+
+    /// True when no request has been received that was not handed out.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.receiver.is_empty() && self.last.as_ref().is_none_or(VecDeque::is_empty)
+    }
+
+    /// The next request with its data, which may begin at once; `None` at the end.
+    pub(crate) async fn next<D: Disk>(&mut self, session: &Session<D>) -> Result<Option<Job>> {
+        let life = &session.life;
+        let mut job = match &mut self.last {
+            Some(last) => match last.pop_front() {
+                Some(job) => job,
+                None => return Ok(None),
+            },
+            None => match self.take(session, Some(&session.budget)).await? {
+                Taken::Job(job) => job,
+                Taken::Goodbye | Taken::End => return Ok(None),
+            },
+        };
+        // Both may have come to be while this waited for data or for the budget.
+        let has_left = life.is_ending() && !session.stay.client.is_closing();
+        if has_left && self.last.is_none() && !life.is_dead() {
+            job = match self.gather(session, job).await? {
+                Some(job) => job,
+                None => return Ok(None),
+            };
+        }
+        if job.permit.is_none() && matches!(job.request.command, Command::Read | Command::Write) {
+            let bytes = if let Work::Fail(..) = job.work { 0 } else { job.request.length };
+            job.permit = Some(session.budget.take(bytes).await);
+        }
+        Ok((!life.is_dead()).then_some(job))
+    }
+
+    /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end says that the client
+    /// wants all of it done. Without one the client has dropped the connection, has perhaps made another, and repeats there
+    /// what it had no reply to: then none of this may begin.
+    async fn gather<D: Disk>(&mut self, session: &Session<D>, first: Job) -> Result<Option<Job>> {
+        let mut last = VecDeque::new();
+        let limit_bytes = session.budget.limit_bytes();
+        let mut bytes = 0;
+        loop {
+            match self.take(session, None).await {
+                Ok(Taken::Job(job)) => {
+                    if let Work::Write(buf) = &job.work {
+                        bytes += buf.len() as u64;
+                    }
+                    last.push_back(job);
+                    if bytes <= limit_bytes && last.len() < MAX_GATHERED {
+                        continue;
+                    }
+                }
+                Ok(Taken::Goodbye) => {
+                    self.last = Some(last);
+                    return Ok(Some(first));
+                }
+                // Half a request is the end of a connection that was dropped, too.
+                Ok(Taken::End) | Err(_) => {}
+            }
+            let peer = session.stream.socket().peer();
+            let count = last.len() + 1;
+            tracing::info!(peer, count, "requests of a client that dropped its connection are not begun");
             return Ok(None);
+        }
+    }
+
+    /// Receives a request; with `budget` the memory of its data is counted.
+    async fn take<D: Disk>(&mut self, session: &Session<D>, budget: Option<&Rc<Budget>>) -> Result<Taken> {
+        let Session { stay, terms, stream, disk, life, .. } = session;
+        let header_bytes = terms.headers.request_bytes();
+        let Some(bytes) = self.receiver.peek(stream, header_bytes).await? else { return Ok(Taken::End) };
+        if stay.client.is_closing() || life.is_dead() {
+            return Ok(Taken::End);
         }
         let request = Request::parse(terms.headers, bytes)
             .map_err(|Malformed(why)| Error::new(ErrorKind::Io, format!("the client breaks the protocol: {why}")))?;
@@ -69,30 +147,29 @@ impl Intake {
             return Err(Error::new(ErrorKind::Limit, message));
         }
         if request.command == Command::Disconnect {
-            return Ok(None);
+            return Ok(Taken::Goodbye);
         }
         let export = &stay.served.export;
         if let Err((errno, why)) = judge(&request, terms, disk.size(), export.is_read_only()) {
             self.receiver.skip(stream, payload_bytes).await?;
-            return Ok(Some(Job { request, work: Work::Fail(errno, why), permit: None }));
+            return Ok(Taken::Job(Job { request, work: Work::Fail(errno, why), permit: None }));
         }
+        let permit = match (request.command, budget) {
+            (Command::Write | Command::Read, Some(budget)) => Some(budget.take(request.length).await),
+            _ => None,
+        };
         match request.command {
             Command::Write => {
-                let permit = budget.take(payload_bytes).await;
                 let buf = IoBuf::scratch(payload_bytes as usize);
                 let (result, buf) = self.receiver.fill(stream, buf).await;
                 result?;
-                Ok(Some(Job { request, work: Work::Write(buf), permit: Some(permit) }))
-            }
-            Command::Read => {
-                let permit = budget.take(request.length).await;
-                Ok(Some(Job { request, work: Work::Plain, permit: Some(permit) }))
+                Ok(Taken::Job(Job { request, work: Work::Write(buf), permit }))
             }
             Command::BlockStatus => {
                 let (request, work) = self.status(stream, terms, disk, request, payload_bytes).await?;
-                Ok(Some(Job { request, work, permit: None }))
+                Ok(Taken::Job(Job { request, work, permit }))
             }
-            _ => Ok(Some(Job { request, work: Work::Plain, permit: None })),
+            _ => Ok(Taken::Job(Job { request, work: Work::Plain, permit })),
         }
     }
 

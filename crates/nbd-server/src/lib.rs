@@ -9,8 +9,9 @@
 //! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
 //!   threads
 //! - `negotiation`: from the greeting to the transmission phase
-//! - `session`: requests of one client; `intake` reads them, `gathering` says when it waits for several, `outbox` sends the replies, `budget` bounds their memory,
-//!   `commands` carries them out, `status` answers block status
+//! - `session`: requests of one client; `intake` reads them, `gathering` says when it waits for several, `life` says whether
+//!   any more may begin, `outbox` sends the replies, `budget` bounds their memory, `commands` carries them out, `status`
+//!   answers block status
 
 mod budget;
 mod commands;
@@ -19,6 +20,7 @@ mod disk;
 mod export;
 mod gathering;
 mod intake;
+mod life;
 mod negotiation;
 mod outbox;
 mod queue;

@@ -2,6 +2,7 @@
 //! Replies on their way out: whoever has one and finds nobody sending sends for all.
 
 use crate::budget::Permit;
+use crate::life::Life;
 use cowshed_block::{Error, Result};
 use cowshed_nbd::Stream;
 use cowshed_nbd_proto::reply::Head;
@@ -63,7 +64,7 @@ impl Outbox {
 
     /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's
     /// wait saves system calls; the one of many clients' requests goes along with theirs.
-    pub(crate) async fn send(&self, stream: &Stream, crowded: bool) {
+    pub(crate) async fn send(&self, stream: &Stream, life: &Life, crowded: bool) {
         if self.is_sending.replace(true) {
             self.wait_for_room().await;
             return;
@@ -76,8 +77,7 @@ impl Outbox {
             let is_broken = self.error.borrow().is_some();
             let result = if is_broken { Ok(()) } else { self.send_buffers(stream, buffers, dispatch).await };
             if let Err(error) = result {
-                // Whoever reads requests learns it from the socket.
-                stream.socket().shutdown();
+                life.die(stream);
                 self.error.borrow_mut().get_or_insert(error);
             }
             drop(permits);

@@ -10,6 +10,7 @@ use crate::budget::Budget;
 use crate::config::Limits;
 use crate::gathering::{Gathering, PAUSE, Spent};
 use crate::intake::{Intake, Job};
+use crate::life::Life;
 use crate::negotiation::Terms;
 use crate::outbox::Outbox;
 use crate::registry::Stay;
@@ -30,7 +31,8 @@ pub(crate) struct Session<D: Disk> {
     pub disk: D::Queue,
     intake: Mutex<Intake>,
     gathering: RefCell<Gathering>,
-    budget: Rc<Budget>,
+    pub budget: Rc<Budget>,
+    pub life: Rc<Life>,
     max_workers: usize,
     workers: Cell<usize>,
     /// Workers that wait for their turn to read.
@@ -44,8 +46,8 @@ pub(crate) struct Session<D: Disk> {
     error: RefCell<Option<Error>>,
 }
 
-/// Serves a client until it leaves, is lost or is told to go; every request that was taken is carried out. An error says
-/// what was wrong with the client or the connection.
+/// Serves a client until it leaves, is lost or is told to go. Each request that has begun runs to its end. Once the
+/// connection is dead none begins. An error says what was wrong with the client or the connection.
 pub(crate) async fn run<D: Disk>(
     stay: Stay<D>,
     terms: Terms,
@@ -59,9 +61,10 @@ pub(crate) async fn run<D: Disk>(
         terms,
         stream,
         outbox: Outbox::new(),
-        intake: Mutex::new(Intake { receiver, ended: false }),
+        intake: Mutex::new(Intake::new(receiver)),
         gathering: RefCell::default(),
         budget: Budget::new(limits.max_bytes_in_flight),
+        life: Life::new(),
         max_workers: limits.max_requests,
         workers: Cell::new(0),
         idle: Cell::new(0),
@@ -70,8 +73,13 @@ pub(crate) async fn run<D: Disk>(
         ended: Watched::new(false),
         error: RefCell::default(),
     });
+    let watch = rt::spawn({
+        let session = Rc::clone(&session);
+        async move { session.life.watch(&session.stream).await }
+    });
     session.start_worker();
     session.ended.wait(|ended| ended.then_some(())).await;
+    watch.cancel().await;
     session.stream.close().await;
     let error = session.error.take().or_else(|| session.outbox.take_error());
     match error {
@@ -86,7 +94,8 @@ impl<D: Disk> Session<D> {
         self.workers.set(self.workers.get() + 1);
         let session = Rc::clone(self);
         drop(rt::spawn(async move {
-            session.work().await;
+            let cancel = Rc::clone(&session.life.cancel);
+            cancel.cover(session.work()).await;
             let left = session.workers.get() - 1;
             session.workers.set(left);
             if left == 0 {
@@ -104,7 +113,7 @@ impl<D: Disk> Session<D> {
             let busy = self.workers.get() - self.idle.get() - usize::from(self.reading.get());
             // What needs no waiting is carried out at once, so that the next one's reply may come as soon.
             let crowded = busy > 1 || self.has_more.get();
-            self.outbox.send(&self.stream, crowded).await;
+            self.outbox.send(&self.stream, &self.life, crowded).await;
         }
     }
 
@@ -116,12 +125,12 @@ impl<D: Disk> Session<D> {
             return None;
         }
         self.reading.set(true);
-        if intake.receiver.is_empty() && self.takes_pause() {
+        if intake.is_empty() && self.takes_pause() {
             rt::sleep(PAUSE).await;
         }
-        let next = intake.next(&self.stream, &self.stay, &self.terms, &self.disk, &self.budget).await;
+        let next = intake.next(self).await;
         self.reading.set(false);
-        self.has_more.set(!intake.receiver.is_empty());
+        self.has_more.set(!intake.is_empty());
         match next {
             Ok(Some(job)) => {
                 rt::note_request();

@@ -59,14 +59,22 @@ impl Standing {
     fn way<const WRITES: bool>(&self, len: u64) -> Way<'_> {
         let direction = if WRITES { Direction::Write } else { Direction::Read };
         match &self.bypass {
-            Some(bypass)
-                if !self.node.is_watched()
-                    && (!WRITES || !self.node.is_tracked())
-                    && self.pays(bypass, direction, len) =>
-            {
-                Way { to: &bypass.behind, past: Some(bypass) }
+            Some(bypass) if !self.node.is_watched() && (!WRITES || !self.node.is_tracked()) => {
+                if self.pays(bypass, direction, len) {
+                    return Way { to: &bypass.behind, past: Some(bypass) };
+                }
+                self.note_entrance();
             }
-            _ => Way { to: &self.node, past: None },
+            _ => {}
+        }
+        Way { to: &self.node, past: None }
+    }
+
+    /// The request that is about to go to the node has not begun while a throttle filter there holds it back.
+    #[cold]
+    fn note_entrance(&self) {
+        if let Some(throttle) = self.node.throttle() {
+            throttle.note_entrance();
         }
     }
 
@@ -158,6 +166,9 @@ impl QueueState {
 
     fn check(&self, kind: IoKind) -> Result<()> {
         self.check_attached()?;
+        if rt::is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "the client of the request is gone"));
+        }
         if kind != IoKind::Read && kind != IoKind::Flush && !self.attachment.is_writable() {
             let message = format!("'{}' may only read", self.attachment.name());
             return Err(Error::new(ErrorKind::ReadOnly, message));
@@ -197,6 +208,9 @@ impl QueueState {
     #[cold]
     fn count_special(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
         if let Err(error) = result {
+            if error.kind() == ErrorKind::Cancelled && rt::is_cancelled() {
+                return;
+            }
             self.attachment.tell_failed(kind, error);
         }
         if !self.attachment.is_counted() {
@@ -249,6 +263,9 @@ macro_rules! through_gate {
         let result = match queue.check($kind) {
             Ok(()) => {
                 let standing = queue.standing();
+                if standing.bypass.is_some() && !standing.node.is_tracked() {
+                    standing.note_entrance();
+                }
                 let $node = &*standing.node;
                 $work.await
             }
@@ -395,7 +412,8 @@ impl Queue {
         }
         while let Some(filter) = node.filter(|node| node.is_filter()) {
             if let Some(throttle) = filter.throttle() {
-                throttle.admit(direction, len).await;
+                // Those who are charged do their work themselves, and have no client.
+                let _ = throttle.admit(direction, len).await;
             }
             node = filter.child(ChildRole::File);
         }

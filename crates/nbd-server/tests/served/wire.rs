@@ -38,7 +38,11 @@ impl Wire {
     }
 
     pub fn connect_with(socket: &Path, flags: ClientFlags) -> Wire {
-        let stream = UnixStream::connect(socket).expect("connect");
+        Self::greet(UnixStream::connect(socket).expect("connect"), flags)
+    }
+
+    /// Exchanges greetings over a stream that is connected.
+    pub fn greet(stream: UnixStream, flags: ClientFlags) -> Wire {
         let mut wire = Wire { stream, replies: ReplyStyle::Simple, headers: HeaderStyle::Compact, next_cookie: 1 };
         let offered = greeting::parse(&wire.array()).expect("greeting");
         assert_eq!(offered.0, 3);
@@ -48,7 +52,12 @@ impl Wire {
 
     /// In the transmission phase of the export, in this style, with these contexts.
     pub fn enter(socket: &Path, style: ReplyStyle, name: &str, contexts: &[&str]) -> (Wire, TransmissionFlags) {
-        let mut wire = Wire::connect(socket);
+        Self::enter_on(UnixStream::connect(socket).expect("connect"), style, name, contexts)
+    }
+
+    /// As [`Wire::enter`], over a stream that is connected.
+    pub fn enter_on(stream: UnixStream, style: ReplyStyle, name: &str, contexts: &[&str]) -> (Wire, TransmissionFlags) {
+        let mut wire = Wire::greet(stream, ClientFlags::FIXED_NEWSTYLE | ClientFlags::NO_ZEROES);
         match style {
             ReplyStyle::Simple => {}
             ReplyStyle::Structured => wire.expect_ack(code::STRUCTURED_REPLY),

@@ -97,6 +97,13 @@ impl Ring {
         RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
+    /// Waits until the peer sends nothing more, or the connection is broken.
+    pub(crate) fn hung_up<'a>(self: Rc<Self>, socket: &'a Arc<OwnedFd>) -> RingOp<'a> {
+        let events = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as u32;
+        let entry = opcode::PollAdd::new(types::Fd(socket.as_raw_fd()), events).build();
+        RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
+    }
+
     /// `fallocate` with the mode bits of the system call.
     pub(crate) fn fallocate<'a>(
         self: &Rc<Self>,

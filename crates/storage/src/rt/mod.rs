@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The runtime: one small executor and one ring per thread. Tasks never migrate.
 
+mod cancel;
 mod executor;
 mod polling;
 mod pool;
 mod timer;
 
+pub use cancel::{Cancel, is_cancelled};
 pub(crate) use executor::with_current;
 pub use executor::{Local, Simulation};
 pub use polling::PollLimit;

@@ -25,6 +25,7 @@ use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
 use cowshed_block::{Errno, Error, Result};
 use readiness::Interest;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, SocketAddrAny};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -43,6 +44,15 @@ pub enum Want {
     Some,
     /// When the buffer is full.
     All,
+}
+
+/// What [`Socket::hung_up`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HangUp {
+    /// The peer sends nothing more; it may still receive.
+    End,
+    /// The connection is broken: nothing that is sent arrives.
+    Broken,
 }
 
 /// How [`Socket::send`] hands its bytes to the kernel.
@@ -164,6 +174,27 @@ impl Socket {
     pub fn send_now(&self, bytes: &[u8]) -> bool {
         let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
         rustix::net::send(&self.fd, bytes, flags).is_ok_and(|sent| sent == bytes.len())
+    }
+
+    /// Waits until the peer has said that it sends nothing more, or the connection is broken, also behind bytes that
+    /// haven't been received yet.
+    pub async fn hung_up(&self) -> HangUp {
+        loop {
+            let waited = match rt::current_ring() {
+                Some(ring) => sys::ring_result(ring.hung_up(&self.fd).await.0).map(drop),
+                None => readiness::ready(&self.fd, Interest::HangUp).await,
+            };
+            let mut now = [PollFd::new(&self.fd, PollFlags::RDHUP)];
+            let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+            let found = now[0].revents();
+            match (waited, polled) {
+                // A connection that can't be watched counts as whole: sending and receiving tell in the end.
+                (Err(errno), _) if errno.0 != libc::EINTR && errno.0 != libc::EAGAIN => std::future::pending().await,
+                _ if found.contains(PollFlags::ERR) => return HangUp::Broken,
+                _ if found.intersects(PollFlags::RDHUP | PollFlags::HUP) => return HangUp::End,
+                _ => rt::yield_now().await,
+            }
+        }
     }
 
     /// Ends the connection in both directions: operations in flight end, and the peer sees it.

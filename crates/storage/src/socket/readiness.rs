@@ -16,6 +16,7 @@ use std::task::{Context, Poll, Waker};
 pub(super) enum Interest {
     Read,
     Write,
+    HangUp,
 }
 
 /// Waits until a call of that kind would not block, or has an error to report.
@@ -28,6 +29,7 @@ pub(super) async fn ready(socket: &OwnedFd, interest: Interest) -> SysResult<()>
     let flags = match interest {
         Interest::Read => EventFlags::IN | EventFlags::RDHUP,
         Interest::Write => EventFlags::OUT,
+        Interest::HangUp => EventFlags::RDHUP,
     };
     epoll::add(&watcher.epoll, &waiting.copy, EventData::new_u64(key as u64), flags | EventFlags::ONESHOT)
         .map_err(sys::errno)?;

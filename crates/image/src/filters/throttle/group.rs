@@ -91,6 +91,8 @@ struct Sleeper {
 /// What a waiting request does next.
 enum Turn {
     Go,
+    /// The client is gone.
+    Cancelled,
     /// Sleep until then, or until the pokes have moved on, and dispatch.
     Lead {
         sleep_ns: u64,
@@ -293,21 +295,22 @@ impl Membership {
         true
     }
 
-    /// Returns when a request of `bytes` may go.
+    /// Returns when a request of `bytes` may go; with `may_cancel`, an error when its client goes meanwhile.
     #[inline]
-    pub(super) async fn admit(&self, direction: Direction, bytes: u64) {
-        if self.group.limited.load(Ordering::Relaxed) {
-            self.admit_limited(direction, bytes).await;
+    pub(super) async fn admit(&self, direction: Direction, bytes: u64, may_cancel: bool) -> Result<()> {
+        match self.group.limited.load(Ordering::Relaxed) {
+            true => self.admit_limited(direction, bytes, may_cancel).await,
+            false => Ok(()),
         }
     }
 
-    async fn admit_limited(&self, direction: Direction, bytes: u64) {
+    async fn admit_limited(&self, direction: Direction, bytes: u64, may_cancel: bool) -> Result<()> {
         let (entry, wake) = {
             let mut state = self.group.state();
             let now = state.now();
             let entry = state.schedule.enter(self.id, direction, bytes, now);
             match entry {
-                Entry::Go if state.sleepers.is_empty() => return,
+                Entry::Go if state.sleepers.is_empty() => return Ok(()),
                 Entry::Go => (entry, state.dispatch()),
                 Entry::Wait(ticket) => {
                     state.revoke();
@@ -319,7 +322,9 @@ impl Membership {
         wake.into_iter().for_each(Waker::wake);
         if let Entry::Wait(ticket) = entry {
             // Boxed: a request that may go at once doesn't carry the room for waiting.
-            Box::pin(Wait { group: &self.group, ticket }.run()).await;
+            Box::pin(Wait { group: &self.group, ticket, may_cancel }.run()).await
+        } else {
+            Ok(())
         }
     }
 }
@@ -328,6 +333,7 @@ impl Membership {
 struct Wait<'a> {
     group: &'a Group,
     ticket: Ticket,
+    may_cancel: bool,
 }
 
 impl Drop for Wait<'_> {
@@ -346,10 +352,11 @@ impl Drop for Wait<'_> {
 }
 
 impl Wait<'_> {
-    async fn run(self) {
+    async fn run(self) -> Result<()> {
         loop {
             match std::future::poll_fn(|context| self.poll_turn(context)).await {
-                Turn::Go => return,
+                Turn::Go => return Ok(()),
+                Turn::Cancelled => return Err(Error::new(ErrorKind::Cancelled, "the client of the request is gone")),
                 Turn::Lead { sleep_ns, pokes } => {
                     let mut sleep = pin!(rt::sleep(Duration::from_nanos(sleep_ns)));
                     std::future::poll_fn(|context| {
@@ -363,7 +370,14 @@ impl Wait<'_> {
         }
     }
 
+    fn is_cancelled(&self) -> bool {
+        self.may_cancel && rt::is_cancelled()
+    }
+
     fn poll_turn(&self, context: &mut Context<'_>) -> Poll<Turn> {
+        if self.is_cancelled() {
+            return Poll::Ready(Turn::Cancelled);
+        }
         let mut state = self.group.state();
         let now = state.now();
         let is_leader = state.leader == Some(self.ticket);
@@ -383,6 +397,9 @@ impl Wait<'_> {
 
     /// True when the leader should look again: others' limits or requests have changed, or it was released itself.
     fn is_poked(&self, pokes: u64, context: &mut Context<'_>) -> bool {
+        if self.is_cancelled() {
+            return true;
+        }
         let mut state = self.group.state();
         let changed = state.pokes != pokes || state.leader != Some(self.ticket);
         match state.sleepers.get_mut(&self.ticket) {

@@ -22,9 +22,17 @@ use crate::node::{Preallocation, ZeroFlags};
 use arc_swap::ArcSwap;
 use cowshed_block::Result;
 use cowshed_storage::IoBuf;
+#[cfg(doc)]
+use cowshed_storage::rt;
 use group::Membership;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+thread_local! {
+    /// The filter that [`Throttle::note_entrance`] was called of, as an address; 0: none.
+    static ENTRANCE: Cell<usize> = const { Cell::new(0) };
+}
 
 /// The filter.
 pub struct Throttle {
@@ -93,35 +101,46 @@ impl Throttle {
         self.member.load().lend(credit, direction, bytes)
     }
 
-    /// Waits as a request of `bytes` does.
-    pub(crate) async fn admit(&self, direction: Direction, bytes: u64) {
-        self.member.load().admit(direction, bytes).await;
+    /// The next request of this thread that waits here has not begun anywhere else: it needn't begin at all when its
+    /// client goes ([`rt::is_cancelled`]). A request of a format above has, and must not fail for that.
+    pub(crate) fn note_entrance(&self) {
+        ENTRANCE.set(std::ptr::from_ref(self).addr());
+    }
+
+    /// Waits as a request of `bytes` does; an error when its client has gone before it began.
+    pub(crate) async fn admit(&self, direction: Direction, bytes: u64) -> Result<()> {
+        let may_cancel = ENTRANCE.take() == std::ptr::from_ref(self).addr();
+        self.member.load().admit(direction, bytes, may_cancel).await
     }
 
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.admit(Direction::Read, buf.len() as u64).await;
+        if let Err(error) = self.admit(Direction::Read, buf.len() as u64).await {
+            return (Err(error), buf);
+        }
         self.below.read(offset, buf).await
     }
 
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.admit(Direction::Write, buf.len() as u64).await;
+        if let Err(error) = self.admit(Direction::Write, buf.len() as u64).await {
+            return (Err(error), buf);
+        }
         self.below.write(offset, buf).await
     }
 
     pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
         for (_, buf) in &clusters {
-            self.admit(Direction::Write, buf.len() as u64).await;
+            self.admit(Direction::Write, buf.len() as u64).await?;
         }
         self.below.write_compressed(clusters).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.admit(Direction::Write, len).await;
+        self.admit(Direction::Write, len).await?;
         self.below.write_zeroes(offset, len, flags).await
     }
 
     pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.admit(Direction::Write, len).await;
+        self.admit(Direction::Write, len).await?;
         self.below.discard(offset, len).await
     }
 
