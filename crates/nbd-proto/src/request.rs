@@ -121,13 +121,11 @@ impl Request {
         Ok(Request { command, flags, cookie, offset, length })
     }
 
-    /// Bytes that follow the header. In the compact style only a write has a payload; in the extended one the flag
-    /// decides.
+    /// Bytes that follow the header. A write has a payload in both styles, with the flag or without: QEMU's client
+    /// never sets the flag. In the extended style the flag adds a payload to any other command.
     pub fn payload_bytes(&self, style: HeaderStyle) -> u64 {
-        let has_payload = match style {
-            HeaderStyle::Compact => self.command == Command::Write,
-            HeaderStyle::Extended => self.flags.contains(CommandFlags::PAYLOAD_LEN),
-        };
+        let is_flagged = style == HeaderStyle::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
+        let has_payload = self.command == Command::Write || is_flagged;
         if has_payload { self.length } else { 0 }
     }
 
@@ -192,11 +190,13 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn only_the_flag_makes_a_payload_with_extended_headers() {
+    fn a_write_has_a_payload_in_both_styles_and_the_flag_adds_one_to_extended_headers() {
         let request = |command, flags| Request { command, flags, cookie: 0, offset: 0, length: 9 };
-        let write = request(Command::Write, CommandFlags::default());
-        assert_eq!(write.payload_bytes(HeaderStyle::Compact), 9);
-        assert_eq!(write.payload_bytes(HeaderStyle::Extended), 0);
+        for flags in [CommandFlags::default(), CommandFlags::PAYLOAD_LEN] {
+            let write = request(Command::Write, flags);
+            assert_eq!(write.payload_bytes(HeaderStyle::Compact), 9);
+            assert_eq!(write.payload_bytes(HeaderStyle::Extended), 9);
+        }
         let read = request(Command::Read, CommandFlags::PAYLOAD_LEN);
         assert_eq!(read.payload_bytes(HeaderStyle::Compact), 0);
         assert_eq!(read.payload_bytes(HeaderStyle::Extended), 9);

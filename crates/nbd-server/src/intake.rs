@@ -183,13 +183,13 @@ impl Intake {
         payload_bytes: u64,
     ) -> Result<(Request, Work)> {
         let known = terms.contexts.len() as u32;
-        if payload_bytes == 0 {
+        if !request.flags.contains(CommandFlags::PAYLOAD_LEN) {
             return Ok((request, Work::Status((0..known).collect())));
         }
         let invalid = |why| Work::Fail(NbdErrno::EINVAL, why);
-        if payload_bytes > StatusFilter::MAX_BYTES {
+        if payload_bytes == 0 || payload_bytes > StatusFilter::MAX_BYTES {
             self.receiver.skip(stream, payload_bytes).await?;
-            return Ok((request, invalid("the payload of the block status is too long")));
+            return Ok((request, invalid("the payload of the block status has an impossible length")));
         }
         let len = payload_bytes as usize;
         let payload = match self.receiver.peek(stream, len).await? {
@@ -230,12 +230,6 @@ fn judge(request: &Request, terms: &Terms, size: u64, read_only: bool) -> Verdic
     // "The server MUST accept all commands with this bit set."
     if request.flags.without(allowed | CommandFlags::FUA) != CommandFlags::default() {
         return invalid("the request has a flag that doesn't belong to it");
-    }
-    if request.command == Command::Write
-        && terms.headers == HeaderStyle::Extended
-        && !request.flags.contains(CommandFlags::PAYLOAD_LEN)
-    {
-        return invalid("a write with extended headers needs the flag for a payload");
     }
     if read_only && request.command.writes() {
         return Err((NbdErrno::EPERM, "the export is read-only"));

@@ -6,7 +6,7 @@ mod served;
 use cowshed_image::OpenRequest;
 use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags, STATE_HOLE, STATE_ZERO, TransmissionFlags};
 use cowshed_nbd_proto::option::{BlockSizes, InfoRequest, MetaContextRequest, OptionReply, code, rep};
-use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
+use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle, Request};
 use cowshed_nbd_server::{Limits, ServerConfig};
 use cowshed_storage::{Socket, rt};
 use cowshed_testkit::qemu::Qemu;
@@ -259,8 +259,12 @@ fn errors_are_those_of_the_protocol() {
         assert_eq!(wire.write(CommandFlags::DF, 0, &[1, 2]).errno, NbdErrno::EINVAL.0);
         assert_eq!(wire.write(NONE, 7, &[]).errno, 0);
         if extended {
-            // Without the flag the length is not that of a payload: nothing follows.
-            let cookie = wire.request(Command::Write, NONE, 0, 512, &[]);
+            // QEMU's client doesn't set the flag: the data of a write follows all the same.
+            let cookie = wire.request(Command::Write, NONE, 512, 512, &[6; 512]);
+            assert_eq!(wire.collect(cookie, 0, 0).errno, 0);
+            assert_eq!(wire.ask(Command::Read, NONE, 512, 512).data, [6; 512]);
+            // A payload that says nothing names no range.
+            let cookie = wire.request(Command::BlockStatus, CommandFlags::PAYLOAD_LEN, 0, 0, &[]);
             assert_eq!(wire.collect(cookie, 0, 0).errno, NbdErrno::EINVAL.0);
             // A payload that doesn't belong there is taken and thrown away.
             let cookie = wire.request(Command::Read, CommandFlags::PAYLOAD_LEN, 0, 5, b"12345");
@@ -291,6 +295,73 @@ fn errors_are_those_of_the_protocol() {
         }
         wire.request(Command::Disconnect, NONE, 0, 0, &[]);
         wire.expect_end();
+    }
+    served.stop();
+}
+
+/// What a write brings is never taken for a request, whatever is wrong with the write.
+#[test]
+fn the_data_of_a_refused_write_is_no_request() {
+    let served = serve();
+    let request = |name| {
+        let raw = served.path(name);
+        std::fs::write(&raw, vec![1; 1 << 20]).unwrap();
+        OpenRequest::file(raw.to_str().unwrap()).format("raw")
+    };
+    served.export(request("read-only.raw"), |export| export.name = "read-only".to_owned());
+    served.export(request("blocks.raw").writable(true), |export| {
+        export.name = "blocks".to_owned();
+        export.block_sizes = BlockSizes { minimum: 4096, preferred: 8192, maximum: 1 << 16 };
+    });
+    let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "disk", &[]);
+    assert_eq!(wire.write(NONE, 0, &[7; 4096]).errno, 0);
+    for style in STYLES {
+        for (name, command, flags, offset, length) in [
+            ("disk", Command::Write, NONE, SIZE, 4096),
+            ("disk", Command::Write, NONE, u64::MAX, 4096),
+            ("disk", Command::Write, CommandFlags(1 << 14), 65536, 4096),
+            ("disk", Command::Write, CommandFlags::REQ_ONE, 65536, 4096),
+            ("disk", Command::Write, CommandFlags::NO_HOLE, 65536, 4096),
+            ("disk", Command::Write, NONE, SIZE - 4096, 32 << 20),
+            ("read-only", Command::Write, NONE, 65536, 4096),
+            ("blocks", Command::Write, NONE, 512, 4096),
+            ("blocks", Command::Write, NONE, 65536, 64),
+            ("blocks", Command::Write, NONE, 65536, (1 << 16) + 4096),
+            ("disk", Command::Read, CommandFlags::PAYLOAD_LEN, 65536, 4096),
+            ("disk", Command::Trim, CommandFlags::PAYLOAD_LEN, 65536, 4096),
+            ("disk", Command::Flush, CommandFlags::PAYLOAD_LEN, 0, 4096),
+            ("disk", Command::Cache, CommandFlags::PAYLOAD_LEN, 0, 4096),
+            ("disk", Command::WriteZeroes, CommandFlags::PAYLOAD_LEN, 65536, 4096),
+            ("disk", Command::BlockStatus, CommandFlags::PAYLOAD_LEN, 0, 4096),
+            ("disk", Command::Unknown(77), CommandFlags::PAYLOAD_LEN, 0, 4096),
+        ] {
+            // Compact headers have a payload only with a write.
+            if command != Command::Write && style != ReplyStyle::Extended {
+                continue;
+            }
+            for flags in [flags, flags | CommandFlags::PAYLOAD_LEN] {
+                let (mut wire, _) = Wire::enter(&served.socket, style, name, &[]);
+                // Each piece of the data is a request that overwrites the start of the disk.
+                let smuggled =
+                    Request { command: Command::WriteZeroes, flags: NONE, cookie: 666, offset: 0, length: 512 };
+                let (header, len) = smuggled.encode(wire.headers);
+                let mut payload = header[..len].repeat(length as usize / len + 1);
+                payload.truncate(length as usize);
+                let before = wire.ask(Command::Read, NONE, 0, 4096).data;
+                let cookie = wire.request(command, flags, offset, length, &payload);
+                let reply = wire.collect(cookie, offset, 0);
+                let context = format!("{name} {style:?} {command:?} {flags:?} {offset} {length}");
+                assert_ne!(reply.errno, 0, "{context}");
+                let after = wire.ask(Command::Read, NONE, 0, 4096);
+                assert!(after.errno == 0 && after.data == before, "{context}");
+            }
+        }
+        // More than anybody may send ends the connection.
+        for flags in [NONE, CommandFlags::PAYLOAD_LEN] {
+            let (mut wire, _) = Wire::enter(&served.socket, style, "disk", &[]);
+            wire.request(Command::Write, flags, 0, (32 << 20) + 1, &[]);
+            wire.expect_end();
+        }
     }
     served.stop();
 }

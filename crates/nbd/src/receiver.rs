@@ -111,6 +111,8 @@ impl Receiver {
 
     /// Throws `len` bytes away.
     pub async fn skip(&mut self, stream: &Stream, mut len: u64) -> Result<()> {
+        // No copy is spared here; with the wish to spare one, each system call would bring one byte.
+        self.expects_data = false;
         while len > 0 {
             if self.is_empty() && self.peek(stream, 1).await?.is_none() {
                 return Err(ended());
