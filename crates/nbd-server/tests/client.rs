@@ -9,75 +9,11 @@ use cowshed_image::{Node, OpenRequest, StatusExtent, ZeroFlags, open};
 use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use served::{Served, run, write_pattern};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use served::foreign::Foreign;
+use served::{Served, run, text, write_pattern};
 use std::sync::Arc;
-use std::time::Duration;
 
 const SIZE: u64 = 8 << 20;
-
-/// A server of somebody else on a Unix socket.
-struct Foreign {
-    child: Child,
-    socket: PathBuf,
-}
-
-impl Foreign {
-    /// Starts it and waits until it listens. `arguments` have `SOCKET` where the path of the socket goes.
-    fn start(program: &str, socket: &Path, arguments: &[&str]) -> Foreign {
-        let _ = std::fs::remove_file(socket);
-        let arguments = arguments.iter().map(|argument| argument.replace("SOCKET", text(socket)));
-        let child = Command::new(program)
-            .args(arguments)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap_or_else(|error| panic!("{program} must be installed (scripts/setup test): {error}"));
-        let mut foreign = Foreign { child, socket: socket.to_owned() };
-        // It is ready when it listens (flag 00010000): qemu-nbd takes the first connection for a client, so none is tried.
-        let listens = || {
-            let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
-            sockets.lines().any(|line| line.ends_with(text(socket)) && line.contains(" 00010000 "))
-        };
-        for _ in 0..6000 {
-            if listens() {
-                return foreign;
-            }
-            assert!(foreign.child.try_wait().expect("wait").is_none(), "{program} ended at once");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        panic!("{program} did not listen within a minute");
-    }
-
-    fn qemu_nbd(socket: &Path, image: &Path, arguments: &[&str]) -> Foreign {
-        let mut all = vec!["-k", "SOCKET", "-t", "-f", "raw", "--discard=unmap"];
-        all.extend(arguments);
-        all.push(text(image));
-        Self::start("qemu-nbd", socket, &all)
-    }
-
-    fn nbdkit(socket: &Path, arguments: &[&str]) -> Foreign {
-        let mut all = vec!["-f", "-U", "SOCKET"];
-        all.extend(arguments);
-        Self::start("nbdkit", socket, &all)
-    }
-
-    fn uri(&self) -> String {
-        format!("nbd+unix:///?socket={}", self.socket.display())
-    }
-}
-
-impl Drop for Foreign {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("UTF-8")
-}
 
 fn request(name: &str) -> OpenRequest {
     OpenRequest::file(name).format("raw").writable(true).discard(true)
@@ -132,9 +68,9 @@ async fn exercise(node: &Arc<Node>, content: &mut Vec<u8>) {
 #[test]
 fn a_disk_on_qemu_nbd_is_a_disk() {
     let dir = temp_dir();
-    let image = dir.path().join("disk.raw");
+    let (qemu, image) = (Qemu::system(), dir.path().join("disk.raw"));
     let mut content = write_pattern(&image, SIZE, 11);
-    let server = Foreign::qemu_nbd(&dir.path().join("socket"), &image, &["--shared=2"]);
+    let server = Foreign::qemu_nbd(&qemu, &dir.path().join("socket"), &image, &["--shared=2"]);
     rt::block_on(async {
         let node = open(request(&server.uri())).await.expect("open");
         assert_eq!(node.driver_name(), "raw");
@@ -237,7 +173,7 @@ fn images_and_backing_files_may_be_on_a_server() {
     let qemu = Qemu::system();
     qemu.convert((&raw, "raw"), (&base, "qcow2"), &[]);
     // The file of a qcow2 image, as raw bytes.
-    let server = Foreign::qemu_nbd(&dir.path().join("socket"), &base, &["--shared=4"]);
+    let server = Foreign::qemu_nbd(&qemu, &dir.path().join("socket"), &base, &["--shared=4"]);
     rt::block_on(async {
         let image =
             format!("driver=qcow2,file.driver=nbd,file.server.type=unix,file.server.path={}", server.socket.display());
@@ -325,9 +261,9 @@ fn a_map_shows_the_metadata_context_that_is_asked_for() {
 #[test]
 fn a_lost_server_is_waited_for() {
     let dir = temp_dir();
-    let (image, socket) = (dir.path().join("disk.raw"), dir.path().join("socket"));
+    let (qemu, image, socket) = (Qemu::system(), dir.path().join("disk.raw"), dir.path().join("socket"));
     let content = write_pattern(&image, SIZE, 2);
-    let server = Foreign::qemu_nbd(&socket, &image, &[]);
+    let server = Foreign::qemu_nbd(&qemu, &socket, &image, &[]);
     let options = |delay: u32| {
         let text = format!("driver=nbd,server.type=unix,server.path={},reconnect-delay={delay}", socket.display());
         OpenRequest::image_opts(&text).expect("options").writable(true)
@@ -343,7 +279,7 @@ fn a_lost_server_is_waited_for() {
         for _ in 0..10 {
             rt::yield_now().await;
         }
-        let server = Foreign::qemu_nbd(&socket, &image, &["--shared=2"]);
+        let server = Foreign::qemu_nbd(&qemu, &socket, &image, &["--shared=2"]);
         assert!(reading.await == content[1 << 20..2 << 20], "the request outlived the server");
         write(&node, 0, b"on the second server").await;
         assert!(read(&node, 0, 20).await == b"on the second server");
@@ -353,7 +289,7 @@ fn a_lost_server_is_waited_for() {
         let error = impatient.read(0, IoBuf::zeroed(512)).await.0.expect_err("no server");
         assert_eq!(error.errno().0, 5, "{error}");
         drop(impatient);
-        let server = Foreign::qemu_nbd(&socket, &image, &[]);
+        let server = Foreign::qemu_nbd(&qemu, &socket, &image, &[]);
         node.close().await.expect("close");
         drop(server);
     });
@@ -362,9 +298,9 @@ fn a_lost_server_is_waited_for() {
 #[test]
 fn what_is_wrong_with_an_address_is_said() {
     let dir = temp_dir();
-    let image = dir.path().join("disk.raw");
+    let (qemu, image) = (Qemu::system(), dir.path().join("disk.raw"));
     write_pattern(&image, 1 << 20, 1);
-    let server = Foreign::qemu_nbd(&dir.path().join("socket"), &image, &["--read-only", "--shared=8"]);
+    let server = Foreign::qemu_nbd(&qemu, &dir.path().join("socket"), &image, &["--read-only", "--shared=8"]);
     let failing = |request: OpenRequest| rt::block_on(open(request)).expect_err("must fail");
     let error = failing(request(&server.uri()));
     assert_eq!(error.kind(), ErrorKind::ReadOnly, "{error}");

@@ -12,33 +12,10 @@ use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_testkit::qemu::temp_dir;
 use served::wire::Wire;
-use served::{Served, run, run_failing, write_pattern};
+use served::{Served, make_credentials, run, run_failing, write_pattern};
 use std::path::Path;
 
 const SIZE: u64 = 4 << 20;
-
-/// Makes an authority, a server for "localhost" and a client, in the files that QEMU looks for.
-fn make_credentials(dir: &Path) {
-    let script = r#"
-set -e
-cd "$1"
-key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
-key ca-key.pem
-openssl req -x509 -new -key ca-key.pem -subj '/CN=Authority' -days 3650 -out ca-cert.pem \
-  -addext 'basicConstraints=critical,CA:TRUE' -addext 'keyUsage=critical,keyCertSign,cRLSign' 2>/dev/null
-sign() {
-  key "$1-key.pem"
-  openssl req -new -key "$1-key.pem" -subj "/CN=$1" -out "$1.csr" 2>/dev/null
-  printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature,keyEncipherment' \
-    "extendedKeyUsage=$2" 'subjectAltName=DNS:localhost,IP:127.0.0.1' >"$1.ext"
-  openssl x509 -req -in "$1.csr" -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile "$1.ext" \
-    -out "$1-cert.pem" 2>/dev/null
-}
-sign server serverAuth
-sign client clientAuth
-"#;
-    run("bash", &["-c", script, "bash", dir.to_str().unwrap()]);
-}
 
 /// A server that insists on TLS and on knowing its clients, on TCP too; the port and the content.
 fn serve(dir: &Path, queues: usize) -> (Served, u16, Vec<u8>) {

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The real QEMU tools as oracle: `qemu-img` and `qemu-io`, observed from outside.
+//! The real QEMU tools as oracle: `qemu-img` and `qemu-io`, observed from outside. Two sets of them: the system's, and the
+//! newest that Debian has, which `scripts/peers` fetches.
 
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A pair of QEMU tools.
+/// A set of QEMU tools of one version.
 #[derive(Clone, Debug)]
 pub struct Qemu {
     img: PathBuf,
     io: PathBuf,
+    /// Where the other tools of the set are; `None` for `PATH`.
+    folder: Option<PathBuf>,
 }
 
 /// What a run of a tool gave.
@@ -120,7 +123,33 @@ impl Qemu {
                 panic!("{tool} is not in PATH; install it (Debian: apt-get install qemu-utils) or set {variable}")
             })
         };
-        Qemu { img: find("COWSHED_QEMU_IMG", "qemu-img"), io: find("COWSHED_QEMU_IO", "qemu-io") }
+        Qemu { img: find("COWSHED_QEMU_IMG", "qemu-img"), io: find("COWSHED_QEMU_IO", "qemu-io"), folder: None }
+    }
+
+    /// The newest tools, of [`peers_dir`].
+    pub fn newest() -> Self {
+        let folder = peers_dir();
+        Qemu { img: folder.join("qemu-img"), io: folder.join("qemu-io"), folder: Some(folder) }
+    }
+
+    /// The system's tools and the newest ones.
+    pub fn all() -> [Qemu; 2] {
+        [Self::system(), Self::newest()]
+    }
+
+    /// The tools that a seeded test takes for this seed: the system's for even ones, the newest for odd ones.
+    pub fn for_seed(seed: u64) -> Self {
+        if seed.is_multiple_of(2) { Self::system() } else { Self::newest() }
+    }
+
+    /// A tool of the set, such as `qemu-nbd`.
+    pub fn program(&self, tool: &str) -> PathBuf {
+        match &self.folder {
+            Some(folder) => folder.join(tool),
+            None => {
+                find_in_path(tool).unwrap_or_else(|| panic!("{tool} is not in PATH: scripts/setup test installs it"))
+            }
+        }
     }
 
     /// The path of `qemu-img`.
@@ -302,6 +331,15 @@ pub fn temp_dir() -> tempfile::TempDir {
     let parent = target.join("tmp");
     std::fs::create_dir_all(&parent).expect("target/TRIPLE/tmp can be made");
     tempfile::Builder::new().prefix("cowshed-").tempdir_in(parent).expect("a folder in target/TRIPLE/tmp can be made")
+}
+
+/// The folder that `scripts/peers` has filled with the newest QEMU tools, `nbdcopy`, `nbdinfo` and `nbdpython`.
+///
+/// Panics when it is not complete: a test without its peer proves nothing.
+pub fn peers_dir() -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/peers");
+    assert!(folder.join("complete").exists(), "{} is not complete: scripts/setup test fills it", folder.display());
+    folder.canonicalize().expect("a folder with a file in it").join("bin")
 }
 
 fn find_in_path(tool: &str) -> Option<PathBuf> {

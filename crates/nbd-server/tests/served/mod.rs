@@ -2,6 +2,7 @@
 //! A server on an image, for tests: on a thread of its own, with the way to it.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod foreign;
 pub mod wire;
 
 use cowshed_image::{Node, OpenRequest, open};
@@ -111,4 +112,31 @@ pub fn write_pattern(path: &Path, len: u64, seed: u64) -> Vec<u8> {
     }
     std::fs::write(path, &bytes).expect("write");
     bytes
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// Makes an authority, a server for "localhost" and a client, in the files that QEMU looks for.
+pub fn make_credentials(dir: &Path) {
+    let script = r#"
+set -e
+cd "$1"
+key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
+key ca-key.pem
+openssl req -x509 -new -key ca-key.pem -subj '/CN=Authority' -days 3650 -out ca-cert.pem \
+  -addext 'basicConstraints=critical,CA:TRUE' -addext 'keyUsage=critical,keyCertSign,cRLSign' 2>/dev/null
+sign() {
+  key "$1-key.pem"
+  openssl req -new -key "$1-key.pem" -subj "/CN=$1" -out "$1.csr" 2>/dev/null
+  printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature,keyEncipherment' \
+    "extendedKeyUsage=$2" 'subjectAltName=DNS:localhost,IP:127.0.0.1' >"$1.ext"
+  openssl x509 -req -in "$1.csr" -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile "$1.ext" \
+    -out "$1-cert.pem" 2>/dev/null
+}
+sign server serverAuth
+sign client clientAuth
+"#;
+    run("bash", &["-c", script, "bash", dir.to_str().unwrap()]);
 }

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Servers of others: qemu-nbd and nbdkit.
+
+use super::text;
+use cowshed_testkit::qemu::Qemu;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A server of somebody else on a Unix socket.
+pub struct Foreign {
+    child: Child,
+    pub socket: PathBuf,
+}
+
+impl Foreign {
+    /// Starts it and waits until it listens. `arguments` have `SOCKET` where the path of the socket goes.
+    pub fn start(program: impl AsRef<OsStr>, socket: &Path, arguments: &[&str]) -> Foreign {
+        let _ = std::fs::remove_file(socket);
+        let arguments = arguments.iter().map(|argument| argument.replace("SOCKET", text(socket)));
+        let program = program.as_ref();
+        let child = Command::new(program)
+            .args(arguments)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{program:?} must be installed (scripts/setup test): {error}"));
+        let mut foreign = Foreign { child, socket: socket.to_owned() };
+        // It is ready when it listens (flag 00010000): qemu-nbd takes the first connection for a client, so none is tried.
+        let listens = || {
+            let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
+            sockets.lines().any(|line| line.ends_with(text(socket)) && line.contains(" 00010000 "))
+        };
+        for _ in 0..6000 {
+            if listens() {
+                return foreign;
+            }
+            assert!(foreign.child.try_wait().expect("wait").is_none(), "{program:?} ended at once");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("{program:?} did not listen within a minute");
+    }
+
+    pub fn qemu_nbd(qemu: &Qemu, socket: &Path, image: &Path, arguments: &[&str]) -> Foreign {
+        let mut all = vec!["-k", "SOCKET", "-t", "-f", "raw", "--discard=unmap"];
+        all.extend(arguments);
+        all.push(text(image));
+        Self::start(qemu.program("qemu-nbd"), socket, &all)
+    }
+
+    pub fn nbdkit(socket: &Path, arguments: &[&str]) -> Foreign {
+        let mut all = vec!["-f", "-U", "SOCKET"];
+        all.extend(arguments);
+        Self::start("nbdkit", socket, &all)
+    }
+
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.socket.display())
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
