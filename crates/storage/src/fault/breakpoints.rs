@@ -2,6 +2,7 @@
 //! Operations that are held up at an event until somebody lets them go on.
 
 use super::rules::Event;
+use crate::rt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -38,7 +39,8 @@ impl Future for Held {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let mut state = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0 {
+        // Once its caller has dropped the request, nothing may ever resume it.
+        if state.0 || rt::is_left() {
             return Poll::Ready(());
         }
         state.1 = Some(context.waker().clone());

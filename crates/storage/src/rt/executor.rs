@@ -16,6 +16,7 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -142,6 +143,8 @@ pub(crate) struct LocalState {
     unfinished: RefCell<Slab<Waker>>,
     /// Detached tasks that must end before `block_on` may return, because other threads wait for what they do.
     pub(super) obligations: Cell<usize>,
+    /// See [`LocalState::is_abandoned`].
+    abandoned: Cell<bool>,
     /// Rounds since the ring was looked at.
     rounds_past_ring: Cell<u32>,
     pub(super) timers: RefCell<Timers>,
@@ -180,7 +183,7 @@ pub(crate) fn with_current<T>(f: impl FnOnce(Option<&Rc<LocalState>>) -> T) -> T
 
 /// An executor for one thread. [`super::block_on`] uses one that belongs to the thread; a simulation makes its own.
 ///
-/// Dropping it drops every task that hasn't ended.
+/// Dropping it drops every task that hasn't ended, but requests of [`super::to_completion`] end first. A simulation drops those too.
 pub struct Local {
     state: Rc<LocalState>,
 }
@@ -201,6 +204,7 @@ impl Local {
             ready: RefCell::default(),
             unfinished: RefCell::default(),
             obligations: Cell::new(0),
+            abandoned: Cell::new(false),
             rounds_past_ring: Cell::new(0),
             timers: RefCell::default(),
             poll_limit: RefCell::default(),
@@ -234,28 +238,27 @@ impl Local {
     /// When called inside of another `block_on`.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let _entered = Entered::new(&self.state);
+        // What the future leaves behind when it is dropped must end too.
+        let output = self.run(future);
+        self.state.end_obligations();
+        output
+    }
+
+    fn run<F: Future>(&self, future: F) -> F::Output {
         let waker = Waker::from(Arc::clone(&self.state.shared));
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
         self.state.shared.main_woken.store(true, Ordering::SeqCst);
-        let output = loop {
+        loop {
             if self.state.shared.main_woken.load(Ordering::Relaxed)
                 && self.state.shared.main_woken.swap(false, Ordering::SeqCst)
                 && let Poll::Ready(output) = future.as_mut().poll(&mut context)
             {
-                break output;
+                return output;
             }
             let next_timer = self.state.run_ready();
             self.state.wait(next_timer);
-        };
-        while self.state.has_obligations() {
-            let next_timer = self.state.run_ready();
-            // The last one ends without a wake: a wait would be for ever.
-            if self.state.has_obligations() {
-                self.state.wait(next_timer);
-            }
         }
-        output
     }
 }
 
@@ -264,13 +267,18 @@ struct Entered;
 
 impl Entered {
     fn new(state: &Rc<LocalState>) -> Self {
-        CURRENT.with(|current| {
+        Self::try_new(state).expect("the variables of the thread are there")
+    }
+
+    /// `None` while the thread's variables are destroyed.
+    fn try_new(state: &Rc<LocalState>) -> Option<Self> {
+        let entered = CURRENT.try_with(|current| {
             let mut current = current.borrow_mut();
             assert!(current.is_none(), "block_on inside of block_on");
             *current = Some(Rc::clone(state));
         });
         ROUND_NS.set(0);
-        Entered
+        entered.is_ok().then_some(Entered)
     }
 }
 
@@ -358,6 +366,31 @@ impl LocalState {
 
     fn has_obligations(&self) -> bool {
         self.obligations.get() > 0 || self.existing_ring().is_some_and(|ring| ring.has_orphans())
+    }
+
+    /// Runs until no obligation is left. The executor is this thread's current one.
+    fn end_obligations(&self) {
+        while self.has_obligations() {
+            let next_timer = self.run_ready();
+            // The last one ends without a wake: a wait would be for ever.
+            if self.has_obligations() {
+                self.wait(next_timer);
+            }
+        }
+    }
+
+    /// As [`LocalState::end_obligations`], outside of [`super::block_on`]. False while the thread's variables are destroyed.
+    pub(super) fn run_obligations(self: &Rc<Self>) -> bool {
+        let entered = Entered::try_new(self);
+        if entered.is_some() {
+            self.end_obligations();
+        }
+        entered.is_some()
+    }
+
+    /// True when the executor is going and runs nothing any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.abandoned.get()
     }
 
     /// The first half of a round: runs what can run, and returns when the next timer is due.
@@ -547,9 +580,16 @@ impl LocalState {
 
 impl Drop for Local {
     fn drop(&mut self) {
+        // A simulated machine stops, as at a power cut. After a panic nothing may touch what the futures share.
+        let ends_obligations = self.state.simulation().is_none() && !std::thread::panicking();
+        self.state.abandoned.set(!ends_obligations);
         // Waking puts every task in a queue, and dropping what is queued drops its future. A future's drop may wake or
-        // finish others, hence the loop.
+        // finish others, and leave obligations, hence the loop.
         loop {
+            if !self.state.abandoned.get() && self.state.obligations.get() > 0 {
+                let ended = catch_unwind(AssertUnwindSafe(|| self.state.run_obligations()));
+                self.state.abandoned.set(!ended.unwrap_or(false));
+            }
             let wakers: Vec<Waker> = self.state.unfinished.borrow_mut().drain().collect();
             for waker in &wakers {
                 waker.wake_by_ref();
@@ -564,6 +604,7 @@ impl Drop for Local {
             }
             drop(tasks);
         }
+        self.state.abandoned.set(true);
         self.state.shared.remote().closed = true;
     }
 }
@@ -585,6 +626,7 @@ impl Drop for Registered {
 
 /// Makes the thread's own executor, if it has none.
 pub(super) fn prepare_thread() -> std::io::Result<()> {
+    outlive_executor();
     THREAD.with(|local| {
         if local.get().is_none() {
             let new = Local::with_outside(Outside::System(OnceCell::new()))?;
@@ -594,7 +636,13 @@ pub(super) fn prepare_thread() -> std::io::Result<()> {
     })
 }
 
+/// Variables are destroyed in the reverse order of their first use: the executor's last obligations need this one.
+fn outlive_executor() {
+    CURRENT.with(|_| ());
+}
+
 /// Runs `future` on the thread's own executor.
 pub(super) fn block_on_thread<F: Future>(future: F) -> F::Output {
+    outlive_executor();
     THREAD.with(|local| local.get_or_init(Local::system).block_on(future))
 }

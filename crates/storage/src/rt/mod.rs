@@ -2,12 +2,14 @@
 //! The runtime: one small executor and one ring per thread. Tasks never migrate.
 
 mod cancel;
+mod completion;
 mod executor;
 mod polling;
 mod pool;
 mod timer;
 
 pub use cancel::{Cancel, is_cancelled};
+pub use completion::{Completion, Owner, is_left, to_completion, to_completion_of};
 pub(crate) use executor::with_current;
 pub use executor::{Local, Simulation};
 pub use polling::PollLimit;
