@@ -2,9 +2,9 @@
 //! A disk image, opened for use by a program.
 
 use cowshed_block::Result;
+use cowshed_image::node::LocalNode;
 use cowshed_image::{Node, OpenRequest, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
-use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// Runs of [`Queue::map`] that one call returns at most.
@@ -58,7 +58,7 @@ impl Disk {
 
     /// A queue for this thread. Any number of requests may be in flight on it.
     pub fn queue(&self) -> Queue {
-        Queue { node: Arc::clone(&self.node), _this_thread: PhantomData }
+        Queue { node: LocalNode::new(Arc::clone(&self.node)) }
     }
 
     /// The disk for callers without a runtime: every call blocks until it is done.
@@ -79,10 +79,16 @@ impl Disk {
 
 /// A disk as one thread uses it, in tasks of [`crate::block_on`]. Not `Send`: another thread makes its own from the
 /// [`Disk`].
+///
+/// **Dropped futures.** A request that was never polled does nothing. Once polled, a request that changes the disk (all but
+/// [`Queue::read`] and [`Queue::map`]) is carried out to its end even when its future is dropped, by a `select` for example: the
+/// kernel can't take back a write that it has begun. The caller then no longer learns the result, and the request's buffer is
+/// freed at its end. Until then the range of a write reads as before or as written, sector by sector. [`Queue::flush`] covers
+/// requests that have completed, so it need not cover such a one. [`crate::block_on`] returns only after these requests have
+/// ended, so a throttle doesn't hold them back, and [`Disk::close`] waits for them. A dropped read has no effect.
 #[derive(Clone, Debug)]
 pub struct Queue {
-    node: Arc<Node>,
-    _this_thread: PhantomData<*const ()>,
+    node: LocalNode,
 }
 
 impl Queue {

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The library face, as a program uses it.
 
-use cowshed::{Disk, ErrorKind, IoBuf, OpenRequest, ZeroFlags};
+use cowshed::{Disk, ErrorKind, IoBuf, OpenRequest, Queue, ZeroFlags};
+use futures_util::future::{Either, select};
+use std::pin::pin;
 use std::process::Command;
+use std::task::Poll;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
@@ -108,4 +111,77 @@ fn a_closed_disk_answers_with_errors() {
     assert!(other.blocking().flush().is_err());
     // Its locks are gone, though `other` is still there.
     Disk::open(writable(&path)).unwrap().close().unwrap();
+}
+
+/// Ready at its poll number `polls`.
+async fn turns(polls: u32) {
+    let mut left = polls;
+    std::future::poll_fn(|context| {
+        if left == 0 {
+            return Poll::Ready(());
+        }
+        left -= 1;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+const DROPPED: u64 = 512 << 10;
+
+/// One round: a write is dropped after some turns, its place is given back, and others get new clusters. True when it was dropped.
+async fn drop_a_write(queue: &Queue, round: u64) -> bool {
+    let at = round % 8 * DROPPED;
+    // More than a thread writes to the page cache by itself.
+    let write = Box::pin(queue.write(at, IoBuf::copy_from(&vec![0xdd; DROPPED as usize])));
+    let dropped = matches!(select(pin!(turns((round % 5) as u32)), write).await, Either::Left(_));
+    queue.discard(at, DROPPED).await.unwrap();
+    queue.flush().await.unwrap();
+    let kept = (8 + round) * DROPPED;
+    queue.write(kept, IoBuf::copy_from(&vec![round as u8; DROPPED as usize])).await.0.unwrap();
+    dropped
+}
+
+#[test]
+fn requests_that_a_select_drops_harm_nothing() {
+    const ROUNDS: u64 = 40;
+    for cache in ["writeback", "none"] {
+        let folder = folder();
+        let path = image(&folder, "32M");
+        let disk = Disk::open(writable(&path).cache(cache).unwrap()).unwrap();
+        let queue = disk.queue();
+        let mut dropped = 0;
+        for round in 0..ROUNDS {
+            dropped += u64::from(cowshed::block_on(drop_a_write(&queue, round)));
+        }
+        assert!(dropped >= ROUNDS / 5, "no write was dropped");
+        let mut bytes = vec![0; DROPPED as usize];
+        for round in 0..ROUNDS {
+            disk.blocking().read((8 + round) * DROPPED, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == round as u8), "cache={cache}: round {round}");
+        }
+        for place in 0..8 {
+            disk.blocking().read(place * DROPPED, &mut bytes).unwrap();
+            let known = |sector: &[u8]| [0, 0xdd].iter().any(|byte| sector.iter().all(|found| found == byte));
+            assert!(bytes.chunks(512).all(known), "cache={cache}: place {place}");
+        }
+        disk.close().unwrap();
+        qemu_img(&["check", "-q", &path]);
+    }
+}
+
+#[test]
+fn a_close_waits_for_what_was_dropped() {
+    let folder = folder();
+    let path = image(&folder, "32M");
+    for round in 0..20 {
+        let disk = Disk::open(writable(&path)).unwrap();
+        cowshed::block_on(async {
+            let queue = disk.queue();
+            let write = Box::pin(queue.write(round * DROPPED, IoBuf::copy_from(&vec![0xdd; DROPPED as usize])));
+            drop(select(pin!(turns((round % 5) as u32)), write).await);
+            disk.clone().close_async().await.unwrap();
+        });
+        qemu_img(&["check", "-q", &path]);
+    }
 }

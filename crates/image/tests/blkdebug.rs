@@ -237,9 +237,9 @@ fn the_steps_of_the_format_are_events() {
             rt::block_on(node.qcow2().unwrap().read_vm_state(0, IoBuf::zeroed(512))).0.unwrap();
         }),
         ("plain", "vmstate_save", |node| {
-            rt::block_on(node.qcow2().unwrap().write_vm_state(0, IoBuf::zeroed(512))).0.unwrap();
+            rt::block_on(node.write_vm_state(0, IoBuf::zeroed(512))).0.unwrap();
         }),
-        ("plain", "empty_image_prepare", |node| rt::block_on(node.qcow2().unwrap().make_empty()).unwrap()),
+        ("plain", "empty_image_prepare", |node| rt::block_on(node.make_empty()).unwrap()),
         ("over", "cow_read", write_part),
         ("over", "cow_write", write_part),
         ("over", "read_backing_aio", |node| drop(read(node, 0).unwrap())),

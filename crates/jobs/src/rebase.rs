@@ -60,10 +60,10 @@ async fn rebase(
         Some(base) => error.context(format!("could not change the backing file to '{base}'")),
         None => error,
     };
-    let Some(driver) = image.qcow2() else {
+    if image.qcow2().is_none() {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());
         return Err(cannot(Error::unsupported(message)));
-    };
+    }
     check_name(options).map_err(cannot)?;
     if !options.only_name {
         if let Some(name) = &options.base {
@@ -72,7 +72,7 @@ async fn rebase(
         keep_content(image, opened.first(), options, job).await?;
         image.flush().await?;
     }
-    driver.change_backing_file(options.base.as_deref(), options.base_format.as_deref()).await.map_err(cannot)
+    image.change_backing_file(options.base.as_deref(), options.base_format.as_deref()).await.map_err(cannot)
 }
 
 fn check_name(options: &RebaseOptions) -> Result<()> {

@@ -25,7 +25,7 @@ fn filled(byte: u8) -> IoBuf {
 
 async fn write_state(name: &str, byte: u8) -> Result<()> {
     let node = open(OpenRequest::file(name).format("qcow2").writable(true)).await?;
-    node.qcow2().expect("a qcow2 image").write_vm_state(0, filled(byte)).await.0?;
+    node.write_vm_state(0, filled(byte)).await.0?;
     node.flush().await?;
     node.close().await
 }

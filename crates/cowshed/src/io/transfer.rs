@@ -112,7 +112,7 @@ impl Place {
 
     async fn write_vm_state(&self, range: Range, data: IoBuf) -> Result<()> {
         match self.node.qcow2() {
-            Some(driver) => driver.write_vm_state(range.offset, data).await.0?,
+            Some(_) => self.node.write_vm_state(range.offset, data).await.0?,
             None => return Err(self.no_vm_state()),
         }
         self.node.flush().await

@@ -256,7 +256,7 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     }
     let header = qcow2.header();
     let format = header.backing_format().map(|format| format.into_owned());
-    let changed = qcow2.change_backing_file(Some(arguments.text("backing-file")), format.as_deref()).await;
+    let changed = node.change_backing_file(Some(arguments.text("backing-file")), format.as_deref()).await;
     if was_read_only {
         daemon.graph.set_read_only(&node, true).await.map_err(failed)?;
     }

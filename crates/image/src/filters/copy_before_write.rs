@@ -10,6 +10,7 @@ use cowshed_block::{Errno, Error, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::{Either, select};
+use std::future::Future;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -117,9 +118,15 @@ impl CopyBeforeWrite {
         self.saver.broken()
     }
 
-    /// Copies what is pending of a range, in whole parts.
-    pub async fn copy(&self, offset: u64, len: u64) -> Result<(), CopyFailure> {
-        self.saver.copy(offset, len).await
+    /// Copies what is pending of a range, in whole parts. Once polled, the copy runs to its end even when the future is dropped.
+    pub fn copy(&self, offset: u64, len: u64) -> impl Future<Output = Result<(), CopyFailure>> + use<> {
+        let saver = Arc::clone(&self.saver);
+        rt::to_completion(async move {
+            let running = saver.begin_copy();
+            let copied = saver.copy(offset, len).await;
+            drop(running);
+            copied
+        })
     }
 
     /// Takes the parts of a range out that the target doesn't need.

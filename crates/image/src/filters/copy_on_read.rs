@@ -6,7 +6,7 @@ use super::{Below, CopyFailure};
 use crate::graph::Chain;
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
@@ -69,70 +69,37 @@ impl CopyOnRead {
         let mut at = start;
         while at < end {
             let len = MOST_COPIED_BYTES.max(unit).min(end - at);
-            let _claim = self.ranges.claim(at, len).await;
-            self.copy_claimed(child, at, len).await?;
+            let claim = self.ranges.claim(at, len).await;
+            let (child, deepest) = (Arc::clone(child), self.deepest(child));
+            // A read may be dropped, but not the write of its copy.
+            let copying = async move {
+                let copied = copy_claimed(&child, deepest, at, len).await;
+                drop(claim);
+                copied
+            };
+            rt::to_completion(copying).await?;
             at += len;
         }
         Ok(())
     }
 
-    /// Nobody else changes the range meanwhile; what came before the claim is seen here.
-    async fn copy_claimed(&self, child: &Arc<Node>, offset: u64, len: u64) -> Result<()> {
-        let end = offset + len;
-        let mut at = offset;
-        let deepest = self.deepest(child);
-        while at < end {
-            let runs = child.block_status_chain(at, end - at, STATUS_RUNS).await?;
-            let Some(last) = runs.last() else { break };
-            let next = last.start + last.len;
-            // What no layer has reads as zeroes without a copy.
-            for run in runs.iter().filter(|run| run.present && (1..=deepest).contains(&run.depth)) {
-                let bytes = usize::try_from(run.len).map_err(|_| Error::internal("a run longer than asked for"))?;
-                let (result, buf) = child.read_boxed(run.start, IoBuf::zeroed(bytes)).await;
-                result?;
-                let written = match crate::node::is_zero(&buf) {
-                    true => child.write_zeroes_boxed(run.start, run.len, ZeroFlags::default()).await,
-                    false => child.write_boxed(run.start, buf).await.0,
-                };
-                // A full disk doesn't make reading fail.
-                match written {
-                    Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
-                    _ => {}
-                }
-            }
-            at = next;
-        }
-        Ok(())
+    /// Waits for the copies that dropped reads have left.
+    pub(crate) async fn idle(&self) {
+        drop(self.ranges.claim(0, u64::MAX).await);
     }
 
     /// Writes into the image behind this filter, the top of `chain`, what the layers below it hold of a range in bytes.
     /// Afterwards the image reads the same on the base of the chain.
+    /// Once the range is claimed, the copy runs to its end even when the future is dropped.
     pub async fn take_over(&self, chain: &Chain, offset: u64, len: u64) -> Result<(), CopyFailure> {
-        let Some(top) = chain.layers().first() else { return Ok(()) };
-        let _claim = self.ranges.claim(offset, len).await;
-        let end = offset.saturating_add(len);
-        let mut at = offset;
-        while at < end {
-            let holder = chain.holder(at, end - at).await.map_err(CopyFailure::reading)?;
-            let written = match holder.layer {
-                None | Some(0) => Ok(()),
-                // Without a base what nobody holds reads as zeroes.
-                Some(_) if holder.zero && chain.base().is_none() => Ok(()),
-                Some(_) if holder.zero => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
-                Some(_) => {
-                    let bytes = usize::try_from(holder.len).unwrap_or(usize::MAX);
-                    let (result, buf) = top.read_boxed(at, IoBuf::zeroed(bytes)).await;
-                    result.map_err(CopyFailure::reading)?;
-                    match crate::node::is_zero(&buf) {
-                        true => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
-                        false => top.write_boxed(at, buf).await.0,
-                    }
-                }
-            };
-            written.map_err(CopyFailure::writing)?;
-            at += holder.len;
-        }
-        Ok(())
+        let claim = self.ranges.claim(offset, len).await;
+        let chain = chain.clone();
+        let copying = async move {
+            let copied = take_over_claimed(&chain, offset, len).await;
+            drop(claim);
+            copied
+        };
+        rt::to_completion(copying).await
     }
 
     /// How many layers down there still is something to copy.
@@ -188,4 +155,60 @@ impl CopyOnRead {
         let _claim = self.ranges.claim(0, u64::MAX).await;
         self.below.resize(size, preallocation).await
     }
+}
+
+/// Nobody else changes the range meanwhile; what came before the claim is seen here.
+async fn copy_claimed(child: &Arc<Node>, deepest: u32, offset: u64, len: u64) -> Result<()> {
+    let end = offset + len;
+    let mut at = offset;
+    while at < end {
+        let runs = child.block_status_chain(at, end - at, STATUS_RUNS).await?;
+        let Some(last) = runs.last() else { break };
+        let next = last.start + last.len;
+        // What no layer has reads as zeroes without a copy.
+        for run in runs.iter().filter(|run| run.present && (1..=deepest).contains(&run.depth)) {
+            let bytes = usize::try_from(run.len).map_err(|_| Error::internal("a run longer than asked for"))?;
+            let (result, buf) = child.read_boxed(run.start, IoBuf::zeroed(bytes)).await;
+            result?;
+            let written = match crate::node::is_zero(&buf) {
+                true => child.write_zeroes_boxed(run.start, run.len, ZeroFlags::default()).await,
+                false => child.write_boxed(run.start, buf).await.0,
+            };
+            // A full disk doesn't make reading fail.
+            match written {
+                Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+                _ => {}
+            }
+        }
+        at = next;
+    }
+    Ok(())
+}
+
+/// See [`CopyOnRead::take_over`].
+async fn take_over_claimed(chain: &Chain, offset: u64, len: u64) -> Result<(), CopyFailure> {
+    let Some(top) = chain.layers().first() else { return Ok(()) };
+    let end = offset.saturating_add(len);
+    let mut at = offset;
+    while at < end {
+        let holder = chain.holder(at, end - at).await.map_err(CopyFailure::reading)?;
+        let written = match holder.layer {
+            None | Some(0) => Ok(()),
+            // Without a base what nobody holds reads as zeroes.
+            Some(_) if holder.zero && chain.base().is_none() => Ok(()),
+            Some(_) if holder.zero => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
+            Some(_) => {
+                let bytes = usize::try_from(holder.len).unwrap_or(usize::MAX);
+                let (result, buf) = top.read_boxed(at, IoBuf::zeroed(bytes)).await;
+                result.map_err(CopyFailure::reading)?;
+                match crate::node::is_zero(&buf) {
+                    true => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
+                    false => top.write_boxed(at, buf).await.0,
+                }
+            }
+        };
+        written.map_err(CopyFailure::writing)?;
+        at += holder.len;
+    }
+    Ok(())
 }

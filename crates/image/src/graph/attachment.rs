@@ -147,10 +147,21 @@ impl Attachment {
     }
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that
-    /// wasn't added by name is closed. Requests that come later fail.
+    /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
+    /// changes nothing; later, the node is given back all the same.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
-        let _one_change = self.graph.changing().await;
+        let one_change = self.graph.changing().await;
         let drained = self.drain().await;
+        let attachment = Arc::clone(self);
+        rt::to_completion(async move {
+            let _one_change = one_change;
+            attachment.detach_drained(drained).await
+        })
+        .await
+    }
+
+    /// See [`Attachment::detach`].
+    async fn detach_drained(&self, drained: Drained) -> Result<()> {
         if self.detached.swap(true, Ordering::SeqCst) {
             return Ok(());
         }

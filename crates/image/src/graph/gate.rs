@@ -81,12 +81,18 @@ impl Gate {
     /// Enters, after waiting for drains to end.
     #[inline]
     pub(super) async fn enter<'a>(&'a self, lane: &'a Lane) -> Passage<'a> {
+        self.admit(lane).await;
+        Passage { gate: self, lane }
+    }
+
+    /// As [`Gate::enter`]; the caller calls [`Gate::leave`].
+    #[inline]
+    pub(super) async fn admit(&self, lane: &Lane) {
         // A drain closes the gate and then looks at the count; here it is the other way round, so one of us sees it.
         lane.in_flight.fetch_add(1, Ordering::SeqCst);
         if self.closed.load(Ordering::SeqCst) != 0 {
             self.wait(lane).await;
         }
-        Passage { gate: self, lane }
     }
 
     #[cold]
@@ -108,7 +114,7 @@ impl Gate {
     }
 
     #[inline]
-    fn leave(&self, lane: &Lane) {
+    pub(super) fn leave(&self, lane: &Lane) {
         lane.in_flight.fetch_sub(1, Ordering::SeqCst);
         if self.closed.load(Ordering::SeqCst) != 0 {
             self.changes.notify();

@@ -9,41 +9,64 @@ use crate::options;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Snapshot;
+use cowshed_storage::rt;
 use std::sync::Arc;
 
 impl Graph {
     /// Takes an internal snapshot of an image under its users; its ID. The name must be new. What was written before is in
-    /// the snapshot, and durable.
+    /// the snapshot, and durable. A future that is dropped while it waits for requests changes nothing; later, the snapshot is
+    /// taken all the same.
     pub async fn take_internal_snapshot(self: &Arc<Self>, node: &Arc<Node>, name: &str) -> Result<String> {
         if name.is_empty() {
             return Err(Error::invalid_argument("Name is empty"));
         }
-        let _one_change = self.changing().await;
-        let _drained = self.drain(&[node]).await;
-        let (qcow2, options) = writable(node)?;
-        let known = qcow2.internal_snapshots().await?;
-        if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
-            let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
-            return Err(Error::new(ErrorKind::InvalidArgument, message));
-        }
-        qcow2.take_internal_snapshot(name, &options).await
+        let one_change = self.changing().await;
+        let drained = self.drain(&[node]).await;
+        let (node, name) = (Arc::clone(node), name.to_owned());
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            take(&node, &name).await
+        })
+        .await
     }
 
-    /// Deletes an internal snapshot of an image under its users; what it was.
+    /// Deletes an internal snapshot of an image under its users; what it was. Dropped futures: as
+    /// [`Graph::take_internal_snapshot`].
     pub async fn delete_internal_snapshot(
         self: &Arc<Self>,
         node: &Arc<Node>,
         wanted: &SnapshotName,
     ) -> Result<Snapshot> {
-        let _one_change = self.changing().await;
-        let _drained = self.drain(&[node]).await;
-        let (qcow2, options) = writable(node)?;
-        if wanted.find(&qcow2.internal_snapshots().await?).is_none() {
-            let message = format!("Snapshot with {wanted} does not exist on device '{}'", node.name());
-            return Err(Error::new(ErrorKind::NotFound, message));
-        }
-        qcow2.delete_internal_snapshot(wanted, &options).await
+        let one_change = self.changing().await;
+        let drained = self.drain(&[node]).await;
+        let (node, wanted) = (Arc::clone(node), wanted.clone());
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            delete(&node, &wanted).await
+        })
+        .await
     }
+}
+
+/// No request runs.
+async fn take(node: &Node, name: &str) -> Result<String> {
+    let (qcow2, options) = writable(node)?;
+    let known = qcow2.internal_snapshots().await?;
+    if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
+        let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
+    qcow2.take_internal_snapshot(name, &options).await
+}
+
+/// No request runs.
+async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
+    let (qcow2, options) = writable(node)?;
+    if wanted.find(&qcow2.internal_snapshots().await?).is_none() {
+        let message = format!("Snapshot with {wanted} does not exist on device '{}'", node.name());
+        return Err(Error::new(ErrorKind::NotFound, message));
+    }
+    qcow2.delete_internal_snapshot(wanted, &options).await
 }
 
 /// The driver of an image that has internal snapshots and may get more, with its options.

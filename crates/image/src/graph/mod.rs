@@ -60,7 +60,7 @@ pub struct Graph {
     observers: corruption::Observers,
     threshold_observers: threshold::Observers,
     /// Held for the time of a change: one at a time.
-    change: futures_util::lock::Mutex<()>,
+    change: Arc<futures_util::lock::Mutex<()>>,
 }
 
 /// The nodes of a [`Graph`] at one moment.
@@ -116,8 +116,8 @@ impl Graph {
     }
 
     /// Waits until no other change of the graph is under way.
-    async fn changing(&self) -> futures_util::lock::MutexGuard<'_, ()> {
-        self.change.lock().await
+    async fn changing(&self) -> futures_util::lock::OwnedMutexGuard<()> {
+        Arc::clone(&self.change).lock_owned().await
     }
 
     /// Builds the next snapshot and swaps it in.

@@ -6,6 +6,7 @@ use crate::node::Node;
 use crate::open::{OpenRequest, open};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::rt;
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
@@ -106,9 +107,19 @@ impl Graph {
         self.find(name).ok_or_else(|| no_such_node(name))
     }
 
-    /// Closes every node that was added by name, users first. The first error is returned, after all were tried.
+    /// Closes every node that was added by name, users first. The first error is returned, after all were tried. Once it has
+    /// begun, it ends even when the future is dropped.
     pub async fn close_all(self: &Arc<Self>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let one_change = self.changing().await;
+        let graph = Arc::clone(self);
+        rt::to_completion(async move {
+            let _one_change = one_change;
+            graph.close_all_owned().await
+        })
+        .await
+    }
+
+    async fn close_all_owned(&self) -> Result<()> {
         let mut result = Ok(());
         loop {
             let nodes = std::mem::take(&mut self.owned().nodes);

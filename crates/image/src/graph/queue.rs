@@ -254,12 +254,28 @@ pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
     }
 }
 
-/// Runs a request without a buffer through the gate and counts it.
-macro_rules! through_gate {
-    ($self:ident, $kind:expr, $offset:expr, $len:expr, |$node:ident| $work:expr) => {{
-        let queue = &*$self.0;
-        let start_ns = queue.start_ns();
-        let passage = queue.attachment.gate().enter(&queue.lane).await;
+/// A request that changes something, between its entrance and its end. It goes on even when its caller doesn't.
+struct Inside(Rc<QueueState>);
+
+impl std::ops::Deref for Inside {
+    type Target = QueueState;
+
+    #[inline]
+    fn deref(&self) -> &QueueState {
+        &self.0
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.0.attachment.gate().leave(&self.0.lane);
+    }
+}
+
+/// Runs a request without a buffer that is inside of the gate, and counts it.
+macro_rules! carry_out {
+    ($queue:expr, $start_ns:expr, $kind:expr, $offset:expr, $len:expr, |$node:ident| $work:expr) => {{
+        let queue: &QueueState = $queue;
         let result = match queue.check($kind) {
             Ok(()) => {
                 let standing = queue.standing();
@@ -271,34 +287,30 @@ macro_rules! through_gate {
             }
             Err(error) => Err(error),
         };
-        queue.count($kind, $offset, $len, queue.span_since(start_ns), &result);
-        drop(passage);
+        queue.count($kind, $offset, $len, queue.span_since($start_ns), &result);
         result
     }};
 }
 
 /// The same for a request with a buffer, which comes back; it may go past a throttle filter.
-macro_rules! through_gate_with {
-    ($self:ident, $kind:path, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+macro_rules! carry_out_with {
+    ($queue:expr, $start_ns:expr, $kind:path, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
         const WRITES: bool = !matches!($kind, IoKind::Read);
-        let queue = &*$self.0;
-        let start_ns = queue.start_ns();
+        let queue: &QueueState = $queue;
         let len = $buf.len() as u64;
-        let passage = queue.attachment.gate().enter(&queue.lane).await;
         let (result, buf, span) = match queue.check($kind) {
             Ok(()) => {
                 let standing = queue.standing();
                 let way = standing.way::<WRITES>(len);
                 let $node = way.to;
                 let (result, buf) = $work.await;
-                let span = queue.span_since(start_ns);
+                let span = queue.span_since($start_ns);
                 way.count($kind, len, span, &result);
                 (result, buf, span)
             }
-            Err(error) => (Err(error), $buf, queue.span_since(start_ns)),
+            Err(error) => (Err(error), $buf, queue.span_since($start_ns)),
         };
         queue.count($kind, $offset, len, span, &result);
-        drop(passage);
         (result, buf)
     }};
 }
@@ -324,42 +336,80 @@ impl Queue {
         standing.bypass.as_ref().map_or(&standing.node, |bypass| &bypass.behind).size()
     }
 
-    /// Fills `buf` from `offset` (bytes) and gives it back.
-    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Read, offset, buf, |node| node.read(offset, buf))
+    /// Enters for a request that changes something. Dropped before it has, it leaves nothing behind.
+    #[inline]
+    async fn enter(&self) -> Inside {
+        self.0.attachment.gate().admit(&self.0.lane).await;
+        Inside(Rc::clone(&self.0))
     }
 
-    /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`].
+    /// Fills `buf` from `offset` (bytes) and gives it back.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let start_ns = self.0.start_ns();
+        let passage = self.0.attachment.gate().enter(&self.0.lane).await;
+        let read = carry_out_with!(&*self.0, start_ns, IoKind::Read, offset, buf, |node| node.read(offset, buf));
+        drop(passage);
+        read
+    }
+
+    /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`]. A write that has begun is
+    /// carried out even when the future is dropped; drains wait for it.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Write, offset, buf, |node| node.write(offset, buf))
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out_with!(&inside, start_ns, IoKind::Write, offset, buf, |node| node.run_write(offset, buf))
+        })
+        .await
     }
 
     /// As [`Queue::write`], and durable when it returns.
     pub async fn write_durable(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        through_gate_with!(self, IoKind::Write, offset, buf, |node| async {
-            let (result, buf) = node.write(offset, buf).await;
-            match result {
-                Ok(()) => (node.flush().await, buf),
-                Err(error) => (Err(error), buf),
-            }
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out_with!(&inside, start_ns, IoKind::Write, offset, buf, |node| async {
+                let (result, buf) = node.run_write(offset, buf).await;
+                match result {
+                    Ok(()) => (node.run_flush().await, buf),
+                    Err(error) => (Err(error), buf),
+                }
+            })
         })
+        .await
     }
 
-    /// Makes a range of bytes read as zeroes.
+    /// Makes a range of bytes read as zeroes. Carried out as [`Queue::write`] is.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        through_gate!(self, IoKind::WriteZeroes, offset, len, |node| node.write_zeroes(offset, len, flags))
-    }
-
-    /// Gives a range of bytes back: a hint. It reads as before or as zeroes afterwards.
-    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        through_gate!(self, IoKind::Discard, offset, len, |node| node.discard(offset, len))
-    }
-
-    /// Makes everything durable whose write completed before.
-    pub async fn flush(&self) -> Result<()> {
-        through_gate!(self, IoKind::Flush, 0, 0, |node| async {
-            if self.0.attachment.is_writable() { node.flush().await } else { Ok(()) }
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out!(&inside, start_ns, IoKind::WriteZeroes, offset, len, |node| node
+                .run_write_zeroes(offset, len, flags))
         })
+        .await
+    }
+
+    /// Gives a range of bytes back: a hint. It reads as before or as zeroes afterwards. Carried out as [`Queue::write`] is.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out!(&inside, start_ns, IoKind::Discard, offset, len, |node| node.run_discard(offset, len))
+        })
+        .await
+    }
+
+    /// Makes everything durable whose write completed before. Carried out as [`Queue::write`] is.
+    pub async fn flush(&self) -> Result<()> {
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out!(&inside, start_ns, IoKind::Flush, 0, 0, |node| async {
+                if inside.attachment.is_writable() { node.run_flush().await } else { Ok(()) }
+            })
+        })
+        .await
     }
 
     /// Where the data of a range is in the top layer alone; see [`Node::block_status`].
@@ -386,16 +436,19 @@ impl Queue {
         queue.node().find_bitmap(name).await?.bitmap_bits(name).await
     }
 
-    /// Changes the virtual size, in bytes. Needs the permission to resize.
+    /// Changes the virtual size, in bytes. Needs the permission to resize. Carried out as [`Queue::write`] is.
     pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         let queue = &*self.0;
         if !queue.attachment.permissions().used.contains(PermissionSet::RESIZE) {
             let message = format!("'{}' may not change the size", queue.attachment.name());
             return Err(Error::new(ErrorKind::PermissionDenied, message));
         }
-        let _passage = queue.attachment.gate().enter(&queue.lane).await;
-        queue.check_attached()?;
-        queue.node().resize(size, preallocation).await
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            inside.check_attached()?;
+            inside.node().run_resize(size, preallocation).await
+        })
+        .await
     }
 
     /// Waits as a request of `len` bytes would in the throttle filters at its node: for requests that the caller answers

@@ -11,7 +11,7 @@ use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{ChildRole, DetectZeroes, Node};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{CacheMode, File};
+use cowshed_storage::{CacheMode, File, rt};
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -78,15 +78,26 @@ enum Backing {
 impl Graph {
     /// Gives nodes other options (`blockdev-reopen`): each of `list` names its node and has the options that the node
     /// is to have from now on. An option that is left out goes back to its default, but for children and `backing`,
-    /// which stay. What can't change is refused by name. Either all nodes are reopened or none.
+    /// which stay. What can't change is refused by name. Either all nodes are reopened or none. A future that is dropped while
+    /// it waits for requests changes nothing; later, the nodes are reopened all the same.
     pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let one_change = self.changing().await;
         let mut plans = Vec::with_capacity(list.len());
         for options in list {
             plans.push(self.plan_reopen(options)?);
         }
         let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
-        let _drained = self.drain(&nodes).await;
+        let drained = self.drain(&nodes).await;
+        let graph = Arc::clone(self);
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            graph.reopen_drained(plans).await
+        })
+        .await
+    }
+
+    /// See [`Graph::reopen`]. No request runs.
+    async fn reopen_drained(&self, plans: Vec<Plan>) -> Result<()> {
         let mut prepared = Vec::new();
         for plan in &plans {
             let (node, read_only) = (Arc::clone(&plan.node), plan.node.is_read_only());

@@ -6,6 +6,7 @@ use super::drain::reaches;
 use super::owned::quoted;
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::rt;
 use std::sync::Arc;
 
 impl Graph {
@@ -13,11 +14,22 @@ impl Graph {
     ///
     /// Everything written before is in `node` and durable, everything written after is in the overlay; requests that
     /// come meanwhile wait, and none fails. The overlay must be an image without a backing node (`backing: null`)
-    /// that nobody uses; its header isn't changed. On an error everything is as before.
+    /// that nobody uses; its header isn't changed. On an error everything is as before. A future that is dropped while it waits
+    /// for requests changes nothing; later, the snapshot is taken all the same.
     pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let one_change = self.changing().await;
         check_overlay(node, overlay)?;
-        let _drained = self.drain(&[node, overlay]).await;
+        let drained = self.drain(&[node, overlay]).await;
+        let (graph, node, overlay) = (Arc::clone(self), Arc::clone(node), Arc::clone(overlay));
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            graph.put_on_top(&node, &overlay).await
+        })
+        .await
+    }
+
+    /// See [`Graph::take_snapshot`]. No request runs.
+    async fn put_on_top(&self, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
         let was_writable = !node.is_read_only();
         // What can fail for reasons outside of this process comes first, and changes nothing that anybody sees.
         node.complete().await?;

@@ -5,21 +5,28 @@ use super::Graph;
 use crate::node::{ChildRole, LocalFuture, Node};
 use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::rt;
 use std::sync::Arc;
 
 impl Graph {
     /// Makes a node read-only or writable, with the files that store it. Refused while somebody writes to it, or where
-    /// its file may not be written.
+    /// its file may not be written. A future that is dropped while it waits for requests changes nothing; later, the change is
+    /// made all the same.
     pub async fn set_read_only(self: &Arc<Self>, node: &Arc<Node>, read_only: bool) -> Result<()> {
-        let _one_change = self.changing().await;
-        let _drained = self.drain(&[node]).await;
-        match read_only {
-            true => {
-                node.complete().await?;
-                self.make_read_only(node).await
+        let one_change = self.changing().await;
+        let drained = self.drain(&[node]).await;
+        let (graph, node) = (Arc::clone(self), Arc::clone(node));
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            match read_only {
+                true => {
+                    node.complete().await?;
+                    graph.make_read_only(&node).await
+                }
+                false => graph.make_writable(&node).await,
             }
-            false => self.make_writable(node).await,
-        }
+        })
+        .await
     }
 
     /// [`Node::complete`] has run, and no request runs.

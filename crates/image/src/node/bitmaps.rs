@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The dirty bitmaps of a node, by name: those in memory, and the persistent ones of its image.
 
+use super::requests::Left;
 use super::tracking::Transient;
 use super::{ChildRole, Node};
 use crate::formats::qcow2::{BitmapChange, BitmapStatus, check_new_bitmap, default_granularity_bytes};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
+use cowshed_storage::rt;
+use std::future::Future;
 use std::sync::Arc;
 
 /// log2 of the bytes of a piece of a bitmap in memory.
@@ -166,7 +169,13 @@ impl Node {
     }
 
     /// Makes a change. `persistent`: where a new bitmap is kept. While anything is recorded no request may run: drain first.
-    pub async fn change_bitmap(&self, change: &BitmapChange, persistent: bool) -> Result<()> {
+    /// Once polled, it is carried out even when the future is dropped.
+    pub fn change_bitmap(&self, change: &BitmapChange, persistent: bool) -> impl Future<Output = Result<()>> + use<> {
+        let (node, change) = (self.shared(), change.clone());
+        rt::to_completion_of(Left(Arc::clone(&node)), async move { node.run_change_bitmap(&change, persistent).await })
+    }
+
+    async fn run_change_bitmap(&self, change: &BitmapChange, persistent: bool) -> Result<()> {
         match change {
             BitmapChange::Add { name, .. } => {
                 if self.has_bitmap(name).await? {
@@ -250,8 +259,14 @@ impl Node {
         Ok(())
     }
 
-    /// Makes a bitmap hold these bits and nothing else. No request may run.
-    pub async fn set_bitmap_bits(&self, name: &str, bits: &Arc<DirtyBits>) -> Result<()> {
+    /// Makes a bitmap hold these bits and nothing else. No request may run. Once polled, it is carried out even when the future is
+    /// dropped.
+    pub fn set_bitmap_bits(&self, name: &str, bits: &Arc<DirtyBits>) -> impl Future<Output = Result<()>> + use<> {
+        let (node, name, bits) = (self.shared(), name.to_owned(), Arc::clone(bits));
+        rt::to_completion_of(Left(Arc::clone(&node)), async move { node.run_set_bitmap_bits(&name, &bits).await })
+    }
+
+    async fn run_set_bitmap_bits(&self, name: &str, bits: &Arc<DirtyBits>) -> Result<()> {
         let set = self.edit(name, |bitmap| {
             let target = Arc::make_mut(&mut bitmap.bits);
             target.clear();
@@ -277,16 +292,21 @@ impl Node {
         Ok(SavedBitmap { name: name.to_owned(), was })
     }
 
-    /// Makes the bitmap what it was. No request may run.
-    pub async fn restore_bitmap(&self, saved: &SavedBitmap) -> Result<()> {
+    /// Makes the bitmap what it was. No request may run. Once polled, it is carried out even when the future is dropped.
+    pub fn restore_bitmap(&self, saved: &SavedBitmap) -> impl Future<Output = Result<()>> + use<> {
+        let (node, saved) = (self.shared(), saved.clone());
+        rt::to_completion_of(Left(Arc::clone(&node)), async move { node.run_restore_bitmap(&saved).await })
+    }
+
+    async fn run_restore_bitmap(&self, saved: &SavedBitmap) -> Result<()> {
         let name = saved.name.clone();
         if self.has_bitmap(&name).await? {
-            self.change_bitmap(&BitmapChange::Remove(name.clone()), false).await?;
+            self.run_change_bitmap(&BitmapChange::Remove(name.clone()), false).await?;
         }
         let Some((was, bits)) = &saved.was else { return Ok(()) };
         let granularity_bytes = Some(was.granularity_bytes);
         let add = BitmapChange::Add { name: name.clone(), granularity_bytes, enabled: was.recording };
-        self.change_bitmap(&add, was.persistent).await?;
-        self.set_bitmap_bits(&name, bits).await
+        self.run_change_bitmap(&add, was.persistent).await?;
+        self.run_set_bitmap_bits(&name, bits).await
     }
 }

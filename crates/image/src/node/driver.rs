@@ -108,6 +108,10 @@ impl Driver {
                 copy.idle().await;
                 Ok(())
             }
+            Driver::Filter(Filter::CopyOnRead(copy)) => {
+                copy.idle().await;
+                Ok(())
+            }
             Driver::Luks(_) if read_only => Ok(()),
             Driver::Luks(luks) => luks.flush().await,
             Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => Ok(()),

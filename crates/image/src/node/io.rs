@@ -177,8 +177,8 @@ impl Node {
         })
     }
 
-    /// Writes `buf` at `offset`; it is durable after the next [`Node::flush`] (at once in a writethrough mode).
-    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// See [`Node::write`]. Like every future of this crate that changes something, it must run to its end.
+    pub(crate) async fn run_write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_write(offset, len) {
             self.count_invalid(IoKind::Write);
@@ -226,13 +226,13 @@ impl Node {
         }
     }
 
-    /// As [`Node::write`], in a box: for drivers that write to another node.
-    pub fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
-        boxed!(self, |node| node.write(offset, buf))
+    /// As [`Node::run_write`], in a box: for drivers that write to another node.
+    pub(crate) fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        boxed!(self, |node| node.run_write(offset, buf))
     }
 
-    /// Makes a range read as zeroes. `may_unmap` counts only where the node discards.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+    /// See [`Node::write_zeroes`].
+    pub(crate) async fn run_write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.check_write(offset, len)?;
         if len == 0 {
             return Ok(());
@@ -257,13 +257,13 @@ impl Node {
         self.flush_if_writethrough().await
     }
 
-    /// As [`Node::write_zeroes`], in a box.
-    pub fn write_zeroes_boxed(&self, offset: u64, len: u64, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.write_zeroes(offset, len, flags))
+    /// As [`Node::run_write_zeroes`], in a box.
+    pub(crate) fn write_zeroes_boxed(&self, offset: u64, len: u64, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_write_zeroes(offset, len, flags))
     }
 
-    /// Gives a range back: a hint. Afterwards it reads as before or as zeroes, never as older backing data.
-    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+    /// See [`Node::discard`].
+    pub(crate) async fn run_discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check_write(offset, len)?;
         if len == 0 || !self.settings.discards() {
             return Ok(());
@@ -285,13 +285,13 @@ impl Node {
         self.flush_if_writethrough().await
     }
 
-    /// As [`Node::discard`], in a box.
-    pub fn discard_boxed(&self, offset: u64, len: u64) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.discard(offset, len))
+    /// As [`Node::run_discard`], in a box.
+    pub(crate) fn discard_boxed(&self, offset: u64, len: u64) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_discard(offset, len))
     }
 
-    /// Makes everything written so far durable, metadata included.
-    pub async fn flush(&self) -> Result<()> {
+    /// See [`Node::flush`].
+    pub(crate) async fn run_flush(&self) -> Result<()> {
         self.check_open()?;
         if self.settings.is_read_only() {
             return Ok(());
@@ -309,18 +309,17 @@ impl Node {
         result
     }
 
-    /// As [`Node::flush`], in a box.
-    pub fn flush_boxed(&self) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.flush())
+    /// As [`Node::run_flush`], in a box.
+    pub(crate) fn flush_boxed(&self) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_flush())
     }
 
     async fn flush_if_writethrough(&self) -> Result<()> {
-        if self.settings.is_writethrough() { self.flush().await } else { Ok(()) }
+        if self.settings.is_writethrough() { self.run_flush().await } else { Ok(()) }
     }
 
-    /// Writes whole clusters compressed (already-compressible check inside: a cluster that doesn't shrink is written
-    /// plain). Each element is (guest offset, one guest cluster, the last one of the disk may be shorter).
-    pub async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+    /// See [`Node::write_compressed`].
+    pub(crate) async fn run_write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
         for (offset, buf) in &clusters {
             self.check_write(*offset, buf.len() as u64)?;
         }
@@ -345,14 +344,13 @@ impl Node {
         self.flush_if_writethrough().await
     }
 
-    /// As [`Node::write_compressed`], in a box.
-    pub fn write_compressed_boxed(&self, clusters: Vec<(u64, IoBuf)>) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.write_compressed(clusters))
+    /// As [`Node::run_write_compressed`], in a box.
+    pub(crate) fn write_compressed_boxed(&self, clusters: Vec<(u64, IoBuf)>) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_write_compressed(clusters))
     }
 
-    /// Changes the virtual size, in bytes: rounded up to 512 by formats; a file, and what is a raw image, gets the very length,
-    /// and is then shown rounded up. Shrinking discards what lies behind the new end.
-    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+    /// See [`Node::resize`].
+    pub(crate) async fn run_resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         self.check_open()?;
         self.check_writable()?;
         let sectors = whole_sectors(size);
@@ -374,9 +372,9 @@ impl Node {
         resized
     }
 
-    /// As [`Node::resize`], in a box.
-    pub fn resize_boxed(&self, size: u64, preallocation: Preallocation) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.resize(size, preallocation))
+    /// As [`Node::run_resize`], in a box.
+    pub(crate) fn resize_boxed(&self, size: u64, preallocation: Preallocation) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_resize(size, preallocation))
     }
 
     /// It may be asked for data at all.

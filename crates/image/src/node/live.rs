@@ -23,7 +23,7 @@ impl Node {
     pub(crate) async fn complete(&self) -> Result<()> {
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.complete().await,
-            _ => self.flush().await,
+            _ => self.run_flush().await,
         };
         result.map_err(|error| error.file(self.filename.clone()))
     }

@@ -7,6 +7,7 @@ mod edge;
 mod io;
 mod live;
 mod reflink;
+mod requests;
 mod settings;
 mod status;
 mod storage;
@@ -21,10 +22,12 @@ pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
+pub use requests::LocalNode;
 use settings::LiveSettings;
 use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
+use crate::events::Events;
 use crate::filters::Filter;
 use crate::formats::luks::LuksDriver;
 use crate::formats::qcow2::Qcow2Driver;
@@ -35,7 +38,7 @@ use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result};
 use cowshed_storage::File;
 use cowshed_storage::fault::Faults;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
@@ -114,6 +117,7 @@ pub(crate) struct NodeSettings {
 /// A node of the block graph: a format or a protocol driver with its children, and a size.
 ///
 /// Shared between threads as `Arc<Node>`; a request runs on the thread that made it. Futures of a node are not `Send`.
+/// A dropped future of a request that changes something leaves the request to the thread's executor, which runs it to its end.
 pub struct Node {
     name: String,
     filename: String,
@@ -137,6 +141,9 @@ pub struct Node {
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
     height: AtomicU32,
+    /// Requests that go on without their callers, and their ends.
+    left_behind: AtomicUsize,
+    one_ended: Events,
 }
 
 /// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or from time to time as
@@ -192,6 +199,8 @@ impl Node {
         Ok(Arc::new_cyclic(|this| Node {
             this: this.clone(),
             height: AtomicU32::new(height),
+            left_behind: AtomicUsize::new(0),
+            one_ended: Events::default(),
             name: parts.name,
             filename: parts.filename,
             driver: parts.driver,
@@ -344,8 +353,10 @@ impl Node {
 
     /// Waits for what goes on behind requests that have ended.
     pub(crate) async fn settle(&self) {
+        self.left_behind_ended().await;
         match &self.driver {
             Driver::Filter(Filter::CopyBeforeWrite(copy)) => copy.idle().await,
+            Driver::Filter(Filter::CopyOnRead(copy)) => copy.idle().await,
             Driver::Qcow2(qcow2) => qcow2.read_ahead_ended().await,
             _ => {}
         }
@@ -398,10 +409,9 @@ impl Node {
         &self.warnings
     }
 
-    /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance
-    /// to learn that something didn't reach the disk. Children that nobody else uses are closed too. A second call
-    /// does nothing.
-    pub async fn close(&self) -> Result<()> {
+    /// See [`Node::close`].
+    async fn run_close(&self) -> Result<()> {
+        self.left_behind_ended().await;
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -417,7 +427,7 @@ impl Node {
     }
 
     fn close_boxed(&self) -> LocalFuture<'_, Result<()>> {
-        boxed!(self, |node| node.close())
+        boxed!(self, |node| node.run_close())
     }
 
     /// The node as a task can hold it, where a request for it should go on as one.

@@ -36,10 +36,8 @@ impl Node {
         }
     }
 
-    /// As a write at `offset` of the `len` bytes that `source` has from `source_offset` on, by sharing their blocks. How
-    /// many bytes from the front were taken over; less than `len`, and 0, where format, settings or file system can't
-    /// (see [`File::share_from`]): the rest is to be written. `source` must not change meanwhile.
-    pub async fn share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
+    /// See [`Node::share_from`].
+    pub(super) async fn run_share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
         let start_ns = self.clock_ns();
         self.check_write(offset, len)?;
         if self.settings.is_probed_raw()

@@ -190,12 +190,12 @@ pub(crate) async fn relink(
     let was_read_only = overlay.is_read_only();
     graph.set_read_only(overlay, false).await?;
     let named = match overlay.qcow2() {
-        Some(driver) => {
+        Some(_) => {
             let format = base.map(|base| match base.driver_name() {
                 driver if name.is_some_and(|name| name.mask_protocol) && is_protocol(driver) => "raw",
                 driver => driver,
             });
-            driver.change_backing_file(name.map(|name| name.file), format).await
+            overlay.change_backing_file(name.map(|name| name.file), format).await
         }
         None => Ok(()),
     };

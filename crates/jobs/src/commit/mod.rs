@@ -48,7 +48,7 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
         return Ok(());
     }
     match top.qcow2() {
-        Some(qcow2) => qcow2.make_empty().await,
+        Some(_) => top.make_empty().await,
         None => Err(Error::unsupported("only qcow2 images can be emptied")),
     }
 }

@@ -164,6 +164,30 @@ pub(super) const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "dropped_requests_let_go",
+        about: "a request whose future is dropped gives its pin, its clusters and its count up while its I/O goes on",
+        test: ("dropped_requests", "a_dropped_write_never_lands_in_the_next_owner"),
+        edits: &[(
+            "crates/storage/src/rt/completion.rs",
+            "Some(home) if !home.is_abandoned() => adopt(",
+            "Some(home) if !home.is_abandoned() && !SLIP => adopt(",
+        )],
+    },
+    Mutant {
+        name: "close_overtakes_dropped_requests",
+        about: "a close does not wait for requests that go on without their callers",
+        test: ("dropped_requests", "a_close_waits_for_a_dropped_write"),
+        edits: &[(
+            "crates/image/src/node/mod.rs",
+            r#"    async fn run_close(&self) -> Result<()> {
+        self.left_behind_ended().await;"#,
+            r#"    async fn run_close(&self) -> Result<()> {
+        if !SLIP {
+            self.left_behind_ended().await;
+        }"#,
+        )],
+    },
+    Mutant {
         name: "shrink_overtakes_writers",
         about: "a shrink does not wait for requests planned before it",
         test: ("failure_shapes", "a_shrink_waits_for_writers_that_had_the_right_to_write_there"),

@@ -322,7 +322,13 @@ impl Membership {
         wake.into_iter().for_each(Waker::wake);
         if let Entry::Wait(ticket) = entry {
             // Boxed: a request that may go at once doesn't carry the room for waiting.
-            Box::pin(Wait { group: &self.group, ticket, may_cancel }.run()).await
+            let mut wait = Box::pin(Wait { group: &self.group, ticket, may_cancel }.run());
+            // As a drain does, a caller that has left lets its request go.
+            std::future::poll_fn(|context| match rt::is_left() {
+                true => Poll::Ready(Ok(())),
+                false => wait.as_mut().poll(context),
+            })
+            .await
         } else {
             Ok(())
         }

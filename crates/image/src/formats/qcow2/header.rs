@@ -42,9 +42,8 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Names another backing file in the header, or none. What the image reads from stays what it is: see
-    /// [`crate::graph::Graph::set_backing`]. `name` has at most 1023 bytes.
-    pub async fn change_backing_file(&self, name: Option<&str>, format: Option<&str>) -> Result<()> {
+    /// See [`crate::Node::change_backing_file`].
+    pub(crate) async fn change_backing_file(&self, name: Option<&str>, format: Option<&str>) -> Result<()> {
         self.switch_header(|header| {
             header.backing_file = name.map(|name| name_of_text(name).into_owned());
             match format.filter(|_| name.is_some()) {
@@ -55,8 +54,8 @@ impl Qcow2Driver {
         .await
     }
 
-    /// Gives all clusters of the disk back: it reads as its backing file afterwards, or as zeroes.
-    pub async fn make_empty(&self) -> Result<()> {
+    /// See [`crate::Node::make_empty`].
+    pub(crate) async fn make_empty(&self) -> Result<()> {
         self.check_writable()?;
         self.meet(Event::EmptyImagePrepare).await;
         self.unmap_behind(0).await?;

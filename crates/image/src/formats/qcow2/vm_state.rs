@@ -52,8 +52,8 @@ impl Qcow2Driver {
         self.read_extent(extent, buf, false).await
     }
 
-    /// Writes to `offset` of the state. The L1 table grows for it.
-    pub async fn write_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// See [`crate::Node::write_vm_state`]. The L1 table grows for it.
+    pub(crate) async fn write_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let prepared = match self.vm_state_range(offset, buf.len()) {
             Ok((start, end)) => self.check_writable().map(|()| (start, end)),
             Err(error) => Err(error),
