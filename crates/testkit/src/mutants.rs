@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, each with the test
-//! that must fail with it, in two lists. `scripts/mutants` tries them; `tests/mutants.rs` keeps the list true.
+//! that must fail with it, and slips of NBD servers and clients, in three lists. `scripts/mutants` tries them;
+//! `tests/mutants.rs` keeps the list true.
 //!
 //! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.
 
 use crate::switched::{Edit, Switches};
 use std::sync::LazyLock;
 
+mod nbd;
 mod order;
 mod ownership;
 
@@ -43,4 +45,5 @@ pub fn edits() -> Vec<(&'static str, &'static [Edit])> {
 }
 
 /// The list.
-pub static MUTANTS: LazyLock<Vec<Mutant>> = LazyLock::new(|| [order::MUTANTS, ownership::MUTANTS].concat());
+pub static MUTANTS: LazyLock<Vec<Mutant>> =
+    LazyLock::new(|| [order::MUTANTS, ownership::MUTANTS, nbd::MUTANTS].concat());
