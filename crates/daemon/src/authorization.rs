@@ -2,7 +2,7 @@
 //! Which clients may come, by the distinguished name in their certificate: `authz-simple`, `authz-list`, `authz-listfile`.
 
 use cowshed_nbd_server::Authorizer;
-use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_qmp::{QmpError, QmpResult, parse_json};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -148,8 +148,11 @@ impl Loaded {
         let stamp = stamp(path);
         let text = std::fs::read_to_string(path)
             .map_err(|error| QmpError::generic(format!("Unable to read '{name}': {error}")))?;
-        let parsed: serde_json::Result<serde_json::Map<String, Value>> = serde_json::from_str(&text);
-        let parsed = parsed.map_err(|error| QmpError::generic(format!("Unable to parse '{name}': {error}")))?;
+        let unreadable = |error: &str| QmpError::generic(format!("Unable to parse '{name}': {error}"));
+        let parsed = match parse_json(text.as_bytes()).map_err(|error| unreadable(&error))? {
+            Value::Object(map) => map,
+            _ => return Err(unreadable("the rules must be a JSON object")),
+        };
         let rules = Rules::from_json(&parsed)
             .map_err(|error| QmpError::generic(format!("Unable to parse '{name}': {}", error.description)))?;
         Ok(Loaded { stamp, rules })

@@ -4,6 +4,7 @@
 
 mod codec;
 mod error;
+mod json;
 mod parse;
 mod schema;
 mod session;
@@ -12,6 +13,7 @@ mod types;
 
 pub use codec::{Event, Timestamp, encode, greeting, reply};
 pub use error::{ErrorClass, QmpError, QmpResult};
+pub use json::parse_json;
 pub use schema::{Schema, Strictness};
 pub use session::{Command, Incoming, Session};
 pub use stream::{JsonStream, MAX_DEPTH, MAX_TEXT_BYTES};

@@ -2,6 +2,7 @@
 //! JSON values out of a stream of bytes: several in one read, one over many reads, garbage in between.
 
 use crate::error::{QmpError, QmpResult};
+use crate::json::parse_json;
 use serde_json::Value;
 
 /// Deepest nesting of objects and lists that is taken.
@@ -153,9 +154,9 @@ impl JsonStream {
     }
 
     fn complete(&mut self) -> QmpResult<Value> {
-        let parsed = serde_json::from_slice(&self.text);
+        let parsed = parse_json(&self.text);
         self.reset(State::Idle);
-        parsed.map_err(|error| parse_error(&error.to_string()))
+        parsed.map_err(|error| parse_error(&error))
     }
 
     fn fail(&mut self, reason: &str, next: State) -> QmpResult<Value> {
@@ -215,6 +216,14 @@ mod tests {
         assert_eq!(values(b"{\"a\": [\xff{}"), [Err(()), Ok(json!({}))]);
         assert_eq!(values(b"\x1b{}"), [Err(()), Ok(json!({}))]);
         assert_eq!(values(b"{\"a\""), [Err(())]);
+    }
+
+    #[test]
+    fn a_key_that_comes_twice_is_an_error_of_its_message_alone() {
+        let text = b"{\"execute\": \"stop\", 'execute': \"quit\"}{\"a\": {\"b\": 1, \"b\": 2}} {}";
+        let mut stream = JsonStream::new();
+        let duplicate = || Err(QmpError::generic("JSON parse error, duplicate key"));
+        assert_eq!(stream.feed(text), [duplicate(), duplicate(), Ok(json!({}))]);
     }
 
     #[test]

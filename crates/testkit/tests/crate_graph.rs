@@ -22,6 +22,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-nbd",
             "cowshed-nbd-proto",
             "cowshed-qcow2",
+            "cowshed-qmp",
             "cowshed-storage",
         ],
     ),

@@ -16,7 +16,7 @@ use crate::state::Daemon;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_nbd::ClientTls;
-use cowshed_qmp::Strictness;
+use cowshed_qmp::{Strictness, parse_json};
 use cowshed_storage::{ListenOptions, SocketAddress};
 use drive::Controls;
 use serde_json::{Map, Value};
@@ -76,8 +76,7 @@ enum What {
 /// `implied`.
 fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>, Strictness)> {
     if text.trim_start().starts_with('{') {
-        let parsed: serde_json::Result<Value> = serde_json::from_str(text);
-        return match parsed {
+        return match parse_json(text.as_bytes()) {
             Ok(Value::Object(map)) => Ok((map, Strictness::Exact)),
             Ok(_) => Err(Error::invalid_argument("the JSON text must be an object")),
             Err(error) => Err(Error::invalid_argument(format!("could not parse the JSON text: {error}"))),

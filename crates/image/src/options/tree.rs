@@ -27,10 +27,12 @@ impl BlockdevOptions {
 
     /// From the text of a JSON object.
     pub fn from_json(text: &str) -> Result<Self> {
-        match serde_json::from_str(text) {
+        match cowshed_qmp::parse_json(text.as_bytes()) {
             Ok(Value::Object(map)) => Self::from_map(map),
             Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")),
-            Err(error) => Err(Error::invalid_argument(format!("Could not parse the JSON options: {error}"))),
+            Err(error) => {
+                Err(Error::invalid_argument(format!("Could not parse the JSON options: JSON parse error, {error}")))
+            }
         }
     }
 
