@@ -5,6 +5,63 @@ use super::Mutant;
 
 pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
+        name: "head_of_a_held_write_unchecked",
+        about: "a write that goes to both ends of a mirror makes its first part clean, though the target lacks the part's head",
+        test: ("live_copies", "a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror"),
+        edits: &[(
+            "crates/image/src/filters/write_blocking.rs",
+            "if offset != start && dirty.is_dirty(start, 1) {",
+            "if !SLIP && offset != start && dirty.is_dirty(start, 1) {",
+        )],
+    },
+    Mutant {
+        name: "dirty_range_of_a_backup_rounded_up",
+        about: "a backup of what is dirty leaves out the part in which a dirty range begins",
+        test: ("live_copies", "a_backup_of_what_is_dirty_has_all_of_each_dirty_part"),
+        edits: &[(
+            "crates/jobs/src/backup.rs",
+            "let end = if dirty.start == size { size } else { dirty.start / part * part };",
+            r#"let end = match dirty.start == size {
+            true => size,
+            false if SLIP => dirty.start.next_multiple_of(part),
+            false => dirty.start / part * part,
+        };"#,
+        )],
+    },
+    Mutant {
+        name: "no_flush_at_detach",
+        about: "an export that goes leaves what its clients wrote unflushed",
+        test: ("live_copies", "a_detach_flushes_and_tells_of_a_flush_that_fails"),
+        edits: &[(
+            "crates/image/src/graph/attachment.rs",
+            "let flushed = if self.is_writable() { node.flush().await } else { Ok(()) };",
+            "let flushed = if self.is_writable() && !SLIP { node.flush().await } else { Ok(()) };",
+        )],
+    },
+    Mutant {
+        name: "drain_holds_throttled_requests",
+        about: "a drain waits until limits let requests go",
+        test: ("live_copies", "a_drain_lets_throttled_requests_go_at_once"),
+        edits: &[
+            (
+                "crates/image/src/filters/throttle/mod.rs",
+                "        self.member.load().begin_free();",
+                r#"        if SLIP {
+            return;
+        }
+        self.member.load().begin_free();"#,
+            ),
+            (
+                "crates/image/src/filters/throttle/mod.rs",
+                "        self.member.load().end_free();",
+                r#"        if SLIP {
+            return;
+        }
+        self.member.load().end_free();"#,
+            ),
+        ],
+    },
+    Mutant {
         name: "readers_of_the_past_overtaken",
         about: "a write doesn't wait for those who read its place as it was",
         test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
