@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs a job to its end: with progress, on SIGUSR1 too, and stopped by Ctrl-C or SIGTERM.
+//!
+//! A signal asks the job to stop. I/O that never returns (a silent server) can't keep the process: its time is bounded.
 
 use crate::invocation::Persona;
 use crate::output::Failure;
@@ -18,6 +20,12 @@ use std::time::Duration;
 
 /// How long a job may take to end once its time is over, before the process is ended.
 const GRACE: Duration = Duration::from_secs(10);
+
+/// How long a job may take to stop after a signal, before the process is ended: I/O may never return.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// How long the last words may take where standard error is a pipe without a reader's progress.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The time that this process has, for images from strangers.
 static TIME_LIMIT: OnceLock<Duration> = OnceLock::new();
@@ -42,11 +50,23 @@ fn watch_time(handle: &JobHandle) -> Result<(), Error> {
         std::thread::sleep(limit);
         handle.cancel();
         std::thread::sleep(GRACE);
-        crate::output::warning::print(&too_late(limit));
-        std::process::exit(i32::from(ERROR_EXIT_CODE.load(Ordering::Relaxed)));
+        end_process(too_late(limit), ERROR_EXIT_CODE.load(Ordering::Relaxed));
     };
     let thread = std::thread::Builder::new().name("time limit".to_owned()).spawn(watch);
     thread.map(drop).map_err(|error| Error::io(&error, "could not watch the time"))
+}
+
+/// Ends the process, whatever its other threads are stuck in; a full pipe keeps the message, not the end.
+pub fn end_process(message: String, code: u8) -> ! {
+    let (said, is_said) = std::sync::mpsc::sync_channel(1);
+    let say = move || {
+        crate::output::warning::print_always(&message);
+        let _ = said.send(());
+    };
+    if std::thread::Builder::new().name("last words".to_owned()).spawn(say).is_ok() {
+        let _ = is_said.recv_timeout(LAST_WORDS);
+    }
+    std::process::exit(i32::from(code))
 }
 
 fn too_late(limit: Duration) -> String {
@@ -63,6 +83,9 @@ fn reason(error: Error) -> Error {
 
 /// A job that takes less needs nobody who waits for signals: making the thread would take longer than they could wait.
 const SHORT: Duration = Duration::from_millis(20);
+
+/// What a signal leaves behind.
+const INCOMPLETE: &str = "what was written so far is incomplete";
 
 /// What the shell adds to the number of the signal that ended a process.
 const SIGNAL_EXIT_BASE: usize = 128;
@@ -129,7 +152,7 @@ impl Foreground {
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {
-                Failure::new("interrupted; what was written so far is incomplete").code(signal_exit_code(signal))
+                Failure::new(format!("interrupted; {INCOMPLETE}")).code(signal_exit_code(signal))
             }
             _ => failed(&reason(error)),
         })
@@ -162,8 +185,8 @@ async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
     }
 }
 
-/// The first signal asks the job to stop, so that it can leave the target closed in order; the second one ends the
-/// process at once. A job that never waits for anything sees it at its next pause point; one that waits is woken by the
+/// The first signal asks the job to stop, so that it can leave the target closed in order. It has [`STOP_GRACE`] for
+/// that; then, or on the second signal, the process ends. A job that never waits for anything sees it at its next pause point; one that waits is woken by the
 /// thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img. From now on signals are taken; the
 /// thread that is to run what is returned acts on them.
 fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<Watch, Failure> {
@@ -191,6 +214,10 @@ fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Resu
                 continue;
             }
             handle.cancel();
+            std::thread::sleep(STOP_GRACE);
+            let seconds = STOP_GRACE.as_secs();
+            let message = format!("interrupted, and I/O did not end within {seconds} s; {INCOMPLETE}");
+            end_process(message, signal_exit_code(usize::try_from(signal).unwrap_or(0)));
         }
     }))
 }

@@ -24,6 +24,12 @@ pub fn print(text: &str) {
     }
 }
 
+/// Prints the last words of a process that ends early, whatever its manners.
+pub fn print_always(text: &str) {
+    let name = PERSONA.get().copied().unwrap_or(Persona::Cowshed).name();
+    let _ = std::io::stderr().lock().write_all(&name_of_text(&format!("{name}: {text}\n")));
+}
+
 /// As qemu-img there are a guessed raw format, in words that scripts know, and snapshots that can't be shown.
 fn worded(persona: Persona, text: &str) -> Option<String> {
     match persona {

@@ -4,7 +4,7 @@
 use crate::oracle::Oracle;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Longer than any of these tests should wait for anything.
@@ -107,4 +107,190 @@ fn a_full_disk_is_one_clear_line() {
     let message = String::from_utf8(output.stderr).expect("text");
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.contains("No space left on device"), "{message}");
+}
+
+/// A server that stops answering when it is told to: its process is stopped, its connections stay.
+struct Server {
+    child: Child,
+    uri: String,
+}
+
+impl Server {
+    /// Serves an image of this folder.
+    fn start(oracle: &Oracle, image: &str) -> Server {
+        let socket = oracle.work().join(format!("{image}.sock"));
+        let child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(["serve", "-f", "raw", image, "-k"])
+            .arg(&socket)
+            .current_dir(oracle.work())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("our own binary runs");
+        let mut server = Server { child, uri: format!("nbd+unix:///?socket={}", socket.display()) };
+        let mut line = String::new();
+        let output = server.child.stdout.as_mut().expect("a pipe");
+        BufReader::with_capacity(1, output).read_line(&mut line).expect("text");
+        assert!(line.starts_with("nbd+unix:"), "{line}");
+        server
+    }
+
+    fn fall_silent(&self) {
+        signal("STOP", self.child.id());
+        let state = || std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("a process");
+        await_that("the server is stopped", || state().contains(") T "));
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn signal(signal: &str, id: u32) {
+    let killed = Command::new("kill").args([format!("-{signal}"), id.to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+}
+
+fn await_that(what: &str, is_so: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < PATIENCE, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Ends when the process does; what it said on standard error, its exit code, and how long it took.
+fn end_of(mut child: Child) -> (String, Option<i32>, Duration) {
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a child") {
+            break status;
+        }
+        if started.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("the process does not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let mut said = String::new();
+    child.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
+    (said, status.code(), started.elapsed())
+}
+
+/// The process waits in the kernel for something to happen; twice in a row with a pause that is longer than a job may take
+/// before its signals are watched for.
+fn await_sleep(child: &Child) {
+    let sleeps = || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).expect("a process");
+        stat.contains(") S ")
+    };
+    await_that("the process waits", || {
+        sleeps() && {
+            std::thread::sleep(Duration::from_millis(300));
+            sleeps()
+        }
+    });
+}
+
+fn start_work(oracle: &Oracle, arguments: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_cowshed"))
+        .args(arguments)
+        .current_dir(oracle.work())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("our own binary runs")
+}
+
+#[test]
+fn a_signal_ends_work_whose_io_never_returns() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 64M");
+    oracle.io(&["write -P 7 0 64M"], "source.raw");
+    oracle.make("create -q -f raw other.raw 64M");
+    oracle.make("create -q -f qcow2 -F raw -b source.raw top.qcow2 64M");
+    oracle.io(&["write -P 9 0 8M"], "top.qcow2");
+    let server = Server::start(&oracle, "other.raw");
+    server.fall_silent();
+    // At an open, as a source and as a target.
+    let uri = server.uri.as_str();
+    let verbs: [&[&str]; 5] = [
+        &["convert", "-O", "qcow2", uri, "target.qcow2"],
+        &["convert", "-n", "-O", "raw", "source.raw", uri],
+        &["dd", "-O", "raw", &format!("if={uri}"), "of=target.raw"],
+        &["compare", "source.raw", uri],
+        &["rebase", "-F", "raw", "-b", uri, "top.qcow2"],
+    ];
+    for verb in verbs {
+        let child = start_work(&oracle, verb);
+        await_sleep(&child);
+        signal("TERM", child.id());
+        let (said, code, elapsed) = end_of(child);
+        assert_eq!(code, Some(143), "{verb:?}: {said}");
+        assert!(said.contains("interrupted") && said.contains("is incomplete"), "{verb:?}: {said}");
+        assert!(elapsed < Duration::from_secs(20), "{verb:?}: {elapsed:?}");
+    }
+}
+
+#[test]
+fn a_signal_ends_a_conversion_whose_server_falls_silent() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 64M");
+    oracle.io(&["write -P 7 0 64M"], "source.raw");
+    // The first signal is answered after its grace, a second one at once.
+    for signals in [1, 2] {
+        let server = Server::start(&oracle, "source.raw");
+        let mut child = start_work(
+            &oracle,
+            &["convert", "-p", "-r", "8M", "-f", "raw", "-O", "qcow2", &server.uri, "target.qcow2"],
+        );
+        let mut first = [0];
+        child.stdout.as_mut().expect("a pipe").read_exact(&mut first).expect("progress");
+        server.fall_silent();
+        await_sleep(&child);
+        for _ in 0..signals {
+            signal("INT", child.id());
+            // Two signals at once are one.
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let (said, code, elapsed) = end_of(child);
+        assert_eq!(code, Some(130), "{said}");
+        if signals == 1 {
+            assert!(said.contains("did not end within 5 s") && said.contains("is incomplete"), "{said}");
+            assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
+        } else {
+            assert!(elapsed < Duration::from_secs(4), "{elapsed:?}");
+        }
+    }
+}
+
+#[test]
+fn a_signal_ends_an_io_shell_at_once() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw disk.raw 1M");
+    let server = Server::start(&oracle, "disk.raw");
+    server.fall_silent();
+    let child = start_work(&oracle, &["io", "-f", "raw", "-c", "read 0 512", &server.uri]);
+    await_sleep(&child);
+    signal("TERM", child.id());
+    let (said, _, elapsed) = end_of(child);
+    assert!(elapsed < Duration::from_secs(4), "{elapsed:?} {said}");
+}
+
+#[test]
+fn a_signal_ends_an_open_that_blocks() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 1M");
+    assert!(Command::new("mkfifo").arg(oracle.work().join("pipe")).status().expect("mkfifo runs").success());
+    let child = start_work(&oracle, &["convert", "-f", "raw", "-O", "raw", "pipe", "target.raw"]);
+    std::thread::sleep(Duration::from_millis(300));
+    // An open that doesn't block refuses the pipe, which ends it as well.
+    let _ = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+    let (said, code, elapsed) = end_of(child);
+    assert!(code == Some(143) || code == Some(1), "{code:?} {said}");
+    assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
 }
