@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control thread: starts what was asked for, runs commands one after the other, stops in order.
+//! The control thread: starts what was asked for, runs commands as tasks, stops in order.
 
 use crate::commands;
 use crate::faults;
@@ -8,8 +8,9 @@ use crate::metrics;
 use crate::monitor::MonitorAddress;
 use crate::options::Step;
 use crate::schema;
+use crate::shutdown::shut_down;
 use crate::state::Daemon;
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
 use cowshed_qmp::{Command, QmpResult};
 use cowshed_storage::rt;
 use serde_json::{Value, json};
@@ -74,7 +75,12 @@ pub struct Setup {
     pub queues: usize,
     /// Stop when the last NBD client goes.
     pub stop_when_idle: bool,
+    /// How long stopping in order may take; `None` is however long it takes.
+    pub stop_limit: Option<Duration>,
 }
+
+/// So long stopping in order may take where nothing else is said.
+pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 
 /// An export that is there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,6 +128,17 @@ pub fn version() -> Value {
 /// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that the steps
 /// ask for. When a step fails, what was there already is taken back.
 pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
+    run_with(setup, started, |_| ())
+}
+
+/// As [`run`]. `overdue` is called when stopping in order takes longer than the limit: I/O hangs that keeps the threads which
+/// wait for it, so the process is best ended there.
+pub fn run_with(
+    setup: Setup,
+    started: impl FnOnce(&Ready) -> Result<()>,
+    overdue: impl FnOnce(&Error),
+) -> Result<StopReason> {
+    let stop_limit = setup.stop_limit;
     let (control, messages) = inbox();
     let schema = schema::build()?;
     let daemon = Rc::new(Daemon::new(control.clone(), schema, &setup));
@@ -142,11 +159,14 @@ pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<S
             }
             Err(error) => Err(error),
         };
-        let stopped = daemon.shut_down().await;
+        let stopped = shut_down(&daemon, stop_limit).await;
         // Those who still wait for a command's reply learn that there won't be one.
         drop(messages);
         daemon.events.settle(FAREWELL);
-        result.and_then(|reason| stopped.map(|()| reason))
+        if let (true, Err(error)) = (stopped.is_overdue, &stopped.result) {
+            overdue(error);
+        }
+        result.and_then(|reason| stopped.result.map(|()| reason))
     })
 }
 
@@ -166,13 +186,16 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
         match messages.receive().await {
             Message::Run { command, reply } => {
                 tracing::debug!(command = command.name, "command");
-                let name = command.name.clone();
-                let result = commands::run(daemon, command).await;
-                if let Err(error) = &result {
-                    tracing::info!(command = name, %error, "command failed");
-                }
-                // The client may be gone.
-                let _ = reply.send(result);
+                let running = Rc::clone(daemon);
+                daemon.commands.spawn(async move {
+                    let name = command.name.clone();
+                    let result = commands::run(&running, command).await;
+                    if let Err(error) = &result {
+                        tracing::info!(command = name, %error, "command failed");
+                    }
+                    // The client may be gone.
+                    let _ = reply.send(result);
+                });
             }
             Message::Metrics { reply } => {
                 // The scraper may be gone.

@@ -17,11 +17,14 @@ mod nbd;
 mod objects;
 mod options;
 mod schema;
+mod shutdown;
 mod socket;
 mod state;
 mod statistics;
+mod untrusted;
+mod waiting;
 
-pub use control::{Message, Ready, Served, Setup, StopReason, run, version};
+pub use control::{Message, Ready, STOP_LIMIT, Served, Setup, StopReason, run, run_with, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
 pub use options::{Chardevs, Drive, Step, chardev_help, client_credentials, object_help};

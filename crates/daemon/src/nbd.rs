@@ -3,24 +3,29 @@
 
 use crate::control::{Message, StopReason};
 use crate::events::EventBus;
-
 use crate::inbox::Sender;
-use cowshed_block::{Error, Result};
+use crate::waiting::within;
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
-use cowshed_storage::rt::PollLimit;
+use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;
 use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// So long may requests in flight take when the server stops.
-const GRACE: Duration = Duration::from_secs(10);
+/// So long may the server take to stop, where nothing else is said; half of it is for requests in flight.
+pub(crate) const STOP_LIMIT: Duration = Duration::from_secs(20);
+
+/// So long the removal of an export is waited for: longer than clients may take to receive their last replies. What takes
+/// longer goes on by itself.
+const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
 
 /// How to start the server.
 #[derive(Debug)]
@@ -166,18 +171,40 @@ impl Nbd {
         Ok(())
     }
 
-    /// Ends an export: nobody uses it any more when this returns.
-    pub async fn remove(&self, id: &str, removal: Removal) -> Result<()> {
+    /// Ends an export: nobody uses it any more when this returns, or its last requests hang. Then it is shutting down, and is
+    /// gone when they end.
+    pub async fn remove(self: &Rc<Self>, id: &str, removal: Removal) -> Result<()> {
         let Some(export) = self.find(id) else {
-            return Err(Error::new(cowshed_block::ErrorKind::NotFound, format!("there is no export '{id}'")));
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no export '{id}'")));
         };
+        if export.shutting_down {
+            let message = format!("Export '{id}' is already shutting down");
+            return Err(Error::invalid_argument(message));
+        }
         self.mark(id, true);
+        let (nbd, removed) = (Rc::clone(self), export.clone());
+        let task = rt::spawn(async move { nbd.take_away(removed, removal).await });
+        match within(REMOVAL_PATIENCE, task).await {
+            Some(result) => result,
+            None => {
+                let requests = export.attachment.statistics().in_flight;
+                tracing::warn!(export = id, requests, "requests of a removed export hang; it stays until they end");
+                Ok(())
+            }
+        }
+    }
+
+    async fn take_away(&self, export: Exported, removal: Removal) -> Result<()> {
+        let id = &export.id;
         if let Err(error) = self.server.remove_export(&export.name, removal).await {
             self.mark(id, false);
             return Err(error);
         }
-        self.exports.borrow_mut().retain(|known| known.id != id);
         let detached = export.attachment.detach().await;
+        self.exports.borrow_mut().retain(|known| known.id != *id);
+        if let Err(error) = &detached {
+            tracing::warn!(export = id, %error, "a removed export could not be flushed");
+        }
         self.events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
         detached
     }
@@ -188,16 +215,36 @@ impl Nbd {
         }
     }
 
-    /// Answers what is in flight, flushes, and ends all exports. The first error.
-    pub async fn stop(&self) -> Result<()> {
-        let mut result = self.server.stop(GRACE).await;
-        let exports = std::mem::take(&mut *self.exports.borrow_mut());
+    /// Answers what is in flight, flushes, and ends all exports. The first error, and what did not end within `limit`.
+    pub async fn stop(&self, limit: Duration) -> (Result<()>, Vec<String>) {
+        let end = rt::now() + limit;
+        let server = Arc::clone(&self.server);
+        let stopping = rt::spawn(async move { server.stop(limit / 2).await });
+        let stopped = within(limit * 3 / 4, stopping).await;
+        let is_overdue = stopped.is_none();
+        let mut result = stopped.unwrap_or(Ok(()));
+        let mut hung = Vec::new();
+        let mut exports = std::mem::take(&mut *self.exports.borrow_mut());
+        // Those that answer come first: they are flushed whatever the others do.
+        exports.sort_by_key(|export| export.attachment.statistics().in_flight);
         for export in exports {
-            let detached = export.attachment.detach().await;
-            self.events.emit("BLOCK_EXPORT_DELETED", json!({"id": export.id}));
-            result = result.and(detached);
+            let (id, attachment, events) = (export.id.clone(), Arc::clone(&export.attachment), self.events.clone());
+            let shown = format!("export '{id}' (requests in flight: {})", attachment.statistics().in_flight);
+            let detaching = rt::spawn(async move {
+                let detached = attachment.detach().await;
+                events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
+                drop(export);
+                detached
+            });
+            match within(end.saturating_sub(rt::now()), detaching).await {
+                Some(detached) => result = result.and(detached),
+                None => hung.push(shown),
+            }
         }
-        result
+        if is_overdue && hung.is_empty() {
+            hung.push("the NBD server".to_owned());
+        }
+        (result, hung)
     }
 
     /// Connections at the moment.

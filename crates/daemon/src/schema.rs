@@ -51,6 +51,7 @@ fn add_drivers(schema: &mut Schema) {
         member.value = Type::Named("BlockdevDriver".to_owned());
         member.optional = false;
     }
+    base.members.push(Member { name: crate::untrusted::OPTION.to_owned(), value: Type::Bool, optional: true });
     base.tag = Some("driver".to_owned());
     for driver in DRIVERS {
         let name = format!("{BLOCKDEV_OPTIONS}-{}", driver.name);

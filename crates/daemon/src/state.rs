@@ -10,6 +10,8 @@ use crate::jobs::Jobs;
 use crate::monitor::{Bound, MonitorAddress, MonitorContext};
 use crate::nbd::{Exported, Nbd};
 use crate::objects::Objects;
+use crate::untrusted::Untrusted;
+use crate::waiting::Commands;
 use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
@@ -36,6 +38,10 @@ pub(crate) struct Daemon {
     pub objects: Objects,
     /// Background jobs.
     pub jobs: Rc<Jobs>,
+    /// What images from strangers are held to.
+    pub untrusted: Untrusted,
+    /// Commands that run.
+    pub commands: Commands,
     /// Threads that serve clients.
     pub queues: usize,
     /// Stop when the last client goes.
@@ -59,6 +65,8 @@ impl Daemon {
             control,
             objects: Objects::default(),
             jobs: Rc::default(),
+            untrusted: Untrusted::default(),
+            commands: Commands::default(),
             queues: setup.queues,
             stop_when_idle: setup.stop_when_idle,
             is_starting: Cell::new(true),
@@ -150,22 +158,5 @@ impl Daemon {
         self.inactive.check(name)?;
         let found = self.graph.find(name);
         found.ok_or_else(|| QmpError::generic(format!("Failed to find node with node-name='{name}'")))
-    }
-
-    /// Stops everything, users before what they use. The first error is the result; the rest is stopped all the same.
-    pub async fn shut_down(&self) -> Result<()> {
-        let mut result = Ok(());
-        self.jobs.stop().await;
-        let nbd = self.nbd();
-        self.set_nbd(None);
-        if let Some(nbd) = nbd {
-            result = nbd.stop().await;
-        }
-        let closed = self.graph.close_all().await;
-        for error in [&result, &closed].into_iter().filter_map(|result| result.as_ref().err()) {
-            tracing::error!(%error, "could not stop in order");
-        }
-        self.chardevs.clear();
-        result.and(closed)
     }
 }

@@ -25,8 +25,18 @@ const MOST_SECONDS: f64 = 3e9;
 /// For every verb that opens an image.
 #[derive(Args, Clone, Debug)]
 pub struct UntrustedArgs {
-    /// The image may be hostile: no other file is opened on its word, its tables have tighter limits, and the process
-    /// is confined to the files of the command line
+    #[command(flatten)]
+    of_image: PolicyArgs,
+    /// With --untrusted: give up after so many seconds
+    #[arg(long, value_name = "SECONDS")]
+    time_limit: Option<String>,
+}
+
+/// What an image from a stranger is held to.
+#[derive(Args, Clone, Debug)]
+pub struct PolicyArgs {
+    /// The image may be hostile: no other file is opened on its word, and its tables have tighter limits. A verb that ends
+    /// with its work is confined to the files of the command line
     #[arg(long)]
     untrusted: bool,
     /// With --untrusted: what the image may name all the same, separated by commas
@@ -36,9 +46,6 @@ pub struct UntrustedArgs {
     /// decompressed-bytes
     #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE")]
     limit: Vec<String>,
-    /// With --untrusted: give up after so many seconds
-    #[arg(long, value_name = "SECONDS")]
-    time_limit: Option<String>,
 }
 
 /// `--allow`.
@@ -66,17 +73,16 @@ pub enum Use<'a> {
     ReadFile(&'a str),
 }
 
-impl UntrustedArgs {
+impl PolicyArgs {
     /// Refuses what means nothing without `--untrusted`.
     pub fn check(&self) -> Result<(), Failure> {
         let message = match self {
-            UntrustedArgs { untrusted: true, .. } => return Ok(()),
-            UntrustedArgs { allow, .. } if !allow.is_empty() => {
+            PolicyArgs { untrusted: true, .. } => return Ok(()),
+            PolicyArgs { allow, .. } if !allow.is_empty() => {
                 "--allow needs --untrusted: without it everything is allowed"
             }
-            UntrustedArgs { limit, .. } if !limit.is_empty() => "--limit needs --untrusted",
-            UntrustedArgs { time_limit: Some(_), .. } => "--time-limit needs --untrusted",
-            UntrustedArgs { .. } => return Ok(()),
+            PolicyArgs { limit, .. } if !limit.is_empty() => "--limit needs --untrusted",
+            PolicyArgs { .. } => return Ok(()),
         };
         Err(Failure::new(message))
     }
@@ -100,13 +106,38 @@ impl UntrustedArgs {
             allow_data_file: self.allows(Allowed::DataFile),
             allow_json: self.allows(Allowed::Json),
             allow_backing_probe: self.allows(Allowed::Probe),
-            time_limit: self.time_limit()?,
             ..Policy::untrusted()
         };
         for limit in &self.limit {
             set_limit(&mut policy, limit)?;
         }
         Ok(policy)
+    }
+}
+
+impl UntrustedArgs {
+    /// Refuses what means nothing without `--untrusted`.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.of_image.check()?;
+        match self.is_on() || self.time_limit.is_none() {
+            true => Ok(()),
+            false => Err(Failure::new("--time-limit needs --untrusted")),
+        }
+    }
+
+    /// `--untrusted` was given.
+    pub fn is_on(&self) -> bool {
+        self.of_image.is_on()
+    }
+
+    fn allows(&self, what: Allowed) -> bool {
+        self.of_image.allows(what)
+    }
+
+    /// What the images of the command line are held to.
+    pub fn policy(&self) -> Result<Policy, Failure> {
+        let time_limit = if self.is_on() { self.time_limit()? } else { None };
+        Ok(Policy { time_limit, ..self.of_image.policy()? })
     }
 
     /// The policy for an image that we make by ourselves: what it names, the user has named.
@@ -124,7 +155,7 @@ impl UntrustedArgs {
     /// With `--untrusted`: locks this process in, and watches its time. Comes before anything is opened and before other
     /// threads run.
     pub fn guard(&self, uses: &[Use<'_>], console: &mut Console) -> Result<(), Failure> {
-        if !self.untrusted {
+        if !self.is_on() {
             return Ok(());
         }
         if let Some(limit) = self.time_limit()? {

@@ -7,3 +7,5 @@ mod options;
 mod process;
 mod startup;
 mod stress;
+mod stuck;
+mod untrusted;

@@ -5,8 +5,9 @@
 //! is opened again; so whatever the other process wrote is there.
 
 use super::nodes::describe;
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
+use crate::untrusted;
 use cowshed_image::Node;
 use cowshed_image::graph::nodes_below;
 use cowshed_image::node::LocalFuture;
@@ -22,7 +23,7 @@ pub(super) const GROUP: Group = Group {
     schema: "
 command blockdev-set-active: node-name?: str, active: bool
 ",
-    commands: &[command!("blockdev-set-active", blockdev_set_active)],
+    commands: &[change!("blockdev-set-active", blockdev_set_active)],
 };
 
 /// The options that name a child.
@@ -214,7 +215,7 @@ pub(super) fn activate<'a>(daemon: &'a Rc<Daemon>, name: &'a str) -> LocalFuture
             return daemon.node(name).map(drop);
         };
         let opened = activate_named(daemon, &closed.options).await?;
-        match daemon.graph.add(closed.options).await {
+        match untrusted::add(daemon, closed.options).await {
             Ok(node) => {
                 if closed.is_inserted {
                     daemon.inserted_filters.add(&node);
@@ -260,7 +261,7 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
     // What it stands on stays as it is; an inactive node needs nothing of it.
     let opened = activate_named(daemon, &options).await?;
     let looked_at = options.clone().with("read-only", true).with("force-share", true);
-    let added = daemon.graph.add(looked_at).await.map_err(failed);
+    let added = untrusted::add(daemon, looked_at).await.map_err(failed);
     let described = match added {
         Ok(node) => {
             let described = describe(&node, true).await;

@@ -2,7 +2,7 @@
 //! Dirty bitmaps of nodes.
 
 use super::snapshot::{Action, carry_out, image_of};
-use super::{Arguments, Group, command};
+use super::{Arguments, Group, change};
 use crate::state::Daemon;
 use cowshed_block::Error;
 use cowshed_image::formats::qcow2::BitmapChange;
@@ -32,12 +32,12 @@ command block-dirty-bitmap-disable(BlockDirtyBitmap)
 command block-dirty-bitmap-merge(BlockDirtyBitmapMerge)
 ",
     commands: &[
-        command!("block-dirty-bitmap-add", add),
-        command!("block-dirty-bitmap-remove", remove),
-        command!("block-dirty-bitmap-clear", clear),
-        command!("block-dirty-bitmap-enable", enable),
-        command!("block-dirty-bitmap-disable", disable),
-        command!("block-dirty-bitmap-merge", merge),
+        change!("block-dirty-bitmap-add", add),
+        change!("block-dirty-bitmap-remove", remove),
+        change!("block-dirty-bitmap-clear", clear),
+        change!("block-dirty-bitmap-enable", enable),
+        change!("block-dirty-bitmap-disable", disable),
+        change!("block-dirty-bitmap-merge", merge),
     ],
 };
 

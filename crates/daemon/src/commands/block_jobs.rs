@@ -2,7 +2,7 @@
 //! Starting the jobs that move data between nodes.
 
 use super::snapshot::{free_name, image_of};
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, change, failed, nothing};
 use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream, then_close};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -40,10 +40,10 @@ object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncM
 command blockdev-backup(BlockdevBackup)
 ",
     commands: &[
-        command!("blockdev-mirror", blockdev_mirror),
-        command!("block-commit", block_commit),
-        command!("block-stream", block_stream),
-        command!("blockdev-backup", blockdev_backup),
+        change!("blockdev-mirror", blockdev_mirror),
+        change!("block-commit", block_commit),
+        change!("block-stream", block_stream),
+        change!("blockdev-backup", blockdev_backup),
     ],
 };
 

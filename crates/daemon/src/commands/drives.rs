@@ -4,14 +4,13 @@
 
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_sync, mirror_to, plan_backup};
 use super::snapshot::image_of;
-use super::{Arguments, Group, command, failed, free_name, nothing};
+use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::create::CreateRequest;
 use cowshed_image::open::options_of_name;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -29,7 +28,7 @@ object DriveMirror: job-id?: str, device: str, target: str, format?: str, node-n
 command drive-backup(DriveBackup)
 command drive-mirror(DriveMirror)
 ",
-    commands: &[command!("drive-backup", drive_backup), command!("drive-mirror", drive_mirror)],
+    commands: &[change!("drive-backup", drive_backup), change!("drive-mirror", drive_mirror)],
 };
 
 /// An image that was opened for a job.
@@ -101,10 +100,6 @@ fn remove(created: Option<String>) {
 
 /// Makes an image as large as the source, on top of `below`; its file name. A file that is there already is left alone.
 async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, format: &str) -> QmpResult<String> {
-    if Path::new(file).exists() {
-        let message = format!("{file}: there is a file of this name already; mode 'existing' takes it as it is");
-        return Err(QmpError::generic(message));
-    }
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),
@@ -114,7 +109,7 @@ async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, forma
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
+    new_file::create(request).await?;
     Ok(file.to_owned())
 }
 

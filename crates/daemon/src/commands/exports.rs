@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, activity, command, failed, nothing};
-use crate::nbd::{ExportSpec, Nbd, NbdSetup};
+use super::{Arguments, Group, activity, change, command, failed, nothing};
+use crate::nbd::{ExportSpec, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::state::Daemon;
 use cowshed_block::ErrorKind;
@@ -44,7 +44,7 @@ object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
-object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool
+object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool, x-requests?: int
 command query-block-exports -> [BlockExportInfo]
 event BLOCK_IO_ERROR: qom-path: str, device: str, node-name?: str, operation: IoOperationType, action: BlockErrorAction
   , nospace?: bool, reason: str
@@ -53,10 +53,10 @@ event BLOCK_EXPORT_DELETED: id: str
 ",
     commands: &[
         command!("nbd-server-start", nbd_server_start),
-        command!("nbd-server-add", nbd_server_add),
+        change!("nbd-server-add", nbd_server_add),
         command!("nbd-server-remove", nbd_server_remove),
         command!("nbd-server-stop", nbd_server_stop),
-        command!("block-export-add", block_export_add),
+        change!("block-export-add", block_export_add),
         command!("block-export-del", block_export_del),
         command!("query-block-exports", query_block_exports),
     ],
@@ -189,7 +189,11 @@ fn listen_options(members: &Map<String, Value>) -> QmpResult<ListenOptions> {
 async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let nbd = daemon.nbd().ok_or_else(not_running)?;
     daemon.set_nbd(None);
-    nbd.stop().await.map_err(failed)?;
+    let (result, hung) = nbd.stop(STOP_LIMIT).await;
+    if !hung.is_empty() {
+        tracing::warn!("the NBD server has stopped, and what hangs stays until it ends: {}", hung.join(", "));
+    }
+    result.map_err(failed)?;
     nothing()
 }
 
@@ -322,6 +326,8 @@ async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Va
     let nbd = found.ok_or_else(|| QmpError::generic(format!("Export '{id}' is not found")))?;
     nbd.remove(id, removal).await.map_err(|error| match error.kind() {
         ErrorKind::Busy => QmpError::generic(format!("export '{id}' still in use")),
+        // QEMU's words, which don't name the file.
+        ErrorKind::InvalidArgument => QmpError::generic(error.message().to_owned()),
         _ => failed(error),
     })?;
     nothing()
@@ -330,8 +336,12 @@ async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Va
 async fn query_block_exports(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let exports = daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
     let info = |export: &crate::nbd::Exported| {
-        json!({"id": export.id, "type": "nbd", "node-name": export.attachment.node().name(),
-               "shutting-down": export.shutting_down})
+        let mut info = json!({"id": export.id, "type": "nbd", "node-name": export.attachment.node().name(),
+                              "shutting-down": export.shutting_down});
+        if export.shutting_down {
+            info["x-requests"] = json!(export.attachment.statistics().in_flight);
+        }
+        info
     };
     Ok(exports.iter().map(info).collect())
 }

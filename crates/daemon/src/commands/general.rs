@@ -4,8 +4,9 @@
 use super::{Arguments, Group, command, nothing};
 use crate::control::{StopReason, version};
 use crate::state::Daemon;
+use crate::waiting::Running;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
@@ -20,6 +21,8 @@ command qmp_capabilities: enable?: [QMPCapability]
 command query-version -> VersionInfo
 command query-commands -> [CommandInfo]
 command query-qmp-schema -> [any]
+object XRunningCommand: name: str, seconds: int, waits-for-turn: bool
+command x-query-running -> [XRunningCommand]
 command quit
 event SHUTDOWN: guest: bool, reason: ShutdownCause
 ",
@@ -28,6 +31,7 @@ event SHUTDOWN: guest: bool, reason: ShutdownCause
         command!("query-version", query_version),
         command!("query-commands", query_commands),
         command!("query-qmp-schema", query_qmp_schema),
+        command!("x-query-running", query_running),
         command!("quit", quit),
     ],
 };
@@ -47,6 +51,13 @@ async fn query_commands(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<
 
 async fn query_qmp_schema(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     Ok(daemon.schema.query_schema())
+}
+
+/// The commands that have not ended, with how long they have run; this one is left out.
+async fn query_running(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
+    let running = daemon.commands.list().into_iter().filter(|one| one.name != "x-query-running");
+    let about = |one: Rc<Running>| json!({"name": one.name, "seconds": one.seconds(), "waits-for-turn": one.waits_for_turn.get()});
+    Ok(running.map(about).collect())
 }
 
 async fn quit(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {

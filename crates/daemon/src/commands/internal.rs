@@ -2,7 +2,7 @@
 //! Internal snapshots of images in use.
 
 use super::snapshot::image_of;
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::Result;
 use cowshed_image::Node;
@@ -23,8 +23,8 @@ command blockdev-snapshot-internal-sync(BlockdevSnapshotInternal)
 command blockdev-snapshot-delete-internal-sync: device: str, id?: str, name?: str -> SnapshotInfo
 ",
     commands: &[
-        command!("blockdev-snapshot-internal-sync", take),
-        command!("blockdev-snapshot-delete-internal-sync", delete),
+        change!("blockdev-snapshot-internal-sync", take),
+        change!("blockdev-snapshot-delete-internal-sync", delete),
     ],
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs: starting, steering, listing.
 
-use super::{Arguments, Group, command, failed, free_name, nothing};
+use super::{Arguments, Group, change, command, failed, free_name, nothing};
 use crate::jobs::{Status, Wish};
 use crate::state::Daemon;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -60,7 +60,7 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
         command!("block-job-dismiss", job_dismiss),
         command!("block-job-finalize", job_finalize),
         command!("block-job-set-speed", block_job_set_speed),
-        command!("block-job-change", block_job_change),
+        change!("block-job-change", block_job_change),
     ],
 };
 

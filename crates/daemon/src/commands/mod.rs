@@ -12,6 +12,7 @@ mod exports;
 mod general;
 mod internal;
 mod jobs;
+mod new_file;
 mod nodes;
 mod objects;
 mod snapshot;
@@ -40,6 +41,9 @@ type Handler = fn(Rc<Daemon>, Arguments) -> LocalFuture<'static, QmpResult<Value
 pub(crate) struct CommandInfo {
     pub name: &'static str,
     pub run: Handler,
+    /// It changes the graph: one at a time. The others run whatever waits, so they change nothing across an `.await` that a
+    /// change depends on.
+    pub is_change: bool,
 }
 
 /// Commands that belong together.
@@ -71,20 +75,44 @@ pub(crate) const GROUPS: &[&Group] = &[
 /// A line of a group's table.
 macro_rules! command {
     ($name:literal, $run:path) => {
-        $crate::commands::CommandInfo { name: $name, run: |daemon, arguments| Box::pin($run(daemon, arguments)) }
+        $crate::commands::CommandInfo {
+            name: $name,
+            run: |daemon, arguments| Box::pin($run(daemon, arguments)),
+            is_change: false,
+        }
     };
 }
 pub(crate) use command;
 
+/// As `command!`, for one that changes the graph.
+macro_rules! change {
+    ($name:literal, $run:path) => {
+        $crate::commands::CommandInfo { is_change: true, ..$crate::commands::command!($name, $run) }
+    };
+}
+pub(crate) use change;
+
 /// Runs a command that the schema has checked.
 pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Value> {
-    call(daemon, &command.name, command.arguments).await
+    let Command { name, arguments, .. } = command;
+    let listed = daemon.commands.begin(&name);
+    let work = async {
+        let _turn = match find(&name).is_some_and(|found| found.is_change) {
+            true => Some(daemon.commands.turn(&listed).await?),
+            false => None,
+        };
+        call(daemon, &name, arguments).await
+    };
+    daemon.commands.watched(&name, work).await
+}
+
+fn find(name: &str) -> Option<&'static CommandInfo> {
+    GROUPS.iter().flat_map(|group| group.commands).find(|known| known.name == name)
 }
 
 /// As [`run`], by name.
 pub(crate) async fn call(daemon: &Rc<Daemon>, name: &str, arguments: Map<String, Value>) -> QmpResult<Value> {
-    let found = GROUPS.iter().flat_map(|group| group.commands).find(|known| known.name == name);
-    match found {
+    match find(name) {
         Some(found) => (found.run)(Rc::clone(daemon), Arguments::new(arguments)).await,
         None => Err(QmpError::generic(format!("there is no command '{name}'"))),
     }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes: adding, deleting, listing, resizing.
 
-use super::{Arguments, Group, activity, command, failed, nothing};
+use super::{Arguments, Group, activity, change, command, failed, nothing};
 use crate::state::Daemon;
+use crate::untrusted;
+use crate::waiting::within;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::node::ChildRole;
@@ -13,6 +15,7 @@ use cowshed_storage::{CacheMode, File};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -32,10 +35,10 @@ object BlockDeviceInfo: file: str, node-name: str, ro: bool, drv: str, backing_f
 command query-named-block-nodes: flat?: bool -> [BlockDeviceInfo]
 ",
     commands: &[
-        command!("blockdev-add", blockdev_add),
-        command!("blockdev-del", blockdev_del),
-        command!("block_resize", block_resize),
-        command!("blockdev-reopen", blockdev_reopen),
+        change!("blockdev-add", blockdev_add),
+        change!("blockdev-del", blockdev_del),
+        change!("block_resize", block_resize),
+        change!("blockdev-reopen", blockdev_reopen),
         command!("query-named-block-nodes", query_named_block_nodes),
     ],
 };
@@ -51,17 +54,27 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
     if options.text("driver").is_none() {
         return Err(QmpError::generic("Parameter 'driver' is missing"));
     }
-    let Some(name) = options.text("node-name") else {
+    let Some(name) = options.text("node-name").map(str::to_owned) else {
         return Err(QmpError::generic("'node-name' must be specified for the root node"));
     };
-    if daemon.graph.find(name).is_some() || daemon.inactive.contains(name) {
+    if daemon.graph.find(&name).is_some() || daemon.inactive.contains(&name) {
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
+    untrusted::take_option(daemon, &mut options);
+    let added = add_active(daemon, options).await;
+    if let Err(failure) = added {
+        daemon.untrusted.forget(&name);
+        return Err(failure);
+    }
+    Ok(())
+}
+
+async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
     if options.remove("active").is_some_and(|active| [json!(false), json!("off")].contains(&active)) {
         return activity::add_inactive(daemon, options).await;
     }
     let opened = activity::activate_named(daemon, &options).await?;
-    let node = match daemon.graph.add(options).await {
+    let node = match untrusted::add(daemon, options).await {
         Ok(node) => node,
         Err(error) => {
             activity::take_back(daemon, opened).await;
@@ -76,11 +89,16 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
 
 async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if daemon.inactive.delete(arguments.text("node-name"))? {
+        daemon.untrusted.forget(arguments.text("node-name"));
         return nothing();
     }
     let node = daemon.node(arguments.text("node-name"))?;
     daemon.jobs.check_free(&node)?;
-    daemon.graph.delete(node.name()).await.map_err(failed)?;
+    let deleted = daemon.graph.delete(node.name()).await.map_err(failed);
+    if daemon.graph.find(node.name()).is_none() {
+        daemon.untrusted.forget(node.name());
+    }
+    deleted?;
     nothing()
 }
 
@@ -146,7 +164,7 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
 
 /// A `BlockDeviceInfo`. `flat`: without the images below.
 pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
-    let image = image_of(node).await?;
+    let image = image_in_time(node).await?;
     let depth = std::iter::successors(node.backing(), |node| node.backing()).count();
     let children: Vec<Value> = node
         .children()
@@ -162,7 +180,8 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "cache": {"writeback": !node.is_writethrough(), "direct": cache.direct, "no-flush": cache.no_flush},
     });
-    let bitmaps = super::bitmaps::list(node).await;
+    // What can't be read now is left out.
+    let bitmaps = within(ANSWER_LIMIT, super::bitmaps::list(node)).await.unwrap_or_default();
     if !bitmaps.is_empty() {
         info["dirty-bitmaps"] = Value::Array(bitmaps);
     }
@@ -187,7 +206,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         let mut below = node.backing();
         let mut images = Vec::new();
         while let Some(node) = below {
-            images.push(image_of(&node).await?);
+            images.push(image_in_time(&node).await?);
             below = node.backing();
         }
         // Each image holds the one that it stands on.
@@ -202,6 +221,18 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     match info {
         Value::Object(map) => Ok(map),
         _ => Err(QmpError::generic("a node's description is no object")),
+    }
+}
+
+/// So long the disk of a node may take to tell something about it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// As [`image_of`]; of a disk that doesn't answer, what is known without it.
+async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
+    match within(ANSWER_LIMIT, image_of(node)).await {
+        Some(image) => image,
+        None => Ok(json!({"filename": node.filename(), "format": node.driver_name(), "virtual-size": node.size(),
+                          "dirty-flag": false})),
     }
 }
 

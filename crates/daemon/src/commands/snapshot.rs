@@ -5,10 +5,10 @@ use super::bitmaps::{self, BitmapAction, BitmapChanged};
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::create::CreateRequest;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -46,10 +46,10 @@ command change-backing-file: device: str, image-node-name: str, backing-file: st
 command transaction: actions: [TransactionAction], properties?: TransactionProperties
 ",
     commands: &[
-        command!("blockdev-snapshot", blockdev_snapshot),
-        command!("blockdev-snapshot-sync", blockdev_snapshot_sync),
-        command!("transaction", transaction),
-        command!("change-backing-file", change_backing_file),
+        change!("blockdev-snapshot", blockdev_snapshot),
+        change!("blockdev-snapshot-sync", blockdev_snapshot_sync),
+        change!("transaction", transaction),
+        change!("change-backing-file", change_backing_file),
     ],
 };
 
@@ -333,10 +333,6 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
 
 /// Creates an overlay over the node; its file name. A file that is there already is left alone.
 async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
-    if std::path::Path::new(file).exists() {
-        let message = format!("{file}: there is a file of this name already; mode 'existing' takes it as it is");
-        return Err(QmpError::generic(message));
-    }
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),
@@ -346,8 +342,7 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    let plan = prepare(&request).await.map_err(failed)?;
-    plan.run().await.map_err(failed)?;
+    new_file::create(request).await?;
     Ok(file.to_owned())
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `block_set_io_throttle`: limits for an export or a node, with a throttle filter put in where there is none.
 
-use super::{Arguments, Group, command, failed, nothing};
+use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::filters::throttle::Limits;
@@ -21,7 +21,7 @@ command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bp
   , iops_wr_max?: int, bps_max_length?: int, bps_rd_max_length?: int, bps_wr_max_length?: int, iops_max_length?: int
   , iops_rd_max_length?: int, iops_wr_max_length?: int, iops_size?: int, group?: str
 ",
-    commands: &[command!("block_set_io_throttle", block_set_io_throttle)],
+    commands: &[change!("block_set_io_throttle", block_set_io_throttle)],
 };
 
 /// Names of filters that the command puts in start so.

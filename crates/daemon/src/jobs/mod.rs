@@ -6,6 +6,7 @@ mod work;
 pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close};
 
 use crate::events::EventBus;
+use crate::waiting::within;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
@@ -298,7 +299,8 @@ pub(crate) struct JobSpec {
 #[derive(Default)]
 pub(crate) struct Jobs {
     list: RefCell<Vec<Rc<Job>>>,
-    tasks: RefCell<Vec<JoinHandle<()>>>,
+    /// With the ids of their jobs.
+    tasks: RefCell<Vec<(String, JoinHandle<()>)>>,
 }
 
 impl Jobs {
@@ -369,6 +371,7 @@ impl Jobs {
     pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
         let jobs = Rc::clone(self);
         job.enter(Status::Running);
+        let id = job.id.clone();
         let task = rt::spawn(async move {
             let (mut result, finish) = work.await;
             if result.is_ok() {
@@ -382,8 +385,8 @@ impl Jobs {
             jobs.conclude(&job, result.and(finished));
         });
         let mut tasks = self.tasks.borrow_mut();
-        tasks.retain(|task| !task.is_finished());
-        tasks.push(task);
+        tasks.retain(|(_, task)| !task.is_finished());
+        tasks.push((id, task));
     }
 
     fn conclude(&self, job: &Rc<Job>, result: Result<()>) {
@@ -418,14 +421,19 @@ impl Jobs {
         }
     }
 
-    /// Cancels all jobs and waits for their ends.
-    pub async fn stop(&self) {
+    /// Cancels all jobs and waits for their ends, for at most `limit`. The ids of those that don't end.
+    pub async fn stop(&self, limit: Duration) -> Vec<String> {
         for job in self.list() {
             job.handle.cancel();
         }
         let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
-        for task in tasks {
-            task.await;
+        let end = rt::now() + limit;
+        let mut late = Vec::new();
+        for (id, task) in tasks {
+            if within(end.saturating_sub(rt::now()), task).await.is_none() {
+                late.push(id);
+            }
         }
+        late
     }
 }

@@ -4,10 +4,11 @@
 use super::temporary;
 use crate::commands;
 use crate::state::Daemon;
+use crate::untrusted;
 use cowshed_block::{Error, Result};
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::open::{Cache, options_of_name};
+use cowshed_image::open::{Cache, Policy, options_of_name};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off};
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::stats::Accounting;
@@ -30,6 +31,8 @@ pub struct Drive {
     apart: bool,
     /// What is read from a backing file is written to the image (`copy-on-read`).
     copies: bool,
+    /// What a stranger's image is held to.
+    policy: Option<Policy>,
     controls: Controls,
 }
 
@@ -69,6 +72,7 @@ impl Drive {
             snapshot: None,
             apart: false,
             copies: false,
+            policy: None,
             controls,
         }
     }
@@ -191,6 +195,11 @@ impl Drive {
         Ok(())
     }
 
+    /// The image is a stranger's: it is held to this policy.
+    pub fn hold_to(&mut self, policy: Policy) {
+        self.policy = Some(policy);
+    }
+
     /// Leaves the image as it is: what clients write goes to a temporary overlay, in the folder that `TMPDIR` names, else in
     /// `/var/tmp`.
     pub fn keep_writes_apart(&mut self) {
@@ -215,8 +224,12 @@ impl Drive {
             options.insert("read-only", true);
         }
         let above = self.apart.then(|| options.clone());
-        let request = OpenRequest::options(options).cache_mode(self.cache).snapshot(self.snapshot);
-        let node = daemon.graph.add_with(request).await?;
+        if let Some(policy) = self.policy {
+            untrusted::hold(daemon, &options, policy);
+        }
+        let (cache, snapshot) = (self.cache, self.snapshot);
+        let more = |request: OpenRequest| request.cache_mode(cache).snapshot(snapshot);
+        let node = untrusted::add_with(daemon, options, more).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");
         }

@@ -150,8 +150,9 @@ impl Attachment {
     /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
     /// changes nothing; later, the node is given back all the same.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
-        let one_change = self.graph.changing().await;
+        // In this order, or a request that never ends would keep every other change of the graph waiting.
         let drained = self.drain().await;
+        let one_change = self.graph.changing().await;
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;

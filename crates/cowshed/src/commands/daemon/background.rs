@@ -70,30 +70,3 @@ impl Background {
         Ok(())
     }
 }
-
-/// A file with the number of this process; locked while it lives, removed when it ends in order.
-pub struct PidFile {
-    path: String,
-    _file: File,
-}
-
-impl PidFile {
-    pub fn write(path: &str) -> Result<PidFile, Failure> {
-        let failed = |what: &str| Failure::new(format!("{path}: could not write the pid file: {what}"));
-        let open = File::options().write(true).create(true).truncate(false).open(path);
-        let mut file = open.map_err(|error| failed(&error.to_string()))?;
-        if file.try_lock().is_err() {
-            return Err(failed("another process has locked it"));
-        }
-        let text = format!("{}\n", std::process::id());
-        file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).map_err(|error| failed(&error.to_string()))?;
-        Ok(PidFile { path: path.to_owned(), _file: file })
-    }
-}
-
-impl Drop for PidFile {
-    fn drop(&mut self) {
-        // Nothing depends on it: the lock is what tells.
-        let _ = std::fs::remove_file(&self.path);
-    }
-}

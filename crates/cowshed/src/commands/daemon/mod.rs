@@ -5,18 +5,24 @@ mod background;
 mod list;
 mod logging;
 pub mod nbd;
+mod pid_file;
 pub mod serve;
 pub mod storage_daemon;
 pub mod top;
 
-use super::Verb;
+use super::{Verb, work};
 use crate::output::{Console, Failure};
-use background::{Background, PidFile};
+use background::Background;
+use clap::Args;
 use cowshed_block::Error;
-use cowshed_daemon::{Message, Ready, Sender, Setup, StopReason};
+use cowshed_daemon::{Message, Ready, STOP_LIMIT, Sender, Setup, StopReason};
 use logging::LogFormat;
+use pid_file::PidFile;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use std::any::Any;
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
 
 /// Programs of QEMU whose names and command lines we have, besides qemu-img.
 pub const TOOLS: &[Verb] = &[nbd::VERB, storage_daemon::VERB, super::io::QEMU_IO];
@@ -30,7 +36,32 @@ struct Running {
     log: LogFormat,
     /// What is logged where `RUST_LOG` doesn't say it.
     log_level: &'static str,
+    /// Dropped at the end, in whatever way that comes.
+    kept: Option<Box<dyn Any>>,
 }
+
+/// How long stopping in order may take.
+#[derive(Args, Clone, Debug)]
+struct StopArgs {
+    /// Stop in order within so many seconds, and end then whatever hangs; 0: however long it takes
+    #[arg(long, value_name = "SECONDS", default_value_t = STOP_LIMIT.as_secs())]
+    stop_timeout: u64,
+}
+
+impl StopArgs {
+    fn limit(&self) -> Option<Duration> {
+        (self.stop_timeout > 0).then(|| Duration::from_secs(self.stop_timeout.min(MOST_SECONDS)))
+    }
+}
+
+/// The longest time to stop in: a century.
+const MOST_SECONDS: u64 = 3_000_000_000;
+
+/// How often a daemon that stops looks for a second signal.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// How much later than the daemon itself its signals' thread ends the process: when even the control thread hangs.
+const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
     /// Runs it to its end. `announce` tells the user what is there now.
@@ -47,12 +78,13 @@ impl Running {
             false => None,
         };
         logging::start(self.log, self.log_level)?;
-        let mut pid_file = None;
+        let stop_limit = self.setup.stop_limit;
+        let left = RefCell::new((None, self.kept));
         let mut trouble: Option<Failure> = None;
-        let result = cowshed_daemon::run(self.setup, |ready| {
+        let started = |ready: &Ready| {
             let up = || -> Result<(), Failure> {
-                stop_on_signals(ready.control.clone())?;
-                pid_file = self.pid_file.as_deref().map(PidFile::write).transpose()?;
+                stop_on_signals(ready.control.clone(), stop_limit)?;
+                left.borrow_mut().0 = self.pid_file.as_deref().map(PidFile::write).transpose()?;
                 announce(ready);
                 background.map_or(Ok(()), Background::detach)
             };
@@ -61,8 +93,12 @@ impl Running {
                 trouble = Some(failure);
                 error
             })
+        };
+        let result = cowshed_daemon::run_with(self.setup, started, |error| {
+            drop(left.take());
+            work::end_process(error.to_string(), 1)
         });
-        drop(pid_file);
+        drop(left);
         match (result, trouble) {
             (_, Some(failure)) => Err(failure),
             (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
@@ -73,21 +109,25 @@ impl Running {
 
 /// A signal stops the daemon in order; a second Ctrl-C ends the process at once. Other signals may come twice (from a
 /// service manager and from a wrapper): what isn't flushed yet must not be lost for that.
-fn stop_on_signals(control: Sender<Message>) -> Result<(), Failure> {
+fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
     let watch = move || {
-        let mut stopping = false;
-        for signal in &mut signals {
-            tracing::info!(signal, "stopping");
-            if std::mem::replace(&mut stopping, true) {
-                if signal == SIGINT {
-                    std::process::exit(128 + signal);
-                }
-                continue;
+        let Some(first) = signals.forever().next() else { return };
+        tracing::info!(signal = first, "stopping");
+        // Fails only when it has stopped already.
+        let _ = control.send(Message::Stop(StopReason::Signal(first)));
+        let stopping = Instant::now();
+        loop {
+            if signals.pending().any(|signal| signal == SIGINT) {
+                std::process::exit(128 + SIGINT);
             }
-            // Fails only when it has stopped already.
-            let _ = control.send(Message::Stop(StopReason::Signal(signal)));
+            if let Some(limit) = stop_limit.filter(|limit| stopping.elapsed() > *limit + STUCK_CONTROL) {
+                let message =
+                    format!("could not stop in order (stop timeout {} s): the control thread hangs", limit.as_secs());
+                work::end_process(message, 1);
+            }
+            std::thread::sleep(LOOK);
         }
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed)?;

@@ -2,7 +2,7 @@
 //! `qemu-nbd`: one image, one export.
 
 use super::super::Verb;
-use super::{LogFormat, Running, default_queues};
+use super::{LogFormat, Running, StopArgs, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
@@ -130,6 +130,8 @@ struct NbdArgs {
     /// FILE is an option string
     #[arg(long)]
     image_opts: bool,
+    #[command(flatten)]
+    stop: StopArgs,
     /// The image
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     file: Vec<String>,
@@ -283,7 +285,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
                         "bitmaps": args.bitmap});
     steps.push(Step::call(file, "block-export-add", "BlockExportOptions", export));
     let running = Running {
-        setup: Setup { steps, queues: default_queues(), stop_when_idle: !args.persistent },
+        setup: Setup {
+            steps,
+            queues: default_queues(),
+            stop_when_idle: !args.persistent,
+            stop_limit: args.stop.limit(),
+        },
+        kept: None,
         background: args.fork,
         pid_file: args.pid_file.clone(),
         log: LogFormat::Text,

@@ -2,12 +2,14 @@
 //! `serve`: images over NBD, with what most people want as defaults.
 
 use super::super::Verb;
-use super::{LogFormat, Running, default_queues};
+use super::super::untrusted::PolicyArgs;
+use super::{LogFormat, Running, StopArgs, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Drive, MonitorAddress, Ready, Setup, Step};
 use cowshed_storage::SocketAddress;
 use serde_json::json;
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -19,7 +21,7 @@ pub const VERB: Verb = Verb {
     operands: "[FILE]...",
     details: "Without an address it listens on a new Unix socket and prints its URI. One FILE is the default export; of \
               several each has its name without folder and ending. What clients do is logged on standard error. SIGTERM \
-              and Ctrl-C stop it in order: what is in flight is answered, and everything is flushed.\n\n\
+              and Ctrl-C stop it in order: what is in flight is answered, and everything is flushed, as far as disks answer within --stop-timeout.\n\n\
               A service manager can pass sockets (LISTEN_FDS). See docs/daemon.md.",
     examples: "  cowshed serve disk.qcow2
       Prints a URI such as nbd+unix:///?socket=/tmp/cowshed-1234/nbd.sock.
@@ -96,6 +98,10 @@ struct ServeArgs {
     /// The log: lines for people, or JSON
     #[arg(long, value_enum, default_value_t, value_name = "text|json")]
     log_format: LogFormat,
+    #[command(flatten)]
+    stop: StopArgs,
+    #[command(flatten)]
+    untrusted: PolicyArgs,
     /// Images
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     files: Vec<String>,
@@ -145,6 +151,10 @@ impl ServeArgs {
             let id = unique(&mut names, format!("drive{}", drives.len()));
             drives.push(Drive::parse(text, &id, !self.read_only)?);
         }
+        if self.untrusted.is_on() {
+            let policy = self.untrusted.policy()?;
+            drives.iter_mut().for_each(|drive| drive.hold_to(policy.clone()));
+        }
         match drives.is_empty() && self.monitors.is_empty() {
             true => Err(Failure::usage("Expecting an image file name, --drive or --monitor")),
             false => Ok(drives),
@@ -176,6 +186,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if super::show_object_help(&args.objects, console)? {
         return Ok(0);
     }
+    args.untrusted.check()?;
     let drives = args.drives()?;
     let mut steps = Vec::new();
     if let Some(size) = &args.metadata_budget {
@@ -217,15 +228,19 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         steps.push(Step::metrics("--metrics", address));
     }
     let running = Running {
-        setup: Setup { steps, queues: args.queues.unwrap_or_else(default_queues), stop_when_idle: args.once },
+        setup: Setup {
+            steps,
+            queues: args.queues.unwrap_or_else(default_queues),
+            stop_when_idle: args.once,
+            stop_limit: args.stop.limit(),
+        },
         background: args.daemonize,
         pid_file: args.pidfile.clone(),
         log: args.log_format,
         log_level: "info",
+        kept: folder.map(|folder| Box::new(folder) as Box<dyn Any>),
     };
-    let result = running.run(|ready| announce(ready, console));
-    drop(folder);
-    result
+    running.run(|ready| announce(ready, console))
 }
 
 fn announce(ready: &Ready, console: &mut Console) {

@@ -2,9 +2,9 @@
 //! `qemu-storage-daemon`: nodes, exports and monitors, all said on the command line.
 
 use super::super::Verb;
-use super::{LogFormat, Running, default_queues};
+use super::{LogFormat, Running, StopArgs, default_queues};
 use crate::output::{Console, Failure};
-use clap::{Arg, ArgAction, ArgMatches};
+use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Chardevs, Setup, Step};
 
 pub const VERB: Verb = Verb {
@@ -36,7 +36,7 @@ fn arguments(command: clap::Command) -> clap::Command {
     let step = |(name, value, help): &(&'static str, &'static str, &'static str)| {
         Arg::new(*name).long(*name).value_name(*value).action(ArgAction::Append).help(*help)
     };
-    command.args(STEPS.iter().map(step)).args([
+    StopArgs::augment_args(command).args(STEPS.iter().map(step)).args([
         Arg::new("daemonize").long("daemonize").action(ArgAction::SetTrue).help("Go into the background once it is up"),
         Arg::new("pidfile").long("pidfile").value_name("PATH").help("Write the process's number to a file"),
         Arg::new("metadata-budget")
@@ -67,7 +67,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Ok(0);
     }
     let running = Running {
-        setup: Setup { steps: steps(matches)?, queues: default_queues(), stop_when_idle: false },
+        setup: Setup {
+            steps: steps(matches)?,
+            queues: default_queues(),
+            stop_when_idle: false,
+            stop_limit: StopArgs::from_arg_matches(matches)?.limit(),
+        },
+        kept: None,
         background: matches.get_flag("daemonize"),
         pid_file: matches.get_one("pidfile").cloned(),
         log: LogFormat::Text,

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A disk that never answers: it keeps neither monitors, nor other disks, nor the daemon's end.
+
+use super::process::{COWSHED, Killed, Monitor, Serving, text, tool};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Longer than anything here should take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A daemon with a disk of its own, `disk`, and one on a server that can fall silent, `remote`. Both are exports.
+struct Bench {
+    daemon: Serving,
+    server: Serving,
+    folder: tempfile::TempDir,
+}
+
+impl Bench {
+    fn start(options: &[&str]) -> Bench {
+        let (folder, qemu) = (temp_dir(), Qemu::system());
+        let at = |name: &str| folder.path().join(name);
+        qemu.create(&at("disk.qcow2"), "qcow2", "", 8 << 20);
+        qemu.create(&at("remote.raw"), "raw", "", 8 << 20);
+        std::fs::create_dir(at("server")).expect("a folder");
+        let mut server = Serving::start(&at("server"), &["serve", "-f", "raw", "-k", "r.sock", "../remote.raw"]);
+        server.line();
+        let common = ["serve", "-k", "n.sock", "--monitor", "m.sock", "-x", "disk", "disk.qcow2"];
+        let mut daemon = Serving::start(folder.path(), &[&common, options].concat());
+        daemon.line();
+        daemon.line();
+        let bench = Bench { daemon, server, folder };
+        let mut monitor = bench.monitor();
+        let socket = bench.folder.path().join("server/r.sock");
+        let remote = json!({"driver": "nbd", "node-name": "remote", "server": {"type": "unix", "path": socket}});
+        monitor.command("blockdev-add", remote);
+        let export = json!({"type": "nbd", "id": "remote", "node-name": "remote", "writable": true});
+        monitor.command("block-export-add", export);
+        bench
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn monitor(&self) -> Monitor {
+        Monitor::connect(&self.path().join("m.sock"))
+    }
+
+    fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.path().join("n.sock").display())
+    }
+
+    /// A client with a write to the silent disk, which is on its way when this returns.
+    fn stuck_client(&mut self) -> Killed {
+        self.server.signal("STOP");
+        let client = Command::new(COWSHED)
+            .args(["io", "-f", "raw", "-c", "write -P 5 0 64k", &self.uri("remote")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let client = Killed(client.expect("our own binary runs"));
+        self.daemon.await_log("client uses export");
+        // The request follows the client by as much as a few messages take.
+        std::thread::sleep(Duration::from_millis(500));
+        client
+    }
+
+    /// A command on a monitor of its own, which hangs.
+    fn stuck_command(&self, name: &'static str, arguments: Value) -> JoinHandle<Value> {
+        let mut monitor = self.monitor();
+        let command = std::thread::spawn(move || monitor.command(name, arguments));
+        let mut monitor = self.monitor();
+        await_that(name, || {
+            let running = monitor.command("x-query-running", json!({}));
+            running.as_array().expect("a list").iter().any(|one| one["name"] == name)
+        });
+        command
+    }
+}
+
+#[track_caller]
+fn await_that(what: &str, mut is_so: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < PATIENCE, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_disk_that_never_answers_keeps_no_monitor() {
+    let mut bench = Bench::start(&[]);
+    let client = bench.stuck_client();
+    let overlay = bench.path().join("overlay.qcow2");
+    let snapshot = json!({"device": "remote", "snapshot-file": overlay, "format": "qcow2"});
+    let stuck = bench.stuck_command("blockdev-snapshot-sync", snapshot);
+
+    // Another monitor goes on, with everything that changes no disk.
+    let mut monitor = bench.monitor();
+    let started = Instant::now();
+    for query in ["query-version", "query-named-block-nodes", "query-block-exports", "query-blockstats", "query-jobs"] {
+        monitor.command(query, json!({}));
+    }
+    monitor.command("object-add", json!({"qom-type": "throttle-group", "id": "g"}));
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    // So do the clients of the other disk.
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 1M", "-c", "flush", &bench.uri("disk")]).expect_ok();
+    // It is reported.
+    bench.daemon.await_log("the command has run for 5 s");
+
+    // The export can be taken away from its client; it is gone when its request ends.
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    let exports = monitor.command("query-block-exports", json!({}));
+    let remote = exports.as_array().expect("a list").iter().find(|one| one["id"] == "remote").expect("still there");
+    assert_eq!((&remote["shutting-down"], &remote["x-requests"]), (&json!(true), &json!(1)), "{exports}");
+    let refused = monitor.refusal("block-export-del", &json!({"id": "remote", "mode": "hard"}));
+    assert_eq!(refused, "Export 'remote' is already shutting down");
+    bench.daemon.await_log("requests of a removed export hang");
+
+    bench.server.signal("CONT");
+    await_that("the export goes", || {
+        let exports = monitor.command("query-block-exports", json!({}));
+        exports.as_array().expect("a list").iter().all(|one| one["id"] != "remote")
+    });
+    stuck.join().expect("the command ends");
+    drop(client);
+    monitor.command("blockdev-add", json!({"driver": "null-co", "node-name": "next", "size": 512}));
+    let Bench { daemon, server, folder } = bench;
+    daemon.stop();
+    server.stop();
+    drop(folder);
+}
+
+#[test]
+fn changes_of_other_disks_wait_in_line_and_say_so() {
+    let mut bench = Bench::start(&[]);
+    let client = bench.stuck_client();
+    let stuck = bench.stuck_command("block_resize", json!({"node-name": "remote", "size": 8 << 20}));
+    let waiting = bench.stuck_command("blockdev-add", json!({"driver": "null-co", "node-name": "n", "size": 512}));
+    let mut monitor = bench.monitor();
+    let running = monitor.command("x-query-running", json!({}));
+    let turns: Vec<(&Value, &Value)> =
+        running.as_array().expect("a list").iter().map(|one| (&one["name"], &one["waits-for-turn"])).collect();
+    assert_eq!(turns, [(&json!("block_resize"), &json!(false)), (&json!("blockdev-add"), &json!(true))], "{running}");
+    bench.server.signal("CONT");
+    // A size that stays is no error of the server's.
+    drop(stuck.join());
+    waiting.join().expect("the command ends");
+    drop(client);
+    bench.daemon.stop();
+}
+
+#[test]
+fn a_daemon_ends_though_a_disk_never_answers() {
+    for by_command in [false, true] {
+        let mut bench = Bench::start(&["--stop-timeout", "6", "--pidfile", "pid"]);
+        // Written, and not flushed: that is the daemon's affair now.
+        let unflushed = ["-t", "unsafe", "-f", "raw", "-c", "write -P 7 0 1M", &bench.uri("disk")];
+        Qemu::system().io(unflushed).expect_ok();
+        let client = bench.stuck_client();
+        assert!(bench.path().join("pid").exists());
+        let started = Instant::now();
+        if by_command {
+            bench.monitor().command("quit", json!({}));
+        } else {
+            bench.daemon.signal("TERM");
+        }
+        await_that("the daemon ends", || bench.daemon.child().try_wait().expect("a child").is_some());
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        let log = bench.daemon.log();
+        assert!(log.contains("could not stop in order (stop timeout 6 s)") && log.contains("'remote'"), "{log}");
+        let Bench { daemon, folder, .. } = bench;
+        assert_eq!(daemon.wait().code(), Some(1), "{log}");
+        drop(client);
+        // The disk that answers is complete, and nothing is left behind.
+        let disk = folder.path().join("disk.qcow2");
+        Qemu::system().expect_clean(&disk);
+        let sevens = Qemu::system().io(["-f", "qcow2", "-r", "-c", "read -P 7 0 1M", text(&disk)]).expect_ok();
+        assert!(!sevens.stdout.contains("failed"), "{}", sevens.stdout);
+        for left in ["pid", "m.sock", "n.sock"] {
+            assert!(!folder.path().join(left).exists(), "{left} is left behind");
+        }
+    }
+}
+
+#[test]
+fn a_second_interrupt_ends_a_daemon_at_once() {
+    let mut bench = Bench::start(&["--stop-timeout", "0"]);
+    let client = bench.stuck_client();
+    bench.daemon.signal("INT");
+    bench.daemon.await_log("stopping");
+    let id = bench.daemon.child().id().to_string();
+    tool("kill", &["-INT", &id]);
+    await_that("the daemon ends", || bench.daemon.child().try_wait().expect("a child").is_some());
+    assert_eq!(bench.daemon.wait().code(), Some(130));
+    drop(client);
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Stopping in order, in a bounded time: I/O that never returns keeps neither the daemon nor the disks that answer.
+
+use crate::state::Daemon;
+use crate::waiting::within;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::Node;
+use cowshed_image::graph::nodes_below;
+use cowshed_storage::rt::{self, JoinHandle};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A limit that is none.
+const FOR_EVER: Duration = Duration::from_secs(1 << 30);
+
+/// How it went.
+pub(crate) struct Stopped {
+    /// The first error.
+    pub result: Result<()>,
+    /// Something did not end in time.
+    pub is_overdue: bool,
+}
+
+/// Stops everything, users before what they use. The first error is the result; the rest is stopped all the same.
+/// Commands and jobs get a sixth of the limit each, clients' requests a third; the disks get what is left.
+pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> Stopped {
+    let limit = limit.unwrap_or(FOR_EVER);
+    let end = rt::now() + limit;
+    let mut late: Vec<String> = Vec::new();
+    late.extend(daemon.commands.stop(limit / 6).await.into_iter().map(|name| format!("command '{name}'")));
+    late.extend(daemon.jobs.stop(limit / 6).await.into_iter().map(|id| format!("job '{id}'")));
+    let nbd = daemon.nbd();
+    daemon.set_nbd(None);
+    let mut result = Ok(());
+    if let Some(nbd) = nbd {
+        let (stopped, hung) = nbd.stop(limit / 3).await;
+        result = stopped;
+        late.extend(hung);
+    }
+    let nodes = daemon.graph.owned_nodes();
+    if late.is_empty() {
+        let graph = Arc::clone(&daemon.graph);
+        let closing = rt::spawn(async move { graph.close_all().await });
+        let patience = end.saturating_sub(rt::now()) / 2;
+        match within(patience, closing).await {
+            Some(closed) => {
+                log(&result);
+                log(&closed);
+                daemon.chardevs.clear();
+                return Stopped { result: result.and(closed), is_overdue: false };
+            }
+            None => late.push("the closing of a disk".to_owned()),
+        }
+    }
+    // What answers is completed beside what doesn't.
+    late.extend(close_each(daemon, nodes, end).await);
+    daemon.chardevs.clear();
+    log(&result);
+    let message = format!(
+        "could not stop in order (stop timeout {} s): {} did not end; what clients have not flushed there is lost",
+        limit.as_secs(),
+        late.join(", ")
+    );
+    let overdue = Error::new(ErrorKind::Limit, message);
+    tracing::error!("{overdue}");
+    Stopped { result: result.and(Err(overdue)), is_overdue: true }
+}
+
+fn log(result: &Result<()>) {
+    if let Err(error) = result {
+        tracing::error!(%error, "could not stop in order");
+    }
+}
+
+/// Closes the nodes that no stuck request can reach, users before what they use, all of one height at once. Returns those
+/// that don't end.
+async fn close_each(daemon: &Rc<Daemon>, mut nodes: Vec<Arc<Node>>, end: Duration) -> Vec<String> {
+    let stuck: Vec<Arc<Node>> = daemon
+        .graph
+        .attachments()
+        .iter()
+        .filter(|attachment| attachment.statistics().in_flight > 0)
+        .flat_map(|attachment| nodes_below(&attachment.node()))
+        .collect();
+    let is_in = |list: &[Arc<Node>], node: &Arc<Node>| list.iter().any(|one| Arc::ptr_eq(one, node));
+    nodes.retain(|node| !is_in(&stuck, node));
+    let mut late = Vec::new();
+    while !nodes.is_empty() {
+        let below: Vec<Arc<Node>> = nodes.iter().flat_map(|node| nodes_below(node).into_iter().skip(1)).collect();
+        let (lower, top): (Vec<_>, Vec<_>) = nodes.into_iter().partition(|node| is_in(&below, node));
+        let closing: Vec<(Arc<Node>, JoinHandle<Result<()>>)> =
+            top.into_iter().map(|node| (Arc::clone(&node), rt::spawn(async move { node.close().await }))).collect();
+        // Half of the time for each height, so that one that hangs leaves some for those below.
+        let deadline = rt::now() + end.saturating_sub(rt::now()) / 2;
+        for (node, task) in closing {
+            match within(deadline.saturating_sub(rt::now()), task).await {
+                Some(closed) => log(&closed),
+                None => late.push(format!("node '{}'", node.name())),
+            }
+        }
+        nodes = lower;
+    }
+    late
+}

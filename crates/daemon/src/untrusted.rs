@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images from strangers: each is held to a policy as long as its node has its name, also when it is opened again.
+
+use crate::state::Daemon;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::open::Policy;
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{Node, OpenRequest};
+use cowshed_jobs::inspect::{self, Verdict};
+use serde_json::Value;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The option of `blockdev-add` that says so.
+pub(crate) const OPTION: &str = "x-untrusted";
+
+/// The policies, by node-name.
+#[derive(Default)]
+pub(crate) struct Untrusted(RefCell<BTreeMap<String, Policy>>);
+
+impl Untrusted {
+    fn hold(&self, name: &str, policy: Policy) {
+        self.0.borrow_mut().insert(name.to_owned(), policy);
+    }
+
+    fn policy_of(&self, name: &str) -> Option<Policy> {
+        self.0.borrow().get(name).cloned()
+    }
+
+    /// The node of this name is gone.
+    pub fn forget(&self, name: &str) {
+        self.0.borrow_mut().remove(name);
+    }
+}
+
+/// Takes the option out of those of a node that is to be added, and holds the node to it.
+pub(crate) fn take_option(daemon: &Daemon, options: &mut BlockdevOptions) {
+    let given = options.remove(OPTION);
+    if given == Some(Value::Bool(true)) || given.as_ref().and_then(Value::as_str) == Some("on") {
+        hold(daemon, options, Policy::untrusted());
+    }
+}
+
+/// Holds the node that these options name to a policy.
+pub(crate) fn hold(daemon: &Daemon, options: &BlockdevOptions, policy: Policy) {
+    if let Some(name) = options.text("node-name") {
+        daemon.untrusted.hold(name, policy);
+    }
+}
+
+/// Opens a node as the monitor's, within the policy that it is held to.
+pub(crate) async fn add(daemon: &Rc<Daemon>, options: BlockdevOptions) -> Result<Arc<Node>> {
+    add_with(daemon, options, |request| request).await
+}
+
+/// As [`add`], for a request that says more.
+pub(crate) async fn add_with(
+    daemon: &Rc<Daemon>,
+    options: BlockdevOptions,
+    more: impl FnOnce(OpenRequest) -> OpenRequest,
+) -> Result<Arc<Node>> {
+    let policy = options.text("node-name").and_then(|name| daemon.untrusted.policy_of(name));
+    let Some(policy) = policy else { return daemon.graph.add_with(more(OpenRequest::options(options))).await };
+    if !is_loosened(&policy) {
+        check(daemon, &options).await?;
+    }
+    daemon.graph.add_with(more(OpenRequest::options(options)).policy(policy)).await
+}
+
+/// True for a policy that allows some of what `inspect` calls suspicious: then the policy alone decides.
+fn is_loosened(policy: &Policy) -> bool {
+    let usual = Policy::untrusted();
+    policy.allow_json
+        || policy.allow_backing_probe
+        || policy.max_virtual_size_bytes > usual.max_virtual_size_bytes
+        || policy.max_table_bytes > usual.max_table_bytes
+        || policy.max_snapshots > usual.max_snapshots
+}
+
+/// Refuses an image that `inspect` calls suspicious. What it asks for is the policy's affair.
+async fn check(daemon: &Daemon, options: &BlockdevOptions) -> Result<()> {
+    let is_raw = options.text("driver").is_some_and(|driver| ["raw", "file", "host_device"].contains(&driver));
+    let Some(name) = file_of(daemon, options).filter(|_| !is_raw) else { return Ok(()) };
+    let inspection = inspect::run(&name).await?;
+    // The content of an image of no format is nobody's word.
+    if inspection.verdict != Verdict::Suspicious || inspection.format == "raw" {
+        return Ok(());
+    }
+    let message = format!("the image is suspicious: {}", inspection.suspicions.join("; "));
+    Err(Error::new(ErrorKind::InvalidImage, message).file(name))
+}
+
+/// The file that holds an image, where it is a file.
+fn file_of(daemon: &Daemon, options: &BlockdevOptions) -> Option<String> {
+    match options.get("file")? {
+        Value::String(name) => {
+            let node = daemon.graph.find(name)?;
+            matches!(node.driver_name(), "file" | "host_device").then(|| node.filename())
+        }
+        Value::Object(file) => {
+            let is_local = file.get("driver").is_none_or(|driver| driver == "file" || driver == "host_device");
+            file.get("filename").filter(|_| is_local)?.as_str().map(str::to_owned)
+        }
+        _ => None,
+    }
+}
