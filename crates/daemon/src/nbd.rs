@@ -216,7 +216,8 @@ impl Nbd {
     }
 
     /// Answers what is in flight, flushes, and ends all exports. The first error, and what did not end within `limit`.
-    pub async fn stop(&self, limit: Duration) -> (Result<()>, Vec<String>) {
+    /// `detaches`: nodes are given back in order, which waits for changes of the graph that are under way.
+    pub async fn stop(&self, limit: Duration, detaches: bool) -> (Result<()>, Vec<String>) {
         let end = rt::now() + limit;
         let server = Arc::clone(&self.server);
         let stopping = rt::spawn(async move { server.stop(limit / 2).await });
@@ -229,7 +230,15 @@ impl Nbd {
         exports.sort_by_key(|export| export.attachment.statistics().in_flight);
         for export in exports {
             let (id, attachment, events) = (export.id.clone(), Arc::clone(&export.attachment), self.events.clone());
-            let shown = format!("export '{id}' (requests in flight: {})", attachment.statistics().in_flight);
+            let requests = attachment.statistics().in_flight;
+            let shown = format!("export '{id}' (requests in flight: {requests})");
+            // One that is being removed is given back by its removal.
+            if !detaches || export.shutting_down {
+                if requests > 0 {
+                    hung.push(shown);
+                }
+                continue;
+            }
             let detaching = rt::spawn(async move {
                 let detached = attachment.detach().await;
                 events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));

@@ -34,7 +34,8 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     daemon.set_nbd(None);
     let mut result = Ok(());
     if let Some(nbd) = nbd {
-        let (stopped, hung) = nbd.stop(limit / 3).await;
+        // What is late may hold what a detach needs; then the closing of the nodes flushes them.
+        let (stopped, hung) = nbd.stop(limit / 3, late.is_empty()).await;
         result = stopped;
         late.extend(hung);
     }

@@ -18,7 +18,8 @@ const REPORT_AFTER: Duration = Duration::from_secs(5);
 /// So long a command waits for its turn before it is refused.
 const TURN_LIMIT: Duration = Duration::from_secs(30);
 
-/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped, and a task goes on without its handle.
+/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests of nodes must run to their
+/// end, so they come as tasks, which go on without their handle.
 pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
     let (mut work, mut over) = (pin!(work), pin!(rt::sleep(limit)));
     poll_fn(|context| match work.as_mut().poll(context) {
@@ -109,21 +110,15 @@ impl Commands {
         tasks.push(rt::spawn(task));
     }
 
-    /// Waits for the commands to end; what still runs after `limit` is given up. The names of those.
+    /// Waits for the commands to end, for at most `limit`. The names of those that don't; their tasks go on, as requests of
+    /// nodes must run to their end.
     pub async fn stop(&self, limit: Duration) -> Vec<String> {
         let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
         let end = rt::now() + limit;
-        let mut late = Vec::new();
-        for mut task in tasks {
-            if within(end.saturating_sub(rt::now()), &mut task).await.is_none() {
-                late.push(task);
-            }
+        for task in tasks {
+            within(end.saturating_sub(rt::now()), task).await;
         }
-        let names = self.list().iter().map(|one| one.name.clone()).collect();
-        for task in late {
-            task.cancel().await;
-        }
-        names
+        self.list().iter().map(|one| one.name.clone()).collect()
     }
 }
 

@@ -189,7 +189,7 @@ fn listen_options(members: &Map<String, Value>) -> QmpResult<ListenOptions> {
 async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let nbd = daemon.nbd().ok_or_else(not_running)?;
     daemon.set_nbd(None);
-    let (result, hung) = nbd.stop(STOP_LIMIT).await;
+    let (result, hung) = nbd.stop(STOP_LIMIT, true).await;
     if !hung.is_empty() {
         tracing::warn!("the NBD server has stopped, and what hangs stays until it ends: {}", hung.join(", "));
     }

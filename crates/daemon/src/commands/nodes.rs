@@ -11,7 +11,7 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{CacheMode, File};
+use cowshed_storage::{CacheMode, File, rt};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -181,7 +181,9 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         "cache": {"writeback": !node.is_writethrough(), "direct": cache.direct, "no-flush": cache.no_flush},
     });
     // What can't be read now is left out.
-    let bitmaps = within(ANSWER_LIMIT, super::bitmaps::list(node)).await.unwrap_or_default();
+    let asked = Arc::clone(node);
+    let bitmaps = rt::spawn(async move { super::bitmaps::list(&asked).await });
+    let bitmaps = within(ANSWER_LIMIT, bitmaps).await.unwrap_or_default();
     if !bitmaps.is_empty() {
         info["dirty-bitmaps"] = Value::Array(bitmaps);
     }
@@ -229,7 +231,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// As [`image_of`]; of a disk that doesn't answer, what is known without it.
 async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
-    match within(ANSWER_LIMIT, image_of(node)).await {
+    let asked = Arc::clone(node);
+    match within(ANSWER_LIMIT, rt::spawn(async move { image_of(&asked).await })).await {
         Some(image) => image,
         None => Ok(json!({"filename": node.filename(), "format": node.driver_name(), "virtual-size": node.size(),
                           "dirty-flag": false})),
