@@ -35,8 +35,8 @@ pub struct UntrustedArgs {
 /// What an image from a stranger is held to.
 #[derive(Args, Clone, Debug)]
 pub struct PolicyArgs {
-    /// The image may be hostile: no other file is opened on its word, and its tables have tighter limits. A verb that ends
-    /// with its work is confined to the files of the command line
+    /// The image may be hostile: no other file is opened on its word, its tables have tighter limits, and the process
+    /// is confined to the files of the command line
     #[arg(long)]
     untrusted: bool,
     /// With --untrusted: what the image may name all the same, separated by commas

@@ -29,7 +29,7 @@ pub const VERB: Verb = Verb {
   cowshed serve --monitor qmp.sock --drive file=disk.qcow2,l2-cache-size=4M
       With a QMP monitor that can change limits, take snapshots, read statistics.",
     in_qemu_img: false,
-    arguments: ServeArgs::augment_args,
+    arguments,
     run,
 };
 
@@ -105,6 +105,12 @@ struct ServeArgs {
     /// Images
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     files: Vec<String>,
+}
+
+fn arguments(command: clap::Command) -> clap::Command {
+    // A daemon isn't confined.
+    let help = "The images may be hostile: no other file is opened on their word, and their tables have tighter limits";
+    ServeArgs::augment_args(command).mut_arg("untrusted", |argument| argument.help(help))
 }
 
 /// A folder for our socket, that only we can enter; removed in the end.
