@@ -168,10 +168,11 @@ fn descriptor_of_another_format() {
         std::fs::write(bench.path("sub/evil"), text).unwrap();
     };
     describe("extent");
-    bench.expect_ok("convert --untrusted -O raw sub/evil out");
+    bench.expect_ok("convert -O raw sub/evil out");
+    bench.expect_ok("convert --untrusted --allow extents -O raw sub/evil out");
     for name in [bench.text("secret").as_str(), "../secret"] {
         describe(name);
-        for verb in ["convert -O raw sub/evil out", "convert --untrusted -O raw sub/evil out"] {
+        for verb in ["convert -O raw sub/evil out", "convert --untrusted --allow extents -O raw sub/evil out"] {
             bench.expect_refused(verb, "not in its own folder");
         }
         let (code, json) = bench.inspect("sub/evil");
@@ -179,7 +180,67 @@ fn descriptor_of_another_format() {
     }
     std::os::unix::fs::symlink(bench.path("secret"), bench.path("sub/link")).unwrap();
     describe("link");
-    bench.expect_refused("convert --untrusted -O raw sub/evil out", "symbolic link");
+    bench.expect_refused("convert --untrusted --allow extents -O raw sub/evil out", "symbolic link");
+}
+
+/// In a folder of uploads the neighbour's file is in the descriptor's own folder.
+#[test]
+fn a_neighbours_upload() {
+    let bench = Bench::new();
+    std::fs::copy(bench.path("secret"), bench.path("neighbour.raw")).unwrap();
+    for kind in ["monolithicFlat", "twoGbMaxExtentFlat", "custom"] {
+        let text = format!(
+            "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"{kind}\"\n\
+             RW 128 FLAT \"neighbour.raw\" 0\n"
+        );
+        std::fs::write(bench.path("evil"), text).unwrap();
+        bench.expect_ok("convert -O raw evil out");
+        assert!(bench.leaked(), "the attack works on who trusts the image");
+        for verb in READERS {
+            bench.expect_refused(&line(verb, "", "evil"), "'--allow extents' does");
+            bench.expect_refused(&line(verb, " --allow backing,data-file,json,probe", "evil"), "neighbour.raw");
+        }
+        for verb in ["info --untrusted evil", "check --untrusted evil", "convert -f vmdk --untrusted -O raw evil out"] {
+            bench.expect_refused(verb, "neighbour.raw");
+        }
+        let options = "driver=vmdk,extents=anywhere,file.filename=evil";
+        bench.expect_refused(&format!("convert --untrusted -O raw --image-opts {options} out"), "neighbour.raw");
+        let (code, json) = bench.inspect("evil");
+        assert_eq!((code, json["verdict"].as_str()), (Some(2), Some("asks-for-files")), "{json}");
+        assert_eq!(json["asks-for"][0]["role"], "extent", "{json}");
+        bench.expect_ok("convert --untrusted --allow extents -O raw evil out");
+        assert!(bench.leaked(), "what is allowed is opened");
+    }
+}
+
+/// A disk that is nothing, whose reads show the reader's memory in other programs, is never opened on an image's word.
+#[test]
+fn null_disks_in_images() {
+    let bench = Bench::new();
+    for name in [
+        "null-co://",
+        "null-aio://",
+        r#"json:{"driver":"null-co","read-zeroes":false}"#,
+        r#"json:{"driver":"raw","file":{"driver":"null-aio"}}"#,
+        r#"json:{"file.driver":"null-co"}"#,
+    ] {
+        bench.make(&format!("create -q -u -f qcow2 -F raw -b {name} evil 64k"));
+        for verb in ["convert -O raw evil out", "map evil", "compare evil secret", "info --backing-chain evil"] {
+            bench.expect_refused(verb, "a disk that is nothing");
+        }
+        bench.expect_refused("convert -O raw --untrusted --allow backing,json evil out", "a disk that is nothing");
+        bench.expect_ok("info evil");
+        bench.expect_refused(&format!("create -f qcow2 -F raw -b {name} new 64k"), "a disk that is nothing");
+    }
+    bench.make("create -q -f qcow2 -o data_file=data,data_file_raw=on evil 64k");
+    let victim = bench.victim("evil");
+    let mut header = victim.header.clone();
+    header.set_extension(Extension::DataFile(b"null-co://".to_vec()));
+    victim.file.write_all_at(&header.encode().unwrap(), 0).unwrap();
+    bench.expect_refused("convert -O raw evil out", "a disk that is nothing");
+    // What the user names is opened, and reads as zeroes.
+    bench.expect_ok("convert -O raw --image-opts driver=null-co,size=64k,read-zeroes=off out");
+    assert!(std::fs::read(bench.path("out")).unwrap().iter().all(|byte| *byte == 0));
 }
 
 /// Tables that the format allows and that nobody needs, as in CVE-2014-0144, and larger ones.
@@ -428,6 +489,40 @@ fn confined_work() {
     bench.expect_ok("check --untrusted --undo sub/log sub/image");
     bench.expect_ok("compare --untrusted disk sub/packed");
     bench.expect_ok("map --untrusted --image-opts driver=qcow2,file.filename=disk");
+    // Every codec, cipher, cache and format.
+    std::fs::write(bench.path("source"), vec![7; (1 << 20) + 700]).unwrap();
+    std::fs::write(bench.path("key"), b"secret").unwrap();
+    let secret = "--object secret,id=k,file=key";
+    for made in [
+        "-O qcow2 -c -o compression_type=zstd",
+        "-O qcow2 -o extended_l2=on",
+        "-O qcow2 -t none -T none",
+        "-O raw -t none -T none -S 0",
+        "-O qcow2 -o encrypt.format=luks,encrypt.key-secret=k,encrypt.iter-time=10",
+        "-O luks -o key-secret=k,iter-time=10",
+    ] {
+        bench.expect_ok(&format!("convert --untrusted {secret} -f raw {made} source sub/made"));
+    }
+    for format in ["vmdk", "vdi", "vpc", "vhdx"] {
+        bench.make(&format!("convert -f raw -O {format} source sub/foreign"));
+        bench.expect_ok("convert --untrusted -O qcow2 sub/foreign sub/made");
+        bench.expect_ok("info --untrusted sub/foreign");
+    }
+    bench.expect_ok("measure --untrusted -O qcow2 disk");
+    bench.expect_ok("snapshot --untrusted -c one disk");
+    bench.expect_ok("snapshot --untrusted -l disk");
+    bench.expect_ok("bitmap --untrusted --add disk b");
+    bench.expect_ok("amend --untrusted -o lazy_refcounts=on disk");
+    bench.expect_ok("rescue --untrusted disk sub/rescued");
+    bench.expect_ok("bench --untrusted -c 100 disk");
+    let mut io = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    io.args(["io", "--untrusted", "-c", "write 0 64k", "disk"]).current_dir(bench.folder.path());
+    assert!(io.status().unwrap().success());
+    // With progress, on a terminal.
+    let line = format!("{} convert --untrusted -p -f raw -O qcow2 source sub/made", env!("CARGO_BIN_EXE_cowshed"));
+    let terminal = Command::new("script").args(["-qec", &line, "/dev/null"]).current_dir(bench.folder.path()).output();
+    let terminal = terminal.expect("util-linux has it");
+    assert!(terminal.status.success() && !terminal.stdout.is_empty(), "{terminal:?}");
     bench.make("create -q -f qcow2 -b disk -F qcow2 top");
     bench.expect_ok("info --untrusted --allow backing --backing-chain top");
     let (_, json) = bench.inspect("disk");

@@ -194,12 +194,24 @@ fn what_is_no_image_is_refused_by_name() {
         let error = refused(OpenRequest::file(&name));
         assert!(error.contains(&format!("'{format}'")), "{error}");
     }
+    // The mark of a disk image of Apple's is at its end, wherever that is.
+    for len in [0, 512, 19544] {
+        let mut content = vec![0; len];
+        content.extend_from_slice(b"koly\0\0\0\x04\0\0\x02\0");
+        content.resize(len + 512, 0);
+        let name = raw_file(&folder, "disk.dmg", &content);
+        let error = refused(OpenRequest::file(&name));
+        assert!(error.contains("'dmg'") && error.contains("'raw'"), "{error}");
+        assert_eq!(open_now(OpenRequest::file(&name).format("raw")).unwrap().driver_name(), "raw");
+    }
+    let sparse = raw_file(&folder, "sesparse", &[b"\xbe\xba\xfe\xca\0\0\0\0".as_slice(), &[0; 65536]].concat());
+    assert!(refused(OpenRequest::file(&sparse)).contains("seSparse"));
     let empty = raw_file(&folder, "empty", b"");
     assert_eq!(open_now(OpenRequest::file(&empty)).unwrap().size(), 0);
 }
 
 #[test]
-fn a_guessed_raw_disk_keeps_its_first_bytes_raw() {
+fn a_guessed_raw_disk_keeps_its_ends_raw() {
     let folder = folder();
     let name = raw_file(&folder, "disk.raw", &[0; 65536]);
     let node = open_now(OpenRequest::file(&name).writable(true)).unwrap();
@@ -213,6 +225,18 @@ fn a_guessed_raw_disk_keeps_its_first_bytes_raw() {
     assert!(write(&node, 0, b"QFI\xfb").is_err());
     write(&node, 0, b"boot").unwrap();
     write(&node, 65530, b"QFI\xfb").unwrap();
+    // Nor what ends with a mark, in one step or in two.
+    write(&node, 65536 - 512 + 8, b"\0\0\x02\0").unwrap();
+    let error = write(&node, 65536 - 512, b"koly").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+    assert!(error.to_string().contains("dmg"), "{error}");
+    let mut footer = [0; 512];
+    footer[..8].copy_from_slice(b"conectix");
+    footer[12..16].copy_from_slice(&[0, 1, 0, 0]);
+    footer[63] = 2;
+    let error = write(&node, 65536 - 512, &footer).unwrap_err();
+    assert!(error.to_string().contains("vpc"), "{error}");
+    assert!(write(&node, 65536 - 4096, &[[0; 3584].as_slice(), &footer].concat()).is_err());
     rt::block_on(node.close()).unwrap();
     // Who says raw may write anything.
     let node = open_now(OpenRequest::file(&name).format("raw").writable(true)).unwrap();
@@ -280,6 +304,10 @@ fn null_disks_read_zeroes_and_forget_writes() {
     assert_eq!(read(&node, 0, 4), [0; 4]);
     let runs = rt::block_on(node.block_status(0, 1 << 20, 4)).unwrap();
     assert!(runs.len() == 1 && runs[0].zero && runs[0].present && !runs[0].data);
+    let node = open_now(OpenRequest::image_opts("driver=null-co,size=1M,read-zeroes=off").unwrap()).unwrap();
+    assert_eq!(read(&node, 4096, 4096), [0; 4096], "what the memory held before is nobody's business");
+    let runs = rt::block_on(node.block_status(0, 1 << 20, 4)).unwrap();
+    assert!(runs.len() == 1 && !runs[0].zero && !runs[0].present);
     let node = open_now(OpenRequest::file("null-co://").format("raw")).unwrap();
     assert_eq!((node.driver_name(), node.size()), ("raw", 1 << 30));
 }

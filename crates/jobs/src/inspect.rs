@@ -8,7 +8,7 @@ mod vmdk;
 
 use crate::layer::Qcow2Layer;
 use cowshed_block::Result;
-use cowshed_image::formats::{self, PROBE_BYTES};
+use cowshed_image::formats::{self, PROBE_BYTES, PROBE_TAIL_BYTES};
 use cowshed_image::open::Policy;
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, COMPAT_KNOWN, FeatureKind};
 use cowshed_layout::qcow2::{Extension, Header};
@@ -104,13 +104,16 @@ impl Inspection {
 pub async fn run(path: &str) -> Result<Inspection> {
     let options = OpenOptions { cache: CacheMode::default(), locking: Locking::Off, ..OpenOptions::default() };
     let file = File::open(&path_of_text(path), &options)?;
-    let first_bytes = usize::try_from(file.len()).unwrap_or(usize::MAX).min(PROBE_BYTES);
-    let (result, first) = file.read_at(IoBuf::zeroed(first_bytes), 0).await;
+    let len = usize::try_from(file.len()).unwrap_or(usize::MAX);
+    let (result, first) = file.read_at(IoBuf::zeroed(len.min(PROBE_BYTES)), 0).await;
+    result?;
+    let last_len = len.min(PROBE_TAIL_BYTES);
+    let (result, last) = file.read_at(IoBuf::zeroed(last_len), file.len() - last_len as u64).await;
     result?;
     let mut inspection = Inspection {
         verdict: Verdict::Suspicious,
         filename: path.to_owned(),
-        format: formats::probe(&first).to_owned(),
+        format: formats::probe(&first, &last).to_owned(),
         file_size: file.len(),
         virtual_size: None,
         asks_for: Vec::new(),

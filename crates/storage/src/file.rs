@@ -99,7 +99,7 @@ impl File {
 
     /// A file of `len` bytes that reads as zeroes and forgets what is written.
     pub fn null(len: u64) -> File {
-        Self::null_with(NullOptions { len, read_zeroes: true, ..NullOptions::default() })
+        Self::null_with(NullOptions { len, ..NullOptions::default() })
     }
 
     /// As [`File::null`], with options.
@@ -306,12 +306,19 @@ impl File {
         self.len() == 0
     }
 
-    /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes.
+    /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes; after an error all of it is zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.0.counters.start_ns());
         let (result, payload) = self.0.read(Payload::one(buf), offset).await;
         self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
-        (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_one())
+        let mut buf = payload.into_one();
+        match result {
+            Ok(()) => (Ok(()), buf),
+            Err(errno) => {
+                buf.forget();
+                (Err(self.error(errno, "could not read", offset)), buf)
+            }
+        }
     }
 
     /// Fills the buffers one after the other from `offset` on, in one operation where the alignment allows. What lies
@@ -321,7 +328,11 @@ impl File {
         let (len, start_ns) = (payload.len() as u64, self.0.counters.start_ns());
         let (result, payload) = self.0.read(payload, offset).await;
         self.0.counters.count(FileOp::Read, offset, len, start_ns, result.is_ok());
-        (result.map_err(|errno| self.error(errno, "could not read", offset)), payload.into_many())
+        let mut bufs = payload.into_many();
+        if result.is_err() {
+            bufs.iter_mut().for_each(IoBuf::forget);
+        }
+        (result.map_err(|errno| self.error(errno, "could not read", offset)), bufs)
     }
 
     /// Writes all of `buf` at `offset`, growing the file as needed.

@@ -30,7 +30,7 @@ pub mod socket;
 mod sys;
 mod transfer;
 
-pub use buf::IoBuf;
+pub use buf::{IoBuf, SCRATCH_POISON};
 pub use counters::{EndedOp, FileObserver, FileOp, FileOpStats, FileStats, ShardedCounters};
 pub use file::File;
 pub use lock::{Locking, PermissionSet, Permissions};

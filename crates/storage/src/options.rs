@@ -55,8 +55,6 @@ pub struct NullOptions {
     pub len: u64,
     /// How long each operation takes.
     pub latency: Duration,
-    /// Reads fill the memory with zeroes; without, they leave it as it is.
-    pub read_zeroes: bool,
 }
 
 /// What O_DIRECT asks of memory, offsets and lengths, in bytes; all 1 without it.

@@ -40,7 +40,7 @@ pub struct PolicyArgs {
     #[arg(long)]
     untrusted: bool,
     /// With --untrusted: what the image may name all the same, separated by commas
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "backing,data-file,json,probe")]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "backing,data-file,extents,json,probe")]
     allow: Vec<Allowed>,
     /// With --untrusted: other limits, separated by commas: chain-depth, virtual-size, table-bytes, snapshots,
     /// decompressed-bytes
@@ -55,6 +55,8 @@ enum Allowed {
     Backing,
     /// Its external data file
     DataFile,
+    /// The files that hold the parts of a split VMDK disk, in its own folder
+    Extents,
     /// Names that are json:{…}, which can be any file by any driver
     Json,
     /// A backing file whose format the image doesn't say
@@ -105,6 +107,7 @@ impl PolicyArgs {
             allow_backing: self.allows(Allowed::Backing),
             allow_data_file: self.allows(Allowed::DataFile),
             allow_json: self.allows(Allowed::Json),
+            allow_extents: self.allows(Allowed::Extents),
             allow_backing_probe: self.allows(Allowed::Probe),
             ..Policy::untrusted()
         };
@@ -167,7 +170,8 @@ impl UntrustedArgs {
         }
         for used in uses {
             let (paths, writes) = match used {
-                Use::Read(image) => (with_extents(paths_of(image)), false),
+                Use::Read(image) if self.allows(Allowed::Extents) => (with_extents(paths_of(image)), false),
+                Use::Read(image) => (paths_of(image), false),
                 Use::Write(image) => (paths_of(image), true),
                 Use::ReadFile(name) => (vec![path_of_name(name)], false),
                 Use::WriteFile(name) => (vec![path_of_name(name)], true),

@@ -352,7 +352,7 @@ fn the_second_signal_ends_the_process_at_once() {
 /// One signal stops jobs that never wait for anything.
 #[test]
 fn a_job_that_never_waits_is_interrupted() {
-    const DISK: &str = "driver=null-co,size=1000T";
+    const DISK: &str = "driver=null-co,size=1000T,read-zeroes=off";
     for arguments in [
         &["convert", "-n", "--image-opts", "--target-image-opts", DISK, DISK][..],
         &["bench", "-c", "2000000000", "--image-opts", DISK],

@@ -10,10 +10,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 
 /// A running daemon; killed if the test ends early.
-struct Serving(Child);
+pub struct Serving(Child);
 
 impl Serving {
-    fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
+    pub fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
         let child = Command::new(COWSHED)
             .args(arguments)
             .current_dir(folder)
@@ -25,7 +25,7 @@ impl Serving {
     }
 
     /// The next line of its output.
-    fn line(&mut self) -> String {
+    pub fn line(&mut self) -> String {
         let mut line = String::new();
         let mut output = BufReader::with_capacity(1, self.0.stdout.as_mut().expect("a pipe"));
         output.read_line(&mut line).expect("text");

@@ -215,6 +215,20 @@ fn output_depends_on_the_input_alone() {
     }
 }
 
+/// A match that reaches back before the first byte would copy what the memory held before.
+#[test]
+fn no_stream_reaches_back_before_its_start() {
+    // One block of fixed codes: a match of three bytes at distance 1, then the end.
+    let stream = [0x03, 0x02, 0x00];
+    let mut cluster = [0xdb; 3];
+    let error = Codec::new(Compression::Zlib).decompress(&stream, &mut cluster).unwrap_err();
+    assert!(error.to_string().contains("not valid"), "{error}");
+    let mut with_header = vec![0x78, 0x01];
+    with_header.extend_from_slice(&stream);
+    with_header.extend_from_slice(&0u32.to_be_bytes());
+    assert!(inflate_zlib(&with_header, &mut cluster, 3).is_err());
+}
+
 proptest! {
     #[test]
     fn any_bytes_decompress_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {

@@ -110,6 +110,9 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
         )
         .field("backing_file"));
     }
+    // No image with such a name can be opened.
+    let refused = Policy::default().check_backing(backing, &request.filename);
+    refused.map_err(|error| error.field("backing_file"))?;
     let format = values.get("backing_fmt").map(str::to_owned);
     if !request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename))?;

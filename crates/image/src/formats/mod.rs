@@ -21,7 +21,7 @@ use crate::node::{Driver, LocalFuture};
 use crate::open::{Draft, Opener};
 use cowshed_block::{Error, Result};
 use cowshed_layout::probe::FormatName;
-pub use cowshed_layout::probe::PROBE_BYTES;
+pub use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
@@ -66,6 +66,7 @@ pub const FORMATS: &[FormatInfo] = &[
     opened(FormatName::Parallels, parallels::open, "Parallels, for reading"),
     format(FormatName::Bochs, false, "Bochs"),
     format(FormatName::Cloop, false, "Linux cloop"),
+    format(FormatName::Dmg, false, "Apple disk image (UDIF)"),
 ];
 
 /// The format with this name.
@@ -73,9 +74,10 @@ pub fn find(name: &str) -> Option<&'static FormatInfo> {
     FORMATS.iter().find(|format| format.name == name)
 }
 
-/// The format that a file's first bytes (up to [`PROBE_BYTES`]) look like; "raw" when they look like none.
-pub fn probe(first_bytes: &[u8]) -> &'static str {
-    cowshed_layout::probe::probe(first_bytes).as_str()
+/// The format that a file's first bytes (up to [`PROBE_BYTES`]) and its last ones (up to [`PROBE_TAIL_BYTES`]) look like;
+/// "raw" when they look like none.
+pub fn probe(first_bytes: &[u8], last_bytes: &[u8]) -> &'static str {
+    cowshed_layout::probe::probe_with_tail(first_bytes, last_bytes).as_str()
 }
 
 /// Reads and checks the header of a qcow2 image: one read unless the header needs more than 64 KiB.

@@ -104,14 +104,15 @@ impl Node {
         self.graph.report_corruption(&corruption);
     }
 
-    /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`.
-    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is zeroes.
+    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_range(offset, len) {
             self.count_invalid(IoKind::Read);
+            buf.forget();
             return (Err(error), buf);
         }
-        let (result, buf) = match &self.driver {
+        let (result, mut buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
             // Boxed, so that the future of the others stays small: it is moved with every request.
             Driver::Mapped(mapped) => Box::pin(mapped.read(offset, buf)).await,
@@ -122,6 +123,9 @@ impl Node {
             Driver::Snapshot(snapshot) => Box::pin(snapshot.read(offset, buf)).await,
         };
         self.count(IoKind::Read, offset, len, start_ns, &result);
+        if result.is_err() {
+            buf.forget();
+        }
         (result, buf)
     }
 
@@ -144,7 +148,7 @@ impl Node {
         if checked.is_err() {
             return Err(buf);
         }
-        let (result, buf) = match &self.driver {
+        let (result, mut buf) = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.read_plain(offset, place, buf).await?,
             Driver::Raw(raw) => match raw.place(offset) {
                 Some((file, host)) => file.read_at(buf, host).await,
@@ -153,6 +157,9 @@ impl Node {
             _ => return Err(buf),
         };
         self.count(IoKind::Read, offset, len, start_ns, &result);
+        if result.is_err() {
+            buf.forget();
+        }
         Ok((result, buf))
     }
 
@@ -185,7 +192,7 @@ impl Node {
             return (Err(error), buf);
         }
         if self.settings.is_probed_raw()
-            && offset < formats::PROBE_BYTES as u64
+            && self.is_at_an_end(offset, len)
             && let Err(error) = Box::pin(self.check_probed_raw(offset, &buf)).await
         {
             return (Err(error), buf);
@@ -419,26 +426,50 @@ impl Node {
         self.check_range(offset, len)
     }
 
-    /// A guest of a raw image whose format was guessed must not be able to write a header there that makes the next
-    /// guess come out differently: it would then name files of the host as its backing file.
-    async fn check_probed_raw(&self, offset: u64, buf: &[u8]) -> Result<()> {
-        let len = (formats::PROBE_BYTES as u64).min(self.size()) as usize;
-        let (result, mut first) = self.read_boxed(0, IoBuf::zeroed(len)).await;
+    /// The first and the last bytes, as far as a guess of the format looks at them.
+    pub(crate) async fn read_ends(&self) -> Result<[IoBuf; 2]> {
+        let size = usize::try_from(self.size()).unwrap_or(usize::MAX);
+        let (first_len, last_len) = (size.min(formats::PROBE_BYTES), size.min(formats::PROBE_TAIL_BYTES));
+        let (result, first) = self.read_boxed(0, IoBuf::zeroed(first_len)).await;
         result?;
-        let start = offset as usize;
-        let end = len.min(start + buf.len());
-        first[start..end].copy_from_slice(&buf[..end - start]);
-        match formats::probe(&first) {
+        let (result, last) = self.read_boxed(self.size() - last_len as u64, IoBuf::zeroed(last_len)).await;
+        result.map(|()| [first, last])
+    }
+
+    /// True where a write may touch what a guess of the format looks at.
+    fn is_at_an_end(&self, offset: u64, len: u64) -> bool {
+        offset < formats::PROBE_BYTES as u64
+            || offset + len > self.size().saturating_sub(formats::PROBE_TAIL_BYTES as u64)
+    }
+
+    /// A guest of a raw image whose format was guessed must not be able to write a header or a footer there that makes the
+    /// next guess come out differently: it would then name files of the host as its backing file.
+    async fn check_probed_raw(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        let [mut first, mut last] = self.read_ends().await?;
+        overlay(&mut first, 0, offset, buf);
+        let last_start = self.size() - last.len() as u64;
+        overlay(&mut last, last_start, offset, buf);
+        match formats::probe(&first, &last) {
             "raw" => Ok(()),
             format => Err(Error::new(
                 ErrorKind::PermissionDenied,
                 format!(
-                    "writing a {format} header to the start of an image whose format was not given but guessed to be \
-                     raw; name the format 'raw' to allow it"
+                    "writing the mark of format {format} to an image whose format was not given but guessed to be raw; \
+                     name the format 'raw' to allow it"
                 ),
             )
             .file(self.filename.clone())),
         }
+    }
+}
+
+/// Lays `buf`, which stands at `offset`, over `piece`, which stands at `start`, where the two meet.
+fn overlay(piece: &mut [u8], start: u64, offset: u64, buf: &[u8]) {
+    let from = start.max(offset);
+    let end = (start + piece.len() as u64).min(offset + buf.len() as u64);
+    if from < end {
+        let source = &buf[(from - offset) as usize..(end - offset) as usize];
+        piece[(from - start) as usize..(end - start) as usize].copy_from_slice(source);
     }
 }
 

@@ -6,9 +6,9 @@ use super::names::{driver_for, protocol_options};
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
 use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, SnapshotAccess, Throttle};
+use crate::formats;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
-use crate::formats::{self, PROBE_BYTES};
 use crate::graph::{Graph, nodes_below};
 use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
@@ -20,7 +20,7 @@ use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
-use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
+use cowshed_storage::{CacheMode, File, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -284,9 +284,10 @@ impl Opener {
             }
         };
         DriverSchema::find(&name).ok_or_else(|| match formats::find(&name) {
-            Some(format) => {
-                Error::unsupported(format!("images of format '{}' ({}) can't be opened yet", name, format.about))
-            }
+            Some(format) => Error::unsupported(format!(
+                "images of format '{}' ({}) can't be opened; the format 'raw' takes the file's bytes as they are",
+                name, format.about
+            )),
             None => {
                 let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
                 Error::invalid_argument(format!("Unknown driver '{name}': one of {} is expected", known.join(", ")))
@@ -308,10 +309,8 @@ impl Opener {
             let message = "the overlay doesn't say the format of this backing file, and the policy forbids to guess it";
             return Err(Error::new(ErrorKind::PermissionDenied, message).file(name));
         }
-        let len = usize::try_from(child.size()).unwrap_or(usize::MAX).min(PROBE_BYTES);
-        let (result, first) = child.read_boxed(0, IoBuf::zeroed(len)).await;
-        result?;
-        let format = formats::probe(&first);
+        let [first, last] = child.read_ends().await?;
+        let format = formats::probe(&first, &last);
         let written = !draft.settings.read_only;
         // Also where it is only read: it may become writable.
         draft.settings.probed_raw = format == "raw";
@@ -589,7 +588,6 @@ fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
     let file = File::null_with(cowshed_storage::NullOptions {
         len: options.size,
         latency: std::time::Duration::from_nanos(options.latency_ns),
-        read_zeroes: options.read_zeroes,
     });
     (
         Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(options.read_zeroes), context: None }),

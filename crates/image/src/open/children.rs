@@ -151,10 +151,12 @@ impl Opener {
     /// The options of a protocol node, on an image's word.
     fn by_name(&self, name: &str, image: &str) -> Result<BlockdevOptions> {
         self.check_json(name, image)?;
-        match BlockdevOptions::from_json_name(name) {
+        let options = match BlockdevOptions::from_json_name(name) {
             Some(options) => options,
             None => protocol_options(name, &*self.files),
-        }
+        }?;
+        self.policy.check_no_null(&options.clone().into(), name, image)?;
+        Ok(options)
     }
 
     /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
@@ -217,7 +219,9 @@ impl Opener {
         self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
-        named(&name, header.format.as_deref(), &*self.files)
+        let options = named(&name, header.format.as_deref(), &*self.files)?;
+        self.policy.check_no_null(&options.clone().into(), &name, image)?;
+        Ok(options)
     }
 
     /// Options for the backing file that don't say where it is get that from the header.

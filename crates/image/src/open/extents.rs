@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that hold parts of a disk, on the word of a descriptor: only in the descriptor's own folder, unless the user
-//! says otherwise.
+//! Files that hold parts of a disk, on the word of a descriptor: only where the policy lets an image name them, and only
+//! in the descriptor's own folder, unless the user says otherwise. In a folder of uploads the neighbour's file is as near
+//! as the image's own parts.
 
 use super::build::{Draft, Opener, Place, Role};
 use super::names::driver_for;
@@ -27,6 +28,14 @@ impl Opener {
         index: usize,
         anywhere: bool,
     ) -> Result<ExtentPlace> {
+        if !self.policy.allow_extents {
+            let message = format!(
+                "the image names the file '{}' as a part of its disk, which the policy for this image doesn't allow \
+                 ('--allow extents' does)",
+                name.escape_debug()
+            );
+            return Err(Error::new(ErrorKind::PermissionDenied, message).file(image));
+        }
         // A plain join: a name with a colon or a "json:" in front is a file name all the same.
         let joined = match image.rfind('/') {
             _ if Path::new(name).is_absolute() => name.to_owned(),

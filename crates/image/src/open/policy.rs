@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The gate: which files may be opened on whose word, and how a file is opened at all.
 
+use super::build::named;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
+use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 use std::time::Duration;
@@ -17,6 +19,8 @@ pub struct Policy {
     pub allow_data_file: bool,
     /// Take `json:{…}` as a name in an image: it can name any driver and any file.
     pub allow_json: bool,
+    /// Open the files that an image names as parts of its disk (the extents of a VMDK descriptor).
+    pub allow_extents: bool,
     /// Follow symbolic links out of the folder of an image whose parts lie in files of their own.
     pub allow_extent_links: bool,
     /// Guess the format of a backing file whose overlay doesn't say it. The guess is reported as a warning.
@@ -42,6 +46,7 @@ impl Default for Policy {
             allow_backing: true,
             allow_data_file: true,
             allow_json: true,
+            allow_extents: true,
             allow_extent_links: true,
             allow_backing_probe: true,
             max_chain_depth: 200,
@@ -62,6 +67,7 @@ impl Policy {
             allow_backing: false,
             allow_data_file: false,
             allow_json: false,
+            allow_extents: false,
             allow_extent_links: false,
             allow_backing_probe: false,
             max_chain_depth: 16,
@@ -110,7 +116,18 @@ impl Policy {
     /// Whether the backing file `name` of `image` may be opened: for those who follow a chain by themselves.
     pub fn check_backing(&self, name: &str, image: &str) -> Result<()> {
         self.check(self.allow_backing, "the backing file", name, image)?;
-        self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)
+        self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;
+        // A name that means nothing is an error of its own where it is opened.
+        match named(name, None, &HostFiles) {
+            Ok(options) => self.check_no_null(&options.into(), name, image),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Refuses a `null-*` disk on an image's word, whatever else is allowed: no image needs one, and in other programs its
+    /// reads show the reader's memory.
+    pub(crate) fn check_no_null(&self, options: &Value, name: &str, image: &str) -> Result<()> {
+        self.check(!has_null_driver(options), "a disk that is nothing by", name, image)
     }
 
     pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {
@@ -120,6 +137,15 @@ impl Policy {
         let message = format!("the image names {what} '{name}', which the policy for this image doesn't allow");
         Err(Error::new(ErrorKind::PermissionDenied, message).file(image))
     }
+}
+
+/// True when a driver of an option tree is a `null-*` one.
+pub(crate) fn has_null_driver(options: &Value) -> bool {
+    let Value::Object(map) = options else { return false };
+    map.iter().any(|(key, value)| match value {
+        Value::String(driver) => key == "driver" && driver.starts_with("null-"),
+        nested => has_null_driver(nested),
+    })
 }
 
 /// What kind of thing a name is.

@@ -122,7 +122,7 @@ const NBD_SERVER: &[Key] = &[
 const NULL: &[Key] = &[
     key("size", KeyType::Size, "1G", "size of the disk"),
     key("latency-ns", KeyType::Number(0, u64::MAX), "0", "how long each request takes, in nanoseconds"),
-    key("read-zeroes", KeyType::Bool, "off", "reads give zeroes; else they leave the memory as it is"),
+    key("read-zeroes", KeyType::Bool, "on", "a map shows zeroes; reads give zeroes in any case"),
 ];
 
 const RAW: &[Key] = &[

@@ -80,6 +80,7 @@ pub(crate) fn check_aio(options: &BlockdevOptions, direct: bool) -> Result<()> {
 pub(crate) struct NullOptions {
     pub size: u64,
     pub latency_ns: u64,
+    /// Whether a map shows zeroes. Reads give zeroes in any case.
     pub read_zeroes: bool,
 }
 
@@ -88,7 +89,7 @@ impl NullOptions {
         NullOptions {
             size: options.number("size").unwrap_or(1 << 30),
             latency_ns: options.number("latency-ns").unwrap_or(0),
-            read_zeroes: options.flag("read-zeroes").unwrap_or(false),
+            read_zeroes: options.flag("read-zeroes").unwrap_or(true),
         }
     }
 }

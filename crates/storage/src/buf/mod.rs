@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Owned, aligned I/O memory.
+//!
+//! **No byte of an earlier use leaves a buffer.** Memory is used again, so a buffer of [`IoBuf::scratch`] may hold what
+//! another request, or another client, had there. Its bytes are unknown only until the one operation that it was made
+//! for: a read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
+//! ([`IoBuf::forget`]). Builds with debug assertions fill such buffers with [`SCRATCH_POISON`], and tests look for it in
+//! what clients and files get.
 
 mod free;
 
@@ -10,6 +16,9 @@ use std::sync::Arc;
 
 /// Alignment of memory that [`IoBuf`] allocates, in bytes: a page, which satisfies O_DIRECT on every device we know.
 pub const IO_ALIGN: usize = 4096;
+
+/// What [`IoBuf::scratch`] holds in builds with debug assertions: so every test meets old bytes, and can tell them.
+pub const SCRATCH_POISON: u8 = 0xdb;
 
 /// Where the bytes of a [`Region`] come from, and what keeps them alive.
 enum Owner {
@@ -86,9 +95,20 @@ impl IoBuf {
     }
 
     /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for what is about to be filled. Cheaper than zeroes where
-    /// the thread has freed a buffer of that length before.
+    /// the thread has freed a buffer of that length before. Who fills it says so by code that can't stop half-way, or the
+    /// buffer goes to a read.
     pub fn scratch(len: usize) -> Self {
-        Self::allocate(len, Contents::Any)
+        let mut buf = Self::allocate(len, Contents::Any);
+        if cfg!(debug_assertions) {
+            buf.fill(SCRATCH_POISON);
+        }
+        buf
+    }
+
+    /// Overwrites all bytes with zeroes: for buffers of which nobody knows how far they were filled.
+    #[cold]
+    pub fn forget(&mut self) {
+        self.fill(0);
     }
 
     /// A copy of `bytes`, aligned to [`IO_ALIGN`].
@@ -313,12 +333,15 @@ mod tests {
         drop(buf);
         let scratch = IoBuf::scratch(LEN);
         assert_eq!(scratch.as_raw().addr(), address);
-        assert!(scratch.iter().all(|&byte| byte == 7));
+        let expected = if cfg!(debug_assertions) { SCRATCH_POISON } else { 7 };
+        assert!(scratch.iter().all(|&byte| byte == expected));
         drop(scratch);
         let zeroed = IoBuf::zeroed(LEN);
         assert_eq!(zeroed.as_raw().addr(), address);
         assert!(zeroed.iter().all(|&byte| byte == 0));
-        assert!(IoBuf::scratch(LEN).iter().all(|&byte| byte == 0));
+        if !cfg!(debug_assertions) {
+            assert!(IoBuf::scratch(LEN).iter().all(|&byte| byte == 0));
+        }
     }
 
     #[test]

@@ -30,6 +30,9 @@ const SPLIT_TYPES: &[&str] = &[
     "custom",
 ];
 
+/// What a space-efficient sparse extent begins with: 0xcafebabe in 64 bits, little-endian.
+const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();
+
 /// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
@@ -47,6 +50,10 @@ async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver,
     let filename = file.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
+    if first.starts_with(&SE_SPARSE_MAGIC) {
+        let message = "VMDK images of this type are not supported";
+        return Err(named(Error::unsupported(message).field("type").value("seSparse")));
+    }
     let vmdk = if first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
         open_monolithic(opener, &file, &first).await.map_err(named)?
     } else {
