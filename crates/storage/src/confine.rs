@@ -8,15 +8,14 @@
 //! The io_uring of a confined thread is forbidden, since what it does passes seccomp by; its I/O goes through the thread
 //! pool.
 
+mod calls;
+
+use calls::Extra;
 use cowshed_block::{Error, ErrorKind, Result};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, PathFdError, Ruleset,
     RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The newest rights of Landlock that we ask for; an older kernel gives what it has.
@@ -49,7 +48,8 @@ impl Enforcement {
 pub struct Confined {
     /// Opening other files (and other processes' sockets and signals): Landlock, since Linux 5.13.
     pub files: Enforcement,
-    /// Starting programs, opening sockets, tracing, mounting and the like: seccomp.
+    /// Everything that work on images doesn't need, such as starting programs, opening sockets, tracing, typing into the
+    /// terminal: seccomp.
     pub system_calls: Enforcement,
 }
 
@@ -60,7 +60,7 @@ pub struct Confinement {
     writable: Vec<PathBuf>,
     reads_everything: bool,
     writes_everything: bool,
-    connects: bool,
+    extra: Extra,
 }
 
 impl Confinement {
@@ -96,14 +96,20 @@ impl Confinement {
 
     /// Sockets can be made and connected: for images that the user has on the network.
     pub fn connect(&mut self) -> &mut Self {
-        self.connects = true;
+        self.extra.connects = true;
+        self
+    }
+
+    /// The mode of the terminal can be changed: for a prompt on which lines are edited.
+    pub fn edit_lines(&mut self) -> &mut Self {
+        self.extra.edits_lines = true;
         self
     }
 
     /// Confines this thread and those that it will start. A kernel that can't do it, or not all of it, is no error: the
     /// answer says so. A path that is there and can't be looked at is one.
     pub fn apply(&self) -> Result<Confined> {
-        Ok(Confined { files: self.confine_files()?, system_calls: confine_system_calls(self.connects)? })
+        Ok(Confined { files: self.confine_files()?, system_calls: calls::confine(self.extra)? })
     }
 
     fn confine_files(&self) -> Result<Enforcement> {
@@ -113,7 +119,7 @@ impl Confinement {
         let mut ruleset = Ruleset::default()
             .set_compatibility(CompatLevel::BestEffort)
             .handle_access(AccessFs::from_all(LANDLOCK_ABI))
-            .and_then(|ruleset| match self.connects {
+            .and_then(|ruleset| match self.extra.connects {
                 true => Ok(ruleset),
                 false => ruleset
                     .handle_access(AccessNet::from_all(LANDLOCK_ABI))
@@ -171,138 +177,3 @@ fn landlock_error(error: &RulesetError) -> Error {
 fn refused(error: &dyn std::error::Error) -> Error {
     Error::new(ErrorKind::PermissionDenied, format!("could not confine the process: {error}"))
 }
-
-type Rules = BTreeMap<i64, Vec<SeccompRule>>;
-
-/// Forbids what no work on images needs. Programs are started by a process of their own: without one there is none.
-fn confine_system_calls(connects: bool) -> Result<Enforcement> {
-    let Ok(arch) = std::env::consts::ARCH.try_into() else { return Ok(Enforcement::None) };
-    let filter = |rules: Rules, errno: i32| -> Result<BpfProgram> {
-        let action = SeccompAction::Errno(errno.unsigned_abs());
-        let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).map_err(|error| refused(&error))?;
-        filter.try_into().map_err(|error: seccompiler::BackendError| refused(&error))
-    };
-    let mut forbidden: Rules = FORBIDDEN.iter().map(|call| (*call, Vec::new())).collect();
-    if connects {
-        CONNECTING.iter().for_each(|call| drop(forbidden.remove(call)));
-    }
-    // A thread is started by `clone`, too.
-    let no_thread = SeccompCondition::new(
-        0,
-        SeccompCmpArgLen::Qword,
-        SeccompCmpOp::MaskedEq(libc::CLONE_THREAD.unsigned_abs().into()),
-        0,
-    );
-    let rule = no_thread.and_then(|condition| SeccompRule::new(vec![condition])).map_err(|error| refused(&error))?;
-    forbidden.insert(libc::SYS_clone, vec![rule]);
-    // The arguments of `clone3` can't be looked at; without it the C library takes `clone`. Without io_uring our own
-    // I/O takes threads.
-    let missing = [libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
-    for program in [
-        filter(missing.into_iter().map(|call| (call, Vec::new())).collect(), libc::ENOSYS)?,
-        filter(forbidden, libc::EPERM)?,
-    ] {
-        match seccompiler::apply_filter(&program) {
-            Ok(()) => {}
-            // A kernel without it, or a sandbox around us that forbids to make another.
-            Err(seccompiler::Error::Prctl(_) | seccompiler::Error::Seccomp(_)) => return Ok(Enforcement::None),
-            Err(error) => return Err(refused(&error)),
-        }
-    }
-    Ok(Enforcement::Full)
-}
-
-/// Of these, what a client of a server needs.
-const CONNECTING: &[i64] = &[libc::SYS_socket, libc::SYS_connect];
-
-/// Programs, other processes, the network, mounts, keys, the kernel itself, and attributes of files.
-const FORBIDDEN: &[i64] = &[
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_fork,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_vfork,
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_process_madvise,
-    libc::SYS_pidfd_open,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_pidfd_send_signal,
-    libc::SYS_kill,
-    libc::SYS_tkill,
-    libc::SYS_rt_sigqueueinfo,
-    libc::SYS_rt_tgsigqueueinfo,
-    libc::SYS_kcmp,
-    libc::SYS_socket,
-    libc::SYS_connect,
-    libc::SYS_bind,
-    libc::SYS_listen,
-    libc::SYS_accept,
-    libc::SYS_accept4,
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_fsconfig,
-    libc::SYS_fsmount,
-    libc::SYS_fspick,
-    libc::SYS_mount_setattr,
-    libc::SYS_pivot_root,
-    libc::SYS_chroot,
-    libc::SYS_unshare,
-    libc::SYS_setns,
-    libc::SYS_name_to_handle_at,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_bpf,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_kexec_load,
-    libc::SYS_reboot,
-    libc::SYS_swapon,
-    libc::SYS_swapoff,
-    libc::SYS_sethostname,
-    libc::SYS_setdomainname,
-    libc::SYS_acct,
-    libc::SYS_quotactl,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_keyctl,
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setreuid,
-    libc::SYS_setregid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setgroups,
-    libc::SYS_capset,
-    libc::SYS_personality,
-    libc::SYS_settimeofday,
-    libc::SYS_clock_settime,
-    libc::SYS_adjtimex,
-    libc::SYS_clock_adjtime,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_mknod,
-    libc::SYS_mknodat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chmod,
-    libc::SYS_fchmod,
-    libc::SYS_fchmodat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chown,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_lchown,
-    libc::SYS_fchown,
-    libc::SYS_fchownat,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    libc::SYS_fsetxattr,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    libc::SYS_fremovexattr,
-];

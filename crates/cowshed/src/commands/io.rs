@@ -105,7 +105,9 @@ fn run_shell(args: IoArgs, console: &mut Console, manner: Manner) -> Result<u8, 
         [] => None,
         [file] => {
             let image = args.naming.spec(file, None)?;
-            args.naming.untrusted.guard(&[Use::Write(&image)], console)?;
+            let prompt = args.commands.is_empty().then_some(Use::Prompt);
+            let uses: Vec<Use<'_>> = [Use::Write(&image)].into_iter().chain(prompt).collect();
+            args.naming.untrusted.guard(&uses, console)?;
             Some(open_spec(&args, file)?)
         }
         _ => return Err(Failure::usage("Expecting one image file name")),

@@ -73,6 +73,8 @@ pub enum Use<'a> {
     WriteFile(&'a str),
     /// Reads an image by its file name.
     ReadFile(&'a str),
+    /// Asks for commands, on lines that are edited.
+    Prompt,
 }
 
 impl PolicyArgs {
@@ -170,6 +172,10 @@ impl UntrustedArgs {
         }
         for used in uses {
             let (paths, writes) = match used {
+                Use::Prompt => {
+                    confinement.edit_lines();
+                    continue;
+                }
                 Use::Read(image) if self.allows(Allowed::Extents) => (with_extents(paths_of(image)), false),
                 Use::Read(image) => (paths_of(image), false),
                 Use::Write(image) => (paths_of(image), true),
