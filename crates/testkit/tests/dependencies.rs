@@ -79,6 +79,56 @@ fn licences_are_permissive() {
     assert!(found.is_empty(), "not permissive: {found:?}");
 }
 
+/// The lines of an array of tables in deny.toml, and the lines of a section of it.
+fn deny_lines(after: &str, until: &str) -> Vec<String> {
+    let text = include_str!("../../../deny.toml");
+    let start = text.find(after).unwrap_or_else(|| panic!("{after} in deny.toml")) + after.len();
+    let end = text[start..].find(until).unwrap_or(text.len() - start);
+    text[start..start + end].lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect()
+}
+
+/// A crate in two versions is built twice, and a mended one may still be there unmended: each has a line in deny.toml that
+/// says for whose sake, and none has a line without need.
+#[test]
+fn crates_in_several_versions_are_those_of_the_list() {
+    let mut versions: std::collections::BTreeMap<String, BTreeSet<String>> = Default::default();
+    for package in packages() {
+        let text = |key: &str| package[key].as_str().unwrap_or_default().to_owned();
+        versions.entry(text("name")).or_default().insert(text("version"));
+    }
+    let skipped: BTreeSet<String> = deny_lines("\nskip = [", "\n]")
+        .iter()
+        .map(|line| {
+            let name = line.strip_prefix("{ crate = \"").and_then(|line| line.split_once('"'));
+            let (name, reason) = name.unwrap_or_else(|| panic!("no crate in {line}"));
+            assert!(reason.contains("reason = \""), "{line} gives no reason");
+            name.to_owned()
+        })
+        .collect();
+    let mut needed = BTreeSet::new();
+    for (name, versions) in versions.iter().filter(|(_, versions)| versions.len() > 1) {
+        let known = versions.iter().filter(|version| skipped.contains(&format!("{name}@{version}")));
+        let known: Vec<&String> = known.collect();
+        assert_eq!(known.len(), versions.len() - 1, "{name} comes in {versions:?}; deny.toml skips {known:?}");
+        needed.extend(known.iter().map(|version| format!("{name}@{version}")));
+    }
+    assert_eq!(needed, skipped, "deny.toml skips what isn't there twice");
+}
+
+/// What cargo-deny is told, where it runs: nothing is waved through.
+#[test]
+fn advisories_and_sources_are_denied() {
+    let advisories = deny_lines("[advisories]", "\n[");
+    for line in ["yanked = \"deny\"", "unmaintained = \"all\"", "unsound = \"all\"", "ignore = []"] {
+        assert!(advisories.contains(&line.to_owned()), "{line} in {advisories:?}");
+    }
+    assert!(deny_lines("[bans]", "\n[").contains(&"multiple-versions = \"deny\"".to_owned()));
+    let sources = deny_lines("[sources]", "\n[");
+    for line in ["unknown-registry = \"deny\"", "unknown-git = \"deny\"", "allow-git = []"] {
+        assert!(sources.contains(&line.to_owned()), "{line} in {sources:?}");
+    }
+}
+
 #[test]
 fn packages_come_from_one_registry_and_none_is_banned() {
     let packages = packages();
