@@ -17,8 +17,8 @@ use std::io::Read as _;
 use std::path::{Component, PathBuf};
 use std::time::Duration;
 
-/// Where the time zone is looked up, for the dates of snapshots.
-const TIME_ZONES: [&str; 2] = ["/etc/localtime", "/usr/share/zoneinfo"];
+/// Where the time zone is looked up, for the dates of snapshots, and keys come from.
+const SYSTEM_FILES: [&str; 4] = ["/etc/localtime", "/usr/share/zoneinfo", "/dev/random", "/dev/urandom"];
 /// The longest time limit, in seconds: a century.
 const MOST_SECONDS: f64 = 3e9;
 
@@ -167,7 +167,7 @@ impl UntrustedArgs {
             work::limit_time(limit);
         }
         let mut confinement = Confinement::new();
-        for path in TIME_ZONES {
+        for path in SYSTEM_FILES {
             confinement.read(path);
         }
         for used in uses {
