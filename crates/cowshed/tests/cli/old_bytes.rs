@@ -76,8 +76,10 @@ fn images_hold_no_old_bytes() {
         ("-O qcow2 -t none -T none", "direct.qcow2"),
         ("-O raw -t none -T none", "direct.raw"),
         ("-O qcow2 -m 16 -W", "disorder.qcow2"),
-        ("-O qcow2 -o data_file=data.raw", "parted.qcow2"),
+        ("-O qcow2 -o data_file=FOLDER/data.raw", "parted.qcow2"),
     ] {
+        let options = options.replace("FOLDER", folder.to_str().expect("a name"));
+        let options = options.as_str();
         expect_ok(&folder, &format!("convert {options} -f raw source {name}"));
         expect_no_mark(&folder.join(name), options);
         let format = name.split('.').next_back().expect("a format");
@@ -105,8 +107,9 @@ fn writes_of_parts_bring_no_old_bytes_along() {
         ("-o extended_l2=on,cluster_size=128k", "parts.qcow2"),
         ("-b base.raw -F raw", "over.qcow2"),
         ("-b base.raw -F raw -o extended_l2=on,cluster_size=128k", "over-parts.qcow2"),
-        ("-o data_file=data.raw", "parted.qcow2"),
+        ("-o data_file=FOLDER/data.raw", "parted.qcow2"),
     ] {
+        let options = options.replace("FOLDER", folder.to_str().expect("a name"));
         for cache in ["writeback", "none"] {
             let line = format!("create -q -f qcow2 {options} {name} 3M");
             oracle.make(line.replace("  ", " ").as_str());

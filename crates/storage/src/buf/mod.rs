@@ -95,8 +95,8 @@ impl IoBuf {
     }
 
     /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for what is about to be filled. Cheaper than zeroes where
-    /// the thread has freed a buffer of that length before. Who fills it says so by code that can't stop half-way, or the
-    /// buffer goes to a read.
+    /// the thread has freed a buffer of that length before. Either the caller overwrites all bytes at once, or a read
+    /// does.
     pub fn scratch(len: usize) -> Self {
         let mut buf = Self::allocate(len, Contents::Any);
         if cfg!(debug_assertions) {
@@ -105,7 +105,7 @@ impl IoBuf {
         buf
     }
 
-    /// Overwrites all bytes with zeroes: for buffers of which nobody knows how far they were filled.
+    /// Overwrites all bytes with zeroes: for a buffer that a failed read may have filled in part.
     #[cold]
     pub fn forget(&mut self) {
         self.fill(0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The system calls of a confined thread: what work on images needs, by arguments where a call can do more than that.
-//! Everything else is refused: what nobody thought of, what later kernels bring, and the numbers of other interfaces (x32).
+//! The filter refuses everything else: calls of later kernels, and the numbers of other interfaces (x32).
 
 use super::{Enforcement, refused};
 use cowshed_block::Result;
@@ -226,7 +226,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_rt_sigtimedwait,
     libc::SYS_sigaltstack,
     libc::SYS_signalfd4,
-    // Time, chance, and who we are.
+    // Time, random bytes, and ids.
     libc::SYS_clock_gettime,
     libc::SYS_clock_getres,
     libc::SYS_clock_nanosleep,
@@ -288,10 +288,10 @@ const IOCTLS: &[u32] = &[
     0x401c_5820,
 ];
 
-/// `TCSETS`, `TCSETSW`, `TCSETSF` and the same of the newer kind: for who edits lines.
+/// `TCSETS`, `TCSETSW`, `TCSETSF` and their newer kind: for a prompt.
 const TERMINAL_IOCTLS: &[u32] = &[0x5402, 0x5403, 0x5404, 0x402c_542b, 0x402c_542c, 0x402c_542d];
 
-/// Commands of `fcntl`: not those that choose who gets a signal.
+/// Commands of `fcntl`, without those that choose the receiver of a signal.
 const FCNTLS: &[i32] = &[
     libc::F_DUPFD,
     libc::F_DUPFD_CLOEXEC,
