@@ -21,6 +21,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 /// Most bytes of dirty L2 slices, however large the cache is.
 const MOST_DIRTY_BYTES: u64 = 16 << 20;
 
+/// Most bytes that wait for a flush before they may be used again, however large the disk is.
+const MOST_FREED_BYTES: u64 = 32 << 20;
+/// The bound of a small disk, in clusters.
+const LEAST_FREED_CLUSTERS: u64 = 8;
+/// Most freed clusters that wait while nothing is allocated: only their memory counts then.
+const MOST_FREED_CLUSTERS: u64 = 1 << 16;
+
 /// A table or a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TableId {
@@ -110,6 +117,8 @@ pub(crate) struct State {
     pub(crate) refcounts: Refcounts,
     pub(crate) inflight: Inflight,
     pub(crate) freed: VecDeque<Freed>,
+    /// How many of them the open epoch has added.
+    pub(crate) freed_in_cycle: u64,
     /// References that were taken to be reclaimed and are still counted, by host cluster.
     pub(crate) reclaiming: BTreeMap<u64, u64>,
     /// Tables being read by somebody.
@@ -162,6 +171,7 @@ impl Engine {
             refcounts: Refcounts::new(&config),
             inflight: Inflight::default(),
             freed: VecDeque::new(),
+            freed_in_cycle: 0,
             reclaiming: BTreeMap::new(),
             loading: HashSet::new(),
             open_cycle: 1,
@@ -297,9 +307,13 @@ impl Engine {
         }
     }
 
-    /// True when enough of the cache is dirty that the caller should run a write-back cycle before going on.
-    pub fn wants_writeback(&self) -> bool {
+    /// True when enough of the cache is dirty, or enough freed space waits for a cycle, that the caller should run a
+    /// write-back cycle before going on. `allocates`: the caller is going to make the file longer otherwise.
+    pub fn wants_writeback(&self, allocates: bool) -> bool {
         let state = self.own();
+        if state.freed_in_cycle > LEAST_FREED_CLUSTERS && self.holds_much_freed(state.freed_in_cycle, allocates) {
+            return true;
+        }
         let cache_bytes = self.cache_limits().0;
         let mapping_bytes = self.geometry.clusters(self.size()).saturating_mul(self.geometry.l2_entry_size());
         // Dirty slices can't make room for others. Where there is room for all of them, nothing is won by writing early:
@@ -308,6 +322,12 @@ impl Engine {
         let limit = share.min(MOST_DIRTY_BYTES).max(8 * self.slice_bytes());
         state.tables.dirty_slices() as u64 * self.slice_bytes() > limit
             || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)
+    }
+
+    /// Without a flush of the guest's, nothing freed is used again: an eighth of the disk waits for one at most.
+    fn holds_much_freed(&self, clusters: u64, allocates: bool) -> bool {
+        let bytes = clusters.saturating_mul(self.geometry.cluster_size());
+        clusters > MOST_FREED_CLUSTERS || (allocates && bytes > MOST_FREED_BYTES.min(self.size() / 8))
     }
 
     /// Number of the guest cluster at `guest`.

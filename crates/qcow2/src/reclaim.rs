@@ -45,6 +45,7 @@ impl Engine {
                 self.pins.advance()
             });
             state.freed.push_back(Freed { cluster, cycle: state.open_cycle, tag });
+            state.freed_in_cycle += 1;
             // Never pack into a cluster that is on its way out.
             if state.pack_next.is_some_and(|next| self.geometry.host_cluster(next) == cluster) {
                 state.pack_next = None;

@@ -58,6 +58,7 @@ impl Engine {
         state.cycle_runs = true;
         let number = state.open_cycle;
         state.open_cycle += 1;
+        state.freed_in_cycle = 0;
         let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
         let mut cycle = Cycle {
             number,

@@ -19,6 +19,9 @@ pub enum ZeroMode {
     /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or stay with
     /// `discard-no-unref`). What the format can't express is left alone.
     Discard,
+    /// As `Keep`, but only where the range holds no data: `Unsupported` elsewhere. The caller has seen that what lies
+    /// beneath it reads as zeroes.
+    Blank,
 }
 
 impl Engine {
@@ -37,8 +40,12 @@ impl Engine {
         }
         let l1_index = self.geometry.l1_index(guest) as usize;
         let range = guest.0..guest.0 + len;
-        let is_left_alone = mode == ZeroMode::Discard && self.config.format.version < 3;
-        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 && (is_left_alone || !self.backed(guest.0)) {
+        let has_zero_flag = self.config.format.version >= 3;
+        let is_left_alone = match mode == ZeroMode::Discard {
+            true => !has_zero_flag || !self.stands_on_another(),
+            false => !has_zero_flag && !self.stands_on_another(),
+        };
+        if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 && is_left_alone {
             let table_end = (l1_index as u64 + 1) << self.geometry.l2_coverage_bits();
             return Ok(table_end.min(range.end) - guest.0);
         }
@@ -70,11 +77,9 @@ impl Engine {
         self.geometry.subcluster_size()
     }
 
-    fn backed(&self, guest: u64) -> bool {
-        match self.backing_size() {
-            Some(size) => guest < size,
-            None => self.config.names_backing,
-        }
+    /// True when the image has a backing file, or its header names one. Its length doesn't matter: it may grow.
+    fn stands_on_another(&self) -> bool {
+        self.backing_size().is_some() || self.config.names_backing
     }
 
     fn zero_cluster(
@@ -90,7 +95,7 @@ impl Engine {
         let guest = cluster << self.geometry.cluster_bits();
         let new = match self.geometry.extended_l2() {
             true => self.zeroed_extended(guest, old, range, mode)?,
-            false => (self.zeroed_standard(guest, L2Entry(old.0), mode)?.0, 0),
+            false => (self.zeroed_standard(L2Entry(old.0), mode)?.0, 0),
         };
         if new == old {
             return Ok(());
@@ -103,13 +108,16 @@ impl Engine {
         Ok(())
     }
 
-    fn zeroed_standard(&self, guest: u64, old: L2Entry, mode: ZeroMode) -> Result<L2Entry, Error> {
+    fn zeroed_standard(&self, old: L2Entry, mode: ZeroMode) -> Result<L2Entry, Error> {
         let has_zero_flag = self.config.format.version >= 3;
         let cluster = old.cluster(self.config.format)?;
         let is_discard = mode == ZeroMode::Discard;
-        let keeps = mode == ZeroMode::Keep || (is_discard && self.discard_no_unref());
+        let keeps = matches!(mode, ZeroMode::Keep | ZeroMode::Blank) || (is_discard && self.discard_no_unref());
+        let stands_alone = !self.stands_on_another();
         Ok(match cluster {
-            Cluster::Unallocated if !self.backed(guest) || (is_discard && !has_zero_flag) => old,
+            Cluster::Data { .. } | Cluster::Compressed(_) if mode == ZeroMode::Blank => return Err(holds_data()),
+            // A zero write is recorded where the format can: another backing file may come later, or this one grow.
+            Cluster::Unallocated if is_discard && (stands_alone || !has_zero_flag) => old,
             Cluster::Zero { host: None } => old,
             Cluster::Zero { host: Some(_) } if keeps => old,
             Cluster::Data { host } if keeps && has_zero_flag && self.is_ours(old) => {
@@ -117,7 +125,7 @@ impl Engine {
             }
             _ if has_zero_flag => L2Entry::ZERO_PLAIN,
             _ if is_discard && self.backing_size().is_some() => old,
-            _ if mode != ZeroMode::Keep && !self.backed(guest) => L2Entry::UNALLOCATED,
+            _ if stands_alone => L2Entry::UNALLOCATED,
             _ => return Err(Error::unsupported("version 2 of the format has no zero clusters")),
         })
     }
@@ -137,9 +145,9 @@ impl Engine {
         let to = (range.end.min(guest + self.geometry.cluster_size()) - guest).div_ceil(size);
         let touched = from as u32..to as u32;
         let is_whole = touched == (0..32);
-        let keeps = mode == ZeroMode::Keep || (is_discard && self.discard_no_unref());
+        let keeps = matches!(mode, ZeroMode::Keep | ZeroMode::Blank) || (is_discard && self.discard_no_unref());
         if matches!(cluster, Cluster::Compressed(_)) {
-            return match (is_whole, is_discard) {
+            return match (is_whole && mode != ZeroMode::Blank, is_discard) {
                 (true, _) => Ok((0, SubclusterBitmap::ALL_ZERO.0)),
                 (false, true) => Ok(old),
                 (false, false) => Err(Error::unsupported("part of a compressed cluster can't be marked as zero")),
@@ -147,8 +155,11 @@ impl Engine {
         }
         let bitmap = SubclusterBitmap(old.1);
         let mask = SubclusterBitmap::mask(touched);
-        // Where nothing lies beneath, what has no data here is left alone.
-        let mask = match !self.backed(guest) {
+        if mode == ZeroMode::Blank && bitmap.data_mask() & mask != 0 {
+            return Err(holds_data());
+        }
+        // Where nothing lies beneath, a discard leaves alone what has no data here.
+        let mask = match is_discard && !self.stands_on_another() {
             true => mask & (bitmap.data_mask() | bitmap.zero_mask()),
             false => mask,
         };
@@ -158,4 +169,8 @@ impl Engine {
         }
         Ok((old.0, bitmap.0))
     }
+}
+
+fn holds_data() -> Error {
+    Error::unsupported("the rest of the cluster holds data")
 }

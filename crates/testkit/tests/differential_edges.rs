@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Single cases where engines differ or go wrong, each held against the real QEMU.
 
-use cowshed_image::node::{Node, Preallocation};
+use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::images::{Executor, Library, Op, QemuIo, Reader, Texture};
@@ -280,5 +280,116 @@ fn a_discard_hides_the_backing_file_as_in_qemu() {
         assert!(content == qemu.content(&path("theirs"), "qcow2"), "{options}");
         assert_eq!(content[0] == 0, is_hidden, "{options}");
         assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{options}");
+    }
+}
+
+/// What the guest zeroed or discarded, by offset, length and kind; kinds as `qemu-io` names them.
+const ZEROED: [&[(&str, u64, u64)]; 7] = [
+    &[("write -z", 0, 1 << 20), ("write -z -u", 2 << 20, 1 << 16), ("write -z", 3 << 20, 1 << 16)],
+    &[("discard", 0, 1 << 20), ("discard", 2 << 20, 1 << 16)],
+    &[("write -z", 3 << 10, 2 << 10), ("write -z", 1027 << 10, 2 << 10), ("write -z -u", 2051 << 10, 2 << 10)],
+    &[("write -z", 100 << 10, 100 << 10), ("write -z", 2100 << 10, 100 << 10)],
+    &[
+        ("write", 0, 128 << 10),
+        ("write -z", 0, 64 << 10),
+        ("write", 2 << 20, 128 << 10),
+        ("write -z -u", 2 << 20, 64 << 10),
+    ],
+    &[("write", 0, 128 << 10), ("discard", 0, 64 << 10), ("write", 2 << 20, 128 << 10), ("discard", 2 << 20, 64 << 10)],
+    &[
+        ("write -z", 0, 128 << 10),
+        ("write -z", 3 << 10, 2 << 10),
+        ("discard", 64 << 10, 64 << 10),
+        ("write", 70 << 10, 1 << 10),
+    ],
+];
+
+async fn zero_by_library(path: &Path, steps: &[(&str, u64, u64)]) -> cowshed_block::Result<()> {
+    let node = open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)).await?;
+    for (kind, offset, len) in steps {
+        let flags = ZeroFlags { may_unmap: kind.ends_with("-u"), no_fallback: false };
+        match *kind {
+            "write" => {
+                let mut bytes = IoBuf::zeroed(*len as usize);
+                bytes.fill(0xcd);
+                node.write(*offset, bytes).await.0?;
+            }
+            "discard" => node.discard(*offset, *len).await?,
+            _ => node.write_zeroes(*offset, *len, flags).await?,
+        }
+    }
+    node.close().await
+}
+
+/// Zeroes that were written stay zeroes whatever backing file an image gets later, or however long it becomes.
+#[test]
+fn zeroes_of_the_guest_survive_a_change_of_the_backing_file_as_in_qemu() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = |name: &str| folder.path().join(name);
+    let text = |name: &str| path(name).to_str().expect("text path").to_owned();
+    for (name, size, filled) in [("short", "1M", "256k"), ("empty", "4M", "0"), ("full", "4M", "4M")] {
+        qemu.img(["create", "-q", "-f", "qcow2", &text(name), size]).expect_ok();
+        if filled != "0" {
+            qemu.io_commands(&path(name), "qcow2", &[format!("write -P 66 0 {filled}")]).expect_ok();
+        }
+    }
+    for options in ["cluster_size=64k", "compat=0.10", "extended_l2=on,cluster_size=64k"] {
+        for backing in [None, Some("short"), Some("empty")] {
+            for steps in ZEROED {
+                let case = format!("{options}, backing file {backing:?}, {steps:?}");
+                for name in ["theirs", "ours"] {
+                    let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", options];
+                    if let Some(backing) = backing {
+                        arguments.extend(["-b", backing, "-F", "qcow2"]);
+                    }
+                    let target = text(name);
+                    arguments.extend([target.as_str(), "4M"]);
+                    qemu.img(arguments).expect_ok();
+                }
+                let commands: Vec<String> =
+                    steps.iter().map(|(kind, offset, len)| format!("{kind} {offset} {len}")).collect();
+                qemu.io_commands(&path("theirs"), "qcow2", &commands).expect_ok();
+                rt::block_on(zero_by_library(&path("ours"), steps)).unwrap_or_else(|error| panic!("{case}: {error}"));
+                assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{case}");
+                let content = |name: &str| qemu.content(&path(name), "qcow2");
+                assert!(content("ours") == content("theirs"), "{case}");
+                for name in ["theirs", "ours"] {
+                    qemu.img(["rebase", "-u", "-b", "full", "-F", "qcow2", &text(name)]).expect_ok();
+                }
+                assert!(content("ours") == content("theirs"), "{case}: on another backing file");
+            }
+        }
+    }
+}
+
+/// A guest that never flushes doesn't make the file longer and longer: what it freed is used again.
+#[test]
+fn space_that_was_freed_is_used_again_without_a_flush() {
+    let fixture = Fixture::new();
+    for punched in [true, false] {
+        let path = fixture.image("", 64 * MIB);
+        let written = rt::block_on(async {
+            let options = format!(
+                "driver=qcow2,discard=unmap,pass-discard-request={},file.driver=file,file.filename={}",
+                if punched { "on" } else { "off" },
+                path.display()
+            );
+            let node = open(OpenRequest::image_opts(&options)?.writable(true)).await?;
+            for _ in 0..30 {
+                node.discard(0, 8 * MIB).await?;
+                let mut at = 0;
+                while at < 8 * MIB {
+                    let mut bytes = IoBuf::zeroed(MIB as usize);
+                    bytes.fill(0x5a);
+                    node.write(at, bytes).await.0?;
+                    at += MIB;
+                }
+            }
+            node.close().await
+        });
+        written.unwrap_or_else(|error| panic!("punched: {punched}: {error}"));
+        let len = std::fs::metadata(&path).expect("there").len();
+        assert!(len < 32 * MIB, "punched: {punched}: {len} bytes for 8 MiB of data");
+        fixture.qemu.expect_clean(&path);
     }
 }

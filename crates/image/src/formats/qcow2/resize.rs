@@ -155,7 +155,7 @@ impl Qcow2Driver {
         }
         let mut cursor = GuestOffset(size.next_multiple_of(self.cluster_size()));
         loop {
-            self.make_room().await?;
+            self.make_room_for_edits().await?;
             if self.plan(|engine| engine.unmap_tail(&mut cursor)).await? {
                 return Ok(());
             }

@@ -50,7 +50,7 @@ impl Qcow2Driver {
     async fn zero_units(&self, start: u64, stop: u64, mode: ZeroMode, flags: ZeroFlags) -> Result<()> {
         let mut at = start;
         while at < stop {
-            self.make_room().await?;
+            self.make_room_for_edits().await?;
             match self.plan(|engine| engine.zero(GuestOffset(at), stop - at, mode)).await {
                 Ok(done) => at += done,
                 Err(error) if error.kind() == ErrorKind::Unsupported && !flags.no_fallback => {
@@ -67,15 +67,44 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Zeroes a part of a unit: nothing where it reads as zeroes already, else data.
+    /// Zeroes parts of units: each unit becomes a zero unit where the rest of it reads as zeroes, too, else the part is
+    /// written as data.
     async fn zero_edge(&self, start: u64, end: u64, flags: ZeroFlags) -> Result<()> {
-        if start >= end || self.reads_zero(start, end - start).await? {
-            return Ok(());
+        let unit = self.engine.zero_unit();
+        let mut at = start;
+        while at < end {
+            let from = at / unit * unit;
+            let stop = (from + unit).min(self.size());
+            let len = end.min(stop) - at;
+            if !self.zero_blank_unit(from, stop - from).await? {
+                if flags.no_fallback {
+                    let message = "only whole clusters can be zeroed without writing data";
+                    return Err(self.error(Error::unsupported(message)));
+                }
+                self.write_zero_data(at, len).await?;
+            }
+            at += len;
         }
-        if flags.no_fallback {
-            return Err(self.error(Error::unsupported("only whole clusters can be zeroed without writing data")));
+        Ok(())
+    }
+
+    /// Makes a unit that reads as zeroes a zero unit, so that it reads so on any backing file. False where it may hold
+    /// something else, or the format has no zero units.
+    async fn zero_blank_unit(&self, start: u64, len: u64) -> Result<bool> {
+        if !self.reads_zero_with_backing(start, len).await? {
+            return Ok(false);
         }
-        self.write_zero_data(start, end - start).await
+        self.make_room_for_edits().await?;
+        // Another write may have come meanwhile: the planner looks at the unit's own data once more.
+        match self.plan(|engine| engine.zero(GuestOffset(start), len, ZeroMode::Blank)).await {
+            Ok(_) => {
+                self.wrote_metadata.store(true, Ordering::Relaxed);
+                self.events.notify();
+                Ok(true)
+            }
+            Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     pub(super) async fn write_zero_data(&self, start: u64, len: u64) -> Result<()> {
@@ -104,6 +133,41 @@ impl Qcow2Driver {
                 return Ok(false);
             }
             at += mapped;
+        }
+        Ok(true)
+    }
+
+    /// True when mappings alone, those of the backing chain included, say that a range reads as zeroes.
+    async fn reads_zero_with_backing(&self, start: u64, len: u64) -> Result<bool> {
+        let end = start + len;
+        let mut at = start;
+        while at < end {
+            let mut extents = ExtentList::default();
+            let mapped = self.plan(|engine| engine.map(GuestOffset(at), end - at, &mut extents)).await?;
+            for extent in extents.iter() {
+                let is_zero = match extent.mapping {
+                    Mapping::Zero { .. } => true,
+                    Mapping::Unallocated => self.backing_is_zero(extent.guest.0, extent.len).await?,
+                    _ => false,
+                };
+                if !is_zero {
+                    return Ok(false);
+                }
+            }
+            at += mapped;
+        }
+        Ok(true)
+    }
+
+    async fn backing_is_zero(&self, start: u64, len: u64) -> Result<bool> {
+        let backing = self.backing.load();
+        let Some(backing) = &*backing else { return Ok(!self.no_backing) };
+        let end = (start + len).min(backing.size());
+        let mut at = start;
+        while at < end {
+            let runs = backing.block_status_chain_boxed(at, end - at, 1).await?;
+            let Some(run) = runs.first().filter(|run| run.zero) else { return Ok(false) };
+            at = run.start + run.len;
         }
         Ok(true)
     }
