@@ -606,3 +606,24 @@ fn big_images() {
         assert_eq!(ours.report.counters.fragmented_clusters > 0, fragmented);
     }
 }
+
+/// Where clusters in use count as free, a repair of leaks alone leaves every byte as it is, as QEMU does.
+#[test]
+fn a_repair_of_leaks_changes_nothing_where_used_clusters_count_as_free() {
+    let bench = Workbench::new();
+    for with_leak in [false, true] {
+        let image = bench.base(SPECIMENS[0].name);
+        let victim = Victim::open(&image);
+        victim.set_refcount(victim.host_cluster(0), 0);
+        if with_leak {
+            victim.set_refcount(victim.host_cluster(1), 2);
+        }
+        let before = std::fs::read(&image).expect("image");
+        let theirs = bench.copy(&image, "theirs");
+        let verdict = bench.qemu.check_with(&theirs, "qcow2", &["-r", "leaks"]);
+        assert!(std::fs::read(&theirs).expect("image") == before, "qemu-img changes it: {}", verdict.stderr);
+        let outcome = run(&image, Repair::Leaks);
+        assert!(std::fs::read(&image).expect("image") == before, "with a leak: {with_leak}\n{}", ours_lines(&outcome));
+        assert_eq!(outcome.exit_code(), 2, "{}", ours_lines(&outcome));
+    }
+}

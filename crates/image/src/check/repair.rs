@@ -80,6 +80,10 @@ impl Session<'_> {
             notes.push("nothing was changed: the guest would see it where its data overlaps with metadata".to_owned());
             return Ok(false);
         }
+        if self.options.repair == Repair::Leaks && before.uncounted {
+            notes.push("nothing was changed: clusters in use count as free, which 'check -r all' repairs".to_owned());
+            return Ok(false);
+        }
         if self.options.repair == Repair::All {
             let mut copies = self.copy_snapshot_table(notes).await?;
             let snapshot_table = copies.first().and_then(|copy| copy.pointer);

@@ -284,6 +284,7 @@ impl Session<'_> {
                 counters.image_end_offset = counters.image_end_offset.max(end);
                 counters.corruptions += sums.counters.corruptions;
                 counters.leaks += sums.counters.leaks;
+                shared.0.uncounted |= sums.uncounted;
                 shared.0.omitted += sums.omitted.saturating_sub(found.len() as u64);
                 if !found.is_empty() && kept.fetch_add(found.len(), Relaxed) < limit {
                     shared.1.push((index, found));

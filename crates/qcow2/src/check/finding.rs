@@ -215,6 +215,17 @@ impl Finding {
             _ => false,
         }
     }
+
+    /// True when a cluster in use counts as free, or the counts can't be found: what COPIED and leaks are judged by is
+    /// itself in doubt.
+    pub const fn is_uncounted(&self) -> bool {
+        matches!(
+            self.kind,
+            FindingKind::RefcountLow { stored: 0, .. }
+                | FindingKind::RefcountBlockUnaligned { .. }
+                | FindingKind::RefcountBlockPastEnd { .. }
+        )
+    }
 }
 
 /// The line that qemu-img prints, or one in its manner for what only we find. "Repairing" replaces "ERROR" once it
@@ -338,6 +349,8 @@ pub struct Ledger {
     pub omitted: u64,
     /// See [`Finding::hides_references`].
     pub hidden_references: bool,
+    /// Clusters in use have no count at all: a repair of leaks alone changes nothing then.
+    pub uncounted: bool,
     /// Clusters that two structures of metadata claim.
     pub clashes: Vec<u64>,
     /// There are more of them than were kept.
@@ -367,6 +380,7 @@ impl Ledger {
             Severity::Leak => self.counters.leaks += times,
         }
         self.hidden_references |= finding.hides_references();
+        self.uncounted |= finding.is_uncounted();
         if let FindingKind::Overlap { structure, cluster } = finding.kind
             && structure != Structure::Data
         {

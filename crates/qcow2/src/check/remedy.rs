@@ -76,6 +76,8 @@ pub struct Outlook {
     pub hides_references: bool,
     /// The guest's data overlaps with metadata.
     pub data_overlaps: bool,
+    /// Clusters in use count as free: see [`Finding::is_uncounted`].
+    pub uncounted: bool,
     /// Clusters can't be moved: where they are decides how they decrypt.
     pub is_encrypted: bool,
     /// L2 entries have a flag for zero clusters.
@@ -110,6 +112,7 @@ impl Outlook {
             is_version_2: header.version < 3,
             hides_references: ledger.hidden_references || bitmaps_stay,
             data_overlaps: ledger.findings.iter().any(data),
+            uncounted: ledger.uncounted,
             is_encrypted: header.crypt_method != 0,
             has_zero_flag: header.version >= 3 && !header.has_extended_l2(),
             refcount_max: if order >= 6 { u64::MAX } else { (1 << (1 << order)) - 1 },
@@ -124,7 +127,8 @@ impl Outlook {
     /// What a repair of everything (`all`) or of leaks alone will do about a finding; `None`: it stays.
     pub fn remedy(&self, finding: &Finding, all: bool) -> Option<Remedy> {
         let in_clash = |offset: u64| self.clashes.contains(&(offset >> self.cluster_bits));
-        if !self.obstacles.is_empty() || !all && self.data_overlaps || finding.entry_offset.is_some_and(in_clash) {
+        let changes_nothing = !self.obstacles.is_empty() || (!all && (self.data_overlaps || self.uncounted));
+        if changes_nothing || finding.entry_offset.is_some_and(in_clash) {
             return None;
         }
         match finding.kind {
