@@ -216,12 +216,27 @@ impl Expected<'_> {
 
 #[test]
 fn amendments_survive_power_cuts() {
+    amend_and_cut(false, 120);
+}
+
+#[test]
+fn amendments_on_a_device_survive_power_cuts() {
+    amend_and_cut(true, 40);
+}
+
+fn amend_and_cut(on_a_device: bool, max_distinct: usize) {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     let mut total = CrashReport::default();
     for (number, case) in cases().iter().enumerate() {
         for sector_bytes in [512, 4096] {
-            let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
-            let files = prepare(&qemu, folder.path(), case);
+            let direct = sector_bytes == 4096;
+            let config = Config { sector_bytes, direct, fixed_length: on_a_device, ..Config::new(number as u64) };
+            let mut files = prepare(&qemu, folder.path(), case);
+            if let Some(image) = files.get_mut(NAME).filter(|_| on_a_device) {
+                // It isn't zero.
+                let len = image.len();
+                image.write(len, &vec![0xee; ((1 << 20) + len.next_multiple_of(4096) - len) as usize]);
+            }
             let world = World::with_files(config.clone(), &files);
             let header = world.run(run_check()).unwrap_or_else(|error| case.fail(&error)).1;
             let before = (header, world.run(contents(true)).unwrap_or_else(|error| case.fail(&error)));
@@ -238,7 +253,7 @@ fn amendments_survive_power_cuts() {
             }
             let (qemu, folder) = (&qemu, folder.path());
             let expected = Expected { qemu, folder, config, case, before, after };
-            let plan = CrashPlan { max_distinct: 120, ..CrashPlan::new(number as u64) };
+            let plan = CrashPlan { max_distinct, ..CrashPlan::new(number as u64) };
             match explore(&trace, &plan, |state| expected.verify(state, true)) {
                 Ok(report) => total.add(&report),
                 Err(failure) => panic!("{} on {}: {failure}", case.amend, case.create),

@@ -15,6 +15,8 @@ use std::path::Path;
 
 const NAME: &str = "image.qcow2";
 const SIZE: u64 = 1 << 20;
+/// What a device has behind the image, and it isn't zero.
+const DEVICE_ROOM_BYTES: usize = 1 << 20;
 
 /// What is done while the power is cut.
 #[derive(Clone, Copy, Debug)]
@@ -155,14 +157,27 @@ impl Expected<'_> {
 
 #[test]
 fn changes_of_bitmaps_survive_power_cuts() {
+    change_and_cut(false, 100);
+}
+
+#[test]
+fn changes_of_bitmaps_on_a_device_survive_power_cuts() {
+    change_and_cut(true, 30);
+}
+
+fn change_and_cut(on_a_device: bool, max_distinct: usize) {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     let mut total = CrashReport::default();
     for (number, options) in OPTIONS.iter().enumerate() {
-        let image = prepare(&qemu, folder.path(), options);
+        let mut image = prepare(&qemu, folder.path(), options);
+        if on_a_device {
+            image.resize((image.len() + DEVICE_ROOM_BYTES).next_multiple_of(4096), 0xee);
+        }
         let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
         for action in ACTIONS {
             let sector_bytes = if number % 2 == 0 { 512 } else { 4096 };
-            let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
+            let direct = sector_bytes == 4096;
+            let config = Config { sector_bytes, direct, fixed_length: on_a_device, ..Config::new(number as u64) };
             let before = World::with_files(config.clone(), &files).run(bitmaps()).expect("readable bitmaps");
             let world = World::with_files(config.clone(), &files);
             world.run(act(*action)).unwrap_or_else(|error| panic!("{action:?} on {options}: {error}"));
@@ -171,7 +186,7 @@ fn changes_of_bitmaps_survive_power_cuts() {
             assert!(before != after, "{action:?}: nothing happened");
             let (qemu, folder) = (&qemu, folder.path());
             let expected = Expected { qemu, folder, config, before, after };
-            let plan = CrashPlan { max_distinct: 100, ..CrashPlan::new(number as u64) };
+            let plan = CrashPlan { max_distinct, ..CrashPlan::new(number as u64) };
             match explore(&trace, &plan, |state| expected.verify(state)) {
                 Ok(report) => total.add(&report),
                 Err(failure) => panic!("{action:?} on {options}: {failure}"),

@@ -126,6 +126,18 @@ fn no_power_cut_harms_an_image_on_a_device() {
 }
 
 #[test]
+fn no_full_device_harms_an_image() {
+    for room_bytes in [0, 1536, 8192, 65536, 300_000] {
+        let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: Some(room_bytes) };
+        for scene in seeds(12).filter_map(|seed| CrashScene::new(seed).on_a_device()) {
+            if let Err(complaint) = scene.run(&effort, Vec::new()) {
+                panic!("{room_bytes} bytes of room: {complaint}");
+            }
+        }
+    }
+}
+
+#[test]
 fn no_full_disk_harms_an_image() {
     for room_bytes in [0, 8192, 65536] {
         let effort = Effort { requests: 30, states: 60, sample_qemu: 60, room_bytes: Some(room_bytes) };

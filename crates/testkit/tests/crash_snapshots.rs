@@ -14,6 +14,8 @@ use std::path::Path;
 
 const NAME: &str = "image.qcow2";
 const SIZE: u64 = 1 << 20;
+/// What a device has behind the image, and it isn't zero.
+const DEVICE_ROOM_BYTES: usize = 1 << 20;
 
 /// What is done while the power is cut.
 #[derive(Clone, Copy, Debug)]
@@ -139,12 +141,25 @@ impl Expected<'_> {
 
 #[test]
 fn snapshots_survive_power_cuts() {
+    change_and_cut(false, 150);
+}
+
+#[test]
+fn snapshots_on_a_device_survive_power_cuts() {
+    change_and_cut(true, 50);
+}
+
+fn change_and_cut(on_a_device: bool, max_distinct: usize) {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     let mut total = CrashReport::default();
     for (number, case) in cases().iter().enumerate() {
         for sector_bytes in [512, 4096] {
-            let config = Config { sector_bytes, direct: sector_bytes == 4096, ..Config::new(number as u64) };
-            let image = prepare(&qemu, folder.path(), case);
+            let direct = sector_bytes == 4096;
+            let config = Config { sector_bytes, direct, fixed_length: on_a_device, ..Config::new(number as u64) };
+            let mut image = prepare(&qemu, folder.path(), case);
+            if on_a_device {
+                image.resize((image.len() + DEVICE_ROOM_BYTES).next_multiple_of(4096), 0xee);
+            }
             let files = Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]);
             let before = World::with_files(config.clone(), &files).run(contents()).expect("a readable image");
             let world = World::with_files(config.clone(), &files);
@@ -154,7 +169,7 @@ fn snapshots_survive_power_cuts() {
             assert!(before != after, "nothing happened");
             let (qemu, folder) = (&qemu, folder.path());
             let expected = Expected { qemu, folder, config, before, after };
-            let plan = CrashPlan { max_distinct: 150, ..CrashPlan::new(number as u64) };
+            let plan = CrashPlan { max_distinct, ..CrashPlan::new(number as u64) };
             match explore(&trace, &plan, |state| expected.verify(state)) {
                 Ok(report) => total.add(&report),
                 Err(failure) => panic!("{:?} on {}: {failure}", case.action, case.options),
