@@ -65,7 +65,8 @@ impl ServerConfig {
 /// What clients may take of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time; further ones wait to be accepted.
+    /// Connections at a time; further ones wait. A connection that negotiates and has sent no option for a second gives its
+    /// place to one that waits: the one that is silent for longest of the peer (IP address or user) that has most of them.
     pub max_connections: usize,
     /// Requests in flight of one connection; further ones wait on the wire.
     pub max_requests: usize,

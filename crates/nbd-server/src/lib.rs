@@ -19,6 +19,7 @@ mod config;
 mod disk;
 mod export;
 mod gathering;
+mod haggling;
 mod intake;
 mod life;
 mod negotiation;

@@ -2,6 +2,7 @@
 //! From the greeting to the transmission phase: option haggling in fixed newstyle.
 
 use crate::config::Authorizer;
+use crate::haggling::Haggling;
 use crate::registry::{Registry, Served, Stay};
 use crate::{Disk, Export};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -72,12 +73,14 @@ pub(crate) async fn negotiate<D: Disk>(
     registry: &Arc<Registry<D>>,
     stream: &Stream,
     receiver: &mut Receiver,
+    haggling: Option<&Haggling<'_>>,
 ) -> Result<Option<(Stay<D>, Terms)>> {
     let timeout = registry.config.limits.handshake_timeout;
     let mut negotiation = Negotiation {
         registry,
         stream,
         receiver,
+        haggling,
         fixed: false,
         no_zeroes: false,
         replies: ReplyStyle::Simple,
@@ -107,6 +110,8 @@ struct Negotiation<'a, D: Disk> {
     registry: &'a Arc<Registry<D>>,
     stream: &'a Stream,
     receiver: &'a mut Receiver,
+    /// Where its connection takes a place.
+    haggling: Option<&'a Haggling<'a>>,
     fixed: bool,
     no_zeroes: bool,
     replies: ReplyStyle,
@@ -146,8 +151,10 @@ impl<D: Disk> Negotiation<'_, D> {
                 return Ok(None);
             }
             let header = OptionHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
+            self.note_progress();
             let next = self.option(header).await?;
             self.send().await?;
+            self.note_progress();
             match next {
                 Next::Option => {}
                 Next::Goodbye => return Ok(None),
@@ -155,6 +162,12 @@ impl<D: Disk> Negotiation<'_, D> {
             }
         }
         Err(refused(format!("the client sent more than {MAX_OPTIONS} options")))
+    }
+
+    fn note_progress(&self) {
+        if let Some(haggling) = self.haggling {
+            haggling.note_progress();
+        }
     }
 
     async fn send(&mut self) -> Result<()> {

@@ -7,13 +7,15 @@ use crate::negotiation::negotiate;
 use crate::registry::Registry;
 use crate::session;
 use crate::signal::{Mailbox, Watched};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt::JoinHandle;
 use cowshed_storage::{Listener, Socket, rt};
+use futures_util::future::{Either, select};
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Between two attempts to accept a client when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -32,17 +34,17 @@ pub(crate) enum Message<D: Disk> {
 pub(crate) struct Slot<D: Disk>(Arc<Registry<D>>);
 
 impl<D: Disk> Slot<D> {
-    /// Waits until there is a free one.
-    async fn wait(registry: &Registry<D>) {
-        let limit = registry.config.limits.max_connections;
-        registry.connections.wait(|count| (*count < limit).then_some(())).await;
-    }
-
-    /// Waits for a free one and takes it.
+    /// Waits for a free one and takes it. Silent connections in negotiation make room.
     async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
         let limit = registry.config.limits.max_connections;
-        registry.connections.wait(|count| (*count < limit).then(|| *count += 1)).await;
-        Slot(Arc::clone(registry))
+        let mut pause = Duration::ZERO;
+        loop {
+            let free = pin!(registry.connections.wait(|count| (*count < limit).then(|| *count += 1)));
+            match select(free, pin!(rt::sleep(pause))).await {
+                Either::Left(_) => return Slot(Arc::clone(registry)),
+                Either::Right(_) => pause = registry.hagglers.make_room(Instant::now()),
+            }
+        }
     }
 }
 
@@ -159,10 +161,9 @@ async fn accept_all<D: Disk>(
 ) {
     registry.held.wait(|held| (!*held).then_some(())).await;
     loop {
-        // Clients that are too many are left where the system keeps them.
-        Slot::wait(&registry).await;
         match listener.accept().await {
             Ok(socket) => {
+                // The clients behind one that waits here are left where the system keeps them.
                 let slot = Slot::take(&registry).await;
                 let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
                 mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
@@ -181,14 +182,19 @@ async fn accept_all<D: Disk>(
 
 /// One connection from its first byte to its last.
 pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<Slot<D>>) {
-    let _slot = slot;
     let peer = socket.peer();
     socket.keep_alive();
     tracing::debug!(peer, "client connected");
     let stream = Arc::new(Stream::new(socket));
     let mut receiver = Receiver::default();
     let config = &registry.config;
-    let negotiated = negotiate(&registry, &stream, &mut receiver).await;
+    // Only one that takes a place can lose it.
+    let haggling = slot.as_ref().map(|_| registry.hagglers.enter(stream.socket()));
+    let mut negotiated = negotiate(&registry, &stream, &mut receiver, haggling.as_ref()).await;
+    if haggling.is_some_and(|haggling| haggling.was_cut()) {
+        let message = "the client was silent, and all connections were taken";
+        negotiated = Err(Error::new(ErrorKind::Limit, message));
+    }
     let (stay, terms) = match negotiated {
         Ok(Some(negotiated)) => negotiated,
         Ok(None) => {

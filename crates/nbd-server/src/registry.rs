@@ -2,6 +2,7 @@
 //! The exports, and who uses them.
 
 use crate::config::{Event, ServerConfig};
+use crate::haggling::Hagglers;
 use crate::signal::Watched;
 use crate::{Disk, Export, ExportInfo, Removal};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -23,6 +24,8 @@ pub(crate) struct Registry<D> {
     exports: Watched<Exports<D>>,
     /// Connections that have been accepted and aren't closed.
     pub connections: Watched<usize>,
+    /// Those of them that negotiate.
+    pub hagglers: Hagglers,
     /// Clients are left where the system keeps them.
     pub held: Watched<bool>,
 }
@@ -72,7 +75,13 @@ impl Client {
 impl<D: Disk> Registry<D> {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let exports = Exports { by_name: BTreeMap::new(), stopping: false };
-        Registry { config, exports: Watched::new(exports), connections: Watched::new(0), held: Watched::new(false) }
+        Registry {
+            config,
+            exports: Watched::new(exports),
+            connections: Watched::new(0),
+            hagglers: Hagglers::default(),
+            held: Watched::new(false),
+        }
     }
 
     pub(crate) fn add(&self, export: Export<D>) -> Result<()> {

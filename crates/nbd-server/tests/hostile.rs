@@ -218,6 +218,29 @@ fn connections_are_limited_and_the_rest_waits() {
 }
 
 #[test]
+fn silent_connections_in_all_places_make_room() {
+    // Their time is far from up.
+    let limits = Limits { max_connections: 4, handshake_timeout: Duration::from_secs(30), ..Limits::default() };
+    let served = serve(limits);
+    let (mut busy, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+    let mut silent: Vec<Wire> = (0..3).map(|_| Wire::connect(&served.socket)).collect();
+    assert_eq!(served.server.connections(), 4, "all have been greeted");
+    let (mut fifth, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+    assert_eq!(fifth.ask(Command::Read, NONE, 0, 512).errno, 0);
+    // Only one had to go, the first, and a client that has an export keeps its place.
+    let events = served.events.lock().unwrap().clone();
+    let refused: Vec<&Event> = events.iter().filter(|event| is_refusal(event, "")).collect();
+    assert!(refused.len() == 1 && is_refusal(refused[0], "silent"), "{refused:?}");
+    silent[0].expect_end();
+    assert_eq!(busy.ask(Command::Read, NONE, 0, 512).errno, 0);
+    assert_eq!(silent[2].outcome(code::LIST, &[]), rep::ACK);
+    assert_eq!(served.server.connections(), 4);
+    drop((busy, silent, fifth));
+    rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+#[test]
 fn exports_come_and_go_under_their_clients() {
     let served = serve(Limits::default());
     let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Structured, "", &[]);
