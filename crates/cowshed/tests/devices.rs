@@ -228,6 +228,185 @@ fn data_are_shared_where_the_file_system_can() {
     }
 }
 
+/// An image's life in a container of fixed length that holds 48 MiB which aren't zero: all that takes more than one
+/// neighbouring cluster, and a refcount table that grows. The same in a file by QEMU is the measure.
+#[track_caller]
+fn live_in_a_container(container: &str, cluster_size: &str) {
+    let qemu = Qemu::system();
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let twin = folder.path().join("twin.qcow2").to_str().unwrap().to_owned();
+    let options = format!("cluster_size={cluster_size}");
+    // QEMU needs minutes to take 580 MiB away by clusters of 512 bytes.
+    let shrunk = if cluster_size == "512" { "595M" } else { "20M" };
+    let steps: &[&[&str]] = &[
+        &["create", "-q", "-f", "qcow2", "-o", &options, "IMAGE", "24M"],
+        &["bitmap", "--add", "-g", "512", "IMAGE", "fine"],
+        &["bitmap", "--add", "IMAGE", "b"],
+        &["io", "write -P 1 0 12M", "IMAGE"],
+        &["snapshot", "-c", "one", "IMAGE"],
+        &["io", "write -P 2 1M 2M", "IMAGE"],
+        &["resize", "-q", "IMAGE", "600M"],
+        &["io", "write -P 3 599M 1M", "IMAGE"],
+        &["snapshot", "-c", "two", "IMAGE"],
+        &["bitmap", "--clear", "IMAGE", "fine"],
+        &["bitmap", "--remove", "IMAGE", "fine"],
+        &["bitmap", "--remove", "IMAGE", "b"],
+        &["snapshot", "-d", "one", "IMAGE"],
+        &["snapshot", "-a", "two", "IMAGE"],
+        &["amend", "-f", "qcow2", "-o", "refcount_bits=64", "IMAGE"],
+        &["io", "write -P 4 100M 3M", "IMAGE"],
+        &["snapshot", "-d", "two", "IMAGE"],
+        &["resize", "-q", "--shrink", "IMAGE", shrunk],
+    ];
+    let image_end = |image: &str| {
+        let verdict = qemu.img(["check", "-f", "qcow2", "--output=json", image]);
+        assert_eq!(verdict.code, 0, "{cluster_size}: {}{}", verdict.stdout, verdict.stderr);
+        let report: serde_json::Value = serde_json::from_str(&verdict.stdout).expect("JSON");
+        report["image-end-offset"].as_u64().expect("a number")
+    };
+    for step in steps {
+        let named = |image: &str| step.iter().map(|word| word.replace("IMAGE", image)).collect::<Vec<_>>();
+        let (ours, theirs) = (named(container), named(&twin));
+        if step[0] == "io" {
+            cowshed(&["io", "-f", "qcow2", "-c", &ours[1], &ours[2]]);
+            qemu.io(["-f", "qcow2", "-c", &theirs[1], &theirs[2]]).expect_ok();
+        } else {
+            cowshed(&ours.iter().map(String::as_str).collect::<Vec<_>>());
+            qemu.img(theirs.iter().map(String::as_str)).expect_ok();
+        }
+        let (end, twins_end) = (image_end(container), image_end(&twin));
+        assert!(end <= twins_end + (4 << 20), "{cluster_size}: {step:?}: it ends at {end}, QEMU's at {twins_end}");
+        qemu.img(["compare", "-q", "-f", "qcow2", "-F", "qcow2", container, &twin]).expect_ok();
+    }
+}
+
+#[test]
+#[ignore = "needs root and loop devices"]
+fn an_image_lives_on_a_device_as_in_a_file() {
+    for cluster_size in ["512", "4k", "64k"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let below = folder.path().join("below");
+        std::fs::write(&below, vec![0xee; 48 * MIB]).unwrap();
+        let device = Loop::new(&below);
+        live_in_a_container(&device.0, cluster_size);
+    }
+}
+
+/// A new image takes a bitmap, and guest writes past what its first refcount blocks count, within its new device.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn a_new_image_on_a_device_takes_bitmaps_and_writes() {
+    for cluster_size in ["64k", "512"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (below, twin) = (folder.path().join("below"), folder.path().join("twin"));
+        std::fs::File::create(&below).unwrap().set_len(200 << 20).unwrap();
+        let device = Loop::new(&below);
+        let options = format!("cluster_size={cluster_size}");
+        let twin = twin.to_str().unwrap();
+        let writes = ["-c", "write -P 1 0 12M", "-c", "write -P 2 50M 9M"];
+        cowshed(&["create", "-q", "-f", "qcow2", "-o", &options, &device.0, "100M"]);
+        cowshed(&["bitmap", "--add", &device.0, "b"]);
+        let mut arguments = vec!["io", "-f", "qcow2"];
+        arguments.extend(writes.into_iter().chain([device.0.as_str()]));
+        cowshed(&arguments);
+        cowshed(&["check", "-q", &device.0]);
+        let qemu = Qemu::system();
+        qemu.img(["create", "-q", "-f", "qcow2", "-o", &options, twin, "100M"]).expect_ok();
+        qemu.io(["-f", "qcow2"].into_iter().chain(writes).chain([twin])).expect_ok();
+        for qemu in Qemu::all() {
+            qemu.expect_clean(Path::new(&device.0));
+            qemu.img(["compare", "-q", "-f", "qcow2", "-F", "qcow2", &device.0, twin]).expect_ok();
+            let info = qemu.img(["info", "-f", "qcow2", "--output=json", &device.0]).expect_ok();
+            assert!(info.stdout.contains("\"name\": \"b\""), "{cluster_size}: {}", info.stdout);
+        }
+    }
+}
+
+/// A volume that gets longer while the image is in use, as thin provisioning has it.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn an_image_uses_what_its_device_has_grown_by() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (below, socket) = (folder.path().join("below"), folder.path().join("s"));
+    std::fs::write(&below, vec![0xee; 4 * MIB]).unwrap();
+    let device = Loop::new(&below);
+    cowshed(&["create", "-q", "-f", "qcow2", &device.0, "64M"]);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    command.args(["serve", "-k", socket.to_str().unwrap(), &device.0]).stdout(std::process::Stdio::null());
+    let mut daemon = Daemon(command.spawn().expect("our own binary runs"));
+    while !socket.exists() {
+        std::thread::yield_now();
+    }
+    let (qemu, uri) = (Qemu::system(), format!("nbd+unix:///?socket={}", socket.display()));
+    let io = |commands: &[&str]| {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        qemu.io(["-f", "raw"].into_iter().chain(commands).chain([uri.as_str()])).stdout
+    };
+    let said = io(&["write -P 1 0 1M", "write -P 2 1M 8M", "flush", "read -P 1 0 1M"]);
+    assert!(said.contains("No space left on device") && said.matches("failed").count() == 1, "{said}");
+    // What is given back makes room at once.
+    let said = io(&["discard 0 1M", "write -P 3 32M 512k", "read -P 3 32M 512k"]);
+    assert!(!said.contains("failed"), "{said}");
+    std::fs::File::options().append(true).open(&below).unwrap().set_len(32 * MIB as u64).unwrap();
+    run("losetup", &["--set-capacity", &device.0]);
+    let said = io(&["write -P 4 1M 8M", "flush", "read -P 4 1M 8M", "read -P 3 32M 512k"]);
+    assert!(!said.contains("failed"), "{said}");
+    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    assert!(daemon.0.wait().expect("it ends").success());
+    qemu.expect_clean(Path::new(&device.0));
+}
+
+/// An export whose length doesn't change is a container as a device is.
+#[test]
+fn an_image_lives_in_an_export_as_in_a_file() {
+    for cluster_size in ["512", "64k"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (below, socket) = (folder.path().join("below"), folder.path().join("s"));
+        std::fs::write(&below, vec![0xee; 48 * MIB]).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        command.args(["serve", "-f", "raw", "-k", socket.to_str().unwrap(), below.to_str().unwrap()]);
+        let mut daemon = Daemon(command.stdout(std::process::Stdio::null()).spawn().expect("our own binary runs"));
+        while !socket.exists() {
+            assert!(daemon.0.try_wait().expect("a child").is_none(), "the server has ended");
+            std::thread::yield_now();
+        }
+        live_in_a_container(&format!("nbd+unix:///?socket={}", socket.display()), cluster_size);
+        run("kill", &["-TERM", &daemon.0.id().to_string()]);
+        assert!(daemon.0.wait().expect("it ends").success());
+    }
+}
+
+/// What a LUKS volume grows by decrypts to noise, which no part of a new cluster may show.
+#[test]
+fn an_image_in_a_growing_luks_volume_has_no_noise() {
+    let qemu = Qemu::system();
+    for cluster_size in ["64k", "512"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let (twin, volume) = (path("twin"), path("volume"));
+        let secret = ["--object", "secret,id=s,data=x"];
+        let options = format!("cluster_size={cluster_size}");
+        qemu.img(["create", "-q", "-f", "qcow2", "-o", &options, &twin, "32M"]).expect_ok();
+        let luks = ["-f", "raw", "-O", "luks", "-o", "key-secret=s,iter-time=10", &twin, &volume];
+        qemu.img(["convert"].into_iter().chain(secret).chain(luks)).expect_ok();
+        let len_before = std::fs::metadata(&volume).unwrap().len();
+        let below = format!(r#"{{"driver":"luks","key-secret":"s","file":{{"driver":"file","filename":"{volume}"}}}}"#);
+        let image = format!(r#"json:{{"driver":"qcow2","file":{below}}}"#);
+        for write in ["write -P 1 1M 512", "write -P 2 5000k 1024", "write -P 3 17M 100k", "write -P 4 20M 500"] {
+            cowshed(&["io", secret[0], secret[1], "-c", write, &image]);
+            qemu.io(["-f", "qcow2", "-c", write, &twin]).expect_ok();
+        }
+        assert!(std::fs::metadata(&volume).unwrap().len() > len_before, "{cluster_size}: the volume hasn't grown");
+        let driver = "driver=qcow2,file.driver=luks,file.key-secret=s,file.file.driver=file,file.file.filename=";
+        let options = ["--image-opts".to_owned(), format!("{driver}{volume}")];
+        let arguments =
+            |verb: &'static str| [verb, "-q"].into_iter().chain(secret).map(str::to_owned).chain(options.clone());
+        qemu.img(arguments("check")).expect_ok();
+        let twin = format!("driver=qcow2,file.driver=file,file.filename={twin}");
+        qemu.img(arguments("compare").chain([twin])).expect_ok();
+    }
+}
+
 /// A daemon, killed when the test ends early.
 struct Daemon(std::process::Child);
 
