@@ -469,3 +469,52 @@ fn a_daemon_lives_through_a_full_disk() {
     let reads = ["read -P 3 0 1M", "read -P 1 1M 1M", "read -P 4 8M 4M"].map(str::to_owned);
     qemu.io_commands(Path::new(&image), "qcow2", &reads).expect_ok();
 }
+
+/// Space is reserved in file systems; the device's own space is all there is.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn no_space_is_reserved_on_devices() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let below = folder.path().join("below");
+    std::fs::write(&below, vec![0xee; 8 * MIB]).unwrap();
+    let device = Loop::new(&below);
+    let qemu = Qemu::system();
+    for mode in ["falloc", "full"] {
+        for format in ["raw", "qcow2"] {
+            let options = format!("preallocation={mode}");
+            let arguments = ["create", "-q", "-f", format, "-o", &options, &device.0, "4M"];
+            assert_eq!(qemu.img(arguments).code, 1, "qemu-img {arguments:?}");
+            std::fs::write(&device.0, vec![0xee; 8 * MIB]).unwrap();
+            let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("img").args(arguments).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+            assert!(said.contains(&format!("Unsupported preallocation mode '{mode}'")), "{arguments:?}: {said}");
+            assert!(std::fs::read(&device.0).unwrap() == vec![0xee; 8 * MIB], "{arguments:?}: written to");
+        }
+    }
+}
+
+/// Locks are those of the node in the file system, and a device may have several.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn a_device_is_not_copied_onto_itself_by_another_node() {
+    use std::os::unix::fs::MetadataExt;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let below = folder.path().join("below");
+    std::fs::write(&below, vec![0xee; 8 * MIB]).unwrap();
+    let device = Loop::new(&below);
+    let node = folder.path().join("node").to_str().unwrap().to_owned();
+    let number = std::fs::metadata(&device.0).unwrap().rdev();
+    let (major, minor) = ((number >> 8 & 0xfff).to_string(), (number & 0xff | number >> 12 & 0xfff00).to_string());
+    run("mknod", &[&node, "b", &major, &minor]);
+    for arguments in [
+        &["convert", "-f", "raw", "-O", "qcow2", &device.0, &node][..],
+        &["convert", "-U", "-f", "raw", "-O", "raw", &device.0, &node],
+        &["convert", "-n", "-U", "-f", "raw", "-O", "raw", &device.0, &node],
+        &["dd", "-f", "raw", "-O", "raw", &format!("if={}", device.0), &format!("of={node}")],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("img").args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(std::fs::read(&below).unwrap() == vec![0xee; 8 * MIB], "{arguments:?}: written to");
+    }
+}

@@ -9,7 +9,7 @@ use crate::mirror::Sync;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
-use cowshed_image::graph::{AttachRequest, Attachment, Graph};
+use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart};
 use cowshed_image::node::BitmapUse;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{DirtyBits, Node};
@@ -97,6 +97,7 @@ impl Backup {
         if !target.user_names().is_empty() {
             return Err(Error::new(ErrorKind::Busy, format!("the target '{}' is in use", target.name())));
         }
+        check_apart(target, [source])?;
         if request.compress && target.qcow2().is_none() {
             let message = format!("Compression is not supported for this drive {}", target.name());
             return Err(Error::unsupported(message));

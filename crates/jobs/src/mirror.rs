@@ -12,7 +12,7 @@ use crate::zeroes::is_zero;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
@@ -173,6 +173,7 @@ impl Mirror {
             let message = format!("the target '{}' is in use", target.name());
             return Err(Error::new(ErrorKind::Busy, message));
         }
+        check_apart(target, [source])?;
         let writer = match &options.write_blocking {
             Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),
             None => Writer::Job(graph.attach(target, writer_of(format!("{id}-target"))).await?),

@@ -5,7 +5,7 @@ use crate::runs::{self, Piece, Runs};
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::graph::AttachRequest;
+use cowshed_image::graph::{AttachRequest, check_apart};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, StatusExtent};
 use cowshed_storage::{IoBuf, Permissions};
@@ -103,18 +103,10 @@ async fn open_base(image: &Node, name: &str, options: &RebaseOptions) -> Result<
         ..ImageSpec::default()
     };
     let base = spec.open(spec.request()?.graph(Arc::clone(image.graph()))).await?;
-    let same_file = |a: &Node, b: &Node| {
-        let identity = |node: &Node| node.child(cowshed_image::node::ChildRole::File)?.file()?.identity();
-        identity(a).is_some_and(|one| identity(b) == Some(one))
-    };
-    let mut layer = Some(Arc::clone(&base));
-    while let Some(node) = layer {
-        if same_file(&node, image) {
-            let _ = base.close().await;
-            let message = format!("'{name}' is the image itself or stands on it: that would be a loop");
-            return Err(Error::new(ErrorKind::InvalidArgument, message).field("backing_file"));
-        }
-        layer = node.backing();
+    if check_apart(image, [&base]).is_err() {
+        let _ = base.close().await;
+        let message = format!("'{name}' is the image itself or stands on it: that would be a loop");
+        return Err(Error::new(ErrorKind::InvalidArgument, message).field("backing_file"));
     }
     Ok(base)
 }

@@ -13,9 +13,8 @@ use cowshed_image::open::resolve_name;
 pub use cowshed_image::rescue::Overrides;
 use cowshed_image::rescue::{Loss, Slot, Wreck};
 use cowshed_image::snapshots::SnapshotName;
-use cowshed_storage::IoBuf;
+use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 /// What to rescue, and how.
@@ -216,10 +215,8 @@ async fn open_backing(
 }
 
 async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[String], size: u64) -> Result<Arc<Node>> {
-    let same = |source: &String| match (std::fs::metadata(source), std::fs::metadata(&spec.name)) {
-        (Ok(source), Ok(target)) => (source.dev(), source.ino()) == (target.dev(), target.ino()),
-        _ => false,
-    };
+    let identity = |name: &String| FileIdentity::of_path(&path_of_text(name));
+    let same = |source: &String| identity(source).is_some_and(|source| identity(&spec.name) == Some(source));
     if sources.iter().any(same) {
         let message = "the target is one of the files that are read: a rescue writes to a new image";
         return Err(Error::invalid_argument(message).file(&spec.name));

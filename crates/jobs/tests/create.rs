@@ -3,8 +3,12 @@
 
 mod oracle;
 
-use cowshed_jobs::JobHandle;
+use cowshed_block::ErrorKind;
+use cowshed_image::Preallocation;
 use cowshed_jobs::create::{self, CreateRequest};
+use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_storage::sim::{Config, Features, PageMap, Snapshot, World};
 use oracle::{Bench, run};
 
 fn request(bench: &Bench, name: &str, options: &str, size: Option<u64>) -> CreateRequest {
@@ -189,4 +193,56 @@ fn raw_images_have_the_size_and_space_asked_for() {
     let request =
         CreateRequest { format: "raw".to_owned(), ..request(&bench, "a.raw", "preallocation=metadata", Some(1)) };
     run(create::run(&request, &JobHandle::new())).expect_err("raw has no metadata");
+}
+
+/// ZFS and NFS before 4.2 have no `fallocate`.
+#[test]
+fn space_is_written_where_the_file_system_reserves_none() {
+    const SIZE: u64 = 2 << 20;
+    let features = Features { allocate: false, ..Features::default() };
+    for (format, extra) in [("raw", ""), ("qcow2", ""), ("qcow2", ",data_file=d"), ("qcow2", ",compat=0.10")] {
+        let world = World::new(Config { features, ..Config::new(1) });
+        let request = CreateRequest {
+            filename: "a".to_owned(),
+            format: format.to_owned(),
+            size: Some(SIZE),
+            options: vec![format!("preallocation=falloc{extra}")],
+            ..CreateRequest::default()
+        };
+        world.run(create::run(&request, &JobHandle::new())).unwrap_or_else(|error| panic!("{format}{extra}: {error}"));
+        let allocated = |world: &World| -> u64 {
+            ["a", "d"].iter().filter_map(|name| world.contents(name)).map(|file| file.allocated_bytes()).sum()
+        };
+        assert!(allocated(&world) >= SIZE, "{format}{extra}: {} bytes", allocated(&world));
+        let resize = ResizeOptions {
+            image: ImageSpec::file("a").format(format),
+            size: NewSize::Grow(SIZE),
+            shrink: false,
+            preallocation: Preallocation::Falloc,
+        };
+        world.run(resize::run(&resize, &JobHandle::new())).unwrap_or_else(|error| panic!("{format}{extra}: {error}"));
+        assert!(allocated(&world) >= 2 * SIZE, "{format}{extra}: {} bytes", allocated(&world));
+    }
+}
+
+/// A growth that found no room is taken back.
+#[test]
+fn a_raw_image_that_could_not_grow_keeps_its_length() {
+    for preallocation in [Preallocation::Falloc, Preallocation::Full] {
+        for allocate in [true, false] {
+            let features = Features { allocate, ..Features::default() };
+            let config = Config { features, capacity_bytes: Some(3 << 20), ..Config::new(1) };
+            let files = Snapshot::from([("a".to_owned(), PageMap::from_bytes(&vec![7; 1 << 20]))]);
+            let world = World::with_files(config, &files);
+            let resize = ResizeOptions {
+                image: ImageSpec::file("a").format("raw"),
+                size: NewSize::Grow(8 << 20),
+                shrink: false,
+                preallocation,
+            };
+            let error = world.run(resize::run(&resize, &JobHandle::new())).expect_err("there is no room");
+            assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+            assert!(world.contents("a").expect("a file").to_vec() == vec![7; 1 << 20], "{preallocation:?}, {allocate}");
+        }
+    }
 }

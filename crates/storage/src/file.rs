@@ -8,6 +8,7 @@ use crate::counters::{FileCounters, FileObserver, FileOp, FileStats};
 use crate::fault::{Faults, FaultyFile};
 use crate::flush::{FlushGate, Turn};
 use crate::host::HostFile;
+use crate::identity::FileIdentity;
 use crate::lock::{LockState, Locking, Permissions};
 use crate::medium::{Medium, Space};
 use crate::names::text_of_path;
@@ -69,9 +70,7 @@ impl File {
         let mut locks = LockState::new(options.locking);
         if options.create {
             locks.change(&host, options.permissions.unwrap_or(Permissions::CREATE))?;
-            if !host.is_device() {
-                host.truncate_now().map_err(|errno| Error::os(errno, "could not truncate"))?;
-            }
+            host.truncate_now()?;
         }
         locks.change(&host, options.permissions.unwrap_or(Permissions::NONE))?;
         let len = host.measure().map_err(|errno| Error::os(errno, "could not get the size"))?;
@@ -242,12 +241,22 @@ impl File {
         matches!(self.0.medium, Medium::Host(_) | Medium::Sim(_))
     }
 
-    /// Device and inode number: the same for two names of one file. `None` for what has no inode.
-    pub fn identity(&self) -> Option<(u64, u64)> {
+    /// The same for two names of one file. `None` for what is no file of this machine.
+    pub fn identity(&self) -> Option<FileIdentity> {
         match &self.0.medium {
-            Medium::Host(host) => host.identity(),
+            Medium::Host(host) => Some(host.identity()),
             Medium::Faulty(faulty) => faulty.base().identity(),
             Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
+        }
+    }
+
+    /// Refuses a file that this process uses by another descriptor, too, whatever the locks say: for who is about to
+    /// replace what it holds.
+    pub fn check_single_use(&self) -> Result<()> {
+        match &self.0.medium {
+            Medium::Host(host) => host.check_single_use().map_err(|error| error.file(self.name())),
+            Medium::Faulty(faulty) => faulty.base().check_single_use(),
+            Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => Ok(()),
         }
     }
 
@@ -598,7 +607,12 @@ impl FlushInFlight {
     async fn run(mut self) {
         // After the last flush the file is at rest: nothing of ours keeps it open, and locked, when it is closed.
         std::future::poll_fn(|context| self.file.0.behind.poll_flush(context)).await;
-        let result = self.file.0.medium.sync().await;
+        let result = loop {
+            match self.file.0.medium.sync().await {
+                Err(Errno(libc::EINTR)) => rt::yield_now().await,
+                result => break result,
+            }
+        };
         self.ended = true;
         let result = result.map_err(|errno| Error::os(errno, "could not flush").file(self.file.name()));
         self.file.0.flush.finish(result);

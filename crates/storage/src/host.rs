@@ -2,30 +2,35 @@
 //! Files and block devices of the host.
 
 mod data;
+mod open;
 #[cfg(test)]
 mod tests;
 
 use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
+use crate::identity::{FileIdentity, Listed};
 use crate::known::KnownData;
 use crate::medium::Space;
+use crate::names::text_of_path;
 use crate::payload::Payload;
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
-use crate::{Alignment, DeviceQueue, Engine, IoBuf, LayoutHints, OpenOptions};
+use crate::{Alignment, DeviceQueue, Engine, LayoutHints, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, StatxFlags};
+use open::{check_ring, direct_alignment, forced_engine, no_direct_io, open_descriptor, os_error, wrong_kind};
+use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
 
 /// An open file or block device.
 #[derive(Debug)]
 pub(crate) struct HostFile {
     fd: Arc<OwnedFd>,
+    listed: Listed,
     engine: Engine,
     is_device: bool,
     is_direct: AtomicBool,
@@ -93,6 +98,7 @@ impl HostFile {
         let (is_direct, alignment) = (AtomicBool::new(options.cache.direct), LiveAlignment::new(alignment));
         Ok(HostFile {
             fd: Arc::new(fd),
+            listed: Listed::new(FileIdentity::of(&stat), text_of_path(path)),
             engine,
             is_device,
             is_direct,
@@ -162,9 +168,29 @@ impl HostFile {
         rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(sys::errno)
     }
 
-    /// Device and inode number.
-    pub(crate) fn identity(&self) -> Option<(u64, u64)> {
-        rustix::fs::fstat(&self.fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
+    pub(crate) fn identity(&self) -> FileIdentity {
+        self.listed.identity()
+    }
+
+    /// Refuses a file that this process uses by another descriptor, too: it is about to lose what it holds.
+    pub(crate) fn check_single_use(&self) -> Result<()> {
+        match self.listed.other_name() {
+            Some(name) => {
+                let message = format!("this is the file '{name}', which is in use here: a new image would destroy it");
+                Err(Error::new(ErrorKind::Busy, message))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Empties a file that is to hold a new image.
+    pub(crate) fn truncate_now(&self) -> Result<()> {
+        self.check_single_use()?;
+        if self.is_device {
+            return Ok(());
+        }
+        sys::retry(|| rustix::fs::ftruncate(&self.fd, 0).map_err(sys::errno))
+            .map_err(|errno| Error::os(errno, "could not truncate"))
     }
 
     /// What the kernel says of a device's queue. Partitions have no queue of their own.
@@ -193,10 +219,6 @@ impl HostFile {
         if let Some(bytes) = hints.extent_bytes {
             let _ = sys::set_extent_size(&self.fd, bytes);
         }
-    }
-
-    pub(crate) fn truncate_now(&self) -> SysResult<()> {
-        sys::retry(|| rustix::fs::ftruncate(&self.fd, 0).map_err(sys::errno))
     }
 
     fn worker(&self) -> Worker {
@@ -378,15 +400,9 @@ impl HostFile {
     }
 
     pub(crate) async fn sync(&self) -> SysResult<()> {
-        loop {
-            let result = match self.worker() {
-                Worker::Ring(ring) => sys::ring_result(ring.sync(&self.fd).await.0).map(drop),
-                Worker::Pool | Worker::Inline => self.call(|fd| rustix::fs::fdatasync(fd).map_err(sys::errno)).await,
-            };
-            // An interrupted flush has neither flushed nor reported an error yet.
-            if result != Err(Errno(libc::EINTR)) {
-                return result;
-            }
+        match self.worker() {
+            Worker::Ring(ring) => sys::ring_result(ring.sync(&self.fd).await.0).map(drop),
+            Worker::Pool | Worker::Inline => self.call(|fd| rustix::fs::fdatasync(fd).map_err(sys::errno)).await,
         }
     }
 
@@ -552,137 +568,4 @@ impl AsFd for HostFile {
 
 fn now_ns() -> u64 {
     u64::try_from(rt::now().as_nanos()).unwrap_or(u64::MAX)
-}
-
-fn os_error(error: rustix::io::Errno, doing: &str) -> Error {
-    Error::os(sys::errno(error), doing)
-}
-
-fn no_direct_io(error: rustix::io::Errno) -> Error {
-    Error::unsupported("the file system does not support O_DIRECT").with_errno(sys::errno(error))
-}
-
-fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
-    let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    flags |= if options.write || options.create { OFlags::RDWR } else { OFlags::RDONLY };
-    if options.create {
-        flags |= OFlags::CREATE;
-    }
-    if options.cache.direct {
-        flags |= OFlags::DIRECT;
-    }
-    let opened = loop {
-        let mode = Mode::from_raw_mode(0o644);
-        let opened = match &options.beneath {
-            None => rustix::fs::open(path, flags, mode),
-            Some(folder) => open_beneath(folder, path, flags, mode),
-        };
-        match opened {
-            Err(rustix::io::Errno::INTR) => {}
-            opened => break opened,
-        }
-    };
-    opened.map_err(|error| {
-        // Folders can't be opened for writing, sockets not at all: say what they are, not what the system says.
-        if let Ok(stat) = rustix::fs::stat(path) {
-            let kind = FileType::from_raw_mode(stat.st_mode);
-            if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-                return wrong_kind(kind);
-            }
-        }
-        if options.beneath.is_some() && error == rustix::io::Errno::XDEV {
-            let message = "leads out of its folder by a symbolic link, which the policy doesn't allow";
-            return Error::new(ErrorKind::PermissionDenied, message);
-        }
-        if error == rustix::io::Errno::INVAL && options.cache.direct {
-            return no_direct_io(error);
-        }
-        os_error(error, if options.create { "could not create" } else { "could not open" })
-    })
-}
-
-/// Opens a path that must not leave `folder`; the kernel watches over it, so nothing can change between look and leap.
-fn open_beneath(folder: &Path, path: &Path, flags: OFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
-    let inside = path.strip_prefix(folder).or_else(|_| path.strip_prefix("."));
-    let inside = inside.unwrap_or(path);
-    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-    let mode = if flags.contains(OFlags::CREATE) { mode } else { Mode::empty() };
-    rustix::fs::openat2(folder, inside, flags, mode, resolve)
-}
-
-fn wrong_kind(kind: FileType) -> Error {
-    let (name, errno) = match kind {
-        FileType::Directory => ("a folder", Errno::EISDIR),
-        FileType::Fifo => ("a pipe", Errno::EINVAL),
-        FileType::Socket => ("a socket", Errno::EINVAL),
-        FileType::CharacterDevice => ("a character device", Errno::EINVAL),
-        _ => ("neither a file nor a device", Errno::EINVAL),
-    };
-    Error::new(ErrorKind::InvalidArgument, format!("is {name}, not a regular file or block device")).with_errno(errno)
-}
-
-/// `COWSHED_IO_ENGINE` overrides the choice of every file: for tests, and for kernels where one of them misbehaves.
-fn forced_engine() -> Option<Engine> {
-    static FORCED: LazyLock<Option<Engine>> =
-        LazyLock::new(|| match std::env::var("COWSHED_IO_ENGINE").ok()?.as_str() {
-            "io_uring" => Some(Engine::IoUring),
-            "threads" => Some(Engine::Threads),
-            "auto" => Some(Engine::Auto),
-            other => {
-                tracing::warn!(value = other, "COWSHED_IO_ENGINE is none of auto, io_uring, threads");
-                None
-            }
-        });
-    *FORCED
-}
-
-fn check_ring() -> Result<()> {
-    if rt::current_ring().is_some() {
-        return Ok(());
-    }
-    match Ring::new() {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::io(&error, "io_uring is not available")),
-    }
-}
-
-/// What O_DIRECT asks of this file.
-fn direct_alignment(fd: &OwnedFd, is_device: bool) -> Result<Alignment> {
-    if is_device {
-        let size = sys::device_block_size(fd).map_err(|errno| Error::os(errno, "could not read the block size"))?;
-        let size = size.clamp(512, 4096);
-        return Ok(Alignment { memory: size as usize, offset: size });
-    }
-    let statx = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
-    if let Ok(statx) = statx
-        && statx.stx_mask & StatxFlags::DIOALIGN.bits() != 0
-        && statx.stx_dio_mem_align > 0
-        && statx.stx_dio_offset_align > 0
-    {
-        let alignment =
-            Alignment { memory: statx.stx_dio_mem_align as usize, offset: statx.stx_dio_offset_align.into() };
-        if alignment.memory.is_power_of_two()
-            && alignment.offset.is_power_of_two()
-            && alignment.memory <= crate::buf::IO_ALIGN
-        {
-            return Ok(alignment);
-        }
-    }
-    Ok(probe_alignment(fd))
-}
-
-/// Tries reads of growing size. An empty or very short file may take anything, so 4096 is the least that is assumed for
-/// it.
-fn probe_alignment(fd: &OwnedFd) -> Alignment {
-    const SAFE: u64 = 4096;
-    let long_enough = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_size >= 2 * SAFE as i64);
-    let offset = [512, 1024, 2048]
-        .into_iter()
-        .find(|&size| {
-            long_enough
-                && sys::transfer(fd, Direction::Read, &Payload::one(IoBuf::zeroed(size)), 0, size as u64).is_ok()
-        })
-        .map_or(SAFE, |size| size as u64);
-    Alignment { memory: crate::buf::IO_ALIGN, offset }
 }

@@ -6,11 +6,12 @@
 //! somebody holds `200 + n`, and whoever doesn't share it whether somebody holds `100 + n`. Taking the own bytes first and
 //! looking afterwards makes two that come at once both see each other.
 
-use crate::sys::{self, ByteLock};
+use crate::sys::{self, ByteLock, SysResult};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use std::ops::{BitAnd, BitOr, Not};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// First byte of the "used" range.
 const USED_AT: u64 = 100;
@@ -137,16 +138,42 @@ pub enum Locking {
     Off,
 }
 
+/// The byte locks of an open file.
+pub(crate) trait LockBytes {
+    /// Takes the byte's lock for reading, or gives it back.
+    fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()>;
+    /// True when another open file description has the byte.
+    fn is_held(&self, byte: u64) -> SysResult<bool>;
+    /// True when that one is of this process.
+    fn is_held_here(&self, byte: u64) -> bool;
+}
+
+impl<F: AsFd> LockBytes for F {
+    fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()> {
+        sys::set_lock(self, lock, byte, 1)
+    }
+
+    fn is_held(&self, byte: u64) -> SysResult<bool> {
+        sys::is_locked_by_others(self, byte, 1)
+    }
+
+    fn is_held_here(&self, byte: u64) -> bool {
+        is_held_here(self.as_fd(), byte)
+    }
+}
+
 /// The locks that one open file holds.
 #[derive(Debug)]
 pub(crate) struct LockState {
     mode: Locking,
+    /// The file system was asked whether it has locks, and has.
+    is_able: bool,
     held: Permissions,
 }
 
 impl LockState {
     pub(crate) fn new(mode: Locking) -> Self {
-        LockState { mode, held: Permissions::NONE }
+        LockState { mode, is_able: false, held: Permissions::NONE }
     }
 
     pub(crate) fn held(&self) -> Permissions {
@@ -154,7 +181,7 @@ impl LockState {
     }
 
     /// Takes the locks that are held on another open file description of the same file: shared locks don't conflict.
-    pub(crate) fn copy_to(&self, file: BorrowedFd<'_>) -> Result<()> {
+    pub(crate) fn copy_to(&self, file: &impl LockBytes) -> Result<()> {
         if self.mode == Locking::Off {
             return Ok(());
         }
@@ -162,25 +189,39 @@ impl LockState {
         all.lock(file).map_err(|(byte, errno)| lock_error(byte, errno))
     }
 
+    /// Asks once whether the file system has locks. Where it hasn't, `locking=auto` goes without; afterwards an error of a
+    /// lock is an error.
+    fn ask(&mut self, file: &impl LockBytes) -> Result<()> {
+        match file.is_held(USED_AT) {
+            Ok(_) => self.is_able = true,
+            Err(errno) if !is_unsupported(errno) => return Err(lock_error(USED_AT, errno)),
+            Err(errno) if self.mode == Locking::On => {
+                return Err(Error::unsupported("the file system of the image has no locks").with_errno(errno));
+            }
+            Err(errno) => {
+                self.mode = Locking::Off;
+                warn_of_no_locks(errno);
+            }
+        }
+        Ok(())
+    }
+
     /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file.
-    pub(crate) fn change(&mut self, file: impl AsFd, wanted: Permissions) -> Result<()> {
+    pub(crate) fn change(&mut self, file: &impl LockBytes, wanted: Permissions) -> Result<()> {
+        // Also what was held before is looked at: another may have come while a lock was gone.
+        let all = Bytes { used: wanted.used, unshared: wanted.unshared() };
+        if self.mode != Locking::Off && !self.is_able && !all.is_empty() {
+            self.ask(file)?;
+        }
         if self.mode == Locking::Off {
             self.held = wanted;
             return Ok(());
         }
-        let file = file.as_fd();
         let new = Bytes { used: wanted.used & !self.held.used, unshared: wanted.unshared() & !self.held.unshared() };
         if let Err((byte, errno)) = new.lock(file) {
-            if self.mode == Locking::Auto && is_unsupported(errno) {
-                self.mode = Locking::Off;
-                self.held = wanted;
-                return Ok(());
-            }
             new.unlock(file);
             return Err(lock_error(byte, errno));
         }
-        // Also what was held before is looked at: another may have come while a lock was gone.
-        let all = Bytes { used: wanted.used, unshared: wanted.unshared() };
         if let Err(error) = all.check_others(file) {
             new.unlock(file);
             return Err(error);
@@ -192,15 +233,26 @@ impl LockState {
     }
 }
 
+/// Says once in the life of the process that images are not protected from each other.
+fn warn_of_no_locks(errno: Errno) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        let why = std::io::Error::from_raw_os_error(errno.0);
+        tracing::warn!("the file system has no locks ({why}): nothing keeps other programs from writing to the image");
+    }
+}
+
 fn is_unsupported(errno: Errno) -> bool {
     [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK].contains(&errno.0)
 }
 
 fn lock_error(byte: u64, errno: Errno) -> Error {
-    if is_unsupported(errno) {
-        return Error::unsupported("the file system of the image has no locks").with_errno(errno);
+    let message = format!("could not lock byte {byte}");
+    match errno.0 {
+        // Another program has locked it for writing, which QEMU never does.
+        libc::EAGAIN | libc::EACCES => Error::new(ErrorKind::Busy, message).with_errno(errno),
+        _ => Error::os(errno, message),
     }
-    Error::new(ErrorKind::Busy, format!("could not lock byte {byte}")).with_errno(errno)
 }
 
 /// Lock bytes to take, look at or give back.
@@ -210,29 +262,34 @@ struct Bytes {
 }
 
 impl Bytes {
+    fn is_empty(&self) -> bool {
+        self.used.is_empty() && self.unshared.is_empty()
+    }
+
     fn offsets(&self) -> impl Iterator<Item = u64> {
         let used = self.used.each().map(|(number, _)| USED_AT + number);
         used.chain(self.unshared.each().map(|(number, _)| UNSHARED_AT + number))
     }
 
-    fn lock(&self, file: impl AsFd) -> std::result::Result<(), (u64, Errno)> {
-        self.offsets().try_for_each(|byte| sys::set_lock(&file, ByteLock::Read, byte, 1).map_err(|errno| (byte, errno)))
+    fn lock(&self, file: &impl LockBytes) -> std::result::Result<(), (u64, Errno)> {
+        self.offsets().try_for_each(|byte| file.set(ByteLock::Read, byte).map_err(|errno| (byte, errno)))
     }
 
-    fn unlock(&self, file: impl AsFd) {
+    fn unlock(&self, file: &impl LockBytes) {
         for byte in self.offsets() {
-            if let Err(errno) = sys::set_lock(&file, ByteLock::Unlocked, byte, 1) {
+            if let Err(errno) = file.set(ByteLock::Unlocked, byte) {
                 tracing::warn!(byte, ?errno, "could not unlock");
             }
         }
     }
 
     /// Finds somebody whose locks contradict ours.
-    fn check_others(&self, file: impl AsFd) -> Result<()> {
+    fn check_others(&self, file: &impl LockBytes) -> Result<()> {
+        let is_held = |byte: u64| file.is_held(byte).map_err(|errno| lock_error(byte, errno));
         for (number, name) in self.used.each() {
             let byte = UNSHARED_AT + number;
-            if is_held(&file, byte)? {
-                let who = match is_held_here(file.as_fd(), byte) {
+            if is_held(byte)? {
+                let who = match file.is_held_here(byte) {
                     true => "this process uses the image already",
                     false => "another process uses the image",
                 };
@@ -242,8 +299,8 @@ impl Bytes {
         }
         for (number, name) in self.unshared.each() {
             let byte = USED_AT + number;
-            if is_held(&file, byte)? {
-                let who = match is_held_here(file.as_fd(), byte) {
+            if is_held(byte)? {
+                let who = match file.is_held_here(byte) {
                     true => "this process has the image open for that already",
                     false => "another process has the image open for that",
                 };
@@ -252,10 +309,6 @@ impl Bytes {
         }
         Ok(())
     }
-}
-
-fn is_held(file: impl AsFd, byte: u64) -> Result<bool> {
-    sys::is_locked_by_others(file, byte, 1).map_err(|errno| lock_error(byte, errno))
 }
 
 /// True when it is another descriptor of this process that holds the byte, as far as the kernel tells (proc(5): the lines
@@ -278,4 +331,94 @@ fn covers(line: &str, byte: u64) -> bool {
     let last = words.next().map(|word| if word == "EOF" { Ok(u64::MAX) } else { word.parse() });
     let first = words.next().map(str::parse::<u64>);
     matches!((first, last), (Some(Ok(first)), Some(Ok(last))) if (first..=last).contains(&byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+
+    /// A file whose locks fail: all of them where the file system has none, else those on one byte.
+    struct Failing {
+        errno: Errno,
+        all: bool,
+        bad_byte: Cell<Option<u64>>,
+        locked: RefCell<Vec<u64>>,
+    }
+
+    impl Failing {
+        fn new(errno: i32, all: bool) -> Failing {
+            Failing { errno: Errno(errno), all, bad_byte: Cell::new(None), locked: RefCell::default() }
+        }
+    }
+
+    impl LockBytes for Failing {
+        fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()> {
+            if self.all || (lock == ByteLock::Read && self.bad_byte.get() == Some(byte)) {
+                return Err(self.errno);
+            }
+            let mut locked = self.locked.borrow_mut();
+            locked.retain(|known| *known != byte);
+            if lock == ByteLock::Read {
+                locked.push(byte);
+            }
+            Ok(())
+        }
+
+        fn is_held(&self, byte: u64) -> SysResult<bool> {
+            if self.all || self.bad_byte.get() == Some(byte) { Err(self.errno) } else { Ok(false) }
+        }
+
+        fn is_held_here(&self, _: u64) -> bool {
+            false
+        }
+    }
+
+    const NO_LOCKS: [i32; 4] = [libc::ENOLCK, libc::EINVAL, libc::EOPNOTSUPP, libc::ENOSYS];
+
+    #[test]
+    fn a_lock_that_fails_where_others_work_is_an_error() {
+        for errno in NO_LOCKS.into_iter().chain([libc::EIO]) {
+            for mode in [Locking::Auto, Locking::On] {
+                for bad_byte in [100, 101, 203, 201] {
+                    let file = Failing::new(errno, false);
+                    let mut state = LockState::new(mode);
+                    if bad_byte != 100 {
+                        state.change(&file, Permissions::READ.sharing_all()).expect("locks work");
+                    }
+                    let before = file.locked.borrow().clone();
+                    file.bad_byte.set((bad_byte != 100).then_some(bad_byte));
+                    if bad_byte == 100 {
+                        // The question is answered, the lock itself fails.
+                        state.is_able = true;
+                        file.bad_byte.set(Some(100));
+                    }
+                    let error = state.change(&file, Permissions::WRITE).expect_err("no lock, no image");
+                    assert_eq!(error.errno(), Errno(errno), "{mode:?}, byte {bad_byte}: {error}");
+                    assert!(error.to_string().contains(&format!("could not lock byte {bad_byte}")), "{error}");
+                    assert_eq!(*file.locked.borrow(), before, "{mode:?}, byte {bad_byte}");
+                    file.bad_byte.set(None);
+                    state.change(&file, Permissions::WRITE).expect("locking is still on");
+                    assert_eq!(file.locked.borrow().len(), 5, "{mode:?}, byte {bad_byte}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_system_without_locks_is_asked_once() {
+        for errno in NO_LOCKS {
+            let file = Failing::new(errno, true);
+            let mut state = LockState::new(Locking::Auto);
+            state.change(&file, Permissions::NONE).expect("nothing to lock");
+            assert_eq!(state.mode, Locking::Auto);
+            state.change(&file, Permissions::WRITE).expect("auto goes without");
+            assert_eq!((state.mode, state.held()), (Locking::Off, Permissions::WRITE));
+            let error = LockState::new(Locking::On).change(&file, Permissions::WRITE).expect_err("'on' insists");
+            assert_eq!((error.kind(), error.errno()), (ErrorKind::Unsupported, Errno(errno)));
+        }
+        let file = Failing::new(libc::EIO, true);
+        let error = LockState::new(Locking::Auto).change(&file, Permissions::READ).expect_err("that says nothing");
+        assert_eq!(error.errno(), Errno(libc::EIO));
+    }
 }

@@ -90,7 +90,7 @@ impl Medium {
         }
     }
 
-    /// `fdatasync`.
+    /// `fdatasync`. `EINTR`: nothing was flushed, and no error was used up.
     pub(crate) async fn sync(&self) -> SysResult<()> {
         match self {
             Medium::Host(host) => host.sync().await,

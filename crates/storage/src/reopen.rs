@@ -20,7 +20,7 @@ impl File {
                 // Read locks can be taken on a descriptor for reading, so the old one can claim what the new one needs.
                 locks.change(host, permissions).map_err(|error| error.file(self.name()))?;
                 if !self.is_writable()
-                    && let Err(error) = host.make_writable(|fresh| locks.copy_to(fresh))
+                    && let Err(error) = host.make_writable(|fresh| locks.copy_to(&fresh))
                 {
                     // Going back to less never conflicts with others more than it did before.
                     if let Err(error) = locks.change(host, before) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, each with the test
-//! that must fail with it, and slips of NBD servers and clients, in three lists. `scripts/mutants` tries them;
+//! that must fail with it, and slips of NBD servers and clients, in four lists. `scripts/mutants` tries them;
 //! `tests/mutants.rs` keeps the list true.
 //!
 //! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.
@@ -8,6 +8,7 @@
 use crate::switched::{Edit, Switches};
 use std::sync::LazyLock;
 
+mod files;
 mod nbd;
 mod order;
 mod ownership;
@@ -46,4 +47,4 @@ pub fn edits() -> Vec<(&'static str, &'static [Edit])> {
 
 /// The list.
 pub static MUTANTS: LazyLock<Vec<Mutant>> =
-    LazyLock::new(|| [order::MUTANTS, ownership::MUTANTS, nbd::MUTANTS].concat());
+    LazyLock::new(|| [order::MUTANTS, ownership::MUTANTS, nbd::MUTANTS, files::MUTANTS].concat());

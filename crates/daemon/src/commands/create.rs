@@ -88,7 +88,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     let work = async move {
         handle.set_progress(0, 1);
         match file {
-            None => prepare(&request).await?.run().await?,
+            None => drop(prepare(&request).await?.run().await?),
             Some(file) => create_in(&daemon, &file, request).await?,
         }
         handle.set_progress(1, 1);

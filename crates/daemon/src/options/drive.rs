@@ -33,6 +33,8 @@ pub struct Drive {
     copies: bool,
     /// What a stranger's image is held to.
     policy: Option<Policy>,
+    /// Its only user is its export.
+    exported_alone: bool,
     controls: Controls,
 }
 
@@ -73,6 +75,7 @@ impl Drive {
             apart: false,
             copies: false,
             policy: None,
+            exported_alone: false,
             controls,
         }
     }
@@ -206,6 +209,12 @@ impl Drive {
         self.apart = true;
     }
 
+    /// Nothing but the export of the drive uses its node, now and later: a raw image is then locked as far as the export needs
+    /// it, so that others may read and write beside it, as with qemu-nbd.
+    pub fn export_alone(&mut self) {
+        self.exported_alone = true;
+    }
+
     /// What is said of the export, for [`super::Step::controls`].
     pub(super) fn controls(&self) -> Controls {
         self.controls.clone()
@@ -228,7 +237,12 @@ impl Drive {
             untrusted::hold(daemon, &options, policy);
         }
         let (cache, snapshot) = (self.cache, self.snapshot);
-        let more = |request: OpenRequest| request.cache_mode(cache).snapshot(snapshot);
+        // What stands below an overlay must not change.
+        let shares = self.exported_alone && !self.apart && !copies;
+        let more = |request: OpenRequest| {
+            let request = request.cache_mode(cache).snapshot(snapshot);
+            if shares { request.sharing_raw_of_one_size() } else { request }
+        };
         let node = untrusted::add_with(daemon, options, more).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");

@@ -223,7 +223,7 @@ fn a_file_is_created_by_a_job_that_waits_to_be_dismissed() {
 }
 
 /// Waits for the end of a job that isn't dismissed by itself; its error.
-fn concluded(client: &mut Client, id: &str) -> Option<String> {
+pub fn concluded(client: &mut Client, id: &str) -> Option<String> {
     loop {
         let jobs = client.command("query-jobs", json!({}));
         let job = jobs.as_array().expect("a list").iter().find(|job| job["id"] == id).expect("the job").clone();

@@ -17,6 +17,7 @@ mod limits;
 mod load;
 mod monitors;
 mod nodes;
+mod onto_itself;
 mod python;
 mod running;
 mod snapshots;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Puts fresh images into files.
 
+use super::created::{Created, Failed, take_back};
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::encryption::{Cipher, NewEncryption, encrypt};
@@ -8,9 +9,10 @@ use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{
-    CacheMode, File, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of, text_of_path,
+    CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of,
+    text_of_path,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Zeroes are written in pieces of so many bytes.
@@ -33,26 +35,54 @@ struct NewName<'a> {
     path: &'a Path,
     is_new: bool,
     is_synced: bool,
+    failed: Failed,
 }
 
 impl NewName<'_> {
-    fn new(path: &Path, durability: Durability) -> NewName<'_> {
+    fn new(path: &Path, durability: Durability, failed: Failed) -> NewName<'_> {
         let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
-        NewName { path, is_new, is_synced: durability == Durability::Synced || !is_new }
+        NewName { path, is_new, is_synced: durability == Durability::Synced || !is_new, failed }
     }
 
-    /// The file, open and empty, see [`create_file`].
-    async fn create(&self, len: u64, hints: LayoutHints) -> Result<File> {
+    /// Opens the file, empty, see [`create_file`]; has `fill` make an image of it; and makes its name durable. An error
+    /// leaves no part of an image, nor a file that wasn't there.
+    async fn fill(self, len: u64, hints: LayoutHints, fill: impl AsyncFnOnce(&File) -> Result<()>) -> Result<Created> {
         let file = create_file(self.path, len, hints).await?;
+        match self.fill_open(&file, fill).await {
+            Ok(()) => {
+                let mut created = Created::default();
+                if self.is_new {
+                    created.add(self.path, &file);
+                }
+                Ok(created)
+            }
+            Err(error) => {
+                take_back(self.path, &file, self.is_new, self.failed).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn fill_open(&self, file: &File, fill: impl AsyncFnOnce(&File) -> Result<()>) -> Result<()> {
         if !self.is_synced {
             file.set_cache_mode(CacheMode { no_flush: true, ..file.cache_mode() })?;
         }
-        Ok(file)
-    }
-
-    /// The image is complete: its name becomes durable, too.
-    async fn complete(self) -> Result<()> {
+        fill(file).await?;
         if self.is_new && self.is_synced { sync_folder_of(self.path).await } else { Ok(()) }
+    }
+}
+
+/// Refuses to reserve space where there is no file system, before anything there changes.
+fn check_space(path: &Path, preallocation: Preallocation) -> Result<()> {
+    let mode = match preallocation {
+        Preallocation::Off | Preallocation::Metadata => return Ok(()),
+        Preallocation::Falloc => "falloc",
+        Preallocation::Full => "full",
+    };
+    let is_device = matches!(FileIdentity::of_path(path), Some(FileIdentity::BlockDevice(_)));
+    match is_device || is_nbd_name(&text_of_path(path)) {
+        true => Err(Error::unsupported(format!("Unsupported preallocation mode '{mode}'"))),
+        false => Ok(()),
     }
 }
 
@@ -89,17 +119,27 @@ async fn take_export(name: &str, len: u64) -> Result<File> {
 }
 
 /// Creates a qcow2 image, with its data file if it has one.
-pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, durability: Durability) -> Result<()> {
+pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, durability: Durability) -> Result<Created> {
     // The layout first: what can't be laid out must not cost an existing file its contents.
     let layout = FreshLayout::of(options)?;
     layout.header(options)?;
-    if let Some(name) = &options.data_file {
-        let made = create_data_file(path, &path_of_text(name), options, durability).await;
-        made.map_err(|error| error.file(name))?;
+    let mut data_file = Created::default();
+    match &options.data_file {
+        Some(name) => {
+            let made = create_data_file(path, &path_of_text(name), options, durability).await;
+            data_file = made.map_err(|error| error.file(name))?;
+        }
+        None => check_space(path, options.preallocation)?,
     }
-    let name = NewName::new(path, durability);
-    write_fresh_qcow2(&name.create(layout.file_bytes, options.hints).await?, options).await?;
-    name.complete().await
+    let name = NewName::new(path, durability, Failed::Remove);
+    let filled = name.fill(layout.file_bytes, options.hints, async |file| write_fresh_qcow2(file, options).await).await;
+    match filled {
+        Ok(created) => Ok(created.and(data_file)),
+        Err(error) => {
+            data_file.remove();
+            Err(error)
+        }
+    }
 }
 
 async fn create_data_file(
@@ -107,24 +147,39 @@ async fn create_data_file(
     path: &Path,
     options: &Qcow2CreateOptions,
     durability: Durability,
-) -> Result<()> {
+) -> Result<Created> {
     if same_file(image, path) {
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
         return create_raw(path, options.size, options.preallocation, options.hints, durability).await;
     }
-    let file = File::open(path, &OpenOptions { write: true, ..OpenOptions::default() })?;
+    let permissions = Some(Permissions::CREATE);
+    let file = File::open(path, &OpenOptions { write: true, permissions, ..OpenOptions::default() })?;
+    file.check_single_use()?;
     if file.len() < options.size {
         file.set_len(options.size).await?;
     }
-    file.sync().await
+    file.sync().await.map(|()| Created::default())
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {
-    match (one.canonicalize(), other.canonicalize()) {
-        (Ok(one), Ok(other)) => one == other,
-        _ => one == other,
+    match (FileIdentity::of_path(one), FileIdentity::of_path(other)) {
+        (Some(one), Some(other)) => one == other,
+        // The folder is there, whether or not the file is.
+        _ => match (one.file_name(), FileIdentity::of_path(&folder_of(one))) {
+            (Some(name), Some(folder)) => {
+                other.file_name() == Some(name) && FileIdentity::of_path(&folder_of(other)) == Some(folder)
+            }
+            _ => one == other,
+        },
+    }
+}
+
+fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
     }
 }
 
@@ -150,11 +205,11 @@ pub(super) async fn create_luks(
     detached: bool,
     hints: LayoutHints,
     durability: Durability,
-) -> Result<()> {
-    let name = NewName::new(path, durability);
-    let file = name.create(encryption.file_bytes(size, detached), hints).await?;
-    write_fresh_luks(&file, encryption, size, preallocation, detached).await?;
-    name.complete().await
+) -> Result<Created> {
+    check_space(path, preallocation)?;
+    let name = NewName::new(path, durability, Failed::Remove);
+    let fill = async |file: &File| write_fresh_luks(file, encryption, size, preallocation, detached).await;
+    name.fill(encryption.file_bytes(size, detached), hints, fill).await
 }
 
 /// Makes `file`, whose contents count for nothing, a fresh LUKS volume whose disk has `size` bytes.
@@ -192,15 +247,14 @@ pub(super) async fn create_raw(
     preallocation: Preallocation,
     hints: LayoutHints,
     durability: Durability,
-) -> Result<()> {
-    let name = NewName::new(path, durability);
-    let file = name.create(size, hints).await?;
-    match file.is_device() && file.len() >= size {
+) -> Result<Created> {
+    check_space(path, preallocation)?;
+    let fill = async |file: &File| match file.is_device() && file.len() >= size {
         // A device or an export: longer than the image is fine.
         true => file.sync().await,
-        false => write_fresh_raw(&file, size, preallocation).await,
-    }?;
-    name.complete().await
+        false => write_fresh_raw(file, size, preallocation).await,
+    };
+    NewName::new(path, durability, Failed::Empty).fill(size, hints, fill).await
 }
 
 /// Makes an empty `file` a raw image of `size` bytes.
@@ -272,7 +326,13 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
 async fn reserve(file: &File, offset: u64, len: u64, preallocation: Preallocation) -> Result<()> {
     match preallocation {
         Preallocation::Off | Preallocation::Metadata => Ok(()),
-        Preallocation::Falloc => file.allocate(offset, len).await,
+        Preallocation::Falloc => match file.allocate(offset, len).await {
+            // A file system that reserves no space has what is written (ZFS, NFS before 4.2).
+            Err(error) if error.kind() == ErrorKind::Unsupported && !file.is_device() => {
+                write_zeroes(file, offset, len).await
+            }
+            allocated => allocated,
+        },
         Preallocation::Full => write_zeroes(file, offset, len).await,
     }
 }

@@ -1,22 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Creation of images: [`prepare`] checks a request, [`CreatePlan::run`] writes.
 
+mod created;
 mod file;
 pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
 use crate::encryption::NewEncryption;
+use crate::graph::files_below;
 use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, open, resolve_name};
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
-use cowshed_storage::{File, path_of_text};
+use cowshed_storage::{File, FileIdentity, path_of_text};
 use file::Durability;
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::PathBuf;
 
+pub use created::Created;
 pub use file::{write_fresh_qcow2, write_fresh_raw};
 
 /// What to create, as the user says it.
@@ -52,6 +55,8 @@ pub struct CreatePlan {
     size: u64,
     values: OptionValues,
     secrets: Vec<(String, Secret)>,
+    /// The files that the new image is to be read through to: none of them may become a part of it.
+    below: Vec<(FileIdentity, String)>,
 }
 
 /// Checks a request: parses its options, opens the backing file for its size.
@@ -85,9 +90,10 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         }
         values.set("size", size.to_string())?;
     }
-    if let Some(backing) = values.get("backing_file").map(str::to_owned) {
-        check_backing(request, &backing, &mut values).await?;
-    }
+    let below = match values.get("backing_file").map(str::to_owned) {
+        Some(backing) => check_backing(request, &backing, &mut values).await?,
+        None => Vec::new(),
+    };
     // A header alone has no disk.
     let least = values.switch("detached-header").then_some(0);
     let size = values
@@ -96,11 +102,15 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         .ok_or_else(|| Error::invalid_argument("Image creation needs a size parameter"))?;
     let path = path_of(&request.filename)?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
-    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone() })
+    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone(), below })
 }
 
-/// The rules for a backing file; without a size the new image takes its.
-async fn check_backing(request: &CreateRequest, backing: &str, values: &mut OptionValues) -> Result<()> {
+/// The rules for a backing file; without a size the new image takes its. Returns the files below it.
+async fn check_backing(
+    request: &CreateRequest,
+    backing: &str,
+    values: &mut OptionValues,
+) -> Result<Vec<(FileIdentity, String)>> {
     if backing.is_empty() {
         return Err(Error::invalid_argument("Expected backing file name, got empty string").field("backing_file"));
     }
@@ -114,7 +124,12 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     let refused = Policy::default().check_backing(backing, &request.filename);
     refused.map_err(|error| error.field("backing_file"))?;
     let format = values.get("backing_fmt").map(str::to_owned);
-    if !request.backing_unchecked {
+    let mut below = Vec::new();
+    if request.backing_unchecked {
+        let name = resolve_name(backing, Some(&request.filename)).unwrap_or_default();
+        let path = path_of_text(name.strip_prefix("file:").unwrap_or(&name));
+        below.extend(FileIdentity::of_path(&path).map(|identity| (identity, name)));
+    } else {
         let name = resolve_name(backing, Some(&request.filename))?;
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
         // A running machine may be writing to it: that is how its next overlay is made.
@@ -122,6 +137,7 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();
+        below = files_below(&node);
         node.close().await?;
         if format.is_none() {
             return Err(Error::invalid_argument(format!(
@@ -135,7 +151,7 @@ async fn check_backing(request: &CreateRequest, backing: &str, values: &mut Opti
     if format.is_none() {
         return Err(Error::invalid_argument("Backing file specified without backing format").field("backing_fmt"));
     }
-    Ok(())
+    Ok(below)
 }
 
 /// What an open file held is durably gone.
@@ -191,14 +207,15 @@ impl CreatePlan {
         self.values.is_given("data_file")
     }
 
-    /// Creates the image, durably. Until its header is written, last and after a barrier, the file is no image.
-    pub async fn run(&self) -> Result<()> {
+    /// Creates the image, durably. Until its header is written, last and after a barrier, the file is no image. After an
+    /// error no file is there that wasn't before.
+    pub async fn run(&self) -> Result<Created> {
         self.write(Durability::Synced).await.map_err(|error| error.file(&self.filename))
     }
 
     /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for who writes into it with `cache=unsafe`, so that
     /// a power cut may leave anything under that name. What was there before is treated as by [`CreatePlan::run`].
-    pub async fn run_unsynced(&self) -> Result<()> {
+    pub async fn run_unsynced(&self) -> Result<Created> {
         self.write(Durability::Unsynced).await.map_err(|error| error.file(&self.filename))
     }
 
@@ -207,12 +224,36 @@ impl CreatePlan {
         self.write_to(file).await.map_err(|error| error.file(&self.filename))
     }
 
+    /// The outcome of making `file` an image: one that could not become one is empty again.
+    async fn settle(file: &File, image: Result<()>) -> Result<()> {
+        if image.is_err()
+            && let Err(error) = clear(file).await
+        {
+            tracing::warn!(%error, "could not empty an unfinished image");
+        }
+        image
+    }
+
+    /// Refuses a file that the new image is to be read through to.
+    fn check_apart(&self, identity: Option<FileIdentity>) -> Result<()> {
+        match self.below.iter().find(|(known, _)| Some(*known) == identity) {
+            Some((_, name)) => {
+                let message = format!("this is the file '{name}', which the backing file needs: nothing was changed");
+                Err(Error::invalid_argument(message))
+            }
+            None => Ok(()),
+        }
+    }
+
     async fn write_to(&self, file: &File) -> Result<()> {
+        self.check_apart(file.identity())?;
+        file.check_single_use()?;
         if self.format == "luks" {
             let encryption = self.luks_encryption()?;
             let (size, space) = (round_size(self.size)?, self.space()?);
             clear(file).await?;
-            return file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
+            let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
+            return Self::settle(file, image).await;
         }
         if self.format != "qcow2" || self.has_data_file() {
             let message = "only qcow2 images without a data file and LUKS volumes are created in an open file";
@@ -222,7 +263,8 @@ impl CreatePlan {
         // What can't be laid out must not cost the file its contents.
         layout::FreshLayout::of(&options)?.header(&options)?;
         clear(file).await?;
-        write_fresh_qcow2(file, &options).await
+        let image = write_fresh_qcow2(file, &options).await;
+        Self::settle(file, image).await
     }
 
     fn qcow2_options(&self) -> Result<Qcow2CreateOptions> {
@@ -247,7 +289,11 @@ impl CreatePlan {
         Ok(preallocation)
     }
 
-    async fn write(&self, durability: Durability) -> Result<()> {
+    async fn write(&self, durability: Durability) -> Result<Created> {
+        self.check_apart(FileIdentity::of_path(&self.path))?;
+        if let Some(name) = self.values.get("data_file") {
+            self.check_apart(FileIdentity::of_path(&path_of_text(name))).map_err(|error| error.file(name))?;
+        }
         match self.format.as_str() {
             "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, durability).await,
             "luks" => {

@@ -5,6 +5,7 @@ use crate::filters::Below;
 use crate::node::{Link, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -70,6 +71,13 @@ impl RawDriver {
 
     fn fixed_size(&self) -> Option<u64> {
         Some(self.window.size.load(Ordering::Relaxed)).filter(|size| *size != TO_THE_END)
+    }
+
+    /// Where bytes of the disk stand in the child.
+    pub(crate) fn part_of_child(&self, disk: &Range<u64>) -> Range<u64> {
+        let offset = self.offset();
+        let end = disk.end.min(self.fixed_size().unwrap_or(u64::MAX));
+        offset.saturating_add(disk.start)..offset.saturating_add(end)
     }
 
     pub(crate) fn has_fixed_size(&self) -> bool {
@@ -215,10 +223,28 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
         Preallocation::Metadata => {
             Err(Error::unsupported("Unsupported preallocation mode: metadata").file(file.name()))
         }
-        Preallocation::Falloc if size > old => file.allocate(old, size - old).await,
-        Preallocation::Full if size > old => write_zero_bytes(file, old, size - old).await,
+        Preallocation::Falloc | Preallocation::Full if size > old => {
+            let grown = reserve_end(file, old, size, preallocation).await;
+            if grown.is_err()
+                && let Err(error) = file.set_len(old).await
+            {
+                tracing::warn!(%error, "could not take back the growth of a file");
+            }
+            grown
+        }
         Preallocation::Falloc | Preallocation::Full => Ok(()),
     }
+}
+
+/// Makes a file longer, with space for what is added. A file system that reserves none has what is written.
+async fn reserve_end(file: &File, old: u64, size: u64, preallocation: Preallocation) -> Result<()> {
+    if preallocation == Preallocation::Falloc {
+        match file.allocate(old, size - old).await {
+            Err(error) if error.kind() == ErrorKind::Unsupported && !file.is_device() => {}
+            allocated => return allocated,
+        }
+    }
+    write_zero_bytes(file, old, size - old).await
 }
 
 /// Data and holes of a file.

@@ -3,6 +3,7 @@
 //! another backing file.
 
 use super::drain::{nodes_below, reaches};
+use super::files::check_backing;
 use super::owned::quoted;
 use super::{Attachment, Graph};
 use crate::node::{ChildLink, ChildRole, Node, raise_heights};
@@ -163,6 +164,9 @@ impl Graph {
             if reaches(backing, node) {
                 let message = format!("making '{}' a backing file of '{name}' would make a loop", backing.name());
                 return Err(Error::invalid_argument(message));
+            }
+            if !node.is_read_only() {
+                check_backing(&node.children(), backing)?;
             }
             backing.attach(Edge { user: name.to_owned(), permissions: Permissions::READ })?;
         }

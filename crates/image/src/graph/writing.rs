@@ -2,6 +2,7 @@
 //! Turning nodes read-only and back, with their files and the locks on those.
 
 use super::Graph;
+use super::files::check_children;
 use crate::node::{ChildRole, LocalFuture, Node};
 use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -59,6 +60,7 @@ impl Graph {
             if !node.is_read_only() {
                 return Ok(());
             }
+            check_children(&node.children())?;
             let mut done: Vec<Arc<Node>> = Vec::new();
             let result = self.make_children_writable(node, &mut done).await;
             let result = match result {

@@ -219,6 +219,10 @@ impl Node {
         }))
     }
 
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
     /// `node-name`, generated where the user gave none (`#blockNNN`).
     pub fn name(&self) -> &str {
         &self.name

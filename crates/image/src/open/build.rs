@@ -9,7 +9,7 @@ use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, Snapshot
 use crate::formats;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
-use crate::graph::{Graph, nodes_below};
+use crate::graph::{Graph, check_children, nodes_below};
 use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
 };
@@ -20,7 +20,7 @@ use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
-use cowshed_storage::{CacheMode, File, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
+use cowshed_storage::{CacheMode, File, FileIdentity, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -66,6 +66,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         no_io: request.no_io && !request.writable,
         no_content: request.no_content && !request.writable,
         resizes: request.resizes,
+        keeps_size: request.keeps_size,
         backing: request.backing,
         check: request.check,
         try_keys: request.try_keys,
@@ -148,8 +149,7 @@ pub(crate) struct Place {
 
 /// One file that this open has opened, to notice loops.
 struct OpenedFile {
-    /// Device and inode number.
-    identity: (u64, u64),
+    identity: FileIdentity,
     name: String,
 }
 
@@ -165,6 +165,8 @@ pub(crate) struct Opener {
     pub(super) no_content: bool,
     /// The size is going to be changed.
     resizes: bool,
+    /// Who shares a raw image may not change its size.
+    keeps_size: bool,
     pub backing: BackingPolicy,
     pub check: bool,
     /// Keys that are given must fit, also where nothing is decrypted.
@@ -252,6 +254,9 @@ impl Opener {
             }
             other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
         };
+        if !draft.settings.read_only {
+            check_children(&draft.children.list())?;
+        }
         let warnings = if draft.place.role == Role::Root { self.warnings.take() } else { Vec::new() };
         let node = Node::new(NodeParts {
             name: draft.name,
@@ -426,12 +431,16 @@ impl Opener {
 
     /// What the locks of a file say.
     fn file_permissions(&self, place: &Place, writes: bool) -> Permissions {
-        match place.share_writes {
+        let permissions = match place.share_writes {
             _ if place.force_share => Edge::of("", writes, true).permissions,
             // Nothing that a writer could spoil.
             true if self.no_io && !writes => Permissions::NONE,
             true if writes && !self.resizes => Permissions::WRITE_IN_PLACE,
             shared => Edge::of("", writes, shared).permissions,
+        };
+        match self.keeps_size && place.share_writes && !place.force_share {
+            true => Permissions { shared: permissions.shared & !PermissionSet::RESIZE, ..permissions },
+            false => permissions,
         }
     }
 

@@ -63,6 +63,7 @@ pub struct OpenRequest {
     no_content: bool,
     share_raw: bool,
     resizes: bool,
+    keeps_size: bool,
     policy: Policy,
     graph: Option<Arc<Graph>>,
     secrets: Vec<(String, Secret)>,
@@ -87,6 +88,7 @@ impl OpenRequest {
             no_content: false,
             share_raw: false,
             resizes: false,
+            keeps_size: false,
             policy: Policy::default(),
             graph: None,
             secrets: Vec::new(),
@@ -216,6 +218,13 @@ impl OpenRequest {
     pub fn for_resize(mut self) -> Self {
         self.resizes = true;
         self
+    }
+
+    /// As [`OpenRequest::sharing_raw`], but nobody may change the size of a raw image: clients of an export rely on it.
+    #[must_use]
+    pub fn sharing_raw_of_one_size(mut self) -> Self {
+        self.keeps_size = true;
+        self.sharing_raw()
     }
 
     /// What the image may make us open.

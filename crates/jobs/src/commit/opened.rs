@@ -2,7 +2,7 @@
 //! The base of a chain in use, opened up for a job that writes into it what the layers above hold.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::Arc;
@@ -22,6 +22,7 @@ impl OpenedBase {
         let base = chain.base().cloned().ok_or_else(|| Error::internal("a commit without a base"))?;
         let lowest = chain.lowest().cloned().ok_or_else(|| Error::internal("a chain without layers"))?;
         chain.check_private()?;
+        check_layers(&base, chain.layers())?;
         let was_read_only = base.is_read_only();
         graph.set_read_only(&base, false).await?;
         let write = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;

@@ -114,7 +114,8 @@ pub struct ConvertOutcome {
     pub skipped_bitmaps: Vec<String>,
 }
 
-/// Runs the conversion. After an error the target is incomplete: the message says so.
+/// Runs the conversion. After an error a target that is new is gone again; one that was there is incomplete, and the message
+/// says so.
 pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOutcome> {
     check(options)?;
     if options.rate.is_some() {
@@ -195,6 +196,7 @@ pub(crate) async fn convert_sources(
         Ok(settings) => settings,
         Err(error) => {
             let _ = target.node.close().await;
+            target.created.remove();
             return Err(error);
         }
     };
@@ -212,9 +214,15 @@ pub(crate) async fn convert_sources(
     };
     let closed = target.node.close().await;
     let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
-    let mut outcome = outcome.map_err(|error| error.context("the target is incomplete"))?;
-    outcome.size = sources.size();
-    Ok(outcome)
+    match outcome {
+        Ok(outcome) => Ok(ConvertOutcome { size: sources.size(), ..outcome }),
+        Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
+        Err(error) => {
+            // A part of a disk that looks like a whole one, on what may be a full disk.
+            target.created.remove();
+            Err(error)
+        }
+    }
 }
 
 fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {

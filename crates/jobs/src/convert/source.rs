@@ -220,6 +220,11 @@ impl Sources {
         Ok(())
     }
 
+    /// The images.
+    pub fn nodes(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.parts.iter().map(|part| &part.node)
+    }
+
     /// Closes all images; the first error counts.
     pub async fn close(&self) -> Result<()> {
         let mut result = Ok(());

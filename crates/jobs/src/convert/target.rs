@@ -7,7 +7,8 @@ use crate::ImageSpec;
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::codec::Codec;
-use cowshed_image::create::{self, CreateRequest};
+use cowshed_image::create::{self, CreateRequest, Created};
+use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;
 use std::sync::Arc;
@@ -26,6 +27,8 @@ pub struct Target {
     pub has_backing: bool,
     /// It has space of its own: preallocated, `nocow`, or there before.
     pub has_own_space: bool,
+    /// What was made for it: nothing where the name was there before.
+    pub created: Created,
 }
 
 impl Target {
@@ -34,11 +37,17 @@ impl Target {
         if options.target.image_opts && !options.skip_create {
             return Err(Error::invalid_argument("--target-image-opts requires -n: options name an existing image"));
         }
-        let (extra, has_own_space) = match options.skip_create {
+        let (extra, has_own_space, created) = match options.skip_create {
             false => create_target(options, sources).await?,
-            true => (options.target.extra.clone(), true),
+            true => (options.target.extra.clone(), true, Created::default()),
         };
-        let node = ImageSpec { extra, ..writable(&options.target) }.open_for_writing().await?;
+        let node = match (ImageSpec { extra, ..writable(&options.target) }).open_for_writing().await {
+            Ok(node) => node,
+            Err(error) => {
+                created.remove();
+                return Err(error);
+            }
+        };
         let result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
         match result {
             Ok(()) => {
@@ -53,11 +62,13 @@ impl Target {
                     is_zero: fresh || options.target_is_zero,
                     has_backing,
                     has_own_space,
+                    created,
                     node,
                 })
             }
             Err(error) => {
                 let _ = node.close().await;
+                created.remove();
                 Err(error)
             }
         }
@@ -96,8 +107,10 @@ fn writable(spec: &ImageSpec) -> ImageSpec {
     spec
 }
 
-/// Creates it, and says what is needed besides to open it, and whether it has space of its own.
-async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Vec<(&'static str, String)>, bool)> {
+type Extra = Vec<(&'static str, String)>;
+
+/// Creates it, and says what is needed besides to open it, whether it has space of its own, and what files are new.
+async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
     if options.compressed && format != "qcow2" {
         return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
@@ -129,14 +142,15 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(V
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED));
     }
     // What isn't synced while it is copied needn't be before.
-    match writable(&options.target).cache.as_deref() == Some("unsafe") {
+    let created = match writable(&options.target).cache.as_deref() == Some("unsafe") {
         true => plan.run_unsynced().await?,
         false => plan.run().await?,
-    }
-    Ok((plan.opening_options(), plan.has_own_space()))
+    };
+    Ok((plan.opening_options(), plan.has_own_space(), created))
 }
 
 fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {
+    check_apart(node, sources.nodes())?;
     if options.compressed && node.qcow2().is_some_and(|qcow2| qcow2.is_encrypted()) {
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED).file(node.filename()));
     }

@@ -24,7 +24,8 @@ pub enum OpKind {
 /// What happens to an operation that a [`Fault`] has chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them.
+    /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them. One that a
+    /// signal interrupts (`EINTR`) drops nothing.
     Fail(Errno),
     /// A sync that says it is done and makes nothing durable: a disk that lies. Other operations are not changed.
     Lie,

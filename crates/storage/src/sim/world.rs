@@ -421,7 +421,7 @@ impl State {
             Request::Sync => {
                 let failed =
                     if let Some(Effect::Fail(errno) | Effect::Torn(errno)) = effect { Some(errno) } else { None };
-                if effect != Some(Effect::Lie) {
+                if effect != Some(Effect::Lie) && failed != Some(Errno(libc::EINTR)) {
                     self.log.push(if failed.is_some() { Event::SyncFailed { op } } else { Event::SyncDone { op } });
                 }
                 Outcome { result: failed.map_or(Ok(Value::Count(0)), Err), bufs: Vec::new() }

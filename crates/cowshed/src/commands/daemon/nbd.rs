@@ -240,6 +240,7 @@ impl NbdArgs {
         if self.snapshot {
             drive.keep_writes_apart();
         }
+        drive.export_alone();
         let first = |given: &[String]| given.first().cloned();
         let cache = if self.nocache { Some("none".to_owned()) } else { first(&self.cache) };
         // Discards are passed on where nothing else is said, as qemu-nbd does.

@@ -69,10 +69,16 @@ impl Qcow2Driver {
                 if (allocation.encrypted || !allocation.host_is_zero) && !is_hidden {
                     self.fill_with_zeroes(allocation).await?;
                 }
-                file.allocate(host, len).await.map_err(|error| match error.kind() {
-                    ErrorKind::Unsupported => error.context("preallocation mode 'falloc'"),
-                    _ => error,
-                })
+                match file.allocate(host, len).await {
+                    // A file system that reserves no space has what is written.
+                    Err(error) if error.kind() == ErrorKind::Unsupported && !file.is_device() => {
+                        self.fill_with_zeroes(allocation).await
+                    }
+                    Err(error) if error.kind() == ErrorKind::Unsupported => {
+                        Err(error.context("preallocation mode 'falloc'"))
+                    }
+                    allocated => allocated,
+                }
             }
             _ if allocation.host_is_zero => Ok(()),
             _ => match file.punch_hole(host, len).await {

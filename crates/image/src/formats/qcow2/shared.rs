@@ -8,7 +8,7 @@ use super::inflated::Inflated;
 use crate::events::Events;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::{Config, Engine};
-use cowshed_storage::{File, Permissions, rt};
+use cowshed_storage::{File, FileIdentity, Permissions, rt};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -29,7 +29,7 @@ pub(super) struct Membership(Mutex<Option<Key>>);
 /// The same file, understood in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
-    identity: (u64, u64),
+    identity: FileIdentity,
     file_len: u64,
     l1_offset: u64,
     l1_len: usize,

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The files below nodes, by identity. A job that writes into a file that it reads would destroy both; locks don't always
+//! show that (`-U`, `locking=off`, file systems without locks), and names hardly ever do.
+
+use crate::node::{Child, ChildRole, Driver, Node};
+use cowshed_block::{Error, Result};
+use cowshed_storage::FileIdentity;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A range of a file of this machine.
+struct Part {
+    identity: FileIdentity,
+    range: Range<u64>,
+    name: String,
+}
+
+/// Whose files are meant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Below {
+    /// Those that change when the node is written to: not those of its backing file.
+    Written,
+    /// All that may be read.
+    All,
+}
+
+const WHOLE: Range<u64> = 0..u64::MAX;
+
+/// Adds the files that the bytes `window` of a node stand in.
+fn collect(node: &Node, window: Range<u64>, below: Below, parts: &mut Vec<Part>) {
+    let window = match node.driver() {
+        Driver::File(file) => {
+            let identity = file.file.identity();
+            parts.extend(identity.map(|identity| Part { identity, range: window, name: file.file.name().to_owned() }));
+            return;
+        }
+        Driver::Raw(raw) => raw.part_of_child(&window),
+        Driver::Filter(_) => window,
+        _ => WHOLE,
+    };
+    for child in node.children() {
+        match child.role {
+            ChildRole::Backing if below == Below::Written => {}
+            ChildRole::File => collect(&child.node, window.clone(), below, parts),
+            _ => collect(&child.node, WHOLE, below, parts),
+        }
+    }
+}
+
+fn parts_of(node: &Node, below: Below) -> Vec<Part> {
+    let mut parts = Vec::new();
+    collect(node, WHOLE, below, &mut parts);
+    parts
+}
+
+fn check(written: &[Part], read: &[Part]) -> Result<()> {
+    for target in written {
+        let is_hit = |part: &&Part| {
+            part.identity == target.identity
+                && part.range.start < target.range.end
+                && target.range.start < part.range.end
+        };
+        if let Some(part) = read.iter().find(is_hit) {
+            let message = format!("this file would be written while it is read as '{}': both are one file", part.name);
+            return Err(Error::invalid_argument(message).file(&target.name));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses `written` as the target of a copy of `read` when a file of it is one of those that are read, backing files
+/// included.
+pub fn check_apart<'a>(written: &Node, read: impl IntoIterator<Item = &'a Arc<Node>>) -> Result<()> {
+    let written = parts_of(written, Below::Written);
+    read.into_iter().try_for_each(|node| check(&written, &parts_of(node, Below::All)))
+}
+
+/// Refuses `base` as the target of what `layers` hold when a layer, or what stands below the base, shares a file with it.
+pub fn check_layers<'a>(base: &Node, layers: impl IntoIterator<Item = &'a Arc<Node>>) -> Result<()> {
+    check_children(&base.children())?;
+    let written = parts_of(base, Below::Written);
+    layers.into_iter().try_for_each(|layer| check(&written, &parts_of(layer, Below::Written)))
+}
+
+/// Refuses the children of an image that is written to when its own files are also below its backing file.
+pub(crate) fn check_children(children: &[Child]) -> Result<()> {
+    let Some(backing) = children.iter().find(|child| child.role == ChildRole::Backing) else { return Ok(()) };
+    check_backing(children, &backing.node)
+}
+
+/// As [`check_children`], for a backing file that the image is to get.
+pub(crate) fn check_backing(children: &[Child], backing: &Node) -> Result<()> {
+    let mut written = Vec::new();
+    for child in children.iter().filter(|child| child.role != ChildRole::Backing) {
+        collect(&child.node, WHOLE, Below::Written, &mut written);
+    }
+    check(&written, &parts_of(backing, Below::All))
+}
+
+/// The files below a node, each with its name: those that a new image must not stand in.
+pub fn files_below(node: &Node) -> Vec<(FileIdentity, String)> {
+    parts_of(node, Below::All).into_iter().map(|part| (part.identity, part.name)).collect()
+}
