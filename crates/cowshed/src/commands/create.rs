@@ -85,18 +85,27 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         ..CreateRequest::default()
     };
     let persona = console.persona;
-    let failed = |error| failed(persona, file, &error);
+    let failed = |error| failed_with(persona, file, &error);
     let plan = work::run_quietly(|_| create::prepare(&request)).map_err(failed)?;
     if !args.quiet {
         console.line(plan.summary());
         console.flush();
     }
-    work::run_quietly(|_| plan.run()).map_err(failed)?;
+    match plan.is_preallocated() {
+        // That may take its time.
+        true => {
+            let job = work::Foreground::new(persona, false, true, "creating")?;
+            job.run(|handle| plan.run_until(handle.cancel_flag()), |error| failed_with(persona, file, error))?;
+        }
+        false => {
+            work::run_quietly(|_| plan.run()).map_err(failed)?;
+        }
+    }
     Ok(0)
 }
 
 /// qemu-img says first which backing file it could not open.
-fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
+fn failed_with(persona: Persona, file: &str, error: &Error) -> Failure {
     let backing = error.file_name().unwrap_or_default();
     let text = error.to_string();
     let reason = text.strip_prefix(&format!("{backing}: could not open the backing image: "));

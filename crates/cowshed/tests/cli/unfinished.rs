@@ -120,11 +120,14 @@ fn a_copy_that_fails_keeps_a_file_that_was_there() {
 
 #[test]
 fn a_signal_takes_the_new_file_away() {
-    for signal in ["INT", "TERM"] {
+    let copy = "convert -r 64k -f raw -O qcow2 source a";
+    // More than any disk here takes in the time that a signal needs.
+    let new = "create -q -f qcow2 -o preallocation=full a 16G";
+    for (signal, line) in [("INT", copy), ("TERM", copy), ("INT", new), ("TERM", new)] {
         let folder = temp_dir();
         source(folder.path());
         let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
-        command.args(["img", "convert", "-r", "64k", "-f", "raw", "-O", "qcow2", "source", "a"]);
+        command.arg("img").args(line.split(' '));
         let mut child = command.current_dir(folder.path()).stderr(Stdio::piped()).spawn().expect("our own binary");
         let deadline = Instant::now() + Duration::from_secs(60);
         while !folder.path().join("a").exists() {

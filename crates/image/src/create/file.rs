@@ -9,11 +9,15 @@ use crate::node::Preallocation;
 use crate::open::{is_nbd_name, open_nbd_file};
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{
-    CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, sync_folder_of,
+    CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, rt, sync_folder_of,
     text_of_path,
 };
+use futures_util::future::{Either, select};
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Zeroes are written in pieces of so many bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
@@ -30,18 +34,39 @@ pub(super) enum Durability {
     Unsynced,
 }
 
+/// How an image is made.
+#[derive(Clone, Debug)]
+pub(super) struct Manner {
+    pub durability: Durability,
+    /// Somebody may want it to stop half-way, by this flag.
+    pub stop: Option<Arc<AtomicBool>>,
+}
+
+/// How often the flag is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Waits for the flag.
+async fn stopped(stop: &AtomicBool) -> Error {
+    while !stop.load(Ordering::Acquire) {
+        rt::sleep(LOOK).await;
+    }
+    Error::new(ErrorKind::Cancelled, "the creation was cancelled")
+}
+
 /// A name on its way to being an image.
 struct NewName<'a> {
     path: &'a Path,
     is_new: bool,
     is_synced: bool,
     failed: Failed,
+    stop: Option<&'a AtomicBool>,
 }
 
-impl NewName<'_> {
-    fn new(path: &Path, durability: Durability, failed: Failed) -> NewName<'_> {
+impl<'a> NewName<'a> {
+    fn new(path: &'a Path, how: &'a Manner, failed: Failed) -> NewName<'a> {
         let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
-        NewName { path, is_new, is_synced: durability == Durability::Synced || !is_new, failed }
+        let is_synced = how.durability == Durability::Synced || !is_new;
+        NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref() }
     }
 
     /// Opens the file, empty, see [`create_file`]; has `fill` make an image of it; and makes its name durable. An error
@@ -67,7 +92,13 @@ impl NewName<'_> {
         if !self.is_synced {
             file.set_cache_mode(CacheMode { no_flush: true, ..file.cache_mode() })?;
         }
-        fill(file).await?;
+        match self.stop {
+            None => fill(file).await?,
+            Some(stop) => match select(pin!(fill(file)), pin!(stopped(stop))).await {
+                Either::Left((filled, _)) => filled?,
+                Either::Right((error, _)) => return Err(error),
+            },
+        }
         if self.is_new && self.is_synced { sync_folder_of(self.path).await } else { Ok(()) }
     }
 }
@@ -119,19 +150,19 @@ async fn take_export(name: &str, len: u64) -> Result<File> {
 }
 
 /// Creates a qcow2 image, with its data file if it has one.
-pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, durability: Durability) -> Result<Created> {
+pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how: &Manner) -> Result<Created> {
     // The layout first: what can't be laid out must not cost an existing file its contents.
     let layout = FreshLayout::of(options)?;
     layout.header(options)?;
     let mut data_file = Created::default();
     match &options.data_file {
         Some(name) => {
-            let made = create_data_file(path, &path_of_text(name), options, durability).await;
+            let made = create_data_file(path, &path_of_text(name), options, how).await;
             data_file = made.map_err(|error| error.file(name))?;
         }
         None => check_space(path, options.preallocation)?,
     }
-    let name = NewName::new(path, durability, Failed::Remove);
+    let name = NewName::new(path, how, Failed::Remove);
     let filled = name.fill(layout.file_bytes, options.hints, async |file| write_fresh_qcow2(file, options).await).await;
     match filled {
         Ok(created) => Ok(created.and(data_file)),
@@ -142,17 +173,12 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, dura
     }
 }
 
-async fn create_data_file(
-    image: &Path,
-    path: &Path,
-    options: &Qcow2CreateOptions,
-    durability: Durability,
-) -> Result<Created> {
+async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions, how: &Manner) -> Result<Created> {
     if same_file(image, path) {
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
-        return create_raw(path, options.size, options.preallocation, options.hints, durability).await;
+        return create_raw(path, options.size, options.preallocation, options.hints, how).await;
     }
     let permissions = Some(Permissions::CREATE);
     let file = File::open(path, &OpenOptions { write: true, permissions, ..OpenOptions::default() })?;
@@ -204,10 +230,10 @@ pub(super) async fn create_luks(
     preallocation: Preallocation,
     detached: bool,
     hints: LayoutHints,
-    durability: Durability,
+    how: &Manner,
 ) -> Result<Created> {
     check_space(path, preallocation)?;
-    let name = NewName::new(path, durability, Failed::Remove);
+    let name = NewName::new(path, how, Failed::Remove);
     let fill = async |file: &File| write_fresh_luks(file, encryption, size, preallocation, detached).await;
     name.fill(encryption.file_bytes(size, detached), hints, fill).await
 }
@@ -246,7 +272,7 @@ pub(super) async fn create_raw(
     size: u64,
     preallocation: Preallocation,
     hints: LayoutHints,
-    durability: Durability,
+    how: &Manner,
 ) -> Result<Created> {
     check_space(path, preallocation)?;
     let fill = async |file: &File| match file.is_device() && file.len() >= size {
@@ -254,7 +280,7 @@ pub(super) async fn create_raw(
         true => file.sync().await,
         false => write_fresh_raw(file, size, preallocation).await,
     };
-    NewName::new(path, durability, Failed::Empty).fill(size, hints, fill).await
+    NewName::new(path, how, Failed::Empty).fill(size, hints, fill).await
 }
 
 /// Makes an empty `file` a raw image of `size` bytes.

@@ -14,10 +14,12 @@ use crate::open::{OpenRequest, Policy, open, resolve_name};
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
 use cowshed_storage::{File, FileIdentity, path_of_text};
-use file::Durability;
+use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 pub use created::Created;
 pub use file::{write_fresh_qcow2, write_fresh_raw};
@@ -210,13 +212,18 @@ impl CreatePlan {
     /// Creates the image, durably. Until its header is written, last and after a barrier, the file is no image. After an
     /// error no file is there that wasn't before.
     pub async fn run(&self) -> Result<Created> {
-        self.write(Durability::Synced).await.map_err(|error| error.file(&self.filename))
+        self.make(Durability::Synced, None).await
     }
 
     /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for who writes into it with `cache=unsafe`, so that
     /// a power cut may leave anything under that name. What was there before is treated as by [`CreatePlan::run`].
     pub async fn run_unsynced(&self) -> Result<Created> {
-        self.write(Durability::Unsynced).await.map_err(|error| error.file(&self.filename))
+        self.make(Durability::Unsynced, None).await
+    }
+
+    /// As [`CreatePlan::run`]; the flag `stop` ends it half-way, as an error would.
+    pub async fn run_until(&self, stop: Arc<AtomicBool>) -> Result<Created> {
+        self.make(Durability::Synced, Some(stop)).await
     }
 
     /// As [`CreatePlan::run`], into a file that is open for writing and that nobody else uses; what it held is gone.
@@ -289,21 +296,25 @@ impl CreatePlan {
         Ok(preallocation)
     }
 
-    async fn write(&self, durability: Durability) -> Result<Created> {
+    async fn make(&self, durability: Durability, stop: Option<Arc<AtomicBool>>) -> Result<Created> {
+        self.write(&Manner { durability, stop }).await.map_err(|error| error.file(&self.filename))
+    }
+
+    async fn write(&self, how: &Manner) -> Result<Created> {
         self.check_apart(FileIdentity::of_path(&self.path))?;
         if let Some(name) = self.values.get("data_file") {
             self.check_apart(FileIdentity::of_path(&path_of_text(name))).map_err(|error| error.file(name))?;
         }
         match self.format.as_str() {
-            "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, durability).await,
+            "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, how).await,
             "luks" => {
                 let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
                 let (space, hints) = (self.space()?, layout_hints(&self.values)?);
-                file::create_luks(&self.path, &encryption, size, space, self.is_detached(), hints, durability).await
+                file::create_luks(&self.path, &encryption, size, space, self.is_detached(), hints, how).await
             }
             _ => {
                 let size = round_size(self.size)?;
-                file::create_raw(&self.path, size, self.space()?, layout_hints(&self.values)?, durability).await
+                file::create_raw(&self.path, size, self.space()?, layout_hints(&self.values)?, how).await
             }
         }
     }
