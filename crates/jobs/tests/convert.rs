@@ -233,7 +233,11 @@ fn read_errors_name_their_offset_or_are_salvaged() {
     std::fs::write(bench.path("a.qcow2"), image).expect("the image");
     let options = options(&bench, &["a.qcow2"], "b.raw", "");
     let error = convert(&options).expect_err("a spoiled image").to_string();
-    assert!(error.contains("error while reading at byte") && error.contains("incomplete"), "{error}");
+    assert!(error.contains("error while reading at byte"), "{error}");
+    assert!(!std::path::Path::new(&bench.path("b.raw")).exists(), "a part of a disk stays");
+    std::fs::write(bench.path("b.raw"), "old").expect("a file");
+    let error = convert(&options).expect_err("a spoiled image").to_string();
+    assert!(error.contains("incomplete"), "{error}");
     let outcome = convert(&ConvertOptions { salvage: true, ..options }).expect("salvaged");
     assert!(outcome.salvaged.iter().any(|offset| *offset >= start), "{:?}", outcome.salvaged.first());
 }
