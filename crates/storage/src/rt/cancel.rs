@@ -39,7 +39,7 @@ impl Cancel {
     }
 
     /// Runs a future in the name of the client: [`is_cancelled`] answers for it meanwhile.
-    pub fn cover<F: Future>(self: &Rc<Self>, future: F) -> impl Future<Output = F::Output> {
+    pub fn cover<F: Future>(self: &Rc<Self>, future: F) -> impl Future<Output = F::Output> + use<F> {
         Covered { cancel: Rc::clone(self), is_known: false, future: Box::pin(future) }
     }
 }
