@@ -32,6 +32,13 @@ impl Persona {
     }
 }
 
+/// True where the process runs under the name of a program of QEMU; false for `cowshed qemu-nbd`.
+pub fn has_name_of_qemu() -> bool {
+    let program = std::env::args_os().next().unwrap_or_default();
+    let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
+    TOOLS.iter().any(|tool| name.as_deref() == Some(tool.name))
+}
+
 /// The command line, taken apart as far as the name decides.
 #[derive(Clone, Debug)]
 pub struct Invocation {

@@ -4,7 +4,7 @@
 use crate::commands;
 use crate::faults;
 use crate::inbox::{Inbox, Sender, inbox};
-use crate::metrics;
+use crate::metrics::{self, Awaiting};
 use crate::monitor::MonitorAddress;
 use crate::options::Step;
 use crate::schema;
@@ -37,6 +37,8 @@ pub enum Message {
     Metrics {
         /// For the page.
         reply: mpsc::SyncSender<String>,
+        /// For whom: nothing is rendered for one that has gone.
+        scraper: Awaiting,
     },
     /// Events were held back: they are due after this time.
     EventsDue(Duration),
@@ -197,9 +199,11 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     let _ = reply.send(result);
                 });
             }
-            Message::Metrics { reply } => {
-                // The scraper may be gone.
-                let _ = reply.send(metrics::render(daemon));
+            Message::Metrics { reply, scraper } => {
+                if scraper.is_there() {
+                    // The scraper may go meanwhile.
+                    let _ = reply.send(metrics::render(daemon));
+                }
             }
             Message::EventsDue(delay) => {
                 let events = daemon.events.clone();

@@ -27,6 +27,7 @@ mod waiting;
 pub use control::{Message, Ready, STOP_LIMIT, Served, Setup, StopReason, run, run_with, version};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
+pub use nbd::EXPOSURE;
 pub use options::{Chardevs, Drive, Step, chardev_help, client_credentials, object_help};
 
 /// What a client needs to ask a server for its exports.

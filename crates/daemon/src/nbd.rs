@@ -14,7 +14,8 @@ use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, Remova
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,6 +27,9 @@ pub(crate) const STOP_LIMIT: Duration = Duration::from_secs(20);
 /// So long the removal of an export is waited for: longer than clients may take to receive their last replies. What takes
 /// longer goes on by itself.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
+
+/// The target of the log line about a writable export that the network can reach without TLS.
+pub const EXPOSURE: &str = "cowshed_daemon::exposure";
 
 /// How to start the server.
 #[derive(Debug)]
@@ -82,6 +86,8 @@ pub(crate) struct Nbd {
     exports: RefCell<Vec<Exported>>,
     events: EventBus,
     tls: bool,
+    /// The log has the warning about [`Nbd::open_addresses`].
+    has_warned: Cell<bool>,
     /// With one connection at a time there is nothing to be had from several.
     multi_conn: bool,
 }
@@ -127,6 +133,7 @@ impl Nbd {
             exports: RefCell::default(),
             events,
             tls,
+            has_warned: Cell::new(false),
             multi_conn: setup.max_connections != 1,
         })
     }
@@ -160,6 +167,9 @@ impl Nbd {
         self.server.add_export(export)?;
         let ExportSpec { id, name, writable, bitmaps, .. } = spec;
         tracing::info!(export = id, name, node = attachment.node().name(), writable, "export added");
+        if writable {
+            self.warn_of_open_addresses(&name);
+        }
         self.exports.borrow_mut().push(Exported {
             id,
             name,
@@ -169,6 +179,22 @@ impl Nbd {
             _bitmaps: Arc::new(bitmaps),
         });
         Ok(())
+    }
+
+    /// Says once that any host of the network can write to an export.
+    fn warn_of_open_addresses(&self, export: &str) {
+        let open = self.open_addresses();
+        if !open.is_empty() && !self.has_warned.replace(true) {
+            let addresses = open.join(", ");
+            let message = "the export is writable without TLS for every host that reaches this address";
+            tracing::warn!(target: EXPOSURE, export, addresses, "{message}");
+        }
+    }
+
+    /// The addresses of the network without TLS.
+    fn open_addresses(&self) -> Vec<String> {
+        let addresses = self.addresses.iter().filter(|address| !self.tls && is_public(address));
+        addresses.map(ToString::to_string).collect()
     }
 
     /// Ends an export: nobody uses it any more when this returns, or its last requests hang. Then it is shutting down, and is
@@ -292,6 +318,16 @@ fn reachable(host: String) -> String {
     }
 }
 
+/// True for an address that other machines may reach. A host that isn't an address counts as one of them.
+fn is_public(address: &SocketAddress) -> bool {
+    match address {
+        SocketAddress::Unix(_) => false,
+        SocketAddress::Tcp { host, .. } => {
+            host.parse::<IpAddr>().map_or(true, |address| !address.to_canonical().is_loopback())
+        }
+    }
+}
+
 fn listen_on_passed(server: &Server<Arc<Attachment>>) -> Result<Vec<SocketAddress>> {
     let listeners = Listener::passed()?;
     if listeners.is_empty() {
@@ -323,4 +359,22 @@ fn tell(control: Option<Sender<Message>>) -> EventHandler {
         Event::ExportRemoved { name } => tracing::info!(name, "export removed"),
         _ => {}
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_addresses_and_unix_sockets_are_not_public() {
+        let tcp = |host: &str| SocketAddress::Tcp { host: host.to_owned(), port: 10809 };
+        for host in ["127.0.0.1", "127.5.6.7", "::1", "::ffff:127.0.0.1"] {
+            assert!(!is_public(&tcp(host)), "{host}");
+        }
+        for host in ["0.0.0.0", "::", "192.168.1.7", "10.0.0.1", "fe80::1", "2001:db8::1", "::ffff:10.0.0.1", ""] {
+            assert!(is_public(&tcp(host)), "{host}");
+        }
+        assert!(!is_public(&SocketAddress::Unix("/run/nbd.sock".to_owned())));
+        assert!(!is_public(&SocketAddress::Unix("\0name".to_owned())));
+    }
 }

@@ -124,7 +124,7 @@ fn a_monitor_can_be_the_standard_streams() {
 }
 
 /// Makes an authority and a server for "localhost", in the files that QEMU looks for.
-fn make_credentials(folder: &Path) {
+pub fn make_credentials(folder: &Path) {
     let script = r#"
 set -e
 cd "$1"

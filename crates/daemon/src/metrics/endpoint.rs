@@ -5,15 +5,15 @@ use crate::control::Message;
 use crate::inbox::Sender;
 use cowshed_block::{Error, Result};
 use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// A scraper gets this long, from its connection on, to say what it wants, to wait for it and to take it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Scrapers at a time; the next ones wait to be accepted.
+/// Scrapers at a time. The next one takes the place of the oldest that is silent, or else waits to be accepted.
 const MAX_SCRAPERS: usize = 16;
 
 /// Longest request that is read, in bytes.
@@ -32,12 +32,11 @@ pub(crate) fn listen(address: &str, control: Sender<Message>) -> Result<String> 
 fn accept(listener: &TcpListener, control: &Sender<Message>) {
     let places = Places::new(MAX_SCRAPERS);
     loop {
-        let place = places.take();
         let spawned = listener.accept().and_then(|(stream, _)| {
             let control = control.clone();
+            let place = places.take(stream);
             let serve = move || {
-                let _place = place;
-                if let Err(error) = answer(stream, &control, PATIENCE) {
+                if let Err(error) = answer(&place.scraper, &control, PATIENCE) {
                     tracing::debug!(%error, "a scraper is gone");
                 }
             };
@@ -50,44 +49,121 @@ fn accept(listener: &TcpListener, control: &Sender<Message>) {
     }
 }
 
-/// How many more scrapers there may be.
+/// What a scraper does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    /// Its request isn't complete.
+    Asking,
+    /// It takes what it asked for.
+    Taking,
+    /// It waits for the daemon.
+    Waiting,
+    /// Its connection was cut, and its thread ends.
+    Cut,
+}
+
+/// A scraper's connection.
+#[derive(Debug)]
+pub(super) struct Scraper {
+    stream: TcpStream,
+    phase: Mutex<Phase>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Scraper {
+    fn new(stream: TcpStream) -> Arc<Scraper> {
+        Arc::new(Scraper { stream, phase: Mutex::new(Phase::Asking) })
+    }
+
+    fn enter(&self, next: Phase) {
+        let mut phase = lock(&self.phase);
+        if *phase != Phase::Cut {
+            *phase = next;
+        }
+    }
+
+    /// Its thread ends, whatever it reads or writes.
+    fn cut(&self) {
+        *lock(&self.phase) = Phase::Cut;
+        // Fails when the scraper was faster.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// A scraper that waits for the page.
+#[derive(Debug)]
+pub struct Awaiting(Weak<Scraper>);
+
+impl Awaiting {
+    /// False once its time is up or its connection was reset.
+    pub(crate) fn is_there(&self) -> bool {
+        self.0.upgrade().is_some_and(|scraper| {
+            *lock(&scraper.phase) == Phase::Waiting && matches!(scraper.stream.take_error(), Ok(None))
+        })
+    }
+}
+
+/// The scrapers that are served.
 #[derive(Clone)]
-struct Places(Arc<(Mutex<usize>, Condvar)>);
+struct Places {
+    /// In the order of their coming.
+    taken: Arc<(Mutex<Vec<Arc<Scraper>>>, Condvar)>,
+    most: usize,
+}
 
 /// One scraper's place; dropping it makes room for the next.
-struct Place(Places);
+struct Place {
+    places: Places,
+    scraper: Arc<Scraper>,
+}
 
 impl Places {
-    fn new(count: usize) -> Places {
-        Places(Arc::new((Mutex::new(count), Condvar::new())))
+    fn new(most: usize) -> Places {
+        Places { taken: Arc::new((Mutex::new(Vec::new()), Condvar::new())), most }
     }
 
-    fn free(&self) -> MutexGuard<'_, usize> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn taken(&self) -> MutexGuard<'_, Vec<Arc<Scraper>>> {
+        lock(&self.taken.0)
     }
 
-    /// Waits for a place.
-    fn take(&self) -> Place {
-        let waited = self.0.1.wait_while(self.free(), |free| *free == 0);
-        *waited.unwrap_or_else(PoisonError::into_inner) -= 1;
-        Place(self.clone())
+    /// Waits for a place. The oldest scraper whose request isn't complete makes room, else the oldest that takes its reply.
+    /// Those that wait for the daemon keep their places.
+    fn take(&self, stream: TcpStream) -> Place {
+        let mut taken = self.taken();
+        let is_full = |taken: &mut Vec<Arc<Scraper>>| taken.len() >= self.most;
+        // One that was cut already is about to give its place back.
+        let phase = |scraper: &Arc<Scraper>| *lock(&scraper.phase);
+        if is_full(&mut taken)
+            && !taken.iter().any(|scraper| phase(scraper) == Phase::Cut)
+            && let Some(slow) =
+                taken.iter().min_by_key(|scraper| phase(scraper)).filter(|slow| phase(slow) < Phase::Waiting)
+        {
+            slow.cut();
+        }
+        taken = self.taken.1.wait_while(taken, is_full).unwrap_or_else(PoisonError::into_inner);
+        let scraper = Scraper::new(stream);
+        taken.push(Arc::clone(&scraper));
+        Place { places: self.clone(), scraper }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        *self.0.free() += 1;
-        self.0.0.1.notify_one();
+        self.places.taken().retain(|scraper| !Arc::ptr_eq(scraper, &self.scraper));
+        self.places.taken.1.notify_one();
     }
 }
 
 /// A connection that ends at a moment, however slowly it goes on until then.
-struct Timed {
-    stream: TcpStream,
+struct Timed<'a> {
+    stream: &'a TcpStream,
     until: Instant,
 }
 
-impl Timed {
+impl Timed<'_> {
     fn left(&self) -> io::Result<Duration> {
         match self.until.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
@@ -96,14 +172,14 @@ impl Timed {
     }
 }
 
-impl Read for Timed {
+impl Read for Timed<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         self.stream.set_read_timeout(Some(self.left()?))?;
         self.stream.read(buf)
     }
 }
 
-impl Write for Timed {
+impl Write for Timed<'_> {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         self.stream.set_write_timeout(Some(self.left()?))?;
         self.stream.write(buf)
@@ -114,8 +190,8 @@ impl Write for Timed {
     }
 }
 
-fn answer(stream: TcpStream, control: &Sender<Message>, patience: Duration) -> io::Result<()> {
-    let mut stream = Timed { stream, until: Instant::now() + patience };
+fn answer(scraper: &Arc<Scraper>, control: &Sender<Message>, patience: Duration) -> io::Result<()> {
+    let mut stream = Timed { stream: &scraper.stream, until: Instant::now() + patience };
     let mut request = Vec::new();
     let mut piece = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
@@ -126,13 +202,14 @@ fn answer(stream: TcpStream, control: &Sender<Message>, patience: Duration) -> i
         request.extend_from_slice(&piece[..len]);
     }
     let (status, kind, body) = match request.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
-        [b"GET", b"/metrics" | b"/"] => match page(control, stream.left()?) {
+        [b"GET", b"/metrics" | b"/"] => match page(scraper, control, stream.left()?) {
             Some(page) => ("200 OK", "application/openmetrics-text; version=1.0.0; charset=utf-8", page),
             None => ("503 Service Unavailable", "text/plain", "the daemon is busy or shutting down\n".to_owned()),
         },
         [b"GET", _] => ("404 Not Found", "text/plain", "see /metrics\n".to_owned()),
         _ => ("405 Method Not Allowed", "text/plain", "only GET\n".to_owned()),
     };
+    scraper.enter(Phase::Taking);
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
         body.len()
@@ -141,9 +218,10 @@ fn answer(stream: TcpStream, control: &Sender<Message>, patience: Duration) -> i
     stream.write_all(body.as_bytes())
 }
 
-fn page(control: &Sender<Message>, left: Duration) -> Option<String> {
+fn page(scraper: &Arc<Scraper>, control: &Sender<Message>, left: Duration) -> Option<String> {
     let (reply, answer) = mpsc::sync_channel(1);
-    control.send(Message::Metrics { reply }).ok()?;
+    scraper.enter(Phase::Waiting);
+    control.send(Message::Metrics { reply, scraper: Awaiting(Arc::downgrade(scraper)) }).ok()?;
     // Enough is kept back to say so when the control thread has no time.
     answer.recv_timeout(left.mul_f64(0.9)).ok()
 }
@@ -163,7 +241,7 @@ mod tests {
     fn who_sends_a_byte_now_and_then_has_no_more_time_than_others() {
         let (mut client, server) = connection();
         let (control, _messages) = inbox();
-        let answering = thread::spawn(move || answer(server, &control, Duration::from_millis(200)));
+        let answering = thread::spawn(move || answer(&Scraper::new(server), &control, Duration::from_millis(200)));
         // Each byte comes long before a read of its own would be given up.
         let sent = (0..100_000).find(|_| {
             thread::sleep(Duration::from_millis(5));
@@ -180,12 +258,14 @@ mod tests {
         let (control, messages) = inbox();
         let page = thread::spawn(move || {
             cowshed_storage::rt::block_on(async {
-                let Message::Metrics { reply } = messages.receive().await else { panic!("only pages are asked for") };
+                let Message::Metrics { reply, .. } = messages.receive().await else {
+                    panic!("only pages are asked for")
+                };
                 reply.send("x".repeat(64 << 20)).unwrap();
             });
         });
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-        let error = answer(server, &control, Duration::from_secs(2)).expect_err("its time was up");
+        let error = answer(&Scraper::new(server), &control, Duration::from_secs(2)).expect_err("its time was up");
         assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock), "{error}");
         page.join().unwrap();
     }
@@ -195,7 +275,7 @@ mod tests {
         let (mut client, server) = connection();
         let (control, _messages) = inbox();
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-        answer(server, &control, Duration::from_millis(500)).unwrap();
+        answer(&Scraper::new(server), &control, Duration::from_millis(500)).unwrap();
         let mut said = String::new();
         client.read_to_string(&mut said).unwrap();
         assert!(said.starts_with("HTTP/1.1 503"), "{said}");
@@ -204,15 +284,102 @@ mod tests {
     #[test]
     fn places_are_bounded_and_given_back() {
         let places = Places::new(2);
-        let (first, second) = (places.take(), places.take());
-        assert_eq!(*places.free(), 0);
+        let connections = [connection(), connection(), connection()];
+        let server = |n: usize| connections[n].1.try_clone().unwrap();
+        let (first, second) = (places.take(server(0)), places.take(server(1)));
+        // These two wait for the daemon: no fault of theirs.
+        first.scraper.enter(Phase::Waiting);
+        second.scraper.enter(Phase::Waiting);
+        assert_eq!(places.taken().len(), 2);
         let waiting = {
-            let places = places.clone();
-            thread::spawn(move || drop(places.take()))
+            let (places, server) = (places.clone(), server(2));
+            thread::spawn(move || drop(places.take(server)))
         };
         drop(first);
         waiting.join().unwrap();
+        assert_eq!(*lock(&second.scraper.phase), Phase::Waiting);
         drop(second);
-        assert_eq!(*places.free(), 2);
+        assert_eq!(places.taken().len(), 0);
+    }
+
+    #[test]
+    fn silent_scrapers_in_all_places_make_room() {
+        let (control, messages) = inbox();
+        let pages = thread::spawn(move || {
+            cowshed_storage::rt::block_on(async {
+                loop {
+                    match messages.receive().await {
+                        Message::Metrics { reply, .. } => reply.send("# EOF\n".to_owned()).unwrap(),
+                        _ => break,
+                    }
+                }
+            });
+        });
+        let address = listen("127.0.0.1:0", control.clone()).unwrap();
+        let started = Instant::now();
+        let mut silent: Vec<TcpStream> =
+            (0..MAX_SCRAPERS).map(|_| TcpStream::connect(&address).expect("it listens")).collect();
+        // Connections are accepted in their order.
+        let mut said = String::new();
+        let mut asking = TcpStream::connect(&address).unwrap();
+        asking.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        asking.read_to_string(&mut said).unwrap();
+        assert!(said.ends_with("# EOF\n"), "{said}");
+        assert!(started.elapsed() < PATIENCE, "it waited for the time of a silent one to be up");
+        // The oldest was cut, the youngest still has its time.
+        silent[0].set_read_timeout(Some(PATIENCE)).unwrap();
+        assert_eq!(silent[0].read(&mut [0; 16]).unwrap(), 0, "the oldest one ends");
+        let youngest = silent.last_mut().unwrap();
+        said.clear();
+        youngest.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        youngest.read_to_string(&mut said).unwrap();
+        assert!(said.ends_with("# EOF\n"), "{said}");
+        assert!(control.send(Message::Stop(crate::StopReason::Quit)).is_ok());
+        pages.join().unwrap();
+    }
+
+    #[test]
+    fn a_scraper_that_takes_nothing_makes_room_and_one_that_waits_does_not() {
+        let places = Places::new(2);
+        let connections = [connection(), connection(), connection()];
+        let server = |n: usize| connections[n].1.try_clone().unwrap();
+        let (waiting, taking) = (places.take(server(0)), places.take(server(1)));
+        waiting.scraper.enter(Phase::Waiting);
+        taking.scraper.enter(Phase::Taking);
+        let ending = thread::spawn(move || {
+            // Like the thread of a scraper: its connection ends, then its place is free.
+            assert_eq!((&taking.scraper.stream).read(&mut [0; 16]).unwrap(), 0);
+            drop(taking);
+        });
+        let third = places.take(server(2));
+        ending.join().unwrap();
+        assert_eq!(*lock(&waiting.scraper.phase), Phase::Waiting);
+        drop((waiting, third));
+        assert_eq!(places.taken().len(), 0);
+    }
+
+    #[test]
+    fn no_page_is_rendered_for_a_scraper_that_has_gone() {
+        let (mut client, server) = connection();
+        let (control, messages) = inbox();
+        client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        let scraper = Scraper::new(server);
+        let awaiting = {
+            let answering = thread::spawn(move || answer(&scraper, &control, Duration::from_secs(2)));
+            let message = cowshed_storage::rt::block_on(messages.receive());
+            let Message::Metrics { scraper, reply } = message else { panic!("only pages are asked for") };
+            assert!(scraper.is_there(), "it waits");
+            // The daemon has no time until the scraper's is up.
+            answering.join().unwrap().unwrap();
+            drop(reply);
+            scraper
+        };
+        assert!(!awaiting.is_there(), "its time is up");
+        // One that stays, but was told that the daemon is busy, or was cut, isn't there either.
+        let scraper = Scraper::new(connection().1);
+        for phase in [Phase::Taking, Phase::Cut] {
+            scraper.enter(phase);
+            assert!(!Awaiting(Arc::downgrade(&scraper)).is_there(), "{phase:?}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 
 mod endpoint;
 
+pub use endpoint::Awaiting;
 pub(crate) use endpoint::listen;
 
 use crate::nbd::Exported;

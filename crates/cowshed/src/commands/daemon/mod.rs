@@ -11,6 +11,7 @@ pub mod storage_daemon;
 pub mod top;
 
 use super::{Verb, work};
+use crate::invocation::has_name_of_qemu;
 use crate::output::{Console, Failure};
 use background::Background;
 use clap::Args;
@@ -64,6 +65,14 @@ const LOOK: Duration = Duration::from_millis(20);
 const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
+    /// What is logged. QEMU's programs say nothing about writable exports on the network, so neither do ours under their names.
+    fn log_filter(&self) -> String {
+        match self.log_level == "warn" && has_name_of_qemu() {
+            true => format!("{},{}=off", self.log_level, cowshed_daemon::EXPOSURE),
+            false => self.log_level.to_owned(),
+        }
+    }
+
     /// Runs it to its end. `announce` tells the user what is there now.
     fn run(self, announce: impl FnOnce(&Ready)) -> Result<u8, Failure> {
         let standard = self.setup.steps.iter().find(|step| step.uses_standard_streams());
@@ -77,7 +86,7 @@ impl Running {
             },
             false => None,
         };
-        logging::start(self.log, self.log_level)?;
+        logging::start(self.log, &self.log_filter())?;
         let stop_limit = self.setup.stop_limit;
         let left = RefCell::new((None, self.kept));
         let mut trouble: Option<Failure> = None;
