@@ -6,7 +6,7 @@ use crate::contiguous::RunSearch;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::tables::Dirt;
-use cowshed_block::{Error, HostOffset};
+use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -114,7 +114,7 @@ impl Refcounts {
                 && block.0 >= self.high_water
             {
                 let message = format!("refcount block {index} lies past the end of the file");
-                return Err(Error::invalid_image("refcount_table_entry", block, message));
+                return Err(Error::invalid_image("refcount_table_entry", block, message).with_errno(Errno::EIO));
             }
             table.push(entry.offset().0);
         }

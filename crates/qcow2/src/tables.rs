@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::slice::Slice;
-use cowshed_block::{Error, HostOffset};
+use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -322,7 +322,7 @@ impl Engine {
             && host.0 >= state.refcounts.high_water
         {
             let message = format!("the L2 table of L1 entry {l1_index} lies past the end of the file");
-            return Err(Error::invalid_image("l1_entry", host, message));
+            return Err(Error::invalid_image("l1_entry", host, message).with_errno(Errno::EIO));
         }
         Ok(table)
     }

@@ -183,12 +183,12 @@ impl Node {
         let height = height_over(&parts.children);
         if let Driver::Qcow2(driver) = &parts.driver {
             let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
-            driver.observe_corruption(Box::new(move |error, offset, size_bytes| {
+            driver.observe_corruption(Box::new(move |error, place| {
                 let corruption = Corruption {
                     node_name: node_name.clone(),
                     message: error.to_string(),
-                    offset: Some(offset),
-                    size_bytes: Some(size_bytes),
+                    offset: place.map(|(offset, _)| offset),
+                    size_bytes: place.map(|(_, size_bytes)| size_bytes),
                     fatal: true,
                 };
                 if let Some(graph) = graph.upgrade() {

@@ -3,7 +3,7 @@
 
 use super::features::{INCOMPAT_DATA_FILE, INCOMPAT_EXTL2};
 use super::{Geometry, Header};
-use cowshed_block::{Error, HostOffset, Result};
+use cowshed_block::{Errno, Error, HostOffset, Result};
 
 /// The unit in which the length of compressed data is counted, in bytes.
 pub const SECTOR_SIZE: u64 = 512;
@@ -198,7 +198,8 @@ impl L2Entry {
             Some(descriptor) if descriptor.host_offset.0 <= CompressedDescriptor::max_offset(cluster_bits) => {
                 Ok(Cluster::Compressed(descriptor))
             }
-            _ => Err(self.error("compressed cluster with reserved offset bits set")),
+            // Past the end of any file: the request fails as it does there.
+            _ => Err(self.error("compressed cluster with reserved offset bits set").with_errno(Errno::EIO)),
         }
     }
 

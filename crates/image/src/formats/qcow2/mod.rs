@@ -54,7 +54,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Gets what is wrong, the host offset and the length of what would have been hit, in bytes.
-type OnCorruption = Box<dyn Fn(&Error, u64, u64) + Send + Sync>;
+type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>) + Send + Sync>;
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
@@ -228,8 +228,8 @@ impl Qcow2Driver {
             Stall::Retry => Ok(()),
             Stall::GrowRefcounts => self.grow_refcounts().await,
             Stall::Full => Err(self.no_room()),
-            Stall::Corrupt(error, host) => self.mark_corrupt(error, host).await,
-            Stall::Error(error) => Err(self.error(error)),
+            Stall::Corrupt(error, host) => self.mark_corrupt(error, Some(host)).await,
+            Stall::Error(error) => self.meet_damage(error).await,
         }
     }
 
@@ -238,13 +238,29 @@ impl Qcow2Driver {
         let _ = self.on_corruption.set(tell);
     }
 
+    /// A plan met damage of the image: the request fails with EIO, and the image is marked as corrupt where it is in use for
+    /// writing. Damage that comes with EIO already isn't marked: it lies past the end of the file, which may only be short.
+    async fn meet_damage(&self, error: Error) -> Result<()> {
+        let error = self.error(error);
+        if error.kind() != ErrorKind::InvalidImage || error.errno() == Errno::EIO {
+            return Err(error);
+        }
+        let is_open = self.on_corruption.get().is_some();
+        let error = error.with_errno(Errno::EIO);
+        match is_open && self.writable.load(Ordering::Relaxed) {
+            true => self.mark_corrupt(error, None).await,
+            // An opening that meets damage is refused and leaves the image as it is.
+            false => Err(error),
+        }
+    }
+
     /// Marks the image as corrupt on disk (version 2 has no bit for it) and refuses all further writes.
-    async fn mark_corrupt(&self, error: Error, host: HostOffset) -> Result<()> {
+    async fn mark_corrupt(&self, error: Error, host: Option<HostOffset>) -> Result<()> {
         let error = self.error(error);
         if !self.corrupt.swap(true, Ordering::SeqCst) {
             tracing::error!("marking the image as corrupt: {error}");
             if let Some(tell) = self.on_corruption.get() {
-                tell(&error, host.0, self.cluster_size());
+                tell(&error, host.map(|host| (host.0, self.cluster_size())));
             }
             if self.header().version >= 3 {
                 self.edit_header(|header| header.incompatible_features |= INCOMPAT_CORRUPT).await?;
@@ -287,6 +303,9 @@ impl Qcow2Driver {
         let (result, buf) = self.file.read_at(IoBuf::zeroed(load.len), load.host.0).await;
         result?;
         guard.1 = None;
-        self.engine.loaded(&load, &buf).map_err(|error| self.error(error))
+        match self.engine.loaded(&load, &buf) {
+            Ok(()) => Ok(()),
+            Err(error) => self.meet_damage(error).await,
+        }
     }
 }

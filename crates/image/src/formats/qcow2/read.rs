@@ -7,7 +7,7 @@ use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
 use crate::node::Node;
-use cowshed_block::{Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::{Engine, Pin, Stall};
 use cowshed_storage::fault::Event;
 use cowshed_storage::{File, IoBuf, rt};
@@ -176,6 +176,10 @@ impl Qcow2Driver {
                 let (result, buf) =
                     self.read_compressed((host.0, len), skip, buf, is_short.then_some(extent.guest)).await;
                 let result = result.map_err(|error| {
+                    let error = match error.kind() {
+                        ErrorKind::InvalidImage => error.with_errno(Errno::EIO),
+                        _ => error,
+                    };
                     self.error(error.context(format!("compressed cluster of guest offset {}", extent.guest)))
                 });
                 (result, buf)

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Damage that a request meets in an open image: the request fails with EIO, and the image is marked as corrupt where it is
+//! open for writing, as QEMU does.
+
+use cowshed_block::Errno;
+use cowshed_image::graph::{Corruption, Graph};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// The low byte of the header's incompatible features, and its bit of corrupt images.
+const FEATURES_AT: usize = 79;
+const CORRUPT: u8 = 2;
+
+fn qemu(program: &str, args: &[&str]) -> std::process::Output {
+    Command::new(program).args(args).output().expect("the qemu tools must be installed")
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
+}
+
+fn set_word(bytes: &mut [u8], at: usize, value: u64) {
+    bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+}
+
+/// An image with data in guest clusters 0 and 1, and a compressed cluster at 512 KiB; `patch` gets its bytes and the
+/// places of its L1 and its L2 table.
+fn image(path: &Path, patch: impl FnOnce(&mut [u8], usize, usize)) -> Vec<u8> {
+    let name = path.to_str().unwrap();
+    assert!(qemu("qemu-img", &["create", "-q", "-f", "qcow2", name, "64M"]).status.success());
+    assert!(qemu("qemu-io", &["-c", "write -P 1 0 128k", "-c", "write -c -P 2 512k 64k", name]).status.success());
+    let mut bytes = std::fs::read(path).unwrap();
+    let l1 = word(&bytes, 40) as usize;
+    let l2 = (word(&bytes, l1) & OFFSET) as usize;
+    patch(&mut bytes, l1, l2);
+    std::fs::write(path, &bytes).unwrap();
+    bytes
+}
+
+/// Reads or writes at `offset`, then writes elsewhere; gives both results, and what the graph's observer was told.
+fn attempt(
+    path: &Path,
+    how: &str,
+    offset: u64,
+) -> (cowshed_block::Result<()>, cowshed_block::Result<()>, Vec<Corruption>) {
+    let graph = Graph::new();
+    let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
+    let sink = Arc::clone(&told);
+    graph.observe_corruptions(Arc::new(move |corruption| sink.lock().unwrap().push(corruption.clone())));
+    let options = format!("driver=qcow2,node-name=top,file.filename={}", path.display());
+    let (first, later) = rt::block_on(async {
+        let node = graph.add(BlockdevOptions::from_keyval(&options).unwrap()).await.unwrap();
+        let first = match how {
+            "read" => node.read(offset, IoBuf::zeroed(4096)).await.0,
+            _ => node.write(offset, IoBuf::copy_from(&[9; 4096])).await.0,
+        };
+        let later = node.write(65536, IoBuf::copy_from(&[7; 512])).await.0;
+        drop(node);
+        let _ = graph.close_all().await;
+        (first, later)
+    });
+    let told = told.lock().unwrap().clone();
+    (first, later, told)
+}
+
+/// From the file's bytes and the places of its tables: damages the entry of guest offset 0.
+type Damage = fn(&mut [u8], usize, usize);
+
+const DAMAGES: [(&str, Damage); 3] = [
+    ("data cluster", |bytes, _, l2| set_word(bytes, l2, word(bytes, l2) | 0x200)),
+    ("zero cluster", |bytes, _, l2| set_word(bytes, l2, word(bytes, l2) | 0x201)),
+    ("L2 table", |bytes, l1, _| set_word(bytes, l1, word(bytes, l1) | 0x200)),
+];
+
+#[test]
+fn damage_that_a_request_meets_marks_the_image_as_corrupt_as_in_qemu() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (path, theirs): (PathBuf, PathBuf) = (folder.path().join("ours"), folder.path().join("theirs"));
+    for (damage, patch) in DAMAGES {
+        for how in ["read", "write"] {
+            let about = format!("{damage}, {how}");
+            let mut expected = image(&path, patch);
+            std::fs::copy(&path, &theirs).unwrap();
+            assert!(!qemu("qemu-io", &["-c", &format!("{how} 0 4k"), theirs.to_str().unwrap()]).status.success());
+            assert_eq!(std::fs::read(&theirs).unwrap()[FEATURES_AT] & CORRUPT, CORRUPT, "{about}: qemu-io");
+
+            let (first, later, told) = attempt(&path, how, 0);
+            let error = first.expect_err(&about);
+            assert_eq!(error.errno(), Errno::EIO, "{about}: {error}");
+            assert!(error.to_string().contains("not cluster-aligned"), "{about}: {error}");
+            let later = later.expect_err(&about);
+            assert!(later.to_string().contains("marked as corrupt"), "{about}: {later}");
+            let [corruption] = &told[..] else { panic!("{about}: told {told:?}") };
+            assert!(corruption.fatal && corruption.message.contains("not cluster-aligned"), "{corruption:?}");
+            // Nothing but the corrupt bit has changed.
+            expected[FEATURES_AT] |= CORRUPT;
+            assert!(std::fs::read(&path).unwrap() == expected, "{about}: the image changed");
+            let request = OpenRequest::file(path.to_str().unwrap()).writable(true);
+            let refused = rt::block_on(open(request)).err().expect(&about);
+            assert!(refused.to_string().contains("marked as corrupt"), "{about}: {refused}");
+        }
+    }
+}
+
+#[test]
+fn damage_that_a_reader_meets_changes_no_byte() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("image");
+    for (damage, patch) in DAMAGES {
+        let before = image(&path, patch);
+        let error = rt::block_on(async {
+            let node = open(OpenRequest::file(path.to_str().unwrap())).await.unwrap();
+            let error = node.read(0, IoBuf::zeroed(4096)).await.0.expect_err(damage);
+            node.close().await.unwrap();
+            error
+        });
+        assert_eq!(error.errno(), Errno::EIO, "{damage}: {error}");
+        assert!(std::fs::read(&path).unwrap() == before, "{damage}: the image changed");
+    }
+}
+
+/// Compressed data that can't be inflated, or lies past the end of the file, and tables past it: EIO without a mark.
+#[test]
+fn what_cannot_be_read_is_an_error_without_a_mark() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("image");
+    let cases: [(&str, Damage, bool); 3] = [
+        (
+            "garbage",
+            |bytes, _, l2| {
+                let host = (word(bytes, l2 + 64) & 0x3f_ffff_ffff_ffff) as usize;
+                bytes[host..host + 64].fill(0xff);
+            },
+            true,
+        ),
+        ("compressed data past the end", |bytes, _, l2| set_word(bytes, l2 + 64, word(bytes, l2 + 64) | 1 << 40), true),
+        ("a table past the end", |bytes, l1, _| set_word(bytes, l1, word(bytes, l1) | 1 << 40), false),
+    ];
+    for (damage, patch, others_work) in cases {
+        for how in ["read", "write"] {
+            let about = format!("{damage}, {how}");
+            image(&path, patch);
+            let opened = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
+            let Ok(node) = opened else {
+                // What is lost is looked for first.
+                assert_eq!(opened.err().unwrap().errno(), Errno::EIO, "{about}");
+                continue;
+            };
+            rt::block_on(node.close()).unwrap();
+            let (first, later, told) = attempt(&path, how, 512 << 10);
+            let error = first.expect_err(&about);
+            assert_eq!(error.errno(), Errno::EIO, "{about}: {error}");
+            assert_eq!(later.is_ok(), others_work, "{about}: {later:?}");
+            assert!(told.iter().all(|corruption| !corruption.fatal), "{about}: {told:?}");
+            assert_eq!(std::fs::read(&path).unwrap()[FEATURES_AT] & CORRUPT, 0, "{about}");
+        }
+    }
+}
