@@ -12,7 +12,8 @@ use std::sync::atomic::Ordering;
 impl Qcow2Driver {
     /// Writes `buf` at `offset`. The node has checked the range.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if !self.writable.load(Ordering::Relaxed) {
+        // Nothing goes in place either into an image that is marked as corrupt.
+        if !self.writable.load(Ordering::Relaxed) || self.corrupt.load(Ordering::Relaxed) {
             return (self.check_writable(), buf);
         }
         if self.is_recording()
