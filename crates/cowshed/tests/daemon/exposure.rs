@@ -84,7 +84,7 @@ fn a_server_that_a_monitor_starts_warns_once() {
     let disk = ["--blockdev", "qcow2,node-name=disk,file.driver=file,file.filename=disk.qcow2"];
     let daemon = until_up(folder.path(), command, &[&chardev[..], &disk].concat());
     let mut monitor = Monitor::connect(&folder.path().join("m.sock"));
-    let address = json!({"type": "inet", "host": "0.0.0.0", "port": "0"});
+    let address = json!({"type": "inet", "data": {"host": "0.0.0.0", "port": "0"}});
     monitor.command("nbd-server-start", json!({"addr": address}));
     let export = |id: &str, writable: bool| json!({"type": "nbd", "id": id, "name": id, "node-name": "disk", "writable": writable});
     monitor.command("block-export-add", export("a", false));
