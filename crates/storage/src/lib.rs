@@ -31,7 +31,7 @@ pub mod socket;
 mod sys;
 mod transfer;
 
-pub use buf::{IoBuf, SCRATCH_POISON};
+pub use buf::{IoBuf, SCRATCH_POISON, fill_no_scratch_buffers};
 pub use counters::{EndedOp, FileObserver, FileOp, FileOpStats, FileStats, ShardedCounters};
 pub use file::File;
 pub use identity::FileIdentity;

@@ -121,6 +121,7 @@ const CASES: &[Case] = &[
 ];
 
 fn main() -> ExitCode {
+    cowshed_storage::fill_no_scratch_buffers();
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["run", case, folder, count] => run(case, Path::new(folder), count.parse().expect("a count")),
