@@ -101,7 +101,7 @@ fn damage_that_a_request_meets_marks_the_image_as_corrupt_as_in_qemu() {
             expected[FEATURES_AT] |= CORRUPT;
             assert!(std::fs::read(&path).unwrap() == expected, "{about}: the image changed");
             let request = OpenRequest::file(path.to_str().unwrap()).writable(true);
-            let refused = rt::block_on(open(request)).err().expect(&about);
+            let Err(refused) = rt::block_on(open(request)) else { panic!("{about}") };
             assert!(refused.to_string().contains("marked as corrupt"), "{about}: {refused}");
         }
     }

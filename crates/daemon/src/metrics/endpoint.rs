@@ -307,11 +307,8 @@ mod tests {
         let (control, messages) = inbox();
         let pages = thread::spawn(move || {
             cowshed_storage::rt::block_on(async {
-                loop {
-                    match messages.receive().await {
-                        Message::Metrics { reply, .. } => reply.send("# EOF\n".to_owned()).unwrap(),
-                        _ => break,
-                    }
+                while let Message::Metrics { reply, .. } = messages.receive().await {
+                    reply.send("# EOF\n".to_owned()).unwrap();
                 }
             });
         });
