@@ -96,7 +96,11 @@ pub struct Client {
 
 impl Client {
     pub fn connect(path: &Path) -> Client {
-        let stream = UnixStream::connect(path).expect("the monitor listens");
+        Self::on(UnixStream::connect(path).expect("the monitor listens"))
+    }
+
+    /// Takes the greeting and ends the negotiation.
+    pub fn on(stream: UnixStream) -> Client {
         let mut client = Client { reader: BufReader::new(stream), events: Vec::new(), folder: None };
         assert!(client.message().expect("a greeting").get("QMP").is_some());
         client.command("qmp_capabilities", json!({}));
