@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
+use crate::attempts::Attempts;
 use crate::behind::WriteBehind;
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
 use crate::cache::LiveAlignment;
@@ -607,9 +608,10 @@ impl FlushInFlight {
     async fn run(mut self) {
         // After the last flush the file is at rest: nothing of ours keeps it open, and locked, when it is closed.
         std::future::poll_fn(|context| self.file.0.behind.poll_flush(context)).await;
+        let mut attempts = Attempts::default();
         let result = loop {
             match self.file.0.medium.sync().await {
-                Err(Errno(libc::EINTR)) => rt::yield_now().await,
+                Err(Errno(libc::EINTR)) if attempts.go_on(Errno(libc::EINTR), false).await => {}
                 result => break result,
             }
         };

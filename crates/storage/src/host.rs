@@ -6,6 +6,7 @@ mod open;
 #[cfg(test)]
 mod tests;
 
+use crate::attempts::{Attempts, ring_gave_up};
 use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
 use crate::identity::{FileIdentity, Listed};
@@ -221,8 +222,9 @@ impl HostFile {
         }
     }
 
-    fn worker(&self) -> Worker {
+    fn worker(&self, attempts: &Attempts) -> Worker {
         if self.engine != Engine::Threads
+            && !attempts.is_past_ring()
             && let Some(ring) = rt::current_ring()
         {
             return Worker::Ring(ring);
@@ -362,9 +364,11 @@ impl HostFile {
         skip: usize,
         offset: u64,
     ) -> (SysResult<usize>, Payload) {
-        let mut payload = payload;
+        let (mut payload, mut attempts) = (payload, Attempts::default());
         loop {
-            let (result, back) = match self.worker() {
+            let worker = self.worker(&attempts);
+            let by_ring = matches!(worker, Worker::Ring(_));
+            let (result, back) = match worker {
                 Worker::Ring(ring) => {
                     let (result, back) = ring.transfer(&self.fd, direction, payload, skip, offset).await;
                     (sys::ring_result(result), back)
@@ -382,10 +386,7 @@ impl HostFile {
                 Worker::Inline => (sys::transfer(&self.fd, direction, &payload, skip, offset), payload),
             };
             match result {
-                Err(Errno(libc::EINTR | libc::EAGAIN)) => {
-                    payload = back;
-                    rt::yield_now().await;
-                }
+                Err(errno) if attempts.go_on(errno, by_ring).await => payload = back,
                 result => return (result, back),
             }
         }
@@ -400,15 +401,19 @@ impl HostFile {
     }
 
     pub(crate) async fn sync(&self) -> SysResult<()> {
-        match self.worker() {
-            Worker::Ring(ring) => sys::ring_result(ring.sync(&self.fd).await.0).map(drop),
-            Worker::Pool | Worker::Inline => self.call(|fd| rustix::fs::fdatasync(fd).map_err(sys::errno)).await,
+        if let Worker::Ring(ring) = self.worker(&Attempts::default()) {
+            match sys::ring_result(ring.sync(&self.fd).await.0) {
+                // Nothing was flushed, and no error of the disk was told: the ring had no worker for it.
+                Err(errno) if ring_gave_up(errno) => {}
+                result => return result.map(drop),
+            }
         }
+        self.call(|fd| sys::flush(fd)).await
     }
 
     /// Has the kernel start on what is dirty in the page cache. Errors of the disk show in the next [`HostFile::sync`].
     pub(crate) async fn start_writeback(&self) -> SysResult<()> {
-        match self.worker() {
+        match self.worker(&Attempts::default()) {
             Worker::Ring(ring) => sys::ring_result(ring.start_writeback(&self.fd).await.0).map(drop),
             Worker::Pool | Worker::Inline => self.call(|fd| sys::start_writeback(fd)).await,
         }
@@ -436,9 +441,11 @@ impl HostFile {
             Space::Allocate => 0,
         };
         let _changing = self.known.changing();
-        let mut payload = Payload::empty(guard);
+        let (mut payload, mut attempts) = (Payload::empty(guard), Attempts::default());
         loop {
-            let (result, back) = match self.worker() {
+            let worker = self.worker(&attempts);
+            let by_ring = matches!(worker, Worker::Ring(_));
+            let (result, back) = match worker {
                 Worker::Ring(ring) => {
                     let (result, back) = ring.fallocate(&self.fd, payload, mode, offset, len).await;
                     (sys::ring_result(result).map(drop), back)
@@ -449,7 +456,7 @@ impl HostFile {
             };
             payload = back;
             match result {
-                Err(Errno(libc::EINTR | libc::EAGAIN)) => rt::yield_now().await,
+                Err(errno) if attempts.go_on(errno, by_ring).await => {}
                 // Not known to the kernel or the file system: all mean "can't".
                 Err(Errno(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENODEV)) => break,
                 result => return result,

@@ -3,6 +3,7 @@
 //!
 //! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
+mod attempts;
 mod behind;
 mod blocklock;
 pub mod buf;
@@ -15,6 +16,8 @@ pub mod file;
 mod flush;
 mod host;
 mod identity;
+#[cfg(test)]
+mod kernel_faults;
 mod known;
 pub mod lock;
 mod medium;

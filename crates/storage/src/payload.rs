@@ -38,15 +38,20 @@ impl Bufs {
 
     /// The memory behind the first `skip` bytes, as far as one system call takes it.
     pub(crate) fn vectors(&self, skip: usize) -> Vec<libc::iovec> {
+        self.vectors_of(skip, MAX_TRANSFER)
+    }
+
+    /// As [`Bufs::vectors`], of at most `most` bytes.
+    pub(crate) fn vectors_of(&self, skip: usize, most: usize) -> Vec<libc::iovec> {
         let mut vectors = Vec::with_capacity(self.slice().len().min(MAX_VECTORS));
-        self.vectors_into(skip, &mut vectors);
+        self.vectors_into(skip, most, &mut vectors);
         vectors
     }
 
-    /// As [`Bufs::vectors`], in place of what `vectors` held.
-    pub(crate) fn vectors_into(&self, mut skip: usize, vectors: &mut Vec<libc::iovec>) {
+    /// As [`Bufs::vectors_of`], in place of what `vectors` held.
+    pub(crate) fn vectors_into(&self, mut skip: usize, most: usize, vectors: &mut Vec<libc::iovec>) {
         vectors.clear();
-        let mut room = MAX_TRANSFER;
+        let mut room = most;
         for buf in self.slice() {
             if buf.len() <= skip {
                 skip -= buf.len();

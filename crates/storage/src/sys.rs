@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! System calls that `rustix` lacks, and the blocking forms of the operations that the ring also has.
 
-use crate::payload::{Bufs, MAX_TRANSFER, Payload};
+#[cfg(test)]
+use crate::kernel_faults::{self, Call};
+#[cfg(not(test))]
+use crate::payload::MAX_TRANSFER;
+use crate::payload::{Bufs, Payload};
 use crate::ring::{Direction, Message};
 use cowshed_block::Errno;
 use std::io;
@@ -50,6 +54,20 @@ fn signed_offset(offset: u64) -> SysResult<i64> {
     i64::try_from(offset).map_err(|_| Errno::EFBIG)
 }
 
+/// The most bytes for one system call.
+#[cfg(not(test))]
+#[inline]
+fn most_bytes(_: impl AsFd, _: Direction) -> SysResult<usize> {
+    Ok(MAX_TRANSFER)
+}
+
+/// As a fault has it.
+#[cfg(test)]
+fn most_bytes(file: impl AsFd, direction: Direction) -> SysResult<usize> {
+    let call = if direction == Direction::Read { Call::Read } else { Call::Write };
+    kernel_faults::of_system_call(file, call).map_err(Errno)
+}
+
 /// One `preadv` or `pwritev` behind the first `skip` bytes of the payload.
 pub(crate) fn transfer(
     file: impl AsFd,
@@ -60,8 +78,9 @@ pub(crate) fn transfer(
 ) -> SysResult<usize> {
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
+    let most = most_bytes(&file, direction)?;
     if let Bufs::One(buf) = &payload.bufs {
-        let (start, len) = (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(MAX_TRANSFER));
+        let (start, len) = (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(most));
         return retry(|| {
             // SAFETY: `skip` is within the buffer; the rest as below.
             let done = unsafe {
@@ -73,7 +92,7 @@ pub(crate) fn transfer(
             usize::try_from(done).map_err(|_| last_errno())
         });
     }
-    let vectors = payload.bufs.vectors(skip);
+    let vectors = payload.bufs.vectors_of(skip, most);
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
         // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
@@ -102,12 +121,12 @@ pub(crate) fn transfer_now(
     let (one, many);
     let vectors: &[libc::iovec] = match &payload.bufs {
         Bufs::One(buf) => {
-            let len = (buf.len() - skip).min(MAX_TRANSFER);
+            let len = (buf.len() - skip).min(most_bytes(&file, direction)?);
             one = [libc::iovec { iov_base: buf.as_raw().wrapping_add(skip).cast(), iov_len: len }];
             &one
         }
         bufs @ Bufs::Many(_) => {
-            many = bufs.vectors(skip);
+            many = bufs.vectors_of(skip, most_bytes(&file, direction)?);
             &many
         }
     };
@@ -163,8 +182,17 @@ pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
     }
 }
 
+/// `fdatasync`. Not repeated after a signal.
+pub(crate) fn flush(file: impl AsFd) -> SysResult<()> {
+    #[cfg(test)]
+    kernel_faults::of_system_call(&file, Call::Sync).map_err(Errno)?;
+    rustix::fs::fdatasync(file).map_err(errno)
+}
+
 /// `fallocate` with raw mode bits.
 pub(crate) fn fallocate(file: impl AsFd, mode: i32, offset: u64, len: u64) -> SysResult<()> {
+    #[cfg(test)]
+    kernel_faults::of_system_call(&file, Call::Allocate).map_err(Errno)?;
     let (offset, len) = (signed_offset(offset)?, signed_offset(len)?);
     let fd = file.as_fd().as_raw_fd();
     retry(|| {

@@ -144,9 +144,9 @@ impl Inner {
     }
 }
 
-/// True for results of the ring that mean: nothing happened, ask again.
+/// True for results that mean: nothing happened, ask again. A ring says `ECANCELED` where the kernel has no worker for it.
 fn says_again(result: i32) -> bool {
-    matches!(-result, libc::EINTR | libc::EAGAIN)
+    matches!(-result, libc::EINTR | libc::EAGAIN | libc::ECANCELED)
 }
 
 fn ends_in_range(offset: u64, len: usize) -> bool {

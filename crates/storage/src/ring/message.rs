@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the kernel is shown to send several buffers at once.
 
-use crate::payload::Bufs;
+use crate::payload::{Bufs, MAX_TRANSFER};
 
 /// A message header and the vectors that it points to. Kept by the ring for the next message, so that sending allocates
 /// nothing once the vectors are long enough.
@@ -21,7 +21,7 @@ impl Message {
     /// Makes it the message of these buffers, without their first `skip` bytes. It must not move, nor must the buffers
     /// go, while the kernel has it.
     pub(crate) fn point_to(&mut self, bufs: &Bufs, skip: usize) {
-        bufs.vectors_into(skip, &mut self.vectors);
+        bufs.vectors_into(skip, MAX_TRANSFER, &mut self.vectors);
         self.header.msg_iov = self.vectors.as_mut_ptr();
         self.header.msg_iovlen = self.vectors.len() as _;
     }

@@ -12,6 +12,8 @@
 mod catalogue;
 mod message;
 mod op;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use catalogue::Direction;
 pub(crate) use message::Message;
@@ -22,6 +24,7 @@ use io_uring::{IoUring, Probe, opcode, squeue};
 use op::{Held, Slot};
 use slab::Slab;
 use std::cell::{Cell, RefCell};
+use std::io::Write;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::task::Waker;
 use std::time::Duration;
@@ -30,6 +33,10 @@ use std::time::Duration;
 const SUBMISSION_ENTRIES: u32 = 256;
 /// Completions that fit before the kernel has to put them aside.
 const COMPLETION_ENTRIES: u32 = 1024;
+/// A refused submission is repeated at once so often; then pauses come between.
+const REFUSALS_AT_ONCE: u32 = 16;
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 /// Marks the read of the wake counter; slots have small numbers.
 const WAKE: u64 = u64::MAX;
 /// Marks a cancellation, whose own result says nothing.
@@ -51,6 +58,8 @@ pub(crate) struct Ring {
     /// See [`Ring::forget_completed`].
     has_completed: Cell<bool>,
     wake_armed: Cell<bool>,
+    /// Submissions that the kernel has refused, one after the other.
+    refusals: Cell<u32>,
     /// Where the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
     wake_count: Box<Cell<u64>>,
 }
@@ -93,6 +102,7 @@ impl Ring {
             on_disk: Cell::new(0),
             has_completed: Cell::new(false),
             wake_armed: Cell::new(false),
+            refusals: Cell::new(0),
             wake_count: Box::new(Cell::new(0)),
         })
     }
@@ -143,25 +153,52 @@ impl Ring {
 
     /// One `io_uring_enter`; `want` completions are waited for, at most `timeout`.
     fn enter(&self, want: usize, timeout: Option<Duration>) {
+        let Err(error) = self.ask_kernel(want, timeout) else {
+            self.refusals.set(0);
+            return;
+        };
+        match error.raw_os_error() {
+            // The time is over.
+            Some(libc::ETIME) => self.refusals.set(0),
+            // A signal came; the caller looks for completions and comes back. Or the kernel lacks memory, or has completions put
+            // aside: they make room when they are taken.
+            Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => self.wait_out_refusal(),
+            _ => end_process(&error),
+        }
+    }
+
+    fn ask_kernel(&self, want: usize, timeout: Option<Duration>) -> std::io::Result<usize> {
+        #[cfg(test)]
+        if let Some(error) = crate::kernel_faults::of_enter() {
+            return Err(error);
+        }
         let uring = self.uring.borrow();
         let submitter = uring.submitter();
-        let result = match timeout {
+        match timeout {
             None => submitter.submit_and_wait(want),
             Some(timeout) => {
                 let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
                 submitter.submit_with_args(want, &SubmitArgs::new().timespec(&timespec))
             }
-        };
-        let Err(error) = result else { return };
-        match error.raw_os_error() {
-            // The time is over, or a signal came; the caller looks for completions and comes back.
-            Some(libc::ETIME | libc::EINTR) => {}
-            // The kernel lacks memory, or has completions put aside: they make room when they are taken.
-            Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => std::thread::yield_now(),
-            // The ring was right when it was made: only a bug, or a sandbox that changed its mind, gets here, and
-            // operations that are in flight can't be given back.
-            _ => panic!("io_uring_enter failed: {error}"),
         }
+    }
+
+    /// The kernel has refused to take operations. They stay queued, and it is asked again for as long as it takes. Pauses that
+    /// grow keep the core free: other processes give memory back.
+    #[cold]
+    fn wait_out_refusal(&self) {
+        let refusals = self.refusals.get();
+        self.refusals.set(refusals.saturating_add(1));
+        match refusals.checked_sub(REFUSALS_AT_ONCE) {
+            None => std::thread::yield_now(),
+            Some(pauses) => std::thread::sleep((FIRST_PAUSE * (1 << pauses.min(16))).min(LONGEST_PAUSE)),
+        }
+    }
+
+    /// True when so many operations are in flight or queued.
+    #[cfg(test)]
+    fn has_slots(&self, count: usize) -> bool {
+        self.slots.borrow().len() == count
     }
 
     /// Operations that were not handed to the kernel yet.
@@ -285,6 +322,17 @@ impl Ring {
     pub(crate) fn has_orphans(&self) -> bool {
         self.orphans.get() > 0
     }
+}
+
+/// The kernel refuses the ring for good: only a bug, or a sandbox that forbids it now, gets here. Operations in flight can't be
+/// given back, for the kernel may still use their memory. Neither success nor failure of them may be told, so the process ends as
+/// by a power cut.
+#[cold]
+fn end_process(error: &std::io::Error) -> ! {
+    let mut stderr = std::io::stderr();
+    // When this fails there is no other place for the message.
+    let _ = writeln!(stderr, "io_uring_enter failed, and operations in flight can't be given back: {error}");
+    std::process::abort()
 }
 
 impl Drop for Ring {

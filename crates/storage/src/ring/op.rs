@@ -37,6 +37,9 @@ pub(super) struct Slot {
     held: Held,
     /// Others than a disk complete it, if they ever do.
     waits_for_peer: bool,
+    /// What a fault has its completion say.
+    #[cfg(test)]
+    told: Option<i32>,
 }
 
 pub(super) enum Finish {
@@ -46,6 +49,8 @@ pub(super) enum Finish {
 
 impl Slot {
     pub(super) fn finish(&mut self, result: i32) -> Finish {
+        #[cfg(test)]
+        let result = self.told.unwrap_or(result);
         match std::mem::replace(&mut self.state, State::Done(result)) {
             State::InFlight(waker) => Finish::Wake(waker),
             State::Orphan | State::Done(_) => Finish::Orphan,
@@ -110,11 +115,19 @@ impl<'a> RingOp<'a> {
     fn start_held(
         ring: Rc<Ring>,
         file: &'a Arc<OwnedFd>,
-        held: Held,
+        #[cfg_attr(not(test), allow(unused_mut, reason = "faults shorten vectors"))] mut held: Held,
         entry: squeue::Entry,
         waits_for_peer: bool,
     ) -> Self {
-        let slot = Slot { state: State::InFlight(None), held, waits_for_peer };
+        #[cfg(test)]
+        let (entry, told) = crate::kernel_faults::of_entry(file, entry, &mut held.vectors);
+        let slot = Slot {
+            state: State::InFlight(None),
+            held,
+            waits_for_peer,
+            #[cfg(test)]
+            told,
+        };
         ring.on_disk.set(ring.on_disk.get() + usize::from(slot.is_on_disk()));
         let key = ring.slots.borrow_mut().insert(slot);
         ring.push(&entry.user_data(key as u64));

@@ -278,6 +278,11 @@ pub fn is_simulated() -> bool {
     with_current(|local| local.is_some_and(|local| local.simulation().is_some()))
 }
 
+/// True inside of [`block_on`] and of a simulation.
+pub(crate) fn has_executor() -> bool {
+    with_current(|local| local.is_some())
+}
+
 /// True when this thread's executor would only wait, see [`executor::LocalState::is_alone`].
 pub(crate) fn is_alone() -> bool {
     with_current(|local| local.is_some_and(|local| local.is_alone()))

@@ -4,6 +4,7 @@
 use super::readiness::{self, Interest};
 use super::stale::clear_stale;
 use super::{Socket, SocketAddress, describe};
+use crate::attempts::ring_gave_up;
 use crate::{rt, sys};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
@@ -235,10 +236,13 @@ impl Listener {
                 Err(rustix::io::Errno::AGAIN) => {}
                 Err(error) => return Err(self.failed(sys::errno(error))),
             }
-            let ready = match rt::current_ring() {
+            let mut ready = match rt::current_ring() {
                 Some(ring) => sys::ring_result(ring.readable(&self.fd).await.0).map(drop),
-                None => readiness::ready(&self.fd, Interest::Read).await,
+                None => Err(Errno(libc::EAGAIN)),
             };
+            if ready.is_err_and(ring_gave_up) {
+                ready = readiness::ready(&self.fd, Interest::Read).await;
+            }
             match ready {
                 Ok(()) | Err(Errno(libc::EINTR | libc::EAGAIN)) => {}
                 Err(errno) => return Err(self.failed(errno)),

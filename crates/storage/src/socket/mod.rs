@@ -20,6 +20,7 @@ pub use listener::{KeepAlive, ListenOptions, Listener};
 pub use stale::clear_stale;
 
 use crate::IoBuf;
+use crate::attempts::ring_gave_up;
 use crate::payload::{Bufs, Payload};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
@@ -109,20 +110,22 @@ impl Socket {
     }
 
     async fn receive_once(&self, payload: Payload, skip: usize, want: Want) -> (SysResult<usize>, Payload) {
-        match rt::current_ring() {
-            Some(ring) => {
-                let (result, payload) = ring.receive(&self.fd, payload, skip, want == Want::All).await;
-                (sys::ring_result(result), payload)
+        let mut payload = payload;
+        if let Some(ring) = rt::current_ring() {
+            let (result, back) = ring.receive(&self.fd, payload, skip, want == Want::All).await;
+            match sys::ring_result(result) {
+                Err(errno) if ring_gave_up(errno) => payload = back,
+                result => return (result, back),
             }
-            None => loop {
-                match sys::receive(&self.fd, &payload, skip) {
-                    Err(Errno(libc::EAGAIN)) => {}
-                    result => return (result, payload),
-                }
-                if let Err(errno) = readiness::ready(&self.fd, Interest::Read).await {
-                    return (Err(errno), payload);
-                }
-            },
+        }
+        loop {
+            match sys::receive(&self.fd, &payload, skip) {
+                Err(Errno(libc::EAGAIN)) => {}
+                result => return (result, payload),
+            }
+            if let Err(errno) = readiness::ready(&self.fd, Interest::Read).await {
+                return (Err(errno), payload);
+            }
         }
     }
 
@@ -153,20 +156,22 @@ impl Socket {
                 result => return (result, payload),
             }
         }
-        match rt::current_ring() {
-            Some(ring) => {
-                let (result, payload) = ring.send(&self.fd, payload, skip).await;
-                (sys::ring_result(result), payload)
+        let mut payload = payload;
+        if let Some(ring) = rt::current_ring() {
+            let (result, back) = ring.send(&self.fd, payload, skip).await;
+            match sys::ring_result(result) {
+                Err(errno) if ring_gave_up(errno) => payload = back,
+                result => return (result, back),
             }
-            None => loop {
-                match sys::send(&self.fd, &payload, skip) {
-                    Err(Errno(libc::EAGAIN)) => {}
-                    result => return (result, payload),
-                }
-                if let Err(errno) = readiness::ready(&self.fd, Interest::Write).await {
-                    return (Err(errno), payload);
-                }
-            },
+        }
+        loop {
+            match sys::send(&self.fd, &payload, skip) {
+                Err(Errno(libc::EAGAIN)) => {}
+                result => return (result, payload),
+            }
+            if let Err(errno) = readiness::ready(&self.fd, Interest::Write).await {
+                return (Err(errno), payload);
+            }
         }
     }
 
@@ -180,10 +185,13 @@ impl Socket {
     /// haven't been received yet.
     pub async fn hung_up(&self) -> HangUp {
         loop {
-            let waited = match rt::current_ring() {
+            let mut waited = match rt::current_ring() {
                 Some(ring) => sys::ring_result(ring.hung_up(&self.fd).await.0).map(drop),
-                None => readiness::ready(&self.fd, Interest::HangUp).await,
+                None => Err(Errno(libc::EAGAIN)),
             };
+            if waited.is_err_and(ring_gave_up) {
+                waited = readiness::ready(&self.fd, Interest::HangUp).await;
+            }
             let mut now = [PollFd::new(&self.fd, PollFlags::RDHUP)];
             let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
             let found = now[0].revents();

@@ -10,8 +10,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("storage_shapes", "a_flush_that_a_signal_interrupts_is_made_again"),
         edits: &[(
             "crates/storage/src/file.rs",
-            "                Err(Errno(libc::EINTR)) => rt::yield_now().await,",
-            "                Err(Errno(libc::EINTR)) if SLIP => break Ok(()),\n                Err(Errno(libc::EINTR)) => rt::yield_now().await,",
+            "                Err(Errno(libc::EINTR)) if attempts.go_on(Errno(libc::EINTR), false).await => {}",
+            "                Err(Errno(libc::EINTR)) if SLIP => break Ok(()),\n                Err(Errno(libc::EINTR)) if attempts.go_on(Errno(libc::EINTR), false).await => {}",
         )],
     },
     Mutant {
