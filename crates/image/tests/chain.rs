@@ -412,3 +412,33 @@ fn overlays_of_one_base_have_its_mapping_in_memory_once() {
     }
     rt::block_on(graph.close_all()).unwrap();
 }
+
+/// Version 2 has no zero clusters. An image that names a backing file may be opened without it, as after a stream.
+#[test]
+fn a_discard_of_version_2_never_fails_without_the_backing_file_that_the_header_names() {
+    for compat in ["0.10", "1.1"] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        std::fs::write(folder.path().join("base.raw"), vec![1; 1 << 20]).unwrap();
+        let options = format!("compat={compat}");
+        let args = ["create", "-q", "-f", "qcow2", "-o", &options, "-F", "raw", "-b", "base.raw", "top.qcow2"];
+        run("qemu-img", folder.path(), &args);
+        run("qemu-io", folder.path(), &["-c", "write -P 2 64k 64k", "top.qcow2"]);
+        let file = folder.path().join("top.qcow2");
+        let options = format!("driver=qcow2,discard=unmap,backing=,file.driver=file,file.filename={}", file.display());
+        let options = BlockdevOptions::from_keyval(&options).unwrap();
+        let node = open_now(OpenRequest::options(options).writable(true));
+        assert!(node.backing().is_none());
+        rt::block_on(async {
+            node.discard(0, 1 << 20).await.unwrap();
+            node.write(0, IoBuf::copy_from(&[3; 65536])).await.0.unwrap();
+            node.discard(512, 131_072).await.unwrap();
+            node.flush().await.unwrap();
+        });
+        let content = read_all(&node);
+        assert!(content[..512] == [3; 512] && content[131_584..].iter().all(|&byte| byte == 0), "{compat}");
+        rt::block_on(node.close()).unwrap();
+        // With the backing file nothing older shows where the guest wrote.
+        let with_base = read_all(&open_now(OpenRequest::file(file.to_str().unwrap().to_owned())));
+        assert!(!with_base[65536..131_072].contains(&1), "{compat}: older data shows");
+    }
+}

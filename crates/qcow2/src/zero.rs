@@ -124,8 +124,9 @@ impl Engine {
                 L2Entry::zero_allocated(host, true)
             }
             _ if has_zero_flag => L2Entry::ZERO_PLAIN,
-            _ if is_discard && self.backing_size().is_some() => old,
             _ if stands_alone => L2Entry::UNALLOCATED,
+            // A hint: without it the data of a backing file would show.
+            _ if is_discard => old,
             _ => return Err(Error::unsupported("version 2 of the format has no zero clusters")),
         })
     }
