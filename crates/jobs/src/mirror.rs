@@ -178,7 +178,7 @@ impl Mirror {
             Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),
             None => Writer::Job(graph.attach(target, writer_of(format!("{id}-target"))).await?),
         };
-        match Self::observe(graph, id, source, options.granularity_bytes, writer.filter()).await {
+        match Self::observe(graph, id, source, options.granularity_bytes).await {
             Ok((reader, dirty)) => {
                 let target = Arc::clone(target);
                 Self::begin(Mirror::of(graph, source, target, reader, writer, dirty), options).await
@@ -196,7 +196,7 @@ impl Mirror {
         options: MirrorOptions,
     ) -> Result<Mirror> {
         let opened = OpenedBase::open(graph, id, Chain::between(top, Some(base))?, top.size()).await?;
-        match Self::observe(graph, id, top, options.granularity_bytes, None).await {
+        match Self::observe(graph, id, top, options.granularity_bytes).await {
             Ok((reader, dirty)) => {
                 let writer = Writer::Job(Arc::clone(opened.writer()));
                 let mirror = Mirror::of(graph, top, Arc::clone(base), reader, writer, dirty);
@@ -206,23 +206,18 @@ impl Mirror {
         }
     }
 
-    /// A reader of the source, and a map of what is written to it from now on; the filter gets that too.
+    /// A reader of the source, and a map of what is written to it from now on.
     async fn observe(
         graph: &Arc<Graph>,
         id: &str,
         source: &Arc<Node>,
         granularity_bytes: u64,
-        filter: Option<&WriteBlocking>,
     ) -> Result<(Arc<Attachment>, Arc<DirtyMap>)> {
         let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         let reader = graph.attach(source, AttachRequest::job(format!("{id}-source"), read)).await?;
         let tracked = {
             let _drained = graph.drain(&[source]).await;
-            let tracked = source.track_dirty(granularity_bytes);
-            if let (Some(filter), Ok(dirty)) = (filter, &tracked) {
-                filter.activate(Arc::clone(dirty));
-            }
-            tracked
+            source.track_dirty(granularity_bytes)
         };
         match tracked {
             Ok(dirty) => Ok((reader, dirty)),
@@ -248,10 +243,15 @@ impl Mirror {
         self.chunk_bytes =
             options.buffer_bytes.clamp(self.dirty.granularity_bytes(), CHUNK_BYTES.max(options.granularity_bytes));
         self.replaces = options.replaces;
-        match self.mark(options.sync, options.target_is_zero).await {
-            Ok(()) => Ok(self),
-            Err(error) => self.end().await.and(Err(error)),
+        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {
+            return self.end().await.and(Err(error));
         }
+        // Only a whole map says which parts the target lacks: a write to both ends leaves the other parts clean.
+        if let Some(filter) = self.writer().filter() {
+            let _drained = self.graph.drain(&[&self.source]).await;
+            filter.activate(Arc::clone(&self.dirty));
+        }
+        Ok(self)
     }
 
     async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<()> {

@@ -7,12 +7,23 @@ use cowshed_testkit::stress::{Config, Report, run};
 use std::io::Write;
 
 fn print(report: &Report) {
-    let commands: u64 = report.tally.counts().values().map(|counts| counts.done + counts.refused).sum();
+    let counts = report.tally.counts();
+    // What is no command has its name in brackets.
+    let commands = counts.iter().filter(|(name, _)| !name.starts_with('('));
+    let commands: u64 = commands.map(|(_, counts)| counts.done + counts.refused).sum();
+    let done = |name: &str| counts.get(name).map_or(0, |counts| counts.done);
     println!(
-        "{} lives ({} killed), {} requests, {commands} commands, {} images checked, {} MiB at most",
+        "{} lives ({} killed), {} requests, {} connections ({} cut), {commands} commands, {} exports taken away, {} stops of the \
+         server, {} backups and {} quiet points compared, {} images checked, {} MiB at most",
         report.lives,
         report.kills,
         report.requests,
+        done("(connections)"),
+        done("(connections cut)"),
+        done("block-export-del"),
+        done("nbd-server-stop"),
+        done("(backups compared)"),
+        done("(quiet points compared)"),
         report.images,
         report.memory_kib >> 10
     );

@@ -65,6 +65,39 @@ fn a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror
     assert!(same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}")), "the target is no copy");
 }
 
+/// The job looks at the map of the disk before it knows which parts the target lacks.
+#[test]
+fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
+    for (sync, target_is_zero) in [(Sync::Full, true), (Sync::Top, false), (Sync::Full, false)] {
+        let world = world();
+        let slow = |kind, file, millis| {
+            world.add_fault(Fault::new(Effect::Delay(Duration::from_millis(millis))).kind(kind).file(file));
+        };
+        slow(OpKind::NextData, "disk.raw", 50);
+        slow(OpKind::Write, "target.raw", 100);
+        let same = world.run(async {
+            let (graph, source, target, guest) = start().await?;
+            let queue = guest.queue();
+            let writer = rt::spawn(async move {
+                rt::sleep(Duration::from_millis(10)).await;
+                queue.write(PART / 2, IoBuf::copy_from(&[7; 512])).await.0
+            });
+            let write_blocking = Some("filter".to_owned());
+            let options = MirrorOptions { sync, target_is_zero, write_blocking, ..MirrorOptions::default() };
+            let mirror = Mirror::start(&graph, "m", (&source, &target), options).await?;
+            writer.await?;
+            mirror.catch_up(&JobHandle::new(), &Strict).await?;
+            mirror.finish(false).await?;
+            let same = content(&source).await? == content(&target).await?;
+            guest.detach().await?;
+            graph.close_all().await?;
+            Ok(same)
+        });
+        let same = same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+        assert!(same, "{sync:?}, zero: {target_is_zero}: the target is no copy");
+    }
+}
+
 #[test]
 fn a_backup_of_what_is_dirty_has_all_of_each_dirty_part() {
     let copied = world().run(async {

@@ -49,7 +49,8 @@ impl WriteBlocking {
         &self.below
     }
 
-    /// From now on writes go to the target too. `dirty` is marked by all writes to the source. No request runs.
+    /// From now on writes go to the target too. `dirty` has every part that the target lacks, and is marked by all writes to the
+    /// source. No request runs.
     pub fn activate(&self, dirty: Arc<DirtyMap>) {
         let _ = self.dirty.set(dirty);
     }

@@ -15,6 +15,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "writes_held_before_the_map_is_whole",
+        about: "a mirror sends writes to both ends before its map says which parts the target lacks",
+        test: ("live_copies", "writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it"),
+        edits: &[(
+            "crates/jobs/src/mirror.rs",
+            "        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {",
+            "        if SLIP && let Some(filter) = self.writer().filter() { filter.activate(Arc::clone(&self.dirty)); }\n        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {",
+        )],
+    },
+    Mutant {
         name: "dirty_range_of_a_backup_rounded_up",
         about: "a backup of what is dirty leaves out the part in which a dirty range begins",
         test: ("live_copies", "a_backup_of_what_is_dirty_has_all_of_each_dirty_part"),

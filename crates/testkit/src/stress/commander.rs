@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The commands that change what lies under a disk, one disk each: snapshots, jobs, bitmaps, limits, other exports.
 
-use super::client::{Client, Ended, Verb};
+use super::client::{Client, Dialect, Ended};
+use super::exports::Server;
 use super::guest::{Disk, lock};
 use super::monitor::{Answer, Monitor};
 use super::tally::Tally;
@@ -48,8 +49,8 @@ pub struct Commander<'a> {
     pub chain: Vec<Layer>,
     /// Where new files go.
     pub folder: &'a Path,
-    /// Socket of the NBD server.
-    pub nbd: PathBuf,
+    /// The NBD server.
+    pub server: &'a Server,
     /// A monitor of its own.
     pub monitor: Monitor,
     /// Its choices.
@@ -78,8 +79,15 @@ impl Commander<'_> {
     /// # Errors
     /// What no correct daemon does.
     pub fn command_it(mut self) -> Result<(), String> {
-        while !self.stop.load(Ordering::Relaxed) {
-            let alive = match self.random.below(100) {
+        let mut stops = self.server.stops();
+        while !self.is_over() {
+            if stops != self.server.stops() {
+                stops = self.server.stops();
+                if !self.have_export()? {
+                    return Ok(());
+                }
+            }
+            let alive = match self.random.below(112) {
                 0..20 => self.snapshot()?,
                 20..32 => self.commit()?,
                 32..42 => self.stream()?,
@@ -90,7 +98,10 @@ impl Commander<'_> {
                 77..84 => self.limits()?,
                 84..90 => self.other_export()?,
                 90..96 => self.reopen()?,
-                _ => self.resize()?,
+                96..100 => self.resize()?,
+                100..104 => self.export_again()?,
+                104..106 => self.restart_server()?,
+                _ => self.quiet_point()?,
             };
             if !alive {
                 return Ok(());
@@ -99,8 +110,13 @@ impl Commander<'_> {
         Ok(())
     }
 
+    /// True when the life ends.
+    pub(super) fn is_over(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
     /// Runs a command: its result, `Err(None)` for a refusal, and `Ok(None)` for a monitor that has gone.
-    fn run(&mut self, name: &str, arguments: &Value) -> Result<Option<bool>, String> {
+    pub(super) fn run(&mut self, name: &str, arguments: &Value) -> Result<Option<bool>, String> {
         Ok(match self.monitor.command(name, arguments)? {
             Answer::Done(_) => {
                 self.tally.count(name, true);
@@ -124,11 +140,11 @@ impl Commander<'_> {
         format!("{}{kind}{}", self.prefix, self.next_name)
     }
 
-    fn export_id(&self) -> String {
+    pub(super) fn export_id(&self) -> String {
         format!("e-{}", self.disk.name)
     }
 
-    fn top(&self) -> Layer {
+    pub(super) fn top(&self) -> Layer {
         self.chain.last().expect("a chain is never empty").clone()
     }
 
@@ -442,8 +458,8 @@ impl Commander<'_> {
         if self.run("block-export-add", &arguments)? != Some(true) {
             return Ok(!self.stop.load(Ordering::Relaxed));
         }
-        if let Ok(mut client) = Client::connect(&self.nbd, &id)
-            && matches!(client.request(Verb::Read, 0, 0, 4096, &[]), Ended::Hung)
+        if let Ok(mut client) = Client::connect(&self.server.socket, &id, Dialect::Structured)
+            && matches!(client.read(0, 4096), Ended::Hung)
         {
             return Err(format!("a read of the export {id} isn't answered"));
         }
@@ -461,11 +477,6 @@ impl Commander<'_> {
             options["pass-discard-request"] = json!(self.random.chance(50));
         }
         self.go("blockdev-reopen", &json!({"options": [options]}))
-    }
-
-    fn resize(&mut self) -> Result<bool, String> {
-        let arguments = json!({"node-name": self.top().node, "size": self.disk.size()});
-        self.go("block_resize", &arguments)
     }
 
     /// The chain as the daemon has it, after a job whose end can't be known.

@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One disk as its clients know it, and the threads that use it.
 
-use super::client::{Client, Ended, Verb};
-use crate::model::{GUEST_SECTOR_BYTES, Model, fill};
+use super::client::{Client, Cut, Dialect, Ended, Request, Verb};
+use super::tally::Tally;
+use super::trace::Trace;
+use crate::model::{GUEST_SECTOR_BYTES, Model, RequestId, fill};
 use crate::random::Random;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
 const FLAG_FUA: u16 = 1;
 /// The longest request in bytes.
 const LONGEST_BYTES: u64 = 192 << 10;
+/// Requests in flight over one connection, at most.
+const MOST_IN_FLIGHT: u64 = 12;
+/// What a whole disk is read in, in bytes.
+const PIECE_BYTES: u32 = 1 << 20;
 
 /// A disk: its model, and where it is now.
 pub struct Disk {
@@ -24,6 +30,20 @@ pub struct Disk {
     /// The file that holds the disk, the uppermost of its chain. The lock is held while that changes.
     pub top: Mutex<PathBuf>,
     size: u64,
+    /// Size that was asked for last, in bytes. What lies behind the first size is never written to.
+    grown: AtomicU64,
+    /// Held for reading while requests are in flight, and for writing at a quiet point.
+    quiet: RwLock<()>,
+    /// What was asked for, and what the commands were.
+    pub trace: Arc<Trace>,
+}
+
+/// A request that is in flight.
+struct InFlight {
+    verb: Verb,
+    began: u64,
+    request: Option<RequestId>,
+    stamp: u64,
 }
 
 /// Locks, also where another thread has panicked: its message counts, not the lock's.
@@ -49,6 +69,9 @@ impl Disk {
             requests: AtomicU64::new(0),
             top: Mutex::new(top),
             size,
+            grown: AtomicU64::new(size),
+            quiet: RwLock::new(()),
+            trace: Arc::new(Trace::new()),
         }
     }
 
@@ -57,9 +80,23 @@ impl Disk {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Size in bytes.
+    /// Size in bytes, as it was asked for last.
     pub fn size(&self) -> u64 {
-        self.size
+        self.grown.load(Ordering::Relaxed)
+    }
+
+    /// The disk has another size, or may have it.
+    pub fn grow(&self, size: u64) {
+        self.grown.store(size, Ordering::Relaxed);
+    }
+
+    /// The part of a copy that requests go to. The rest must read as zeroes.
+    fn used<'a>(&self, content: &'a [u8]) -> Result<&'a [u8], String> {
+        let (used, rest) = content.split_at_checked(self.size as usize).ok_or("the copy is too short")?;
+        match rest.iter().position(|&byte| byte != 0) {
+            Some(at) => Err(format!("byte {:#x} holds data, where the disk only grew", self.size as usize + at)),
+            None => Ok(used),
+        }
     }
 
     /// The moment before a copy of the disk is asked for.
@@ -79,7 +116,8 @@ impl Disk {
     /// # Errors
     /// The first difference.
     pub fn check_copy(&self, before: Instant, position: usize, content: &[u8]) -> Result<(), String> {
-        lock(&self.model).check_point_in_time(before.tick, position, 0, content)
+        let used = self.used(content)?;
+        lock(&self.model).check_point_in_time(before.tick, position, 0, used)
     }
 
     /// Checks the whole disk: after an orderly end every acknowledged request counts, after a kill every flushed one.
@@ -87,12 +125,13 @@ impl Disk {
     /// # Errors
     /// The first difference.
     pub fn check_end(&self, is_killed: bool, content: &[u8]) -> Result<(), String> {
+        let used = self.used(content)?;
         let mut model = lock(&self.model);
         if is_killed {
-            return model.check_after_cut(usize::MAX, 0, content);
+            return model.check_after_cut(usize::MAX, 0, used);
         }
         let now = model.begin_read();
-        model.check_read(now, 0, content)
+        model.check_read(now, 0, used)
     }
 
     fn next_event(&self) -> usize {
@@ -114,36 +153,80 @@ impl Disk {
     ///
     /// # Errors
     /// What no correct server does: wrong data, a refused request, silence.
-    pub fn use_it(&self, socket: &Path, seed: u64, stop: &AtomicBool) -> Result<(), String> {
+    pub fn use_it(&self, socket: &Path, seed: u64, stop: &AtomicBool, tally: &Tally) -> Result<(), String> {
         let mut random = Random::new(seed);
         while !stop.load(Ordering::Relaxed) {
+            let dialect = random.pick(&[Dialect::Simple, Dialect::Structured, Dialect::Extended]);
             // The server may just be stopped, or be about to start.
-            let Ok(mut client) = Client::connect(socket, &self.name) else {
+            let Ok(mut client) = Client::connect(socket, &self.name, dialect) else {
                 std::thread::sleep(Duration::from_millis(5));
                 continue;
             };
-            if client.size != self.size {
+            tally.count("(connections)", true);
+            if client.size < self.size {
                 return Err(format!("{}: the export has {} bytes instead of {}", self.name, client.size, self.size));
             }
             // Connections are short as often as long.
-            for _ in 0..1 << random.below(12) {
-                if stop.load(Ordering::Relaxed) || !self.send_one(&mut client, &mut random)? {
+            let mut is_whole = true;
+            for _ in 0..1 << random.below(10) {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                is_whole = self.send_some(&mut client, &mut random, tally)?;
+                if !is_whole {
                     break;
                 }
             }
-            if random.chance(50) {
-                client.request(Verb::Disconnect, 0, 0, 0, &[]);
+            if is_whole && random.chance(50) {
+                client.disconnect();
             }
         }
         Ok(())
     }
 
-    /// One request; false when the connection has ended.
-    fn send_one(&self, client: &mut Client, random: &mut Random) -> Result<bool, String> {
-        self.requests.fetch_add(1, Ordering::Relaxed);
+    /// Some requests at once; false when the connection has ended.
+    fn send_some(&self, client: &mut Client, random: &mut Random, tally: &Tally) -> Result<bool, String> {
+        let _in_flight = self.quiet.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let count = if random.chance(50) { 1 } else { random.below(MOST_IN_FLIGHT) + 1 };
+        let requests: Vec<(Request, u64)> = (0..count).map(|_| self.random_request(random)).collect();
+        let mut in_flight: Vec<InFlight> = Vec::new();
+        {
+            let mut model = lock(&self.model);
+            for (request, stamp) in &requests {
+                in_flight.push(self.begin(&mut model, request, *stamp));
+            }
+        }
+        self.requests.fetch_add(count, Ordering::Relaxed);
+        let bytes: usize = requests.iter().map(|(request, _)| 28 + request.payload.len()).sum();
+        let cut = match random.below(200) {
+            0..3 => Cut::After(random.below(bytes as u64 + 1) as usize),
+            3 => Cut::HalfClosed,
+            _ => Cut::Never,
+        };
+        if cut != Cut::Never {
+            tally.count("(connections cut)", true);
+            self.trace.note(&format!("a connection is cut: {cut:?}"));
+        }
+        let requests: Vec<Request> = requests.into_iter().map(|(request, _)| request).collect();
+        let (mut wrong, mut is_ending) = (Ok(()), false);
+        let broken =
+            client.batch(&requests, cut, |index, ended| match self.end(&requests[index], &in_flight[index], ended) {
+                Ok(is_done) => is_ending |= !is_done,
+                Err(text) if wrong.is_ok() => wrong = Err(text),
+                Err(_) => {}
+            });
+        wrong?;
+        match broken {
+            Some(Ended::Hung) => Err(format!("{}: one of {requests:x?} isn't answered", self.name)),
+            Some(_) => Ok(false),
+            None => Ok(!is_ending),
+        }
+    }
+
+    fn random_request(&self, random: &mut Random) -> (Request, u64) {
         let (offset, len) = self.range(random);
+        let stamp = self.stamps.fetch_add(1, Ordering::Relaxed);
         let flags = if random.chance(10) { FLAG_FUA } else { 0 };
-        let (mut payload, stamp) = (Vec::new(), self.stamps.fetch_add(1, Ordering::Relaxed));
         let verb = match random.below(100) {
             0..45 => Verb::Write,
             45..55 => Verb::WriteZeroes,
@@ -151,41 +234,55 @@ impl Disk {
             65..75 => Verb::Flush,
             _ => Verb::Read,
         };
-        let length = u64::from(len);
-        let (mut began, mut request) = (0, None);
-        {
-            let mut model = lock(&self.model);
-            match verb {
-                Verb::Write => request = Some(model.begin_write(offset, length, stamp, self.next_event())),
-                Verb::WriteZeroes => request = Some(model.begin_zero(offset, length, self.next_event())),
-                Verb::Trim => request = Some(model.begin_discard(offset, length, self.next_event())),
-                Verb::Flush => request = Some(model.begin_flush(self.next_event())),
-                _ => began = model.begin_read(),
-            }
-        }
+        let mut payload = Vec::new();
         if verb == Verb::Write {
             payload.resize(len as usize, 0);
             fill(stamp, offset, &mut payload);
         }
-        let ended = match verb {
-            Verb::Flush => client.request(verb, 0, 0, 0, &[]),
-            Verb::Read => client.request(verb, 0, offset, len, &[]),
-            _ => client.request(verb, flags, offset, len, &payload),
+        let request = match verb {
+            Verb::Flush => Request { verb, flags: 0, offset: 0, len: 0, payload },
+            Verb::Read => Request { verb, flags: 0, offset, len, payload },
+            _ => Request { verb, flags, offset, len, payload },
         };
-        let what = format!("{}: {verb:?} at {offset:#x}+{len:#x}", self.name);
+        (request, stamp)
+    }
+
+    /// From now on a request may be carried out.
+    fn begin(&self, model: &mut Model, asked: &Request, stamp: u64) -> InFlight {
+        let (mut began, mut request) = (0, None);
+        let (offset, length) = (asked.offset, u64::from(asked.len));
+        match asked.verb {
+            Verb::Write => request = Some(model.begin_write(offset, length, stamp, self.next_event())),
+            Verb::WriteZeroes => request = Some(model.begin_zero(offset, length, self.next_event())),
+            Verb::Trim => request = Some(model.begin_discard(offset, length, self.next_event())),
+            Verb::Flush => request = Some(model.begin_flush(self.next_event())),
+            _ => began = model.begin_read(),
+        }
+        self.trace.note(&format!("{stamp} begins: {}", describe(asked)));
+        InFlight { verb: asked.verb, began, request, stamp }
+    }
+
+    /// A request was answered; false when the server is about to end the connection.
+    fn end(&self, asked: &Request, in_flight: &InFlight, ended: Ended) -> Result<bool, String> {
+        let what = format!("{}: {}", self.name, describe(asked));
+        self.trace.note(&format!(
+            "{} ends{}",
+            in_flight.stamp,
+            if matches!(ended, Ended::Well(_)) { "" } else { " badly" }
+        ));
         let data = match ended {
             Ended::Well(data) => data,
-            Ended::Gone => return Ok(false),
-            Ended::Hung => return Err(format!("{what} isn't answered")),
             // ESHUTDOWN: the server is about to end the connection.
-            Ended::Refused(108) => return Ok(false),
+            Ended::Refused(108) | Ended::Gone => return Ok(false),
             Ended::Refused(number) => return Err(format!("{what} fails with error {number}")),
+            Ended::Hung => return Err(format!("{what} isn't answered")),
         };
         let mut model = lock(&self.model);
         let event = self.next_event();
-        match (verb, request) {
+        match (in_flight.verb, in_flight.request) {
             (Verb::Read, _) => {
-                model.check_torn_read(began, offset, &data).map_err(|wrong| format!("{what}: {wrong}"))?;
+                let found = model.check_torn_read(in_flight.began, asked.offset, &data);
+                found.map_err(|wrong| format!("{what}: {wrong}"))?;
             }
             (Verb::Flush, Some(flush)) => model.end_flush(flush, event),
             (_, Some(request)) => model.end(request, event),
@@ -193,4 +290,34 @@ impl Disk {
         }
         Ok(true)
     }
+
+    /// Compares the whole disk with the model while no request is in flight that could be answered. False where the export
+    /// isn't there now.
+    ///
+    /// # Errors
+    /// The first difference, or silence.
+    pub fn check_quiet(&self, socket: &Path) -> Result<bool, String> {
+        let _quiet = self.quiet.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Ok(mut client) = Client::connect(socket, &self.name, Dialect::Extended) else { return Ok(false) };
+        let began = lock(&self.model).begin_read();
+        let mut content = Vec::new();
+        while (content.len() as u64) < client.size {
+            let len = PIECE_BYTES.min((client.size - content.len() as u64) as u32);
+            match client.read(content.len() as u64, len) {
+                Ended::Well(data) => content.extend(data),
+                Ended::Gone | Ended::Refused(108) => return Ok(false),
+                other => return Err(format!("{}: a read at a quiet point: {other:?}", self.name)),
+            }
+        }
+        client.disconnect();
+        let used = self.used(&content)?;
+        let found = lock(&self.model).check_read(began, 0, used);
+        found.map_err(|wrong| format!("{} at a quiet point: {wrong}", self.name))?;
+        Ok(true)
+    }
+}
+
+fn describe(request: &Request) -> String {
+    let fua = if request.flags & FLAG_FUA != 0 { " FUA" } else { "" };
+    format!("{:?} at {:#x}+{:#x}{fua}", request.verb, request.offset, request.len)
 }

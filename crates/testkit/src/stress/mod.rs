@@ -1,21 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Stress on a real daemon: several disks, several connections each, random commands beside the writes, and an end by
-//! SIGKILL, SIGTERM or `quit`, life after life. A byte model judges each read, each backup, and each disk after each life.
+//! SIGKILL, SIGTERM or `quit`, life after life. A byte model judges each read, each backup, each disk at quiet points and after
+//! each life.
+//!
+//! - `client`, `guest`: connections of every dialect with requests in flight, and the model
+//! - `commander`, `exports`: commands that change what lies under a disk, or take its export away
+//! - `meddler`: a monitor that asks for everything else
 //!
 //! A seed fixes the choices, not the timing, so a failure's seed is a place to look, not a replay.
 
 mod client;
 mod commander;
+mod exports;
 mod guest;
 mod meddler;
 mod monitor;
 mod tally;
+mod trace;
 
 use crate::audit::audit;
 use crate::qemu::Qemu;
 use crate::random::Random;
 use commander::{Commander, Layer, node_options};
 use cowshed_storage::sim::PageMap;
+use exports::Server;
 use guest::{Disk, lock};
 use monitor::{Answer, Monitor};
 use serde_json::json;
@@ -168,7 +176,7 @@ impl Life<'_> {
         let disks: Vec<Disk> = tops
             .iter()
             .enumerate()
-            .map(|(number, top)| Disk::new(format!("d{number}"), top.clone(), qemu.content(top, "qcow2")))
+            .map(|(number, top)| Disk::new(format!("d{number}"), top.clone(), qemu.content(top, format_of(top))))
             .collect();
         let mut daemon = Ended(self.start(&disks, &chains)?);
         let stop = AtomicBool::new(false);
@@ -185,16 +193,17 @@ impl Life<'_> {
         let mut seeds = seeds.into_iter();
         let mut seed = || seeds.next().unwrap_or_default();
         let (this, tally) = (&self, Arc::clone(&report.tally));
-        let (stop, wrong, tally) = (&stop, &wrong, &*tally);
+        let (stop, wrong, tally, server) = (&stop, &wrong, &*tally, &Server::new(this.path("nbd.sock")));
         let outcome = std::thread::scope(|scope| {
             // Whatever happens here, the threads see their end.
             let _end = SetOnDrop(stop);
             for (disk, chain) in disks.iter().zip(chains) {
                 for _ in 0..this.config.connections {
-                    let (seed, socket) = (seed(), this.path("nbd.sock"));
-                    scope.spawn(move || note(wrong, stop, disk.use_it(&socket, seed, stop)));
+                    let (seed, socket) = (seed(), &server.socket);
+                    scope.spawn(move || note(wrong, stop, disk.use_it(socket, seed, stop, tally)));
                 }
-                let commander = this.commander(disk, chain, stop, tally, seed())?;
+                let mut commander = this.commander(disk, chain, (stop, tally, server), seed())?;
+                commander.monitor.trace(&disk.trace);
                 scope.spawn(move || note(wrong, stop, commander.command_it()));
             }
             let (monitor, random) = (this.monitor(1)?, Random::new(seed()));
@@ -211,12 +220,21 @@ impl Life<'_> {
             ended
         });
         report.requests += disks.iter().map(Disk::requests).sum::<u64>();
-        if let Some(wrong) = lock(wrong).first() {
-            return Err(wrong.clone());
+        let judged = match lock(wrong).first() {
+            Some(wrong) => Err(wrong.clone()),
+            None => outcome.and_then(|memory_kib| {
+                report.memory_kib = report.memory_kib.max(memory_kib);
+                report.kills += u64::from(end == End::Kill);
+                disks.iter().map(|disk| self.judge(disk, end, report)).collect()
+            }),
+        };
+        if judged.is_err() {
+            for disk in &disks {
+                // The failure counts, not this.
+                let _ = std::fs::write(self.path(&format!("{}.trace", disk.name)), disk.trace.text());
+            }
         }
-        report.memory_kib = report.memory_kib.max(outcome?);
-        report.kills += u64::from(end == End::Kill);
-        disks.iter().map(|disk| self.judge(disk, end, report)).collect()
+        judged
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -232,15 +250,14 @@ impl Life<'_> {
         &'a self,
         disk: &'a Disk,
         chain: Vec<Layer>,
-        stop: &'a AtomicBool,
-        tally: &'a Tally,
+        (stop, tally, server): (&'a AtomicBool, &'a Tally, &'a Server),
         seed: u64,
     ) -> Result<Commander<'a>, String> {
         Ok(Commander {
             disk,
             chain,
             folder: &self.config.folder,
-            nbd: self.path("nbd.sock"),
+            server,
             monitor: self.monitor(0)?,
             random: Random::new(seed),
             stop,
@@ -345,6 +362,19 @@ impl Life<'_> {
         Ok(memory)
     }
 
+    /// Our own check finds what QEMU's finds: no error, leaks at most.
+    fn check_by_us(&self, image: &Path) -> Result<(), String> {
+        let output = Command::new(&self.config.program).args(["check", "-f", "qcow2"]).arg(image).output();
+        let output = output.map_err(|error| format!("{}: {error}", self.config.program.display()))?;
+        match output.status.code() {
+            Some(0 | 3) => Ok(()),
+            _ => {
+                let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+                Err(format!("{}: our check: {} {}", image.display(), output.status, said.concat()))
+            }
+        }
+    }
+
     /// Judges a disk after a life; its uppermost file.
     fn judge(&self, disk: &Disk, end: End, report: &mut Report) -> Result<PathBuf, String> {
         let qemu = Qemu::system();
@@ -364,14 +394,16 @@ impl Life<'_> {
                 return Err(format!("{} is left dirty by an orderly end ({end:?})", layer.file.display()));
             }
             let verdict = qemu.check_with(&layer.file, "qcow2", options);
+            self.check_by_us(&layer.file)?;
             // An orderly end of an image that was killed before may still have the leaks of then.
             if !matches!(verdict.code, 0 | 3) {
                 let file = layer.file.display();
                 return Err(format!("{file} ({end:?}): qemu-img check: {} {}", verdict.json, verdict.stderr));
             }
         }
-        let content = qemu.content(&top, "qcow2");
-        if content.len() as u64 != disk.size() {
+        let content = qemu.content(&top, format_of(&top));
+        // A resize may have been under way.
+        if content.len() as u64 != disk.size() && end != End::Kill {
             return Err(format!("{name} has {} bytes instead of {}", content.len(), disk.size()));
         }
         disk.check_end(end == End::Kill, &content).map_err(|wrong| format!("{name} ({end:?}): {wrong}"))?;
@@ -387,6 +419,11 @@ fn note(wrong: &Mutex<Vec<String>>, stop: &AtomicBool, outcome: Result<(), Strin
     }
 }
 
+/// The format of a file of a run: a commit may leave a disk in its raw base.
+fn format_of(file: &Path) -> &'static str {
+    if file.extension().is_some_and(|end| end == "raw") { "raw" } else { "qcow2" }
+}
+
 /// The chain of an image as QEMU reads it, the base first.
 fn chain_of(top: &Path) -> Result<Vec<Layer>, String> {
     let output = Qemu::system().img([
@@ -394,7 +431,7 @@ fn chain_of(top: &Path) -> Result<Vec<Layer>, String> {
         "--backing-chain".as_ref(),
         "--output=json".as_ref(),
         "-f".as_ref(),
-        "qcow2".as_ref(),
+        format_of(top).as_ref(),
         top.as_os_str(),
     ]);
     let layers: Vec<serde_json::Value> = serde_json::from_str(&output.stdout)

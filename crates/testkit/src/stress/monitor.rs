@@ -2,10 +2,12 @@
 //! A blocking client of QMP.
 
 use super::client::ANSWER_LIMIT_S;
+use super::trace::Trace;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// What a command came to.
@@ -20,7 +22,7 @@ pub enum Answer {
 }
 
 /// A monitor in command mode.
-pub struct Monitor(BufReader<UnixStream>);
+pub struct Monitor(BufReader<UnixStream>, Option<Arc<Trace>>);
 
 impl Monitor {
     /// Connects to the socket `path` and leaves negotiation behind.
@@ -30,7 +32,7 @@ impl Monitor {
     pub fn connect(path: &Path) -> std::io::Result<Monitor> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(Duration::from_secs(ANSWER_LIMIT_S)))?;
-        let mut monitor = Monitor(BufReader::new(socket));
+        let mut monitor = Monitor(BufReader::new(socket), None);
         let mut greeting = String::new();
         monitor.0.read_line(&mut greeting)?;
         match monitor.command("qmp_capabilities", &json!({})) {
@@ -39,11 +41,32 @@ impl Monitor {
         }
     }
 
+    /// Notes commands, and what they come to, from now on.
+    pub fn trace(&mut self, trace: &Arc<Trace>) {
+        self.1 = Some(Arc::clone(trace));
+    }
+
     /// Runs a command; events before its answer are dropped.
     ///
     /// # Errors
     /// A sentence for a monitor that doesn't answer in time, or not in JSON.
     pub fn command(&mut self, name: &str, arguments: &Value) -> Result<Answer, String> {
+        let trace = self.1.clone().filter(|_| !name.starts_with("query-"));
+        if let Some(trace) = &trace {
+            trace.note(&format!("{name} {arguments}"));
+        }
+        let answer = self.exchange(name, arguments);
+        if let Some(trace) = &trace {
+            let text = match &answer {
+                Ok(Answer::Done(_)) => "done".to_owned(),
+                other => format!("{other:?}"),
+            };
+            trace.note(&format!("{name}: {text}"));
+        }
+        answer
+    }
+
+    fn exchange(&mut self, name: &str, arguments: &Value) -> Result<Answer, String> {
         let text = json!({"execute": name, "arguments": arguments, "id": name}).to_string();
         if self.0.get_mut().write_all(text.as_bytes()).is_err() {
             return Ok(Answer::Gone);
