@@ -15,6 +15,7 @@ mod golden;
 mod in_use;
 mod io;
 mod limits;
+mod lost_streams;
 mod manual;
 mod missing_key;
 mod names;

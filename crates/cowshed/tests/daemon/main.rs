@@ -4,6 +4,7 @@
 mod exposure;
 mod guest;
 mod load;
+mod lost_streams;
 mod options;
 mod process;
 mod startup;

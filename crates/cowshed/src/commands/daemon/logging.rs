@@ -22,7 +22,12 @@ pub fn start(format: LogFormat, level: &str) -> Result<(), Failure> {
             .map_err(|error| Failure::new(format!("RUST_LOG: '{wanted}' can't be understood: {error}")))?,
         Err(_) => EnvFilter::new(level),
     };
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    // A line that can't be written is lost without a word: the word would go to the same place, and there it panics.
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .log_internal_errors(false);
     let started = match format {
         LogFormat::Text => builder.with_target(false).try_init(),
         LogFormat::Json => builder.json().flatten_event(true).try_init(),
