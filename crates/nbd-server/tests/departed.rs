@@ -8,10 +8,11 @@ use cowshed_image::{Node, OpenRequest};
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle, Request};
 use cowshed_nbd_server::{Event, Limits, ServerConfig};
-use cowshed_storage::{Socket, rt};
+use cowshed_storage::{Socket, SocketAddress, rt};
 use served::Served;
 use served::wire::Wire;
 use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -86,9 +87,9 @@ fn enter(served: &Served, tcp: bool) -> Wire {
     if !tcp {
         return Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0;
     }
-    let address = cowshed_storage::SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let address = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
     let bound = served.server.listen(&address).expect("listen").remove(0);
-    let stream = std::net::TcpStream::connect(bound.to_string()).expect("connect");
+    let stream = TcpStream::connect(bound.to_string()).expect("connect");
     // The file descriptor is a stream's, whatever its family: `Wire` uses what all streams have.
     Wire::enter_on(UnixStream::from(OwnedFd::from(stream)), ReplyStyle::Simple, "", &[]).0
 }
@@ -99,6 +100,56 @@ fn fill_up(wire: &mut Wire) {
         wire.request(Command::Read, NONE, 0, 1 << 20, &[]);
     }
     wire.request(Command::Write, NONE, AT, LEN as u64, &[1; LEN]);
+}
+
+/// A proxy between a client and the server, as `ssh -L` or a load balancer: it passes on what comes from the client, and takes no replies.
+struct Proxy {
+    /// To the server, over TCP.
+    line: UnixStream,
+    /// From the client; it returns when nothing more comes.
+    passing: std::thread::JoinHandle<()>,
+}
+
+/// How a proxy lets go of the server, some time after its client has gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LettingGo {
+    /// With replies unread: a reset.
+    Reset,
+    /// It says that nothing more comes, and takes what the server still sends.
+    HalfClosed,
+    /// It ends both directions first.
+    Shutdown,
+}
+
+impl Proxy {
+    /// A client through a proxy, and the proxy.
+    fn between(served: &Served) -> (Wire, Proxy) {
+        // The handshake goes past the proxy.
+        let mut wire = enter(served, true);
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let client = TcpStream::connect(listener.local_addr().expect("an address")).expect("connect");
+        let line = std::mem::replace(&mut wire.stream, UnixStream::from(OwnedFd::from(client)));
+        let (mut from_client, _) = listener.accept().expect("accept");
+        let mut to_server = line.try_clone().expect("a copy");
+        let passing = std::thread::spawn(move || {
+            let _ = std::io::copy(&mut from_client, &mut to_server);
+        });
+        (wire, Proxy { line, passing })
+    }
+
+    fn let_go(self, how: LettingGo) {
+        let mut bytes = vec![0; 1 << 20];
+        match how {
+            LettingGo::Reset => {}
+            LettingGo::HalfClosed => {
+                self.line.shutdown(std::net::Shutdown::Write).expect("shutdown");
+                let mut line = &self.line;
+                while line.read(&mut bytes).is_ok_and(|count| count > 0) {}
+            }
+            LettingGo::Shutdown => self.line.shutdown(std::net::Shutdown::Both).expect("shutdown"),
+        }
+        drop(self.line);
+    }
 }
 
 fn disconnect(wire: &mut Wire) {
@@ -148,6 +199,36 @@ fn an_old_write_never_lands_on_what_was_written_over_the_next_connection() {
             drop(new);
             served.stop();
         }
+    }
+}
+
+/// The client's connection ends at a proxy, which keeps its own to the server for a while. What the client left lies there and
+/// in the proxy's buffers; the client writes over another connection meanwhile.
+#[test]
+fn a_proxy_that_lingers_brings_no_old_write_after_a_new_one() {
+    for how in [LettingGo::Reset, LettingGo::HalfClosed, LettingGo::Shutdown] {
+        let (served, node) = serve(small_budget());
+        let (mut old, proxy) = Proxy::between(&served);
+        fill_up(&mut old);
+        await_standstill(&node);
+        let begun = node.statistics().kind(IoKind::Write).operations;
+        drop(old);
+        // The proxy has passed everything on, and knows that its client has gone.
+        await_that("the proxy has passed everything on", || proxy.passing.is_finished());
+        let (mut new, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+        assert_eq!(new.write(NONE, AT, &[1; LEN]).errno, 0);
+        assert_eq!(new.write(NONE, AT, &[2; LEN]).errno, 0);
+        assert_eq!(new.ask(Command::Flush, NONE, 0, 0).errno, 0);
+        let departed = |event: &Event| matches!(event, Event::ClientDisconnected { .. });
+        assert!(!served.events.lock().unwrap().iter().any(departed), "{how:?}: the server can't know yet of the end");
+        proxy.let_go(how);
+        await_departure(&served, 1);
+        let found = new.ask(Command::Read, NONE, AT, LEN as u64).data;
+        assert!(found == [2; LEN], "{how:?}: the old write lies over the new one");
+        let written = node.statistics().kind(IoKind::Write).operations;
+        assert_eq!(written, begun + 2, "{how:?}: a write of the old connection was begun");
+        drop(new);
+        served.stop();
     }
 }
 

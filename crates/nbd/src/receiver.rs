@@ -17,6 +17,9 @@ pub struct Receiver {
     /// The last message was followed by much data, so the next one probably is: what goes into the buffer of it must be
     /// copied once more.
     expects_data: bool,
+    /// How often something was received to be looked at.
+    #[cfg(test)]
+    receives: u64,
 }
 
 /// Data that is worth a system call of its own rather than a copy, in bytes.
@@ -24,7 +27,14 @@ const MUCH_DATA_BYTES: u64 = 16 << 10;
 
 impl Default for Receiver {
     fn default() -> Self {
-        Receiver { buffer: IoBuf::scratch(BUFFER_BYTES), start: 0, end: 0, expects_data: false }
+        Receiver {
+            buffer: IoBuf::scratch(BUFFER_BYTES),
+            start: 0,
+            end: 0,
+            expects_data: false,
+            #[cfg(test)]
+            receives: 0,
+        }
     }
 }
 
@@ -58,6 +68,11 @@ impl Receiver {
             // Of a message before much data, nothing but the message.
             let most = if self.expects_data { len - (self.end - self.start) } else { tail.len() };
             let unused = tail.split_off(most);
+            #[cfg(test)]
+            {
+                self.receives += 1;
+                assert!(self.receives <= tests::MOST_RECEIVES, "{} receives", self.receives);
+            }
             let (result, mut tail) = stream.receive(tail, Want::Some).await;
             if tail.unsplit(unused).is_err() || self.buffer.unsplit(tail).is_err() {
                 return Err(Error::internal("the parts of a split buffer did not join"));
@@ -122,5 +137,66 @@ impl Receiver {
             len -= here;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cowshed_storage::{Dispatch, Socket, rt};
+
+    /// The largest payload of a request.
+    const PAYLOAD_BYTES: usize = 32 << 20;
+    /// A receive brings at least what one buffer of the kernel holds, and mostly the whole room: for a whole payload they
+    /// are no more than these.
+    pub(super) const MOST_RECEIVES: u64 = (PAYLOAD_BYTES / 4096) as u64;
+
+    fn streams() -> (Stream, Stream) {
+        let (ours, theirs) = Socket::pair().expect("a pair");
+        (Stream::new(ours), Stream::new(theirs))
+    }
+
+    /// Sends a message of 28 bytes, a payload and a message of 16, all on its way as fast as it is taken.
+    fn send(to: Stream, payload_bytes: usize) -> std::thread::JoinHandle<Stream> {
+        std::thread::spawn(move || {
+            let mut bytes = IoBuf::zeroed(28 + payload_bytes + 16);
+            bytes[28 + payload_bytes..].fill(7);
+            rt::block_on(async { to.send(vec![bytes], Dispatch::Alone).await.0 }).expect("the other end takes it");
+            to
+        })
+    }
+
+    /// A message may have said that much data follows, and the server refuses the request.
+    #[test]
+    fn a_refused_payload_is_skipped_in_large_pieces() {
+        for said in [true, false] {
+            let (ours, theirs) = streams();
+            let sender = send(theirs, PAYLOAD_BYTES);
+            let next = rt::block_on(async {
+                let mut receiver = Receiver::default();
+                if said {
+                    receiver.note_data(PAYLOAD_BYTES as u64);
+                }
+                receiver.array::<28>(&ours).await.expect("the first message");
+                receiver.skip(&ours, PAYLOAD_BYTES as u64).await.expect("the payload");
+                receiver.array::<16>(&ours).await.expect("the next message")
+            });
+            drop(sender.join().expect("the sender ends"));
+            assert_eq!(next, [7; 16], "the skip ends where the payload ends");
+        }
+    }
+
+    /// The end of the stream within a payload is an error, not an endless wait.
+    #[test]
+    fn a_payload_that_ends_early_is_an_error() {
+        let (ours, theirs) = streams();
+        let sender = send(theirs, 1000);
+        rt::block_on(async {
+            let mut receiver = Receiver::default();
+            drop(sender.join().expect("the sender ends"));
+            receiver.array::<28>(&ours).await.expect("the first message");
+            let error = receiver.skip(&ours, 2000).await.expect_err("1,016 bytes are there");
+            assert!(error.to_string().contains("in the middle of a message"), "{error}");
+        });
     }
 }
