@@ -124,12 +124,13 @@ impl Listener for Outlet {
     }
 }
 
-/// Serves one client until it goes, on this thread and one more. `hang_up` ends the connection, and with it the reader's
-/// wait for more, when the daemon stops first.
+/// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more: what it
+/// left is not run then. `hang_up` ends the connection, and with it the reader's wait for more, when the daemon stops first.
 pub fn serve(
     context: &MonitorContext,
     mut input: impl Read,
     output: impl Write + Send + 'static,
+    is_gone: impl Fn() -> bool,
     hang_up: impl FnOnce() + Send + 'static,
 ) {
     let outlet = Outlet::new(context.pretty);
@@ -144,13 +145,13 @@ pub fn serve(
         tracing::error!("there is no thread for a monitor's client");
         return;
     };
-    converse(context, &mut input, &outlet);
+    converse(context, &mut input, &outlet, is_gone);
     outlet.close();
     // A panic of the writer has been reported by the panic itself.
     let _ = writer.join();
 }
 
-fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet>) {
+fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet>, is_gone: impl Fn() -> bool) {
     let mut session = Session::new(Arc::clone(&context.schema), context.pretty);
     outlet.put(session.greeting(version()));
     let mut listens = false;
@@ -168,6 +169,10 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
         for incoming in session.feed(&bytes[..len]) {
             let reply = match incoming {
                 Incoming::Reply(reply) => reply,
+                Incoming::Run(command) if is_gone() => {
+                    tracing::info!(command = command.name, "not run: the monitor's client has gone");
+                    return;
+                }
                 Incoming::Run(command) => {
                     let id = command.id.clone();
                     outlet.owe();

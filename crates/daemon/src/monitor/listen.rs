@@ -5,10 +5,11 @@ use super::{MonitorContext, serve};
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -93,7 +94,7 @@ impl Bound {
     pub fn start(&self, context: MonitorContext) -> Result<Listening> {
         let stopped = Arc::new(AtomicBool::new(false));
         match self.listener.clone() {
-            None => start("monitor-stdio", move || serve(&context, io::stdin(), io::stdout(), || ()))?,
+            None => start("monitor-stdio", move || serve(&context, io::stdin(), io::stdout(), || false, || ()))?,
             Some(listener) => {
                 let stopped = Arc::clone(&stopped);
                 start("monitor", move || accept(&listener, &context, &stopped))?;
@@ -178,12 +179,12 @@ impl Connection {
         let served = match self {
             Connection::Unix(stream) => stream.try_clone().and_then(|output| {
                 let line = stream.try_clone()?;
-                serve(context, stream, output, move || drop(line.shutdown(Shutdown::Both)));
+                serve(context, &stream, output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
                 Ok(())
             }),
             Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| {
                 let (output, line) = (stream.try_clone()?, stream.try_clone()?);
-                serve(context, stream, output, move || drop(line.shutdown(Shutdown::Both)));
+                serve(context, &stream, output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
                 Ok(())
             }),
         };
@@ -191,4 +192,11 @@ impl Connection {
             tracing::warn!(%error, "a monitor's client is turned away");
         }
     }
+}
+
+/// True when nothing that is sent reaches the client. One that has only said that it sends nothing more still reads.
+fn is_gone(stream: impl AsFd) -> bool {
+    let mut now = [PollFd::new(&stream, PollFlags::empty())];
+    let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    polled.is_ok() && now[0].revents().intersects(PollFlags::ERR | PollFlags::HUP)
 }

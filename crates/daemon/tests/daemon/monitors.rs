@@ -62,6 +62,49 @@ fn a_client_that_never_reads_holds_nobody() {
     drop(rude);
 }
 
+/// Nobody sees their replies, and another client may have gone on meanwhile. QEMU drops what it has not begun, too.
+#[test]
+fn commands_of_a_client_that_has_gone_are_not_run() {
+    let daemon = Running::start(Vec::new());
+    let mut slow = daemon.client();
+    let mut leaving = UnixStream::connect(daemon.path("m.sock")).expect("the monitor listens");
+    leaving.write_all(b"{'execute': 'qmp_capabilities'}").expect("it reads");
+    let mut bytes = [0; 4096];
+    let mut said = Vec::new();
+    while !said.ends_with(b"{\"return\":{}}\r\n") {
+        let count = leaving.read(&mut bytes).expect("it answers");
+        assert!(count > 0, "it hangs up");
+        said.extend_from_slice(&bytes[..count]);
+    }
+    // All in one write, so that the first can't be begun before the last has arrived.
+    let add = |n| json!({"execute": "blockdev-add", "arguments": {"driver": "null-co", "node-name": format!("n{n}")}});
+    let text: String = (0..100).map(|n| add(n).to_string()).collect();
+    leaving.write_all(text.as_bytes()).expect("it reads");
+    drop(leaving);
+    // When a later client is served for a while, the one before has long been read to its end.
+    for _ in 0..50 {
+        slow.command("query-version", json!({}));
+    }
+    let nodes = slow.command("query-named-block-nodes", json!({}));
+    let count = nodes.as_array().expect("a list").len();
+    assert!(count <= 3, "{count} of 100 commands were run for a client that has gone");
+    daemon.stop().expect("stopped in order");
+}
+
+/// One that only sends nothing more gets all of its replies.
+#[test]
+fn commands_of_a_client_that_still_reads_are_run() {
+    let daemon = Running::start(Vec::new());
+    let mut client = UnixStream::connect(daemon.path("m.sock")).expect("the monitor listens");
+    let text: String = (0..100).map(|n| json!({"execute": "query-version", "id": n}).to_string()).collect();
+    client.write_all(format!("{{'execute': 'qmp_capabilities'}}{text}").as_bytes()).expect("it reads");
+    client.shutdown(std::net::Shutdown::Write).expect("shutdown");
+    let mut said = String::new();
+    client.read_to_string(&mut said).expect("it answers and hangs up");
+    assert_eq!(said.matches("\"id\":").count(), 100, "{said}");
+    daemon.stop().expect("stopped in order");
+}
+
 #[test]
 fn a_monitor_listens_on_tcp_too() {
     let address = MonitorAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
