@@ -8,6 +8,7 @@ pub mod campaign;
 pub mod crash;
 pub mod damage;
 pub mod dirty;
+pub mod guest;
 pub mod images;
 pub mod journal;
 pub mod live;

@@ -3,19 +3,16 @@
 //!
 //! `scripts/guest` fetches kernel and file system from Debian's packages, `scripts/setup test` runs it.
 
-use super::process::{Killed, Monitor, Serving, run, text, tool};
+use super::process::{Monitor, Serving, run, text, tool};
+use cowshed_testkit::guest::{Guest, guest_files, initial_file_system};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::process::Command;
 use std::time::Duration;
-
-/// Without a word from the guest for so long it is dead: emulated, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The first program of the guest: loads the modules (which need one another, hence several passes), finds the disk and hands over to the system on it.
 const INIT: &str = "#!/bin/busybox sh
@@ -54,54 +51,6 @@ echo o > /proc/sysrq-trigger
 sleep 600
 ";
 
-/// The folder that `scripts/guest` has filled.
-fn guest_files() -> PathBuf {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
-    assert!(folder.join("complete").exists(), "{} is not complete: scripts/setup test fetches it", folder.display());
-    folder
-}
-
-/// An archive in the "newc" format of cpio, which the kernel unpacks as its first file system.
-struct Archive(Vec<u8>);
-
-impl Archive {
-    fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
-        let number = self.0.len() as u32 + 1;
-        let fields = [number, mode, 0, 0, 1, 0, content.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
-        self.0.extend_from_slice(b"070701");
-        for field in fields {
-            self.0.extend_from_slice(format!("{field:08x}").as_bytes());
-        }
-        self.0.extend_from_slice(name.as_bytes());
-        self.0.push(0);
-        self.pad();
-        self.0.extend_from_slice(content);
-        self.pad();
-    }
-
-    fn pad(&mut self) {
-        self.0.resize(self.0.len().next_multiple_of(4), 0);
-    }
-}
-
-fn initial_file_system(files: &Path) -> Vec<u8> {
-    const FOLDER: u32 = 0o040_755;
-    const PROGRAM: u32 = 0o100_755;
-    let mut archive = Archive(Vec::new());
-    for folder in ["bin", "dev", "proc", "disk", "modules"] {
-        archive.add(folder, FOLDER, b"");
-    }
-    archive.add("init", PROGRAM, INIT.as_bytes());
-    archive.add("bin/busybox", PROGRAM, &fs::read(files.join("busybox")).expect("busybox"));
-    for module in fs::read_dir(files.join("modules")).expect("modules") {
-        let module = module.expect("a module");
-        let name = format!("modules/{}", module.file_name().to_string_lossy());
-        archive.add(&name, PROGRAM, &fs::read(module.path()).expect("a module"));
-    }
-    archive.add("TRAILER!!!", 0, b"");
-    archive.0
-}
-
 /// An ext4 file system with the Debian tree and our program, in a qcow2 image.
 fn make_disk(files: &Path, folder: &Path, qemu: &Qemu) -> PathBuf {
     let (tree, raw, image) = (folder.join("tree"), folder.join("disk.raw"), folder.join("disk.qcow2"));
@@ -115,56 +64,6 @@ fn make_disk(files: &Path, folder: &Path, qemu: &Qemu) -> PathBuf {
     qemu.img(["convert", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)]).expect_ok();
     fs::remove_file(raw).expect("a file");
     image
-}
-
-/// A virtual machine without acceleration, with its console at our hands.
-struct Guest {
-    machine: Killed,
-    console: Receiver<String>,
-    keyboard: ChildStdin,
-    said: String,
-}
-
-impl Guest {
-    fn boot(files: &Path, initrd: &Path, uri: &str) -> Guest {
-        let mut machine = Command::new("qemu-system-x86_64")
-            .args(["-accel", "tcg", "-m", "256", "-nodefaults", "-no-user-config", "-nographic", "-serial", "stdio"])
-            .args(["-no-reboot", "-kernel", text(&files.join("vmlinuz")), "-initrd", text(initrd)])
-            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"])
-            .args(["-drive", &format!("file={uri},format=raw,if=virtio,discard=unmap")])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .expect("qemu-system-x86_64 runs: scripts/setup test installs it");
-        let (sender, console) = channel();
-        let output = machine.stdout.take().expect("a pipe");
-        std::thread::spawn(move || {
-            let mut lines = BufReader::new(output);
-            let mut line = Vec::new();
-            while lines.read_until(b'\n', &mut line).is_ok_and(|count| count > 0) {
-                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
-                    return;
-                }
-                line.clear();
-            }
-        });
-        let keyboard = machine.stdin.take().expect("a pipe");
-        Guest { machine: Killed(machine), console, keyboard, said: String::new() }
-    }
-
-    fn await_words(&mut self, words: &str) {
-        loop {
-            match self.console.recv_timeout(PATIENCE) {
-                Ok(line) => self.said += &line,
-                Err(RecvTimeoutError::Timeout) => panic!("the guest is silent; it said:\n{}", self.said),
-                Err(RecvTimeoutError::Disconnected) => panic!("the machine has ended; the guest said:\n{}", self.said),
-            }
-            if self.said.lines().any(|line| line.contains(words)) {
-                return;
-            }
-        }
-    }
 }
 
 /// Numbers as `seq` writes them.
@@ -193,7 +92,7 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     let (files, folder, qemu) = (guest_files(), temp_dir(), Qemu::system());
     let image = make_disk(&files, folder.path(), &qemu);
     let initrd = folder.path().join("initrd");
-    fs::write(&initrd, initial_file_system(&files)).expect("a file");
+    fs::write(&initrd, initial_file_system(&files, INIT, &[])).expect("a file");
     let arguments = [
         "serve",
         "-x",
@@ -211,7 +110,8 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     let mut monitor = Monitor::connect(&folder.path().join("m.sock"));
 
     let uri = format!("nbd+unix:///disk?socket={}", text(&folder.path().join("n.sock")));
-    let mut guest = Guest::boot(&files, &initrd, &uri);
+    let drive = format!("file={uri},format=raw,if=virtio,discard=unmap");
+    let mut guest = Guest::boot(&files, &initrd, &["-drive", &drive]);
     guest.await_words("GUEST: wrote the first file");
     let overlays = ["one.qcow2", "two.qcow2"];
     for overlay in overlays {
@@ -219,17 +119,13 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
         monitor.snapshot(&folder.path().join(overlay));
         // The guest goes on writing, now into the overlay.
         while monitor.bytes_written() < before + (1 << 20) {
-            assert!(guest.machine.0.try_wait().expect("a child").is_none(), "the machine has ended:\n{}", guest.said);
+            assert!(guest.is_running(), "the machine has ended:\n{}", guest.said);
             std::thread::sleep(Duration::from_millis(50));
         }
     }
     guest.keyboard.write_all(b"go\n").expect("the machine reads");
     guest.await_words("GUEST: finished");
-    let mut rest = String::new();
-    while let Ok(line) = guest.console.recv() {
-        rest += &line;
-    }
-    assert!(guest.machine.0.wait().expect("it ends").success(), "{rest}");
+    assert!(guest.wait().success(), "{}", guest.said);
     assert!(!guest.said.contains("I/O error") && !guest.said.contains("EXT4-fs error"), "{}", guest.said);
     monitor.command("quit", json!({}));
     let log = serving.log();
