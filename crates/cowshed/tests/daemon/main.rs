@@ -3,6 +3,7 @@
 
 mod exposure;
 mod guest;
+mod killed;
 mod load;
 mod lost_streams;
 mod options;

@@ -122,9 +122,14 @@ impl Monitor {
         serde_json::from_str(&line).expect("JSON")
     }
 
-    fn reply(&mut self, name: &str, arguments: &Value) -> Value {
+    /// Sends a command; its reply is not awaited.
+    pub fn send(&mut self, name: &str, arguments: &Value) {
         let text = json!({"execute": name, "arguments": arguments}).to_string();
         self.0.get_mut().write_all(text.as_bytes()).expect("the monitor reads");
+    }
+
+    fn reply(&mut self, name: &str, arguments: &Value) -> Value {
+        self.send(name, arguments);
         loop {
             let message = self.message();
             if message.get("event").is_none() {
