@@ -510,3 +510,32 @@ fn an_observer_sees_each_operation_with_its_time() {
         assert!(stats.last_end_ns > 0 && stats.of(FileOp::Sync).total_ns > 0, "{stats:?}");
     });
 }
+
+/// Programs that ignore locks can do that: the daemon goes on with the file that it opened.
+#[test]
+fn a_file_that_others_cut_or_replace_goes_on() {
+    each_mode(async |file, path| {
+        let bytes = pattern(3, 64 << 10);
+        write(&file, &bytes, 0).await;
+        let other = std::fs::OpenOptions::new().write(true).open(&path).expect("the file");
+        other.set_len(16 << 10).expect("a cut");
+        let mut expected = bytes;
+        expected[16 << 10..].fill(0);
+        assert!(read(&file, expected.len(), 0).await == expected, "what was cut off is zeroes");
+        write(&file, &[5; 4096], 32 << 10).await;
+        expected[32 << 10..][..4096].fill(5);
+        // Another file takes the name.
+        let newer = path.with_extension("new");
+        std::fs::write(&newer, [7; 4096]).expect("another file");
+        let kept = path.with_extension("kept");
+        std::fs::hard_link(&path, &kept).expect("a second name");
+        std::fs::rename(&newer, &path).expect("its name is taken");
+        write(&file, &[6; 4096], 0).await;
+        expected[..4096].fill(6);
+        file.sync().await.expect("a flush");
+        assert!(read(&file, expected.len(), 0).await == expected);
+        expected.truncate(36 << 10);
+        assert!(std::fs::read(kept).expect("the old file") == expected);
+        assert_eq!(std::fs::read(&path).expect("the new file"), [7; 4096]);
+    });
+}

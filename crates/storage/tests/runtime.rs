@@ -284,8 +284,13 @@ fn executors_do_not_nest() {
 
 /// A system call filter like a container's, for this thread only.
 fn forbid_io_uring(errno: i32) {
+    forbid(&[libc::SYS_io_uring_setup], errno);
+}
+
+/// These calls fail on this thread from now on.
+fn forbid(calls: &[i64], errno: i32) {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
-    let rules = [(libc::SYS_io_uring_setup, Vec::new())].into_iter().collect();
+    let rules = calls.iter().map(|&call| (call, Vec::new())).collect();
     let arch = std::env::consts::ARCH.try_into().expect("architecture");
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Errno(errno as u32), arch);
     let program: BpfProgram = filter.expect("filter").try_into().expect("program");
@@ -316,6 +321,44 @@ fn threads_do_the_work_where_io_uring_is_forbidden() {
         .join()
         .expect("thread");
     }
+}
+
+/// A limit of processes is reached: the caller does the work itself, in a process where no thread of the pools runs yet.
+#[test]
+fn work_is_done_where_no_thread_can_be_made() {
+    const ROLE: &str = "COWSHED_TEST_NO_THREADS";
+    if std::env::var_os(ROLE).is_none() {
+        let output = std::process::Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", "work_is_done_where_no_thread_can_be_made"])
+            .env(ROLE, "1")
+            .output()
+            .expect("it runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    forbid(&[libc::SYS_clone, libc::SYS_clone3, libc::SYS_io_uring_setup], libc::EAGAIN);
+    assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "no thread can be made");
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    block_on(async {
+        let options = OpenOptions { create: true, ..OpenOptions::default() };
+        let file = File::open(&dir.path().join("file"), &options).expect("open");
+        let writes: Vec<_> = (0..100u64)
+            .map(|block| {
+                let file = file.clone();
+                spawn(async move { file.write_at(IoBuf::copy_from(&[block as u8; 512]), block * 512).await.0 })
+            })
+            .collect();
+        for write in writes {
+            write.await.expect("write");
+        }
+        file.sync().await.expect("sync");
+        let (result, buf) = file.read_at(IoBuf::zeroed(512), 99 * 512).await;
+        result.expect("read");
+        assert_eq!(buf[..], [99; 512]);
+        let here = std::thread::current().id();
+        assert_eq!(offload(|| std::thread::current().id()).await, here);
+        assert_eq!(beside(|| async { std::thread::current().id() }).await, here);
+    });
 }
 
 #[test]

@@ -260,6 +260,33 @@ fn what_is_salvaged_is_not_taken_over() {
     }
 }
 
+/// `fallocate` takes space part by part, and the file may be longer by a part when it fails.
+#[test]
+fn an_allocation_that_fails_half_way_is_taken_back() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let mut files = prepare(&qemu, folder.path(), "cluster_size=4k");
+    files.insert("raw".to_owned(), PageMap::from_bytes(&vec![9; SIZE as usize]));
+    let before = World::with_files(Config::new(0), &files).run(contents()).expect("readable images");
+    for seed in 0..20 {
+        let world = World::with_files(Config::new(seed), &files);
+        world.add_fault(Fault::new(Effect::Torn(Errno::ENOSPC)).kind(OpKind::Allocate).times(2));
+        let raw = ResizeOptions {
+            image: ImageSpec::file("raw").format("raw"),
+            size: NewSize::Grow(SIZE),
+            shrink: false,
+            preallocation: Preallocation::Falloc,
+        };
+        let error = world.run(resize::run(&raw, &JobHandle::new())).expect_err("no room");
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "seed {seed}: {error}");
+        assert_eq!(world.contents("raw").expect("a file").len(), SIZE, "seed {seed}: the disk has another length");
+        let error = world.run(act("resize falloc")).expect_err("no room");
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "seed {seed}: {error}");
+        assert_eq!(world.fault_hits(), 2, "seed {seed}");
+        judge(&world, "resize falloc", &before);
+        world.run(act("resize falloc")).unwrap_or_else(|error| panic!("seed {seed}, with room again: {error}"));
+    }
+}
+
 #[test]
 fn no_verb_loses_anything_on_a_full_disk() {
     let (qemu, folder) = (Qemu::system(), temp_dir());

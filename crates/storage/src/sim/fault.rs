@@ -29,7 +29,7 @@ pub enum Effect {
     Fail(Errno),
     /// A sync that says it is done and makes nothing durable: a disk that lies. Other operations are not changed.
     Lie,
-    /// A write, of which some random sectors are written before it fails.
+    /// A write, of which some random sectors are written before it fails; an allocation that fails after a random part.
     Torn(Errno),
     /// A read or write that moves only this many bytes (at least one sector in direct mode) and says so.
     Short(u64),

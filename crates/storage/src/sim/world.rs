@@ -478,6 +478,10 @@ impl State {
         let sector = self.config.sector_bytes;
         let (applied, result) = match effect {
             Some(Effect::Fail(errno)) => (Applied::Nothing, Err(errno)),
+            Some(Effect::Torn(errno)) if matches!(change, Change::Allocate { .. }) => {
+                let sectors = (end - start) / sector;
+                (prefix(self.chance.below(sectors + 1) * sector), Err(errno))
+            }
             Some(Effect::Torn(errno)) => {
                 let sectors = 0..end.div_ceil(sector) - start / sector;
                 (Applied::Sectors(sectors.filter(|_| self.chance.chance(1, 2)).collect()), Err(errno))
@@ -488,7 +492,9 @@ impl State {
             }
             _ => match self.room_for(file, change) {
                 None => (Applied::All, Ok(end - start)),
-                Some(0) => (Applied::Nothing, Err(Errno::ENOSPC)),
+                Some(count) if count == 0 || matches!(change, Change::Allocate { .. }) => {
+                    (prefix(count), Err(Errno::ENOSPC))
+                }
                 Some(count) => (Applied::Prefix(count), Ok(count)),
             },
         };
@@ -527,7 +533,7 @@ impl State {
         if contents.missing_pages(start, end - start) <= free_pages {
             return None;
         }
-        if !matches!(change, Change::Write { .. }) {
+        if !matches!(change, Change::Write { .. } | Change::Allocate { .. }) {
             return Some(0);
         }
         let mut fits = start;
@@ -554,6 +560,7 @@ pub(super) fn apply(contents: &mut PageMap, change: &Change, applied: &Applied, 
             }
             contents.zero(*offset, *len, *keep_space);
         }
+        (Change::Allocate { offset, .. }, Applied::Prefix(count)) => contents.allocate(*offset, *count, true),
         (Change::Allocate { offset, len }, Applied::All) => contents.allocate(*offset, *len, true),
         (Change::SetLen(len), Applied::All) => contents.set_len(*len),
         (_, Applied::Sectors(sectors)) => {
@@ -570,6 +577,11 @@ pub(super) fn apply(contents: &mut PageMap, change: &Change, applied: &Applied, 
                 }
             }
         }
-        (_, Applied::Prefix(_)) => unreachable!("only writes end short"),
+        (_, Applied::Prefix(_)) => unreachable!("only writes and allocations end short"),
     }
+}
+
+/// The first `count` bytes of a change.
+fn prefix(count: u64) -> Applied {
+    if count == 0 { Applied::Nothing } else { Applied::Prefix(count) }
 }
