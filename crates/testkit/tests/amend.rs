@@ -208,8 +208,8 @@ fn ours(path: &Path, options: &str) -> Result<(), String> {
 
 #[test]
 fn qemu_and_we_amend_alike() {
-    let qemu = Qemu::system();
     for_each_seed(12, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         eprintln!("seed {seed}");
         let mut subject = Subject {

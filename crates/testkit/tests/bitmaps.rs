@@ -301,8 +301,8 @@ impl Drop for Served {
 
 #[test]
 fn qemu_and_we_take_turns_with_bitmaps() {
-    let qemu = Qemu::system();
     for_each_seed(24, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         let path = folder.path().join("image.qcow2");
         let (options, has_data_file) = matrix(seed, &folder.path().join("data"));

@@ -90,8 +90,8 @@ fn spec(image: &(PathBuf, &str)) -> ImageSpec {
 
 #[test]
 fn a_rebased_image_reads_as_before() {
-    let qemu = Qemu::system();
     for_each_seed(24, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed ^ 0x7265_6261) };
         let mut old = bench.chain("old");
@@ -130,8 +130,8 @@ fn a_rebased_image_reads_as_before() {
 
 #[test]
 fn a_committed_image_is_in_its_base() {
-    let qemu = Qemu::system();
     for_each_seed(24, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed ^ 0x636f_6d6d) };
         let layers = bench.chain("layer");
@@ -272,8 +272,9 @@ fn read(node: &Node, offset: usize, len: usize) -> IoBuf {
 /// Of random chains, by reads of any size in any order, with nothing known and with much known.
 #[test]
 fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
-    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let folder = temp_dir();
     for_each_seed(4, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let mut bench = Bench { qemu: &qemu, folder: folder.path(), random: Random::new(seed) };
         for number in 0..4 {
             let layers = bench.chain(&format!("seen{seed}-{number}-"));

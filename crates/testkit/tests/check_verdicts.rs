@@ -7,6 +7,7 @@ use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
 use cowshed_testkit::damage::Victim;
+use cowshed_testkit::qemu::Qemu;
 use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::specimens::{SPECIMENS, Workbench};
 use std::path::Path;
@@ -19,7 +20,7 @@ fn run(image: &Path, repair: Repair) -> cowshed_block::Result<CheckOutcome> {
 
 #[test]
 fn random_damage_gets_qemus_verdict() {
-    let bench = Workbench::new();
+    let (bench, tools) = (Workbench::new(), Qemu::all());
     let mut failures = Vec::new();
     for base in SPECIMENS {
         let image = bench.base(base.name);
@@ -30,8 +31,11 @@ fn random_damage_gets_qemus_verdict() {
             let victim = Victim::open(&copy);
             let done: Vec<String> = (0..1 + seed % 2).map(|_| victim.harm(&sites, &mut random)).collect();
             drop(victim);
-            if let Err(why) = compare(&bench, &copy) {
-                failures.push(format!("{} seed {seed}: {}\n{why}", base.name, done.join("; ")));
+            for qemu in &tools {
+                if let Err(why) = compare(qemu, &copy) {
+                    let version = qemu.version();
+                    failures.push(format!("{} seed {seed}, QEMU {version:?}: {}\n{why}", base.name, done.join("; ")));
+                }
             }
         }
     }
@@ -39,8 +43,8 @@ fn random_damage_gets_qemus_verdict() {
 }
 
 /// The same exit code, or a difference that docs/check.md lists.
-fn compare(bench: &Workbench, image: &Path) -> Result<(), String> {
-    let theirs = bench.qemu.check(image, "qcow2");
+fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
+    let theirs = qemu.check(image, "qcow2");
     let told = format!("qemu {} {}{}", theirs.code, theirs.json, head(&theirs.stderr));
     let ours = match run(image, Repair::None) {
         Ok(ours) => ours,

@@ -17,8 +17,9 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new() -> Self {
-        Fixture { qemu: Qemu::system(), folder: temp_dir() }
+    /// One for the system's tools and one for the newest, each with a folder of its own.
+    fn all() -> [Self; 2] {
+        Qemu::all().map(|qemu| Fixture { qemu, folder: temp_dir() })
     }
 
     fn image(&self, options: &str, size: u64) -> PathBuf {
@@ -42,139 +43,147 @@ fn open_writable(path: &Path) -> cowshed_block::Result<Arc<Node>> {
 
 #[test]
 fn what_a_shrink_cut_off_does_not_come_back() {
-    let fixture = Fixture::new();
-    for options in ["", "cluster_size=512", "extended_l2=on", "compat=0.10", "data_file=NAME"] {
-        let data_file = fixture.folder.path().join("image.data");
-        let path = fixture.image(&options.replace("NAME", &data_file.to_string_lossy()), MIB);
-        ours(&path, &[write(0, MIB, 1), Op::Resize { size: 300_032 }, Op::Resize { size: MIB }]);
-        let content = fixture.qemu.content(&path, "qcow2");
-        assert!(content[300_032..].iter().all(|byte| *byte == 0), "{options}: old bytes are back");
-        assert!(content[..300_032].iter().any(|byte| *byte != 0), "{options}: the rest is gone");
-        fixture.qemu.expect_clean(&path);
+    for fixture in Fixture::all() {
+        for options in ["", "cluster_size=512", "extended_l2=on", "compat=0.10", "data_file=NAME"] {
+            let data_file = fixture.folder.path().join("image.data");
+            let path = fixture.image(&options.replace("NAME", &data_file.to_string_lossy()), MIB);
+            ours(&path, &[write(0, MIB, 1), Op::Resize { size: 300_032 }, Op::Resize { size: MIB }]);
+            let content = fixture.qemu.content(&path, "qcow2");
+            assert!(content[300_032..].iter().all(|byte| *byte == 0), "{options}: old bytes are back");
+            assert!(content[..300_032].iter().any(|byte| *byte != 0), "{options}: the rest is gone");
+            fixture.qemu.expect_clean(&path);
+        }
     }
 }
 
 #[test]
 fn growth_over_a_longer_backing_file_reads_zero() {
-    let fixture = Fixture::new();
-    let base = fixture.folder.path().join("base.qcow2");
-    fixture.qemu.create(&base, "qcow2", "", 2 * MIB);
-    QemuIo(&fixture.qemu).session(&base, &[write(0, 2 * MIB, 7)]);
-    for extended in ["off", "on"] {
-        let options = format!("extended_l2={extended},backing_file={},backing_fmt=qcow2", base.display());
-        let path = fixture.image(&options, MIB - 1536);
-        ours(&path, &[write(MIB - 4096, 512, 2), Op::Resize { size: 2 * MIB }]);
-        let content = fixture.qemu.content(&path, "qcow2");
-        assert!(content[MIB as usize - 1536..].iter().all(|byte| *byte == 0), "the backing file shows through");
-        assert!(content[..4096].iter().any(|byte| *byte != 0), "the backing file doesn't show at all");
-        fixture.qemu.expect_clean(&path);
+    for fixture in Fixture::all() {
+        let base = fixture.folder.path().join("base.qcow2");
+        fixture.qemu.create(&base, "qcow2", "", 2 * MIB);
+        QemuIo(&fixture.qemu).session(&base, &[write(0, 2 * MIB, 7)]);
+        for extended in ["off", "on"] {
+            let options = format!("extended_l2={extended},backing_file={},backing_fmt=qcow2", base.display());
+            let path = fixture.image(&options, MIB - 1536);
+            ours(&path, &[write(MIB - 4096, 512, 2), Op::Resize { size: 2 * MIB }]);
+            let content = fixture.qemu.content(&path, "qcow2");
+            assert!(content[MIB as usize - 1536..].iter().all(|byte| *byte == 0), "the backing file shows through");
+            assert!(content[..4096].iter().any(|byte| *byte != 0), "the backing file doesn't show at all");
+            fixture.qemu.expect_clean(&path);
+        }
     }
 }
 
 #[test]
 fn tables_grow_under_scattered_writes() {
     const SIZE: u64 = 256 * MIB;
-    let fixture = Fixture::new();
-    let spread = |index: u64| index * 0x9e37_79b9 * 512 % (SIZE - 2048);
-    let ops: Vec<Op> = (0..1500).map(|index| write(spread(index), 700, index as u32 + 1)).collect();
-    let control = fixture.folder.path().join("control.qcow2");
-    fixture.qemu.create(&control, "qcow2", "", SIZE);
-    QemuIo(&fixture.qemu).session(&control, &ops);
-    for options in ["cluster_size=512,refcount_bits=64", "cluster_size=512,refcount_bits=1", "cluster_size=4k"] {
-        let path = fixture.image(options, SIZE);
-        ours(&path, &ops);
-        fixture.qemu.expect_clean(&path);
-        assert!(fixture.qemu.is_equal((&path, "qcow2"), (&control, "qcow2")), "{options}");
-        std::fs::remove_file(&path).expect("the image can be removed");
+    for fixture in Fixture::all() {
+        let spread = |index: u64| index * 0x9e37_79b9 * 512 % (SIZE - 2048);
+        let ops: Vec<Op> = (0..1500).map(|index| write(spread(index), 700, index as u32 + 1)).collect();
+        let control = fixture.folder.path().join("control.qcow2");
+        fixture.qemu.create(&control, "qcow2", "", SIZE);
+        QemuIo(&fixture.qemu).session(&control, &ops);
+        for options in ["cluster_size=512,refcount_bits=64", "cluster_size=512,refcount_bits=1", "cluster_size=4k"] {
+            let path = fixture.image(options, SIZE);
+            ours(&path, &ops);
+            fixture.qemu.expect_clean(&path);
+            assert!(fixture.qemu.is_equal((&path, "qcow2"), (&control, "qcow2")), "{options}");
+            std::fs::remove_file(&path).expect("the image can be removed");
+        }
     }
 }
 
 #[test]
 fn an_image_that_qemu_left_dirty_is_rebuilt() {
-    let fixture = Fixture::new();
-    let path = fixture.image("lazy_refcounts=on", 4 * MIB);
-    let commands = ["write -q -P 9 0 1M", "write -q -P 10 3M 64k", "flush", "abort"];
-    let mut arguments = vec!["-f", "qcow2"];
-    commands.iter().for_each(|command| arguments.extend(["-c", command]));
-    let name = path.to_string_lossy();
-    arguments.push(&name);
-    assert_ne!(fixture.qemu.io(arguments).code, 0, "abort must end qemu-io");
-    let before = std::fs::read(&path).expect("the image is readable");
-    assert_eq!(before[79] & 1, 1, "the dirty bit must be set for this test");
-    ours(&path, &[write(2 * MIB, 4096, 5)]);
-    fixture.qemu.expect_clean(&path);
-    let content = fixture.qemu.content(&path, "qcow2");
-    assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
-    assert!(content[3 * MIB as usize..][..65536].iter().all(|byte| *byte == 10), "flushed data is lost");
+    for fixture in Fixture::all() {
+        let path = fixture.image("lazy_refcounts=on", 4 * MIB);
+        let commands = ["write -q -P 9 0 1M", "write -q -P 10 3M 64k", "flush", "abort"];
+        let mut arguments = vec!["-f", "qcow2"];
+        commands.iter().for_each(|command| arguments.extend(["-c", command]));
+        let name = path.to_string_lossy();
+        arguments.push(&name);
+        assert_ne!(fixture.qemu.io(arguments).code, 0, "abort must end qemu-io");
+        let before = std::fs::read(&path).expect("the image is readable");
+        assert_eq!(before[79] & 1, 1, "the dirty bit must be set for this test");
+        ours(&path, &[write(2 * MIB, 4096, 5)]);
+        fixture.qemu.expect_clean(&path);
+        let content = fixture.qemu.content(&path, "qcow2");
+        assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
+        assert!(content[3 * MIB as usize..][..65536].iter().all(|byte| *byte == 10), "flushed data is lost");
+    }
 }
 
 #[test]
 fn an_image_that_we_left_dirty_is_repaired_by_qemu() {
-    let fixture = Fixture::new();
-    let path = fixture.image("lazy_refcounts=on", 4 * MIB);
-    let node = open_writable(&path).expect("a fresh image opens");
-    rt::block_on(async {
-        let mut buffer = IoBuf::zeroed(MIB as usize);
-        buffer.fill(9);
-        node.write(0, buffer).await.0?;
-        node.flush().await
-    })
-    .expect("write and flush succeed");
-    // As after a crash: never closed. The copy is what the disk holds (and nobody locks it).
-    let copy = fixture.folder.path().join("copy.qcow2");
-    std::fs::copy(&path, &copy).expect("the image can be copied");
-    let header = std::fs::read(&copy).expect("the copy is readable");
-    assert_eq!(header[79] & 1, 1, "with lazy refcounts a written image is dirty until it is closed");
-    assert_eq!(fixture.qemu.check_with(&copy, "qcow2", &["-r", "all"]).code, 0, "repair by QEMU");
-    fixture.qemu.expect_clean(&copy);
-    let content = fixture.qemu.content(&copy, "qcow2");
-    assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
-    rt::block_on(node.close()).expect("it closes");
-    fixture.qemu.expect_clean(&path);
-    assert_eq!(std::fs::read(&path).expect("the image is readable")[79] & 1, 0, "closing clears the dirty bit");
+    for fixture in Fixture::all() {
+        let path = fixture.image("lazy_refcounts=on", 4 * MIB);
+        let node = open_writable(&path).expect("a fresh image opens");
+        rt::block_on(async {
+            let mut buffer = IoBuf::zeroed(MIB as usize);
+            buffer.fill(9);
+            node.write(0, buffer).await.0?;
+            node.flush().await
+        })
+        .expect("write and flush succeed");
+        // As after a crash: never closed. The copy is what the disk holds (and nobody locks it).
+        let copy = fixture.folder.path().join("copy.qcow2");
+        std::fs::copy(&path, &copy).expect("the image can be copied");
+        let header = std::fs::read(&copy).expect("the copy is readable");
+        assert_eq!(header[79] & 1, 1, "with lazy refcounts a written image is dirty until it is closed");
+        assert_eq!(fixture.qemu.check_with(&copy, "qcow2", &["-r", "all"]).code, 0, "repair by QEMU");
+        fixture.qemu.expect_clean(&copy);
+        let content = fixture.qemu.content(&copy, "qcow2");
+        assert!(content[..MIB as usize].iter().all(|byte| *byte == 9), "flushed data is lost");
+        rt::block_on(node.close()).expect("it closes");
+        fixture.qemu.expect_clean(&path);
+        assert_eq!(std::fs::read(&path).expect("the image is readable")[79] & 1, 0, "closing clears the dirty bit");
+    }
 }
 
 #[test]
 fn images_with_internal_snapshots_are_written_and_the_snapshots_stay() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
-    let name = path.to_string_lossy();
-    let before = fixture.qemu.content(&path, "qcow2");
-    fixture.qemu.img(["snapshot", "-c", "first", &name]).expect_ok();
-    QemuIo(&fixture.qemu).session(&path, &[write(100_000, 200_000, 2)]);
-    Library { concurrent: true }.session(&path, &[write(50_000, 300_000, 3)]);
-    fixture.qemu.expect_clean(&path);
-    assert!(fixture.qemu.content(&path, "qcow2") != before, "nothing was written");
-    fixture.qemu.img(["snapshot", "-a", "first", &name]).expect_ok();
-    assert!(fixture.qemu.content(&path, "qcow2") == before, "the snapshot has changed");
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
+        let name = path.to_string_lossy();
+        let before = fixture.qemu.content(&path, "qcow2");
+        fixture.qemu.img(["snapshot", "-c", "first", &name]).expect_ok();
+        QemuIo(&fixture.qemu).session(&path, &[write(100_000, 200_000, 2)]);
+        Library { concurrent: true }.session(&path, &[write(50_000, 300_000, 3)]);
+        fixture.qemu.expect_clean(&path);
+        assert!(fixture.qemu.content(&path, "qcow2") != before, "nothing was written");
+        fixture.qemu.img(["snapshot", "-a", "first", &name]).expect_ok();
+        assert!(fixture.qemu.content(&path, "qcow2") == before, "the snapshot has changed");
+    }
 }
 
 #[test]
 fn images_with_bitmaps_are_written_and_the_bitmaps_stay() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    let name = path.to_string_lossy();
-    fixture.qemu.img(["bitmap", "--add", &name, "dirty"]).expect_ok();
-    QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
-    Library { concurrent: true }.session(&path, &[write(300_000, 200_000, 2)]);
-    fixture.qemu.expect_clean(&path);
-    let reader = Reader::open(&path, "qcow2");
-    assert!(reader.read_all() == fixture.qemu.content(&path, "qcow2"), "content");
-    reader.close();
-    let info = fixture.qemu.img(["info", "--output=json", &name]).expect_ok();
-    assert!(info.stdout.contains("\"dirty\"") && !info.stdout.contains("in-use"), "{}", info.stdout);
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        let name = path.to_string_lossy();
+        fixture.qemu.img(["bitmap", "--add", &name, "dirty"]).expect_ok();
+        QemuIo(&fixture.qemu).session(&path, &[write(0, 200_000, 1)]);
+        Library { concurrent: true }.session(&path, &[write(300_000, 200_000, 2)]);
+        fixture.qemu.expect_clean(&path);
+        let reader = Reader::open(&path, "qcow2");
+        assert!(reader.read_all() == fixture.qemu.content(&path, "qcow2"), "content");
+        reader.close();
+        let info = fixture.qemu.img(["info", "--output=json", &name]).expect_ok();
+        assert!(info.stdout.contains("\"dirty\"") && !info.stdout.contains("in-use"), "{}", info.stdout);
+    }
 }
 
 #[test]
 fn encrypted_images_are_refused_by_name() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    // crypt_method, the big-endian field at byte 32: 1 is AES.
-    poke(&path, 35, 1);
-    let error = rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2"))).map(|_| ());
-    let error = error.and_then(|()| open_writable(&path).map(|_| ())).expect_err("opened without its key");
-    assert!(error.to_string().contains("encr") && error.to_string().contains("image.qcow2"), "{error}");
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        // crypt_method, the big-endian field at byte 32: 1 is AES.
+        poke(&path, 35, 1);
+        let error = rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2"))).map(|_| ());
+        let error = error.and_then(|()| open_writable(&path).map(|_| ())).expect_err("opened without its key");
+        assert!(error.to_string().contains("encr") && error.to_string().contains("image.qcow2"), "{error}");
+    }
 }
 
 fn poke(path: &Path, offset: usize, bits: u8) {
@@ -185,101 +194,110 @@ fn poke(path: &Path, offset: usize, bits: u8) {
 
 #[test]
 fn an_unknown_incompatible_feature_is_refused_by_number_or_name() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    // Bit 40 of the big-endian field at byte 72.
-    poke(&path, 74, 1);
-    let error = rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2"))).map(|_| ());
-    let error = error.expect_err("opened with an unknown feature").to_string();
-    assert!(error.contains("40") || error.contains("0x10000000000"), "{error}");
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        // Bit 40 of the big-endian field at byte 72.
+        poke(&path, 74, 1);
+        let error = rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2"))).map(|_| ());
+        let error = error.expect_err("opened with an unknown feature").to_string();
+        assert!(error.contains("40") || error.contains("0x10000000000"), "{error}");
+    }
 }
 
 #[test]
 fn unknown_autoclear_bits_are_cleared_by_the_first_writable_open_only() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    poke(&path, 90, 1);
-    Reader::open(&path, "qcow2").close();
-    assert_eq!(std::fs::read(&path).expect("readable")[90], 1, "reading must not change the image");
-    ours(&path, &[write(0, 512, 1)]);
-    assert_eq!(std::fs::read(&path).expect("readable")[88..96], [0; 8], "autoclear bits stay after writing");
-    fixture.qemu.expect_clean(&path);
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        poke(&path, 90, 1);
+        Reader::open(&path, "qcow2").close();
+        assert_eq!(std::fs::read(&path).expect("readable")[90], 1, "reading must not change the image");
+        ours(&path, &[write(0, 512, 1)]);
+        assert_eq!(std::fs::read(&path).expect("readable")[88..96], [0; 8], "autoclear bits stay after writing");
+        fixture.qemu.expect_clean(&path);
+    }
 }
 
 #[test]
 fn an_unknown_header_extension_is_kept() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", MIB);
-    let mut bytes = std::fs::read(&path).expect("readable");
-    // Behind the header: the extensions, ended by eight zero bytes.
-    let mut at = u32::from_be_bytes(bytes[100..104].try_into().expect("four bytes")) as usize;
-    while bytes[at..at + 4] != [0; 4] {
-        let len = u32::from_be_bytes(bytes[at + 4..at + 8].try_into().expect("four bytes")) as usize;
-        at += 8 + len.next_multiple_of(8);
+    for fixture in Fixture::all() {
+        let path = fixture.image("", MIB);
+        let mut bytes = std::fs::read(&path).expect("readable");
+        // Behind the header: the extensions, ended by eight zero bytes.
+        let mut at = u32::from_be_bytes(bytes[100..104].try_into().expect("four bytes")) as usize;
+        while bytes[at..at + 4] != [0; 4] {
+            let len = u32::from_be_bytes(bytes[at + 4..at + 8].try_into().expect("four bytes")) as usize;
+            at += 8 + len.next_multiple_of(8);
+        }
+        let extension = *b"\x12\x34\x56\x78\0\0\0\x05hello\0\0\0";
+        bytes[at..at + 16].copy_from_slice(&extension);
+        std::fs::write(&path, &bytes).expect("writable");
+        ours(&path, &[write(0, 200_000, 1), Op::Resize { size: 2 * MIB }]);
+        assert_eq!(std::fs::read(&path).expect("readable")[at..at + 16], extension, "the extension was lost");
+        fixture.qemu.expect_clean(&path);
     }
-    let extension = *b"\x12\x34\x56\x78\0\0\0\x05hello\0\0\0";
-    bytes[at..at + 16].copy_from_slice(&extension);
-    std::fs::write(&path, &bytes).expect("writable");
-    ours(&path, &[write(0, 200_000, 1), Op::Resize { size: 2 * MIB }]);
-    assert_eq!(std::fs::read(&path).expect("readable")[at..at + 16], extension, "the extension was lost");
-    fixture.qemu.expect_clean(&path);
 }
 
 #[test]
 fn a_discarded_tail_is_given_back_to_the_file_system() {
-    let fixture = Fixture::new();
-    let path = fixture.image("", 64 * MIB);
-    ours(&path, &[write(0, 64 * MIB, 3)]);
-    let full = std::fs::metadata(&path).expect("there").len();
-    ours(&path, &[Op::Discard { offset: MIB, len: 63 * MIB }]);
-    let rest = std::fs::metadata(&path).expect("there").len();
-    assert!(full > 64 * MIB && rest < 4 * MIB, "{full} bytes, then {rest}");
-    fixture.qemu.expect_clean(&path);
+    for fixture in Fixture::all() {
+        let path = fixture.image("", 64 * MIB);
+        ours(&path, &[write(0, 64 * MIB, 3)]);
+        let full = std::fs::metadata(&path).expect("there").len();
+        ours(&path, &[Op::Discard { offset: MIB, len: 63 * MIB }]);
+        let rest = std::fs::metadata(&path).expect("there").len();
+        assert!(full > 64 * MIB && rest < 4 * MIB, "{full} bytes, then {rest}");
+        fixture.qemu.expect_clean(&path);
+    }
 }
 
 #[test]
 fn a_resize_keeps_what_preallocation_promises() {
-    let fixture = Fixture::new();
-    for mode in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
-        let path = fixture.image("", MIB);
-        let node = open_writable(&path).expect("a fresh image opens");
-        rt::block_on(async {
-            node.resize(9 * MIB, mode).await?;
-            node.close().await
-        })
-        .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
-        fixture.qemu.expect_clean(&path);
-        let map = fixture.qemu.map(&path, "qcow2");
-        let allocated: u64 = map.iter().filter(|run| run.offset.is_some()).map(|run| run.length).sum();
-        assert!(allocated >= 8 * MIB, "{mode:?}: only {allocated} bytes are mapped\n{map:?}");
-        assert_eq!(fixture.qemu.content(&path, "qcow2"), vec![0; 9 << 20], "{mode:?}");
+    for fixture in Fixture::all() {
+        for mode in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+            let path = fixture.image("", MIB);
+            let node = open_writable(&path).expect("a fresh image opens");
+            rt::block_on(async {
+                node.resize(9 * MIB, mode).await?;
+                node.close().await
+            })
+            .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
+            fixture.qemu.expect_clean(&path);
+            let map = fixture.qemu.map(&path, "qcow2");
+            let allocated: u64 = map.iter().filter(|run| run.offset.is_some()).map(|run| run.length).sum();
+            assert!(allocated >= 8 * MIB, "{mode:?}: only {allocated} bytes are mapped\n{map:?}");
+            assert_eq!(fixture.qemu.content(&path, "qcow2"), vec![0; 9 << 20], "{mode:?}");
+        }
     }
 }
 
 /// Also where the overlay has nothing: version 3 can say that the backing file isn't to be seen.
 #[test]
 fn a_discard_hides_the_backing_file_as_in_qemu() {
-    let (qemu, folder) = (Qemu::system(), temp_dir());
-    let path = |name: &str| folder.path().join(name);
-    for (options, is_hidden) in [("cluster_size=64k", true), ("compat=0.10", false), ("extended_l2=on", true)] {
-        qemu.create(&path("base"), "qcow2", "", 1 << 20);
-        qemu.io_commands(&path("base"), "qcow2", &["write -P 66 0 1M".to_owned()]).expect_ok();
-        for name in ["theirs", "ours"] {
-            let text = path(name).to_str().expect("text path").to_owned();
-            qemu.img(["create", "-q", "-f", "qcow2", "-o", options, "-b", "base", "-F", "qcow2", &text]).expect_ok();
-            qemu.io_commands(&path(name), "qcow2", &["write -P 3 96k 32k".to_owned()]).expect_ok();
+    for qemu in Qemu::all() {
+        let folder = temp_dir();
+        let path = |name: &str| folder.path().join(name);
+        for (options, is_hidden) in [("cluster_size=64k", true), ("compat=0.10", false), ("extended_l2=on", true)] {
+            qemu.create(&path("base"), "qcow2", "", 1 << 20);
+            qemu.io_commands(&path("base"), "qcow2", &["write -P 66 0 1M".to_owned()]).expect_ok();
+            for name in ["theirs", "ours"] {
+                let text = path(name).to_str().expect("text path").to_owned();
+                qemu.img(["create", "-q", "-f", "qcow2", "-o", options, "-b", "base", "-F", "qcow2", &text])
+                    .expect_ok();
+                qemu.io_commands(&path(name), "qcow2", &["write -P 3 96k 32k".to_owned()]).expect_ok();
+            }
+            qemu.io_commands(&path("theirs"), "qcow2", &["discard 0 512k".to_owned()]).expect_ok();
+            let discarded = rt::block_on(async {
+                let node =
+                    open(OpenRequest::file(path("ours").to_string_lossy()).format("qcow2").writable(true)).await?;
+                node.discard(0, 512 << 10).await?;
+                node.close().await
+            });
+            discarded.unwrap_or_else(|error| panic!("{options}: {error}"));
+            let content = qemu.content(&path("ours"), "qcow2");
+            assert!(content == qemu.content(&path("theirs"), "qcow2"), "{options}");
+            assert_eq!(content[0] == 0, is_hidden, "{options}");
+            assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{options}");
         }
-        qemu.io_commands(&path("theirs"), "qcow2", &["discard 0 512k".to_owned()]).expect_ok();
-        let discarded = rt::block_on(async {
-            let node = open(OpenRequest::file(path("ours").to_string_lossy()).format("qcow2").writable(true)).await?;
-            node.discard(0, 512 << 10).await?;
-            node.close().await
-        });
-        discarded.unwrap_or_else(|error| panic!("{options}: {error}"));
-        let content = qemu.content(&path("ours"), "qcow2");
-        assert!(content == qemu.content(&path("theirs"), "qcow2"), "{options}");
-        assert_eq!(content[0] == 0, is_hidden, "{options}");
-        assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{options}");
     }
 }
 
@@ -324,39 +342,42 @@ async fn zero_by_library(path: &Path, steps: &[(&str, u64, u64)]) -> cowshed_blo
 /// Zeroes that were written stay zeroes whatever backing file an image gets later, or however long it becomes.
 #[test]
 fn zeroes_of_the_guest_survive_a_change_of_the_backing_file_as_in_qemu() {
-    let (qemu, folder) = (Qemu::system(), temp_dir());
-    let path = |name: &str| folder.path().join(name);
-    let text = |name: &str| path(name).to_str().expect("text path").to_owned();
-    for (name, size, filled) in [("short", "1M", "256k"), ("empty", "4M", "0"), ("full", "4M", "4M")] {
-        qemu.img(["create", "-q", "-f", "qcow2", &text(name), size]).expect_ok();
-        if filled != "0" {
-            qemu.io_commands(&path(name), "qcow2", &[format!("write -P 66 0 {filled}")]).expect_ok();
+    for qemu in Qemu::all() {
+        let folder = temp_dir();
+        let path = |name: &str| folder.path().join(name);
+        let text = |name: &str| path(name).to_str().expect("text path").to_owned();
+        for (name, size, filled) in [("short", "1M", "256k"), ("empty", "4M", "0"), ("full", "4M", "4M")] {
+            qemu.img(["create", "-q", "-f", "qcow2", &text(name), size]).expect_ok();
+            if filled != "0" {
+                qemu.io_commands(&path(name), "qcow2", &[format!("write -P 66 0 {filled}")]).expect_ok();
+            }
         }
-    }
-    for options in ["cluster_size=64k", "compat=0.10", "extended_l2=on,cluster_size=64k"] {
-        for backing in [None, Some("short"), Some("empty")] {
-            for steps in ZEROED {
-                let case = format!("{options}, backing file {backing:?}, {steps:?}");
-                for name in ["theirs", "ours"] {
-                    let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", options];
-                    if let Some(backing) = backing {
-                        arguments.extend(["-b", backing, "-F", "qcow2"]);
+        for options in ["cluster_size=64k", "compat=0.10", "extended_l2=on,cluster_size=64k"] {
+            for backing in [None, Some("short"), Some("empty")] {
+                for steps in ZEROED {
+                    let case = format!("{options}, backing file {backing:?}, {steps:?}");
+                    for name in ["theirs", "ours"] {
+                        let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", options];
+                        if let Some(backing) = backing {
+                            arguments.extend(["-b", backing, "-F", "qcow2"]);
+                        }
+                        let target = text(name);
+                        arguments.extend([target.as_str(), "4M"]);
+                        qemu.img(arguments).expect_ok();
                     }
-                    let target = text(name);
-                    arguments.extend([target.as_str(), "4M"]);
-                    qemu.img(arguments).expect_ok();
+                    let commands: Vec<String> =
+                        steps.iter().map(|(kind, offset, len)| format!("{kind} {offset} {len}")).collect();
+                    qemu.io_commands(&path("theirs"), "qcow2", &commands).expect_ok();
+                    rt::block_on(zero_by_library(&path("ours"), steps))
+                        .unwrap_or_else(|error| panic!("{case}: {error}"));
+                    assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{case}");
+                    let content = |name: &str| qemu.content(&path(name), "qcow2");
+                    assert!(content("ours") == content("theirs"), "{case}");
+                    for name in ["theirs", "ours"] {
+                        qemu.img(["rebase", "-u", "-b", "full", "-F", "qcow2", &text(name)]).expect_ok();
+                    }
+                    assert!(content("ours") == content("theirs"), "{case}: on another backing file");
                 }
-                let commands: Vec<String> =
-                    steps.iter().map(|(kind, offset, len)| format!("{kind} {offset} {len}")).collect();
-                qemu.io_commands(&path("theirs"), "qcow2", &commands).expect_ok();
-                rt::block_on(zero_by_library(&path("ours"), steps)).unwrap_or_else(|error| panic!("{case}: {error}"));
-                assert_eq!(qemu.check(&path("ours"), "qcow2").code, 0, "{case}");
-                let content = |name: &str| qemu.content(&path(name), "qcow2");
-                assert!(content("ours") == content("theirs"), "{case}");
-                for name in ["theirs", "ours"] {
-                    qemu.img(["rebase", "-u", "-b", "full", "-F", "qcow2", &text(name)]).expect_ok();
-                }
-                assert!(content("ours") == content("theirs"), "{case}: on another backing file");
             }
         }
     }
@@ -365,31 +386,32 @@ fn zeroes_of_the_guest_survive_a_change_of_the_backing_file_as_in_qemu() {
 /// A guest that never flushes doesn't make the file longer and longer: what it freed is used again.
 #[test]
 fn space_that_was_freed_is_used_again_without_a_flush() {
-    let fixture = Fixture::new();
-    for punched in [true, false] {
-        let path = fixture.image("", 64 * MIB);
-        let written = rt::block_on(async {
-            let options = format!(
-                "driver=qcow2,discard=unmap,pass-discard-request={},file.driver=file,file.filename={}",
-                if punched { "on" } else { "off" },
-                path.display()
-            );
-            let node = open(OpenRequest::image_opts(&options)?.writable(true)).await?;
-            for _ in 0..30 {
-                node.discard(0, 8 * MIB).await?;
-                let mut at = 0;
-                while at < 8 * MIB {
-                    let mut bytes = IoBuf::zeroed(MIB as usize);
-                    bytes.fill(0x5a);
-                    node.write(at, bytes).await.0?;
-                    at += MIB;
+    for fixture in Fixture::all() {
+        for punched in [true, false] {
+            let path = fixture.image("", 64 * MIB);
+            let written = rt::block_on(async {
+                let options = format!(
+                    "driver=qcow2,discard=unmap,pass-discard-request={},file.driver=file,file.filename={}",
+                    if punched { "on" } else { "off" },
+                    path.display()
+                );
+                let node = open(OpenRequest::image_opts(&options)?.writable(true)).await?;
+                for _ in 0..30 {
+                    node.discard(0, 8 * MIB).await?;
+                    let mut at = 0;
+                    while at < 8 * MIB {
+                        let mut bytes = IoBuf::zeroed(MIB as usize);
+                        bytes.fill(0x5a);
+                        node.write(at, bytes).await.0?;
+                        at += MIB;
+                    }
                 }
-            }
-            node.close().await
-        });
-        written.unwrap_or_else(|error| panic!("punched: {punched}: {error}"));
-        let len = std::fs::metadata(&path).expect("there").len();
-        assert!(len < 32 * MIB, "punched: {punched}: {len} bytes for 8 MiB of data");
-        fixture.qemu.expect_clean(&path);
+                node.close().await
+            });
+            written.unwrap_or_else(|error| panic!("punched: {punched}: {error}"));
+            let len = std::fs::metadata(&path).expect("there").len();
+            assert!(len < 32 * MIB, "punched: {punched}: {len} bytes for 8 MiB of data");
+            fixture.qemu.expect_clean(&path);
+        }
     }
 }

@@ -501,8 +501,8 @@ fn close(node: &Node) {
 
 #[test]
 fn qemu_and_we_take_turns_on_images_with_many_features() {
-    let qemu = Qemu::system();
     for_each_seed(32, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         let mut subject = Subject::create(&qemu, folder.path(), seed);
         for step in 0..16 {

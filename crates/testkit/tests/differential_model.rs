@@ -7,8 +7,8 @@ use cowshed_testkit::random::seeds;
 
 #[test]
 fn the_model_agrees_with_qemu() {
-    let qemu = Qemu::system();
     for seed in seeds(25) {
+        let qemu = Qemu::for_seed(seed);
         let (folder, chain) = (temp_dir(), Chain::random(seed));
         let mut built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
         if let Err(difference) = built.content.settle(&qemu.content(&built.path, built.format)) {

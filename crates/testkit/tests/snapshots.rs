@@ -163,8 +163,8 @@ impl Subject<'_> {
 
 #[test]
 fn qemu_and_we_take_turns_with_snapshots() {
-    let qemu = Qemu::system();
     for_each_seed(24, |seed| {
+        let qemu = Qemu::for_seed(seed);
         let folder = temp_dir();
         let path = folder.path().join("image.qcow2");
         let (options, max_snapshots) = matrix(seed);
