@@ -4,7 +4,9 @@
 use super::{Asked, Inspection, strange_name};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::open::Policy;
-use cowshed_layout::vmdk::{Descriptor, HEADER_BYTES, SECTOR_BYTES, SparseHeader, limits, sectors_to_bytes};
+use cowshed_layout::vmdk::{
+    Descriptor, HEADER_BYTES, SECTOR_BYTES, SparseHeader, check_kind, embedded_descriptor, limits, sectors_to_bytes,
+};
 use cowshed_storage::{File, IoBuf};
 use std::path::{Component, Path};
 
@@ -17,6 +19,7 @@ pub(super) async fn inspect(inspection: &mut Inspection, file: &File) {
 
 async fn look(inspection: &mut Inspection, file: &File) -> Result<()> {
     let first = read(file, 0, HEADER_BYTES as u64).await?;
+    check_kind(&first)?;
     let is_sparse = first.starts_with(b"KDMV") || first.starts_with(b"COWD");
     let (descriptor, sectors) = if is_sparse {
         let header = SparseHeader::parse(&first)?;
@@ -25,7 +28,7 @@ async fn look(inspection: &mut Inspection, file: &File) -> Result<()> {
         let (start, sectors) = header.descriptor.unwrap_or((0, 0));
         let len = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
         let text = read(file, start.saturating_mul(SECTOR_BYTES), len).await?;
-        (Descriptor::parse(&text)?, header.capacity_sectors)
+        (embedded_descriptor(&text, start)?, header.capacity_sectors)
     } else {
         let descriptor = Descriptor::parse(&read(file, 0, file.len().min(limits::DESCRIPTOR_BYTES as u64)).await?)?;
         let sectors = descriptor.total_sectors()?;

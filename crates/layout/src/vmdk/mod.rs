@@ -2,6 +2,8 @@
 //! VMDK, as VMware's technical note "Virtual Disk Format 5.0" describes it: the text descriptor, the headers of sparse
 //! extents, and the markers of stream-optimised ones. Numbers are little-endian, offsets count sectors.
 
+use cowshed_block::{Error, Result};
+
 mod descriptor;
 mod sparse;
 
@@ -10,6 +12,27 @@ pub use sparse::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, FOOTER_FROM_END_BYTES, Grain, HEADER_BYTES, SparseHeader,
     SparseKind,
 };
+
+/// The first bytes of a space-efficient sparse extent: 0xcafebabe in 64 bits, little-endian.
+const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();
+
+/// Refuses a file of a kind that can't be read, by its first bytes.
+pub fn check_kind(first: &[u8]) -> Result<()> {
+    if first.starts_with(&SE_SPARSE_MAGIC) {
+        let message = "VMDK images of this type are not supported";
+        return Err(Error::unsupported(message).field("type").value("seSparse"));
+    }
+    Ok(())
+}
+
+/// The descriptor inside of a sparse extent; `start` is its first sector. One extent of several has none.
+pub fn embedded_descriptor(text: &[u8], start: u64) -> Result<Descriptor> {
+    if text.first().is_none_or(|byte| *byte == 0) {
+        let message = "this is one extent of a disk, open the disk by its descriptor (there is no createType here)";
+        return Err(Error::invalid_image("descriptorOffset", start, message));
+    }
+    Descriptor::parse(text)
+}
 
 /// Unit of every offset and length.
 pub const SECTOR_BYTES: u64 = 512;

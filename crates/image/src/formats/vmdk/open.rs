@@ -9,7 +9,7 @@ use crate::open::{Draft, NamedBacking, Opener};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
-    SparseKind, limits, sectors_to_bytes,
+    SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
 };
 use cowshed_storage::IoBuf;
 use serde_json::Value;
@@ -30,9 +30,6 @@ const SPLIT_TYPES: &[&str] = &[
     "custom",
 ];
 
-/// What a space-efficient sparse extent begins with: 0xcafebabe in 64 bits, little-endian.
-const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();
-
 /// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
@@ -50,10 +47,7 @@ async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver,
     let filename = file.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
-    if first.starts_with(&SE_SPARSE_MAGIC) {
-        let message = "VMDK images of this type are not supported";
-        return Err(named(Error::unsupported(message).field("type").value("seSparse")));
-    }
+    check_kind(&first).map_err(named)?;
     let vmdk = if first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
         open_monolithic(opener, &file, &first).await.map_err(named)?
     } else {
@@ -103,11 +97,7 @@ async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) ->
     let (start, sectors) = header.descriptor.unwrap_or((0, 0));
     let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
     let text = read(file, start * SECTOR_BYTES, wanted).await?;
-    if text.first().is_none_or(|byte| *byte == 0) {
-        let message = "this is one extent of a disk, open the disk by its descriptor (there is no createType here)";
-        return Err(Error::invalid_image("descriptorOffset", start, message));
-    }
-    let descriptor = Descriptor::parse(&text)?;
+    let descriptor = embedded_descriptor(&text, start)?;
     let sparse = open_sparse(opener, file, 0, header, "").await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
     Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])
