@@ -68,7 +68,12 @@ async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep,
         Some(spec) => {
             let of_source = |error| (BitmapStep::Source, error);
             let request = spec.request().map_err(of_source)?;
-            Some(spec.open(request.no_backing()).await.map_err(of_source)?)
+            let source = spec.open(request.no_backing()).await.map_err(of_source)?;
+            if let Err(error) = check_apart(node, &source) {
+                source.close().await.map_err(of_source)?;
+                return Err(of_source(error));
+            }
+            Some(source)
         }
         None => None,
     };
@@ -85,6 +90,18 @@ async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep,
         result = result.and(closed);
     }
     result
+}
+
+/// Refuses a source in the image's own file, which an earlier action may have changed by then. Locks show that, where files have
+/// them. A data file may be the same: bitmaps are not in it.
+fn check_apart(node: &Node, source: &Node) -> Result<()> {
+    let (Some(driver), Some(from)) = (node.qcow2(), source.qcow2()) else { return Ok(()) };
+    let identity = from.image_file().identity();
+    if identity.is_none() || identity != driver.image_file().identity() {
+        return Ok(());
+    }
+    let message = format!("the bitmaps to merge would be read from '{}': both are one file", node.filename());
+    Err(Error::invalid_argument(message).file(source.filename()))
 }
 
 async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action: &BitmapAction) -> Result<()> {

@@ -145,3 +145,54 @@ fn an_image_is_not_moved_onto_its_own_files() {
     }
     assert!(place.contents() == before);
 }
+
+/// A lock shows it where there are locks, in QEMU's words; else the file's identity.
+#[test]
+fn bitmaps_are_not_merged_from_the_image_that_changes() {
+    let place = Place::new();
+    let qemu = Qemu::system();
+    let top = place.path().join("top.qcow2").display().to_string();
+    for name in ["a", "b"] {
+        qemu.img(["bitmap", "--add", &top, name]).expect_ok();
+    }
+    for name in names("top.qcow2").iter().filter(|name| !name.starts_with("/dev")) {
+        for qemu in Qemu::all() {
+            let output = qemu.img(["bitmap", "--merge", "a", "-b", name, "-F", "qcow2", &top, "b"]);
+            assert_eq!(output.code, 1, "{name}: {output:?}");
+        }
+        let before = place.contents();
+        let output = place.run(&format!("bitmap --merge a -b {name} -F qcow2 top.qcow2 b"), "top.qcow2");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && said.contains("Failed to get"), "{name}: {said}");
+        let unlocked = "--image-opts driver=qcow2,file.filename=top.qcow2,file.locking=off";
+        place.expect_refusal(&format!("bitmap --merge a -b {name} -F qcow2 {unlocked} b"), "top.qcow2");
+        assert!(place.contents() == before, "{name}: a file has changed");
+    }
+    // A file of its chain is another image.
+    qemu.img(["bitmap", "--add", &place.path().join("base.qcow2").display().to_string(), "c"]).expect_ok();
+    let output = place.run("bitmap --merge c -b base.qcow2 -F qcow2 top.qcow2 b", "top.qcow2");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Verbs of ours that take a second name.
+#[test]
+fn a_rescue_and_an_undo_log_leave_the_image_alone() {
+    let place = Place::new();
+    let before = place.contents();
+    for name in names("base.qcow2").iter().filter(|name| !name.starts_with("/dev")) {
+        for (line, reason) in [
+            (format!("rescue base.qcow2 {name}"), "one of the files that are read"),
+            (format!("rescue -U top.qcow2 {name}"), "one of the files that are read"),
+            (format!("rescue -U -O raw top.qcow2 {name}"), "one of the files that are read"),
+            (format!("rescue -U --map {name} base.qcow2"), "File exists"),
+            (format!("check -r all --undo-log {name} base.qcow2"), "File exists"),
+            (format!("check --undo {name} base.qcow2"), "not an undo log"),
+        ] {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+            let output = command.args(line.split(' ')).current_dir(place.path()).output().expect("our own binary");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.code() == Some(1) && said.contains(reason), "{line}: {said}");
+            assert!(place.contents() == before, "{line}: a file has changed");
+        }
+    }
+}
