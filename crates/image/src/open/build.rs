@@ -55,6 +55,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         depth: 1,
         nesting: 1,
         beneath: None,
+        is_metadata: false,
     };
     let wants_snapshot = request.snapshot.is_some();
     let opener = Rc::new(Opener {
@@ -145,6 +146,9 @@ pub(crate) struct Place {
     pub nesting: u32,
     /// The file must be in this folder, also behind symbolic links.
     pub beneath: Option<PathBuf>,
+    /// A format above it keeps its metadata here. It is read and written in full, also for a caller of the root that reads no data
+    /// or checks the root.
+    pub is_metadata: bool,
 }
 
 /// One file that this open has opened, to notice loops.
@@ -183,6 +187,8 @@ pub(crate) struct Draft {
     pub place: Place,
     pub settings: NodeSettings,
     pub children: Children,
+    /// See [`Place::is_metadata`]. That of `place` is for the children.
+    pub is_metadata: bool,
 }
 
 impl Opener {
@@ -209,7 +215,9 @@ impl Opener {
         let settings = take_over(&options, &mut place)?;
         let name = reservation.name().to_owned();
         let children = Children::of(&name);
-        let mut draft = Draft { name, options, place, settings, children };
+        let is_metadata = place.is_metadata;
+        place.is_metadata |= !passes_on(&options);
+        let mut draft = Draft { name, options, place, settings, children, is_metadata };
         let schema = self.find_driver(&mut draft).await?;
         if schema.name == "blkdebug" {
             options::read_config(&mut draft.options)?;
@@ -550,11 +558,13 @@ impl Opener {
         let in_file = |error: Error| error.file(filename.clone());
         let file = child.storage();
         let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
-        let header = formats::read_header_as(&file, self.check).await.map_err(in_file)?;
+        let header = formats::read_header_as(&file, self.checks(draft)).await.map_err(in_file)?;
         self.policy.check_header(&header).map_err(in_file)?;
-        self.require_key(header.crypt_method != 0, encrypt_key(draft), "encrypt.key-secret").map_err(in_file)?;
+        let key = encrypt_key(draft);
+        self.require_key(draft, header.crypt_method != 0, key, "encrypt.key-secret").map_err(in_file)?;
         // Who asks for the snapshots themselves is told by what reads them.
-        let reads_disk = draft.settings.read_only && !self.check && !self.no_io && !self.no_content;
+        let is_asked = self.check || self.no_io || self.no_content;
+        let reads_disk = draft.settings.read_only && (draft.is_metadata || !is_asked);
         if let Err(error) = header.check_snapshot_table_within(file.len())
             && reads_disk
         {
@@ -570,6 +580,13 @@ impl Opener {
 
 /// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
 /// `snapshot-access`, which only reads.
+/// True when the driver keeps nothing of its own in its child. A driver that isn't named is a format that the child's first bytes
+/// decide.
+fn passes_on(options: &BlockdevOptions) -> bool {
+    let named = options.text("driver").and_then(DriverSchema::find);
+    named.is_some_and(|schema| schema.kind == DriverKind::Filter || schema.name == "raw")
+}
+
 fn is_plain_filter(schema: &DriverSchema) -> bool {
     schema.kind == DriverKind::Filter && !["blkdebug", "snapshot-access"].contains(&schema.name)
 }

@@ -57,7 +57,7 @@ impl Opener {
             backing,
             options,
             writable: !draft.settings.read_only,
-            check: self.check,
+            check: self.checks(draft),
             no_backing,
             no_data: draft.settings.no_data,
             snapshot: self.snapshot.clone().filter(|_| draft.place.role == Role::Root),
@@ -68,20 +68,26 @@ impl Opener {
     /// What the options say of encryption. Who only asks what the image says of itself needs no key.
     fn encryption(&self, draft: &Draft) -> Result<EncryptionOptions> {
         let secret = match encrypt_key(draft) {
-            Some(id) if self.needs_keys() => Some(self.secret(id)?),
+            Some(id) if self.needs_keys(draft) => Some(self.secret(id)?),
             _ => None,
         };
         Ok(EncryptionOptions { format: encrypt_option(draft, "format").map(str::to_owned), secret })
     }
 
     /// False for who only asks what an image says of itself.
-    pub(crate) fn needs_keys(&self) -> bool {
-        !self.no_io && (!self.check || self.try_keys)
+    pub(crate) fn needs_keys(&self, draft: &Draft) -> bool {
+        draft.is_metadata || (!self.no_io && (!self.check || self.try_keys))
+    }
+
+    /// True when the image is opened to be checked.
+    pub(crate) fn checks(&self, draft: &Draft) -> bool {
+        self.check && !draft.is_metadata
     }
 
     /// Refuses an encrypted image whose content is wanted and for which the option `name` gives no secret.
-    pub(crate) fn require_key(&self, is_encrypted: bool, given: Option<&str>, name: &str) -> Result<()> {
-        if !is_encrypted || given.is_some() || self.no_content || self.no_io || self.check {
+    pub(crate) fn require_key(&self, draft: &Draft, is_encrypted: bool, given: Option<&str>, name: &str) -> Result<()> {
+        let is_read = draft.is_metadata || !(self.no_content || self.no_io || self.check);
+        if !is_encrypted || given.is_some() || !is_read {
             return Ok(());
         }
         Err(Error::invalid_argument(format!("Parameter '{name}' is required for cipher")))
@@ -97,7 +103,9 @@ impl Opener {
     /// True when the backing file is to be opened, or the options name one.
     pub(crate) fn opens_backing(&self, draft: &Draft) -> bool {
         let given = draft.options.get("backing");
-        self.backing != BackingPolicy::None || matches!(given, Some(Value::Object(_) | Value::String(_)))
+        draft.is_metadata
+            || self.backing != BackingPolicy::None
+            || matches!(given, Some(Value::Object(_) | Value::String(_)))
     }
 
     /// Opens the backing file of the image in file `image`. The second is true when there is one and it was left out.
@@ -127,7 +135,7 @@ impl Opener {
         let spec = match (given, header.data_file_name()) {
             (Some(spec), _) => spec,
             // Who only asks what the image says of itself needs no data: nothing is opened on the image's word then.
-            (None, _) if self.no_io => {
+            (None, _) if self.no_io && !draft.is_metadata => {
                 draft.settings.no_data = true;
                 return Ok(None);
             }
@@ -142,7 +150,8 @@ impl Opener {
                 self.by_name(&name, image)?.into()
             }
         };
-        let place = draft.place.storage("data-file", !draft.settings.read_only);
+        let place =
+            Place { is_metadata: draft.is_metadata, ..draft.place.storage("data-file", !draft.settings.read_only) };
         let node = self.child(draft, ChildRole::DataFile, spec, place).await;
         let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
         Ok(Some(node.storage()))
@@ -205,6 +214,7 @@ impl Opener {
             writethrough: false,
             depth: draft.place.depth + 1,
             nesting: draft.place.nesting + 1,
+            is_metadata: draft.is_metadata,
             ..draft.place.clone()
         };
         let node = self.child(draft, ChildRole::Backing, spec, place).await.map_err(|error| {

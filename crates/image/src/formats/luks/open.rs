@@ -54,10 +54,10 @@ async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver,
         None => named(error),
     };
     let secret = match draft.options.text("key-secret") {
-        Some(id) if opener.needs_keys() => Some(opener.secret(id).map_err(named)?),
+        Some(id) if opener.needs_keys(draft) => Some(opener.secret(id).map_err(named)?),
         _ => None,
     };
-    opener.require_key(true, draft.options.text("key-secret"), "key-secret").map_err(named)?;
+    opener.require_key(draft, true, draft.options.text("key-secret"), "key-secret").map_err(named)?;
     let volume = area.volume().await.map_err(named_header)?;
     let payload_offset = match is_detached {
         true => 0,
