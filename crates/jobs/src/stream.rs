@@ -131,8 +131,7 @@ impl Stream {
         };
         let nothing_to_do = match holder.layer {
             None | Some(0) => true,
-            // Without a base what nobody holds will read as zeroes.
-            Some(_) => holder.zero && self.request.base.is_none(),
+            Some(_) => holder.zero && !self.chain.records_zeroes(),
         };
         if nothing_to_do {
             return Ok((holder.len, Ok(())));

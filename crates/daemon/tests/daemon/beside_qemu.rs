@@ -18,8 +18,8 @@ const OURS_ONLY: &[&str] =
     &["active", "children[].child", "children[].node-name", "actively-synced", "format-specific.data", "idle_time_ns"];
 
 /// QEMU's daemon with a monitor, ended when dropped.
-struct Theirs {
-    folder: tempfile::TempDir,
+pub(super) struct Theirs {
+    pub(super) folder: tempfile::TempDir,
     child: Child,
 }
 
@@ -29,7 +29,7 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 impl Theirs {
     /// The daemon and its first client. That client stays: QEMU 7.2 sometimes ends with an assertion when a client
     /// leaves before its greeting, so the wait doesn't probe the socket with others.
-    fn start() -> (Theirs, Client) {
+    pub(super) fn start() -> (Theirs, Client) {
         let folder = temp_dir();
         let child = Command::new("qemu-storage-daemon")
             .args(["--chardev", "socket,id=m,path=m.sock,server=on,wait=off", "--monitor", "m"])

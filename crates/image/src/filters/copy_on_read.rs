@@ -194,8 +194,7 @@ async fn take_over_claimed(chain: &Chain, offset: u64, len: u64) -> Result<(), C
         let holder = chain.holder(at, end - at).await.map_err(CopyFailure::reading)?;
         let written = match holder.layer {
             None | Some(0) => Ok(()),
-            // Without a base what nobody holds reads as zeroes.
-            Some(_) if holder.zero && chain.base().is_none() => Ok(()),
+            Some(_) if holder.zero && !chain.records_zeroes() => Ok(()),
             Some(_) if holder.zero => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
             Some(_) => {
                 let bytes = usize::try_from(holder.len).unwrap_or(usize::MAX);

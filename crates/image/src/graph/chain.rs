@@ -99,6 +99,13 @@ impl Chain {
         Ok(Holder { len, layer: None, zero: self.base.is_none() })
     }
 
+    /// True when the top has to be told of zeroes in the layers below it. With a base it would show that instead. Without one it reads as
+    /// zeroes anyway, but another backing file may come later; only version 2 has no means to say so without writing data.
+    pub fn records_zeroes(&self) -> bool {
+        let top = self.layers.first().and_then(|top| top.qcow2());
+        self.base.is_some() || top.is_some_and(|top| top.header().version >= 3)
+    }
+
     /// Refuses when somebody beside the chain itself uses a node below its top: a job that writes there would change what
     /// that one sees.
     pub fn check_private(&self) -> Result<()> {
