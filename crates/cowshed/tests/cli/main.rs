@@ -28,6 +28,7 @@ mod refusals;
 mod running;
 mod serving;
 mod sessions;
+mod stacked;
 mod stranger;
 mod unfinished;
 mod user_scripts;
