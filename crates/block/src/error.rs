@@ -74,6 +74,7 @@ struct Repr {
     offset: Option<u64>,
     value: Option<String>,
     errno: Option<Errno>,
+    report: Option<String>,
 }
 
 /// What went wrong: a kind, a message in lower case, and as far as known the file, the field of the format,
@@ -94,6 +95,7 @@ impl Error {
             offset: None,
             value: None,
             errno: None,
+            report: None,
         }))
     }
 
@@ -176,6 +178,18 @@ impl Error {
     pub fn with_errno(mut self, errno: Errno) -> Self {
         self.0.errno = Some(errno);
         self
+    }
+
+    /// Adds QEMU's sentence about damage of an image, for its log and its event `BLOCK_IMAGE_CORRUPTED`. It is no part of the text.
+    #[must_use]
+    pub fn with_report(mut self, sentence: impl Into<String>) -> Self {
+        self.0.report = Some(sentence.into());
+        self
+    }
+
+    /// QEMU's sentence about this damage, where it has one.
+    pub fn report(&self) -> Option<&str> {
+        self.0.report.as_deref()
     }
 
     /// Puts `context: ` before the message.

@@ -46,7 +46,7 @@ fn io_error(failed: &FailedRequest<'_>) -> Value {
 /// The export is the first one that the image is below; a job may have found it where there is none.
 fn corrupted(graph: &Graph, corruption: &Corruption) -> Value {
     let export = graph.exports_over(&corruption.node_name).into_iter().next().unwrap_or_default();
-    let mut data = json!({"device": export, "node-name": corruption.node_name, "msg": corruption.message,
+    let mut data = json!({"device": export, "node-name": corruption.node_name, "msg": corruption.words(),
                           "fatal": corruption.fatal});
     if let Some(offset) = corruption.offset {
         data["offset"] = json!(offset);

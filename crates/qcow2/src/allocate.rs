@@ -4,6 +4,7 @@
 //! [`Engine::begin_allocate`] reserves host clusters and locks the guest clusters; the caller writes data and filling in
 //! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
 
+use crate::damage::Purpose;
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::reclaim::Freed;
 use crate::slice::Slice;
@@ -103,7 +104,8 @@ impl Engine {
                 _ => break,
             }
         }
-        self.refuse_overlap(&state, first.entry)?;
+        let hit = |stall| narrowed(stall, guest.within(self.geometry.cluster_bits()), end - guest.0);
+        self.refuse_overlap(&state, first.entry).map_err(hit)?;
         let (base, count, is_zero, is_new) = match first.class {
             Class::InPlace => return Err(Stall::Retry),
             Class::Reuse(host) => (host, count, self.data_file_is_zero(&mut state, host, count), false),
@@ -206,7 +208,9 @@ impl Engine {
 
     fn find(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Found> {
         let (slice, _, word) = self.entry_slice(state, cluster)?;
-        Ok(self.classify(&slice, word, cluster, touched)?)
+        let at = GuestOffset(touched.start.max(cluster << self.geometry.cluster_bits()));
+        let found = self.classify(&slice, word, cluster, touched);
+        Ok(found.map_err(|error| self.entry_damage(error, at, L2Entry(slice.word(word)), Purpose::Write))?)
     }
 
     fn peek(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Option<Found>> {
@@ -238,10 +242,8 @@ impl Engine {
             }
             Cluster::Data { .. } | Cluster::Compressed(_) => Class::New { whole: true },
         };
-        if self.geometry.extended_l2() && !matches!(found, Cluster::Compressed(_)) && !bitmap.is_valid() {
-            let value = format!("{:#018x}", bitmap.0);
-            let message = "a subcluster is both allocated and zero";
-            return Err(Error::invalid_image("subcluster_bitmap", value, message));
+        if self.geometry.extended_l2() && !matches!(found, Cluster::Compressed(_)) {
+            check_bitmap(found, bitmap)?;
         }
         Ok(Found { entry, cluster: found, bitmap, class })
     }
@@ -393,12 +395,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Host clusters of the image file that an entry refers to, each once.
+    /// Host clusters of the image file that an entry refers to, each once. An offset inside of a cluster refers to none: the
+    /// cluster there may be another entry's.
     pub(crate) fn references_of(&self, entry: L2Entry, out: &mut Vec<u64>) {
         let bits = self.geometry.cluster_bits();
         if let Some(descriptor) = entry.compressed_descriptor(bits) {
             out.extend(self.clusters_of_compressed(descriptor));
-        } else if !self.config.format.data_file && entry.offset().0 != 0 {
+        } else if !self.config.format.data_file && entry.offset().0 != 0 && self.unaligned_host(entry).is_none() {
             out.push(entry.offset().0 >> bits);
         }
     }
@@ -429,4 +432,21 @@ impl Engine {
             state.freed.push_back(Freed { cluster, cycle: 0, tag });
         }
     }
+}
+
+/// What a write of `len` bytes from `skip` on would have hit of a cluster.
+fn narrowed(stall: Stall, skip: u64, len: u64) -> Stall {
+    let Stall::Corrupt(error, cluster) = stall else { return stall };
+    let start = (cluster.start + skip).min(cluster.end);
+    Stall::Corrupt(error, start..(start + len).min(cluster.end))
+}
+
+/// Refuses subclusters that contradict themselves or their cluster.
+fn check_bitmap(cluster: Cluster, bitmap: SubclusterBitmap) -> Result<(), Error> {
+    let message = match cluster {
+        _ if !bitmap.is_valid() => "a subcluster is both allocated and zero",
+        Cluster::Unallocated if bitmap.data_mask() != 0 => "subclusters are allocated in a cluster that is not",
+        _ => return Ok(()),
+    };
+    Err(Error::invalid_image("subcluster_bitmap", format!("{:#018x}", bitmap.0), message))
 }

@@ -15,6 +15,7 @@ use crate::tuning::Tuning;
 use cowshed_block::{Error, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
@@ -67,8 +68,8 @@ pub enum Stall {
     /// The container of the image can't grow and has no room for it. It may be longer than it was
     /// ([`Engine::container_grew`]), and what was freed may be used again after a flush.
     Full,
-    /// It would write onto metadata, which is at this host offset: the image is corrupt and must be marked so.
-    Corrupt(Error, HostOffset),
+    /// It would write onto metadata, which is in this range of host offsets: the image is corrupt and must be marked so.
+    Corrupt(Error, Range<u64>),
     /// It can't be done.
     Error(Error),
 }
@@ -158,6 +159,8 @@ pub struct Engine {
     pub(crate) tuning: Tuning,
     size: AtomicU64,
     pub(crate) budget: OnceLock<Arc<Budget>>,
+    /// See [`Engine::tolerated_damage`].
+    pub(crate) tolerated: OnceLock<Error>,
     state: Mutex<State>,
 }
 
@@ -194,6 +197,7 @@ impl Engine {
             metadata: MetadataMap::default(),
             tuning: Tuning::new(&config),
             budget: OnceLock::new(),
+            tolerated: OnceLock::new(),
             state: Mutex::new(state),
             config,
         };

@@ -13,6 +13,7 @@ mod compact;
 mod compressed;
 mod config;
 mod contiguous;
+mod damage;
 mod directory;
 mod dirty_bits;
 mod engine;

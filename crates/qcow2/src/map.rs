@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Planning of reads and of in-place writes: guest ranges to extents, without a lock.
 
+use crate::damage::Purpose;
 use crate::engine::{Engine, Planned};
 use crate::slice::Slice;
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn};
@@ -142,6 +143,7 @@ impl Engine {
         let cluster_bits = self.geometry.cluster_bits();
         let words = self.slice_bytes() as usize / 8;
         let step = self.geometry.l2_entry_size() as usize / 8;
+        let purpose = if OVERWRITE { Purpose::Write } else { Purpose::Read };
         let mut done = 0;
         while done < len && word < words {
             let at = guest + done;
@@ -152,7 +154,7 @@ impl Engine {
             let cluster = match entry.cluster(self.config.format) {
                 Ok(cluster) => cluster,
                 Err(_) if done > 0 => return Ok((done, false)),
-                Err(error) => return Err(error),
+                Err(error) => return Err(self.entry_damage(error, at, entry, purpose)),
             };
             if OVERWRITE {
                 match cluster {
@@ -166,7 +168,8 @@ impl Engine {
                 }
             }
             if self.geometry.extended_l2() && !matches!(cluster, Cluster::Compressed(_)) {
-                let (bytes, more) = self.walk_subclusters::<OVERWRITE>(cluster, bitmap, at, want, out)?;
+                let walked = self.walk_subclusters::<OVERWRITE>(cluster, bitmap, at, want, out);
+                let (bytes, more) = walked.map_err(|error| self.entry_damage(error, at, entry, purpose))?;
                 done += bytes;
                 if !more {
                     return Ok((done, false));
@@ -216,6 +219,10 @@ impl Engine {
         out: &mut ExtentList,
     ) -> Result<(u64, bool), Error> {
         let bitmap = SubclusterBitmap(bitmap);
+        if OVERWRITE && !bitmap.is_valid() {
+            // `begin_allocate` meets the same entry and says what is wrong with it.
+            return Ok((0, false));
+        }
         let host = match cluster {
             Cluster::Data { host } => Some(host),
             _ => None,

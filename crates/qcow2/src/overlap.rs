@@ -240,7 +240,9 @@ impl Engine {
         let host = HostOffset(cluster << self.geometry.cluster_bits());
         let structure = self.structure_at(state, cluster).map_or("metadata", Structure::name);
         let message = format!("preventing invalid write on metadata (overlaps with {structure})");
-        Stall::Corrupt(Error::invalid_image("host_offset", host, message).with_errno(Errno::EIO), host)
+        let report = format!("Preventing invalid write on metadata (overlaps with {structure})");
+        let error = Error::invalid_image("host_offset", host, message).with_errno(Errno::EIO).with_report(report);
+        Stall::Corrupt(error, host.0..host.0 + self.geometry.cluster_size())
     }
 
     /// Which structure a marked cluster belongs to.

@@ -3,6 +3,7 @@
 
 use crate::config::Config;
 use crate::contiguous::RunSearch;
+use crate::damage::hex;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::tables::Dirt;
@@ -110,7 +111,8 @@ impl Refcounts {
         let mut table = Vec::with_capacity(bytes.len() / 8);
         for (index, word) in bytes.chunks_exact(8).enumerate() {
             let entry = RefcountTableEntry(u64::from_be_bytes(word.try_into().unwrap_or_default()));
-            if let Some(block) = entry.block(geometry)?
+            let block = entry.block(geometry).map_err(|error| misplaced_block(error, entry, index))?;
+            if let Some(block) = block
                 && block.0 >= self.high_water
             {
                 let message = format!("refcount block {index} lies past the end of the file");
@@ -166,6 +168,12 @@ impl Refcounts {
         block.dirt = block.dirt.edited();
         self.dirty.insert(index);
     }
+}
+
+/// Adds QEMU's sentence to the error of such an entry.
+fn misplaced_block(error: Error, entry: RefcountTableEntry, index: usize) -> Error {
+    let (offset, index) = (hex(entry.offset().0), hex(index as u64));
+    error.with_report(format!("Refblock offset {offset} unaligned (reftable index: {index})"))
 }
 
 impl Engine {

@@ -117,6 +117,10 @@ impl Engine {
             let old = self.entry_of(&slice, word);
             if old != (0, 0) {
                 self.refuse_overlap(state, L2Entry(old.0))?;
+                if let Some(host) = self.unaligned_host(L2Entry(old.0)) {
+                    let message = "the offset of a data cluster is not cluster-aligned";
+                    self.tolerate(Error::invalid_image("l2_entry", format!("{:#018x}", old.0), message), host);
+                }
                 self.references_of(L2Entry(old.0), &mut lost);
                 self.edit_entry(state, number, &mut slice, word, (0, 0));
             }

@@ -3,6 +3,7 @@
 
 use crate::compact::Shape;
 use crate::config::Config;
+use crate::damage::hex;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::slice::Slice;
@@ -317,7 +318,11 @@ impl Engine {
 
     /// Where the L2 table behind an L1 entry is, checked against the file.
     pub(crate) fn l2_table(&self, state: &State, l1_index: usize) -> Result<Option<HostOffset>, Error> {
-        let table = L1Entry(self.directory.l1(l1_index)).table(self.geometry)?;
+        let entry = L1Entry(self.directory.l1(l1_index));
+        let table = entry.table(self.geometry).map_err(|error| {
+            let (offset, index) = (hex(entry.offset().0), hex(l1_index as u64));
+            error.with_report(format!("L2 table offset {offset} unaligned (L1 index: {index})"))
+        })?;
         if let Some(host) = table
             && host.0 >= state.refcounts.high_water
         {

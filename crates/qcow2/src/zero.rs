@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zero writes and discards of whole clusters and subclusters: edits without data I/O.
 
+use crate::damage::Purpose;
 use crate::engine::{Engine, Planned, Stall, State};
 use cowshed_block::{Error, GuestOffset};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
@@ -93,9 +94,23 @@ impl Engine {
         let (mut slice, number, word) = self.entry_slice(state, cluster)?;
         let old = self.entry_of(&slice, word);
         let guest = cluster << self.geometry.cluster_bits();
-        let new = match self.geometry.extended_l2() {
-            true => self.zeroed_extended(guest, old, range, mode)?,
-            false => (self.zeroed_standard(L2Entry(old.0), mode)?.0, 0),
+        let zeroed = match self.geometry.extended_l2() {
+            true => self.zeroed_extended(guest, old, range, mode),
+            false => self.zeroed_standard(L2Entry(old.0), mode).map(|entry| (entry.0, 0)),
+        };
+        let new = match zeroed {
+            Ok(new) => new,
+            Err(error) => match (self.unaligned_host(L2Entry(old.0)), self.zeroed_damage(guest, old, range, mode)) {
+                (Some(host), Some(new)) => {
+                    self.tolerate(error, host);
+                    self.edit_entry(state, number, &mut slice, word, new);
+                    return Ok(());
+                }
+                _ => {
+                    let at = GuestOffset(range.start.max(guest));
+                    return Err(self.entry_damage(error, at, L2Entry(old.0), Purpose::Read).into());
+                }
+            },
         };
         if new == old {
             return Ok(());
@@ -106,6 +121,18 @@ impl Engine {
         }
         self.edit_entry(state, number, &mut slice, word, new);
         Ok(())
+    }
+
+    /// What an entry with an impossible host offset becomes when its whole cluster is given up. `None`: it stays.
+    fn zeroed_damage(&self, guest: u64, old: (u64, u64), range: &Range<u64>, mode: ZeroMode) -> Option<(u64, u64)> {
+        let is_whole = range.start <= guest && range.end >= (guest + self.geometry.cluster_size()).min(self.size());
+        let is_known = SubclusterBitmap(old.1).is_valid();
+        match (self.geometry.extended_l2(), self.config.format.version >= 3) {
+            _ if !is_whole || mode == ZeroMode::Blank => None,
+            (true, _) => is_known.then_some((0, SubclusterBitmap::ALL_ZERO.0)),
+            (false, true) => Some((L2Entry::ZERO_PLAIN.0, 0)),
+            (false, false) => (!self.stands_on_another()).then_some((L2Entry::UNALLOCATED.0, 0)),
+        }
     }
 
     fn zeroed_standard(&self, old: L2Entry, mode: ZeroMode) -> Result<L2Entry, Error> {

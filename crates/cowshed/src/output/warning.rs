@@ -3,6 +3,7 @@
 
 use crate::invocation::Persona;
 use cowshed_block::name_of_text;
+use cowshed_image::graph::{Corruption, print_corruptions};
 use std::io::Write;
 use std::sync::OnceLock;
 
@@ -14,6 +15,7 @@ static PERSONA: OnceLock<Persona> = OnceLock::new();
 /// Says whose manners the warnings of this process have. The first call counts.
 pub fn set_persona(persona: Persona) {
     let _ = PERSONA.set(persona);
+    print_corruptions(print_corruption);
 }
 
 /// Prints one warning. There is nobody to tell when that fails.
@@ -22,6 +24,19 @@ pub fn print(text: &str) {
     if let Some(text) = worded(persona, text) {
         let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
     }
+}
+
+/// Prints that an image was found to be corrupt, unless a log of this process says so.
+fn print_corruption(corruption: &Corruption) {
+    let Some(line) = corruption.line().filter(|_| !tracing::dispatcher::has_been_set()) else { return };
+    let text = match PERSONA.get() {
+        Some(Persona::QemuImg | Persona::Tool(_)) => format!("{line}\n"),
+        Some(Persona::Cowshed) | None if corruption.fatal => {
+            format!("cowshed: warning: marking the image as corrupt: {}\n", corruption.message)
+        }
+        Some(Persona::Cowshed) | None => format!("cowshed: warning: the image is corrupt: {}\n", corruption.message),
+    };
+    let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
 }
 
 /// Prints the last words of a process that ends early, whatever its manners.

@@ -9,6 +9,7 @@ mod block_formats_damage;
 mod check;
 mod combinations;
 mod containers;
+mod damage;
 mod documents;
 mod encryption;
 mod golden;

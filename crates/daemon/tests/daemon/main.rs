@@ -7,6 +7,7 @@ mod backups;
 mod beside_qemu;
 mod bitmaps;
 mod commits;
+mod damage;
 mod documents;
 mod drives;
 mod exports;

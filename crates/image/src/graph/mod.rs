@@ -24,7 +24,7 @@ mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
 pub use chain::{Chain, Holder, below_filters};
-pub use corruption::{Corruption, CorruptionObserver};
+pub use corruption::{Corruption, CorruptionObserver, print_corruptions};
 pub use drain::{Drained, nodes_below};
 pub use failed::FailedRequest;
 pub(crate) use files::check_children;

@@ -99,9 +99,7 @@ impl Node {
         if !own || is_told || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (node_name, message) = (self.name.clone(), error.to_string());
-        let corruption = Corruption { node_name, message, offset: None, size_bytes: None, fatal: false };
-        self.graph.report_corruption(&corruption);
+        self.graph.report_corruption(&Corruption::new(&self.name, error, false));
     }
 
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is zeroes.

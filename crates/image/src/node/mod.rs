@@ -136,7 +136,7 @@ pub struct Node {
     deadline: Option<Deadline>,
     closed: AtomicBool,
     /// The image was found to be corrupt by a request, and that was told.
-    told_corrupt: AtomicBool,
+    told_corrupt: Arc<AtomicBool>,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
@@ -181,15 +181,18 @@ impl Node {
             return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
         }
         let height = height_over(&parts.children);
+        let told_corrupt = Arc::new(AtomicBool::new(false));
         if let Driver::Qcow2(driver) = &parts.driver {
             let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
-            driver.observe_corruption(Box::new(move |error, place| {
+            let told = Arc::clone(&told_corrupt);
+            driver.observe_corruption(Box::new(move |error, place, fatal| {
+                if !fatal && told.swap(true, Ordering::Relaxed) {
+                    return;
+                }
                 let corruption = Corruption {
-                    node_name: node_name.clone(),
-                    message: error.to_string(),
                     offset: place.map(|(offset, _)| offset),
                     size_bytes: place.map(|(_, size_bytes)| size_bytes),
-                    fatal: true,
+                    ..Corruption::new(&node_name, error, fatal)
                 };
                 if let Some(graph) = graph.upgrade() {
                     graph.report_corruption(&corruption);
@@ -215,7 +218,7 @@ impl Node {
             warnings: parts.warnings,
             deadline: parts.deadline,
             closed: AtomicBool::new(false),
-            told_corrupt: AtomicBool::new(false),
+            told_corrupt,
         }))
     }
 

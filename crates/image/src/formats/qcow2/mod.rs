@@ -44,17 +44,19 @@ use crate::encryption::Writers;
 use crate::events::Events;
 use crate::node::Link;
 use arc_swap::ArcSwapOption;
-use cowshed_block::{Errno, Error, ErrorKind, HostOffset, Result, StoredIn};
+use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};
 use cowshed_storage::fault::Event;
 use cowshed_storage::{File, IoBuf};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Gets what is wrong, the host offset and the length of what would have been hit, in bytes.
-type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>) + Send + Sync>;
+/// Gets the damage, the host offset and the length of the metadata that a write would have hit, in bytes, and whether the
+/// image takes no more writes.
+type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
@@ -228,12 +230,12 @@ impl Qcow2Driver {
             Stall::Retry => Ok(()),
             Stall::GrowRefcounts => self.grow_refcounts().await,
             Stall::Full => Err(self.no_room()),
-            Stall::Corrupt(error, host) => self.mark_corrupt(error, Some(host)).await,
+            Stall::Corrupt(error, hit) => self.mark_corrupt(error, Some(hit)).await,
             Stall::Error(error) => self.meet_damage(error).await,
         }
     }
 
-    /// Has `tell` told when a write would have hit metadata. Set once, by the node.
+    /// Has `tell` told of damage. Set once, by the node.
     pub(crate) fn observe_corruption(&self, tell: OnCorruption) {
         let _ = self.on_corruption.set(tell);
     }
@@ -254,13 +256,19 @@ impl Qcow2Driver {
         }
     }
 
+    /// Tells of damage that a zero write or a discard went over without harm.
+    fn tell_tolerated(&self) {
+        if let (Some(error), Some(tell)) = (self.engine.tolerated_damage(), self.on_corruption.get()) {
+            tell(&self.error(error.clone()), None, false);
+        }
+    }
+
     /// Marks the image as corrupt on disk (version 2 has no bit for it) and refuses all further writes.
-    async fn mark_corrupt(&self, error: Error, host: Option<HostOffset>) -> Result<()> {
+    async fn mark_corrupt(&self, error: Error, hit: Option<Range<u64>>) -> Result<()> {
         let error = self.error(error);
         if !self.corrupt.swap(true, Ordering::SeqCst) {
-            tracing::error!("marking the image as corrupt: {error}");
             if let Some(tell) = self.on_corruption.get() {
-                tell(&error, host.map(|host| (host.0, self.cluster_size())));
+                tell(&error, hit.map(|hit| (hit.start, hit.end - hit.start)), true);
             }
             if self.header().version >= 3 {
                 self.edit_header(|header| header.incompatible_features |= INCOMPAT_CORRUPT).await?;

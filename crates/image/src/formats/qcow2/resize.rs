@@ -159,6 +159,7 @@ impl Qcow2Driver {
             if self.plan(|engine| engine.unmap_tail(&mut cursor)).await? {
                 return Ok(());
             }
+            self.tell_tolerated();
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
         }

@@ -63,6 +63,7 @@ impl Qcow2Driver {
             }
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
+            self.tell_tolerated();
         }
         Ok(())
     }

@@ -182,7 +182,7 @@ impl Qcow2Driver {
             let message = "preventing invalid write on metadata (bitmap data overlap with it)";
             let error =
                 Error::invalid_image("bitmap_table_entry", format!("{host:#x}"), message).with_errno(Errno::EIO);
-            return self.mark_corrupt(error, Some(HostOffset(host))).await;
+            return self.mark_corrupt(error, Some(host..host + self.cluster_size())).await;
         }
         let bytes = IoBuf::copy_from(&step.bytes[step.changed.clone()]);
         self.file.write_at(bytes, host + step.changed.start as u64).await.0
