@@ -415,3 +415,43 @@ fn space_that_was_freed_is_used_again_without_a_flush() {
         }
     }
 }
+
+/// Compressed clusters share host clusters, so one of those comes back when the last of its pieces does. QEMU refuses to compress a
+/// cluster again, so the bound is ours: an eighth of the disk waits for a flush at most.
+#[test]
+fn compressed_clusters_that_are_overwritten_come_back_without_a_flush() {
+    const CLUSTER: u64 = 64 << 10;
+    let fixture = Fixture::new();
+    let path = fixture.image("", 32 * MIB);
+    let half_random = |seed: u64| {
+        let mut state = seed * 2 + 1;
+        let next = |index: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            if index % 512 < 256 { (state >> 56) as u8 } else { 0 }
+        };
+        IoBuf::copy_from(&(0..CLUSTER as usize).map(next).collect::<Vec<u8>>())
+    };
+    let written = rt::block_on(async {
+        let node = open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)).await?;
+        for round in 0..60 {
+            for cluster in 0..16 {
+                node.write_compressed(vec![(cluster * CLUSTER, half_random(round * 16 + cluster))]).await?;
+            }
+            // Every third round parts of them become plain clusters.
+            for cluster in (0..16).step_by(2).filter(|_| round % 3 == 0) {
+                node.write(cluster * CLUSTER + 4096, IoBuf::copy_from(&[round as u8; 512])).await.0?;
+            }
+        }
+        let len = std::fs::metadata(&path).expect("there").len();
+        node.close().await.map(|()| len)
+    });
+    let len = written.unwrap_or_else(|error| panic!("{error}"));
+    // 35 MiB were written.
+    assert!(len < 12 * MIB, "{len} bytes for 1 MiB of data");
+    fixture.qemu.expect_clean(&path);
+    let content = fixture.qemu.content(&path, "qcow2");
+    for cluster in 0..16 {
+        let at = (cluster * CLUSTER) as usize;
+        assert!(content[at..at + CLUSTER as usize] == half_random(59 * 16 + cluster)[..], "cluster {cluster}");
+    }
+}

@@ -376,3 +376,52 @@ fn every_verb_uses_the_room_of_a_device() {
         }
     }
 }
+
+/// The container ends a few clusters behind what the refcount table can count: no larger table fits there. Clusters that the guest
+/// gives back below are used all the same, also without a flush of the guest's.
+#[test]
+fn freed_clusters_are_used_where_no_larger_refcount_table_fits() {
+    const PIECE: u64 = 8 << 10;
+    // Blocks of 64 counts, a table of 64 blocks: 4096 clusters.
+    const COUNTED: u64 = 4096 * 512;
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let path = folder.path().join("image");
+    for behind in [0, 1, 2, 3, 8] {
+        qemu.create(&path, "qcow2", "cluster_size=512,refcount_bits=64", 4 << 20);
+        let mut bytes = std::fs::read(&path).expect("an image");
+        bytes.resize((COUNTED + behind * 512) as usize, 0xee);
+        let files = Snapshot::from([("base".to_owned(), PageMap::from_bytes(&bytes))]);
+        let world = World::with_files(Config { fixed_length: true, ..Config::new(0) }, &files);
+        let case = format!("{behind} clusters behind the table's reach");
+        let fill = |byte: u8| IoBuf::copy_from(&[byte; PIECE as usize]);
+        let written = world.run(async {
+            let node = open(OpenRequest::file("base").format("qcow2").writable(true).discard(true)).await?;
+            let mut at = 0;
+            let full = loop {
+                match node.write(at, fill(1)).await.0 {
+                    Ok(()) => at += PIECE,
+                    Err(error) => break error,
+                }
+            };
+            assert_eq!(full.kind(), ErrorKind::NoSpace, "{case}: {full}");
+            assert!(at > 1 << 20, "{case}: full after {at} bytes");
+            for round in 0..4 {
+                // Scattered pieces.
+                for piece in (0..at / PIECE).step_by(5) {
+                    node.discard(piece * PIECE, PIECE).await?;
+                }
+                for piece in (0..at / PIECE).step_by(5) {
+                    node.write(piece * PIECE, fill(2 + round)).await.0?;
+                }
+            }
+            node.close().await.map(|()| at)
+        });
+        let len = written.unwrap_or_else(|error| panic!("{case}: {error}"));
+        assert_eq!(world.run(errors_in("base")).expect("a check"), 0, "{case}");
+        let now = world.run(content("base", None)).expect("readable");
+        let is_right = |piece: u64| now[(piece * PIECE) as usize] == if piece.is_multiple_of(5) { 5 } else { 1 };
+        assert!((0..len / PIECE).all(is_right), "{case}: other contents");
+        std::fs::write(&path, world.contents("base").expect("there").to_vec()).expect("written");
+        qemu.expect_no_corruption(&path);
+    }
+}

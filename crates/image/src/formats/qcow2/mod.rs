@@ -205,6 +205,14 @@ impl Qcow2Driver {
                     tries += 1;
                     self.find_room(tries).await?;
                 }
+                Err(Stall::GrowRefcounts) => match self.grow_refcounts().await {
+                    // Behind the table's reach is no room for a larger one; what was freed below it may be free by then.
+                    Err(error) if error.kind() == ErrorKind::NoSpace && self.file.is_device() => {
+                        tries += 1;
+                        self.find_room(tries).await?;
+                    }
+                    grown => grown?,
+                },
                 Err(stall) => self.settle(stall, seen).await?,
             }
         }
