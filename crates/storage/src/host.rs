@@ -13,7 +13,7 @@ use crate::identity::{FileIdentity, Listed};
 use crate::known::KnownData;
 use crate::medium::Space;
 use crate::names::text_of_path;
-use crate::payload::Payload;
+use crate::payload::{MAX_TRANSFER, Payload};
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, Pool};
 use crate::sys::{self, SysResult};
@@ -49,6 +49,11 @@ pub(crate) struct HostFile {
 
 /// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
 const NOW_BYTES: usize = 256 << 10;
+/// A longer transfer to or from the page cache goes in pieces, in bytes. The kernel copies on the ring's thread, which serves
+/// nobody else meanwhile.
+const WHOLE_BYTES: usize = 2 << 20;
+/// The length of such a piece, in bytes.
+const PIECE_BYTES: usize = 1 << 20;
 /// After a read that the page cache didn't have, so many are not tried there.
 const READS_PAST_CACHE: u32 = 15;
 /// Parts of pages that aren't in the cache must be read first.
@@ -235,6 +240,18 @@ impl HostFile {
         }
     }
 
+    /// True when a transfer of `len` bytes goes in pieces, between which other tasks of the thread run. A transfer past the
+    /// page cache occupies no thread.
+    #[inline]
+    fn is_in_pieces(&self, len: usize) -> bool {
+        len > WHOLE_BYTES && !self.is_direct()
+    }
+
+    /// The most that one system call moves of the payload, in bytes.
+    fn most(&self, payload: &Payload) -> usize {
+        if self.is_in_pieces(payload.len()) { PIECE_BYTES } else { MAX_TRANSFER }
+    }
+
     /// Starts a transfer on this thread's ring; gives the payload back where there is none. The result may be short, or an
     /// error that only says "again".
     pub(crate) fn start(
@@ -245,8 +262,9 @@ impl HostFile {
     ) -> std::result::Result<RingOp<'_>, Payload> {
         match self.engine {
             Engine::Threads => Err(payload),
+            _ if self.is_in_pieces(payload.len()) => Err(payload),
             Engine::Auto | Engine::IoUring => match rt::current_ring() {
-                Some(ring) => Ok(ring.transfer(&self.fd, direction, payload, 0, offset)),
+                Some(ring) => Ok(ring.transfer(&self.fd, direction, payload, (0, MAX_TRANSFER), offset)),
                 None => Err(payload),
             },
         }
@@ -297,7 +315,7 @@ impl HostFile {
         if start_ns < self.rests_until_ns.load(Ordering::Relaxed) {
             return None;
         }
-        let result = sys::transfer(&self.fd, Direction::Write, payload, 0, offset);
+        let result = sys::transfer(&self.fd, Direction::Write, payload, 0, len, offset);
         let end_ns = now_ns();
         if end_ns.saturating_sub(start_ns) > WAITED_NS {
             self.rests_until_ns.store(end_ns + REST_NS, Ordering::Relaxed);
@@ -346,7 +364,7 @@ impl HostFile {
         if !tries.load(Ordering::Relaxed) {
             return None;
         }
-        match sys::transfer_now(&self.fd, direction, payload, skip, offset) {
+        match sys::transfer_now(&self.fd, direction, payload, skip, self.most(payload), offset) {
             Err(Errno(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)) => {
                 tries.store(false, Ordering::Relaxed);
                 None
@@ -365,12 +383,13 @@ impl HostFile {
         offset: u64,
     ) -> (SysResult<usize>, Payload) {
         let (mut payload, mut attempts) = (payload, Attempts::default());
+        let most = self.most(&payload);
         loop {
             let worker = self.worker(&attempts);
             let by_ring = matches!(worker, Worker::Ring(_));
             let (result, back) = match worker {
                 Worker::Ring(ring) => {
-                    let (result, back) = ring.transfer(&self.fd, direction, payload, skip, offset).await;
+                    let (result, back) = ring.transfer(&self.fd, direction, payload, (skip, most), offset).await;
                     (sys::ring_result(result), back)
                 }
                 Worker::Pool => {
@@ -378,16 +397,21 @@ impl HostFile {
                         return (result, payload);
                     }
                     let work = move |fd: BorrowedFd<'_>| {
-                        let result = sys::transfer(fd, direction, &payload, skip, offset);
+                        let result = sys::transfer(fd, direction, &payload, skip, most, offset);
                         (result, payload)
                     };
                     self.call(work).await
                 }
-                Worker::Inline => (sys::transfer(&self.fd, direction, &payload, skip, offset), payload),
+                Worker::Inline => (sys::transfer(&self.fd, direction, &payload, skip, most, offset), payload),
             };
             match result {
                 Err(errno) if attempts.go_on(errno, by_ring).await => payload = back,
-                result => return (result, back),
+                result => {
+                    if most < MAX_TRANSFER {
+                        rt::yield_now().await;
+                    }
+                    return (result, back);
+                }
             }
         }
     }

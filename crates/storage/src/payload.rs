@@ -36,19 +36,14 @@ impl Bufs {
         }
     }
 
-    /// The memory behind the first `skip` bytes, as far as one system call takes it.
-    pub(crate) fn vectors(&self, skip: usize) -> Vec<libc::iovec> {
-        self.vectors_of(skip, MAX_TRANSFER)
-    }
-
-    /// As [`Bufs::vectors`], of at most `most` bytes.
-    pub(crate) fn vectors_of(&self, skip: usize, most: usize) -> Vec<libc::iovec> {
+    /// The memory behind the first `skip` bytes, as far as one system call takes it and at most `most` bytes.
+    pub(crate) fn vectors(&self, skip: usize, most: usize) -> Vec<libc::iovec> {
         let mut vectors = Vec::with_capacity(self.slice().len().min(MAX_VECTORS));
         self.vectors_into(skip, most, &mut vectors);
         vectors
     }
 
-    /// As [`Bufs::vectors_of`], in place of what `vectors` held.
+    /// As [`Bufs::vectors`], in place of what `vectors` held.
     pub(crate) fn vectors_into(&self, mut skip: usize, most: usize, vectors: &mut Vec<libc::iovec>) {
         vectors.clear();
         let mut room = most;

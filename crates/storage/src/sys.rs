@@ -68,17 +68,18 @@ fn most_bytes(file: impl AsFd, direction: Direction) -> SysResult<usize> {
     kernel_faults::of_system_call(file, call).map_err(Errno)
 }
 
-/// One `preadv` or `pwritev` behind the first `skip` bytes of the payload.
+/// One `preadv` or `pwritev` of at most `most` bytes, behind the first `skip` bytes of the payload.
 pub(crate) fn transfer(
     file: impl AsFd,
     direction: Direction,
     payload: &Payload,
     skip: usize,
+    most: usize,
     offset: u64,
 ) -> SysResult<usize> {
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
-    let most = most_bytes(&file, direction)?;
+    let most = most.min(most_bytes(&file, direction)?);
     if let Bufs::One(buf) = &payload.bufs {
         let (start, len) = (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(most));
         return retry(|| {
@@ -92,7 +93,7 @@ pub(crate) fn transfer(
             usize::try_from(done).map_err(|_| last_errno())
         });
     }
-    let vectors = payload.bufs.vectors_of(skip, most);
+    let vectors = payload.bufs.vectors(skip, most);
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
         // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
@@ -114,19 +115,21 @@ pub(crate) fn transfer_now(
     direction: Direction,
     payload: &Payload,
     skip: usize,
+    most: usize,
     offset: u64,
 ) -> SysResult<usize> {
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
+    let most = most.min(most_bytes(&file, direction)?);
     let (one, many);
     let vectors: &[libc::iovec] = match &payload.bufs {
         Bufs::One(buf) => {
-            let len = (buf.len() - skip).min(most_bytes(&file, direction)?);
+            let len = (buf.len() - skip).min(most);
             one = [libc::iovec { iov_base: buf.as_raw().wrapping_add(skip).cast(), iov_len: len }];
             &one
         }
         bufs @ Bufs::Many(_) => {
-            many = bufs.vectors_of(skip, most_bytes(&file, direction)?);
+            many = bufs.vectors(skip, most);
             &many
         }
     };

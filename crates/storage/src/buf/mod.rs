@@ -64,14 +64,19 @@ impl Drop for Region {
 /// for each page before the first byte is read.
 const FRESH_PAGES_BYTES: usize = 128 << 10;
 
-/// What is asked of the allocator for a buffer of `len` bytes.
-fn block_layout(len: usize) -> Layout {
+/// What is asked of the allocator for a buffer of `len` bytes. `None`: more than `isize::MAX`, which no machine has.
+fn block_layout(len: usize) -> Option<Layout> {
     let layout = match len < FRESH_PAGES_BYTES {
         true => Layout::from_size_align(len, IO_ALIGN),
         false => Layout::from_size_align(len.saturating_add(IO_ALIGN), align_of::<u128>()),
     };
-    // More than isize::MAX bytes: no machine has them, so this is what running out of memory looks like.
-    layout.unwrap_or_else(|_| handle_alloc_error(Layout::new::<[u8; IO_ALIGN]>()))
+    layout.ok()
+}
+
+/// Ends the process: there is no memory for `len` bytes.
+#[cold]
+fn out_of_memory(len: usize) -> ! {
+    handle_alloc_error(block_layout(len).unwrap_or(Layout::new::<[u8; IO_ALIGN]>()))
 }
 
 /// What new memory holds.
@@ -99,6 +104,11 @@ unsafe impl Sync for IoBuf {}
 impl IoBuf {
     /// `len` zero bytes, aligned to [`IO_ALIGN`].
     pub fn zeroed(len: usize) -> Self {
+        Self::allocate(len, Contents::Zero).unwrap_or_else(|| out_of_memory(len))
+    }
+
+    /// As [`IoBuf::zeroed`]. `None` when there is no memory: for lengths that a peer or an image says.
+    pub fn try_zeroed(len: usize) -> Option<Self> {
         Self::allocate(len, Contents::Zero)
     }
 
@@ -106,11 +116,16 @@ impl IoBuf {
     /// the thread has freed a buffer of that length before. Either the caller overwrites all bytes at once, or a read
     /// does.
     pub fn scratch(len: usize) -> Self {
-        let mut buf = Self::allocate(len, Contents::Any);
+        Self::try_scratch(len).unwrap_or_else(|| out_of_memory(len))
+    }
+
+    /// As [`IoBuf::scratch`]. `None` when there is no memory: for lengths that a peer or an image says.
+    pub fn try_scratch(len: usize) -> Option<Self> {
+        let mut buf = Self::allocate(len, Contents::Any)?;
         if cfg!(debug_assertions) && POISONS.load(std::sync::atomic::Ordering::Relaxed) {
             buf.fill(SCRATCH_POISON);
         }
-        buf
+        Some(buf)
     }
 
     /// Overwrites all bytes with zeroes: for a buffer that a failed read may have filled in part.
@@ -121,7 +136,7 @@ impl IoBuf {
 
     /// A copy of `bytes`, aligned to [`IO_ALIGN`].
     pub fn copy_from(bytes: &[u8]) -> Self {
-        let buf = Self::allocate(bytes.len(), Contents::Uninitialised);
+        let buf = Self::allocate(bytes.len(), Contents::Uninitialised).unwrap_or_else(|| out_of_memory(bytes.len()));
         // SAFETY: the region is new and `bytes.len()` long, so it can't overlap `bytes`; this initialises all of it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.start.as_ptr(), bytes.len()) };
         buf
@@ -138,12 +153,13 @@ impl IoBuf {
         IoBuf { start, len, region: Arc::new(region) }
     }
 
-    /// With [`Contents::Uninitialised`] the caller must initialise every byte before anybody sees the buffer.
-    fn allocate(len: usize, contents: Contents) -> Self {
-        let layout = block_layout(len);
+    /// With [`Contents::Uninitialised`] the caller must initialise every byte before anybody sees the buffer. `None`: the
+    /// allocator has no such memory.
+    fn allocate(len: usize, contents: Contents) -> Option<Self> {
+        let layout = block_layout(len)?;
         if len == 0 {
             let base = NonNull::<AlignedPage>::dangling().cast();
-            return IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Empty }) };
+            return Some(IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Empty }) });
         }
         let (start, is_used) = match free::take(layout) {
             Some(start) => (start, true),
@@ -155,7 +171,7 @@ impl IoBuf {
                         Contents::Zero | Contents::Any => alloc_zeroed(layout),
                     }
                 };
-                (NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout)), false)
+                (NonNull::new(memory)?, false)
             }
         };
         // SAFETY: an aligned layout gives 0 here, the others have IO_ALIGN bytes to spare.
@@ -164,7 +180,7 @@ impl IoBuf {
             // SAFETY: the block has `len` bytes from there on and is ours alone.
             unsafe { base.write_bytes(0, len) };
         }
-        IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Heap { start, layout } }) }
+        Some(IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Heap { start, layout } }) })
     }
 
     /// Length in bytes.

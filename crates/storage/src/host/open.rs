@@ -139,7 +139,7 @@ fn probe_alignment(fd: &OwnedFd) -> Alignment {
         .into_iter()
         .find(|&size| {
             long_enough
-                && sys::transfer(fd, Direction::Read, &Payload::one(IoBuf::zeroed(size)), 0, size as u64).is_ok()
+                && sys::transfer(fd, Direction::Read, &Payload::one(IoBuf::zeroed(size)), 0, size, size as u64).is_ok()
         })
         .map_or(SAFE, |size| size as u64);
     Alignment { memory: crate::buf::IO_ALIGN, offset }

@@ -16,20 +16,20 @@ pub(crate) enum Direction {
 }
 
 impl Ring {
-    /// Reads into, or writes from, the payload's memory behind its first `skip` bytes.
+    /// Reads into, or writes from, the payload's memory behind its first `skip` bytes: at most `most` bytes.
     pub(crate) fn transfer<'a>(
         self: Rc<Self>,
         file: &'a Arc<OwnedFd>,
         direction: Direction,
         payload: Payload,
-        skip: usize,
+        (skip, most): (usize, usize),
         offset: u64,
     ) -> RingOp<'a> {
         let fd = types::Fd(file.as_raw_fd());
         let (vectors, entry) = match &payload.bufs {
             Bufs::One(buf) => {
                 let start = buf.as_raw().wrapping_add(skip);
-                let len = (buf.len() - skip).min(MAX_TRANSFER) as u32;
+                let len = (buf.len() - skip).min(most) as u32;
                 let entry = match direction {
                     Direction::Read => opcode::Read::new(fd, start, len).offset(offset).build(),
                     Direction::Write => opcode::Write::new(fd, start, len).offset(offset).build(),
@@ -37,7 +37,7 @@ impl Ring {
                 (Vec::new(), entry)
             }
             bufs @ Bufs::Many(_) => {
-                let vectors = bufs.vectors(skip);
+                let vectors = bufs.vectors(skip, most);
                 // The vector's heap memory stays where it is when the vector moves into the slot.
                 let (start, len) = (vectors.as_ptr(), vectors.len() as u32);
                 let entry = match direction {

@@ -323,7 +323,7 @@ mod tests {
     async fn read_byte(file: &Arc<OwnedFd>) {
         let ring = super::super::current_ring().expect("this test needs io_uring");
         let payload = Payload::one(IoBuf::zeroed(1));
-        assert_eq!(ring.transfer(file, Direction::Read, payload, 0, 0).await.0, 1);
+        assert_eq!(ring.transfer(file, Direction::Read, payload, (0, 1), 0).await.0, 1);
     }
 
     /// Another thread wakes this one, each time a little after it was asked to. Rounds end when `is_enough` of what
