@@ -79,7 +79,16 @@ pub struct Setup {
     pub stop_when_idle: bool,
     /// How long stopping in order may take; `None` is however long it takes.
     pub stop_limit: Option<Duration>,
+    /// Memory for the data of all clients' requests, in bytes, at least [`MIN_REQUEST_MEMORY_BYTES`]. Each connection has 1 MiB
+    /// besides.
+    pub request_memory_bytes: u64,
 }
+
+/// [`Setup::request_memory_bytes`] where nothing else is said.
+pub const REQUEST_MEMORY_BYTES: u64 = 256 << 20;
+
+/// The longest request.
+pub const MIN_REQUEST_MEMORY_BYTES: u64 = 32 << 20;
 
 /// So long stopping in order may take where nothing else is said.
 pub const STOP_LIMIT: Duration = Duration::from_secs(30);

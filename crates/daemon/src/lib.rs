@@ -24,7 +24,10 @@ mod statistics;
 mod untrusted;
 mod waiting;
 
-pub use control::{Message, Ready, STOP_LIMIT, Served, Setup, StopReason, run, run_with, version};
+pub use control::{
+    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Served, Setup, StopReason, run,
+    run_with, version,
+};
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;

@@ -10,7 +10,7 @@ use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
-use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, Removal, Server, ServerConfig};
+use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolStats, Removal, Server, ServerConfig};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;
@@ -43,6 +43,8 @@ pub(crate) struct NbdSetup {
     pub max_connections: usize,
     pub handshake_seconds: Option<u64>,
     pub queues: usize,
+    /// Memory for the data of all clients' requests, in bytes.
+    pub request_memory_bytes: u64,
     /// How long the queues may look for requests before they sleep.
     pub poll_limit: PollLimit,
     /// Stop the daemon when the last client goes.
@@ -94,7 +96,7 @@ pub(crate) struct Nbd {
 
 impl Nbd {
     pub fn start(setup: NbdSetup, events: EventBus, control: Sender<Message>) -> Result<Nbd> {
-        let mut limits = Limits::default();
+        let mut limits = Limits { memory_bytes: setup.request_memory_bytes, ..Limits::default() };
         if setup.max_connections > 0 {
             limits.max_connections = setup.max_connections;
         } else {
@@ -141,6 +143,11 @@ impl Nbd {
     /// Takes the clients that have waited, and those that come.
     pub fn release(&self) {
         self.server.release();
+    }
+
+    /// The memory for the data of all clients' requests.
+    pub fn memory(&self) -> PoolStats {
+        self.server.memory()
     }
 
     /// The exports, in the order of their coming.

@@ -44,6 +44,8 @@ pub(crate) struct Daemon {
     pub commands: Commands,
     /// Threads that serve clients.
     pub queues: usize,
+    /// Memory for the data of all clients' requests, in bytes.
+    pub request_memory_bytes: u64,
     /// Stop when the last client goes.
     pub stop_when_idle: bool,
     /// The steps of the start aren't all done: who connects to the NBD server waits for the exports that are to come.
@@ -68,6 +70,7 @@ impl Daemon {
             untrusted: Untrusted::default(),
             commands: Commands::default(),
             queues: setup.queues,
+            request_memory_bytes: setup.request_memory_bytes,
             stop_when_idle: setup.stop_when_idle,
             is_starting: Cell::new(true),
             nbd: RefCell::default(),

@@ -1,17 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The memory that the requests of one connection may hold.
+//! The memory that the requests of one connection may hold: a share of its own, and beyond that a part of the server's pool.
 
+use crate::pool::{Account, ExportShare, Pool};
+use cowshed_storage::{Socket, rt};
+use futures_util::future::{Either, select};
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
+use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Poll, Waker};
+use std::time::Duration;
+
+/// What a connection has for itself, in bytes: it goes on when the pool is empty.
+pub(crate) const OWN_BYTES: u64 = 1 << 20;
 
 /// Counts bytes in flight.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit_bytes: u64,
+    /// Of all requests that may begin.
     used_bytes: Cell<u64>,
-    /// Who reads the requests; only one at a time does.
+    /// What of the connection's own share is taken.
+    own_bytes: Cell<u64>,
+    pool: Arc<Pool>,
+    pub account: Arc<Account>,
+    /// The task that reads the requests; only one at a time does.
     waiting: RefCell<Option<Waker>>,
 }
 
@@ -20,11 +34,28 @@ pub(crate) struct Budget {
 pub(crate) struct Permit {
     budget: Rc<Budget>,
     bytes: u64,
+    is_shared: bool,
+    /// Counts against the connection's limit.
+    counts: bool,
+}
+
+impl Permit {
+    /// True for memory of the pool.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.is_shared
+    }
 }
 
 impl Budget {
-    pub(crate) fn new(limit_bytes: u64) -> Rc<Budget> {
-        Rc::new(Budget { limit_bytes, used_bytes: Cell::new(0), waiting: RefCell::default() })
+    pub(crate) fn new(limit_bytes: u64, pool: &Arc<Pool>, socket: &Socket, export: &Arc<ExportShare>) -> Rc<Budget> {
+        Rc::new(Budget {
+            limit_bytes,
+            used_bytes: Cell::new(0),
+            own_bytes: Cell::new(0),
+            pool: Arc::clone(pool),
+            account: pool.open(socket, export),
+            waiting: RefCell::default(),
+        })
     }
 
     /// What it was made with.
@@ -32,27 +63,107 @@ impl Budget {
         self.limit_bytes
     }
 
-    /// Waits until `bytes` fit, or nothing else is in flight. One caller at a time.
-    pub(crate) async fn take(self: &Rc<Self>, bytes: u64) -> Permit {
-        poll_fn(|context| {
-            let used = self.used_bytes.get();
-            if used == 0 || used.saturating_add(bytes) <= self.limit_bytes {
-                self.used_bytes.set(used.saturating_add(bytes));
-                return Poll::Ready(());
+    /// Waits until `bytes` fit, or nothing else is in flight. One caller at a time. `None`: the client is gone.
+    pub(crate) async fn take(self: &Rc<Self>, bytes: u64) -> Option<Permit> {
+        match self.is_below_limit(bytes) && self.take_own(bytes) {
+            true => Some(self.permit(bytes, false, true)),
+            false => Box::pin(self.wait(bytes)).await,
+        }
+    }
+
+    /// As [`Budget::take`], for at most `limit`.
+    pub(crate) async fn take_within(self: &Rc<Self>, bytes: u64, limit: Duration) -> Option<Permit> {
+        match select(pin!(self.take(bytes)), pin!(rt::sleep(limit))).await {
+            Either::Left((permit, _)) => permit,
+            Either::Right(_) => None,
+        }
+    }
+
+    /// Memory for what may never begin, beside the connection's limit. Waits for at most `limit`.
+    pub(crate) async fn take_aside(self: &Rc<Self>, bytes: u64, limit: Duration) -> Option<Permit> {
+        if self.take_own(bytes) {
+            return Some(self.permit(bytes, false, false));
+        }
+        let taking = pin!(self.pool.take(&self.account, bytes, |_| rt::is_cancelled()));
+        match select(taking, pin!(rt::sleep(limit))).await {
+            Either::Left((true, _)) => Some(self.permit(bytes, true, false)),
+            _ => None,
+        }
+    }
+
+    /// Requests end, and requests of other connections end.
+    async fn wait(self: &Rc<Self>, bytes: u64) -> Option<Permit> {
+        loop {
+            poll_fn(|context| match rt::is_cancelled() || self.is_below_limit(bytes) {
+                true => Poll::Ready(()),
+                false => {
+                    self.waiting.replace(Some(context.waker().clone()));
+                    Poll::Pending
+                }
+            })
+            .await;
+            if rt::is_cancelled() {
+                return None;
             }
-            self.waiting.replace(Some(context.waker().clone()));
-            Poll::Pending
-        })
-        .await;
-        Permit { budget: Rc::clone(self), bytes }
+            if self.take_own(bytes) {
+                return Some(self.permit(bytes, false, true));
+            }
+            let has_own_room = |waker: &Waker| {
+                self.waiting.replace(Some(waker.clone()));
+                rt::is_cancelled() || self.has_own(bytes)
+            };
+            if self.pool.take(&self.account, bytes, has_own_room).await {
+                return Some(self.permit(bytes, true, true));
+            }
+        }
+    }
+
+    fn is_below_limit(&self, bytes: u64) -> bool {
+        let used = self.used_bytes.get();
+        used == 0 || used.saturating_add(bytes) <= self.limit_bytes
+    }
+
+    fn has_own(&self, bytes: u64) -> bool {
+        self.own_bytes.get().saturating_add(bytes) <= OWN_BYTES
+    }
+
+    fn take_own(&self, bytes: u64) -> bool {
+        let has = self.has_own(bytes);
+        if has {
+            self.own_bytes.set(self.own_bytes.get() + bytes);
+        }
+        has
+    }
+
+    fn permit(self: &Rc<Self>, bytes: u64, is_shared: bool, counts: bool) -> Permit {
+        if counts {
+            self.used_bytes.set(self.used_bytes.get().saturating_add(bytes));
+        }
+        if is_shared {
+            // A send that waits already keeps this memory, too.
+            self.account.sending.count();
+        }
+        Permit { budget: Rc::clone(self), bytes, is_shared, counts }
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.pool.close(&self.account);
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let used = &self.budget.used_bytes;
-        used.set(used.get().saturating_sub(self.bytes));
-        let waker = self.budget.waiting.take();
+        let budget = &self.budget;
+        if self.counts {
+            budget.used_bytes.set(budget.used_bytes.get().saturating_sub(self.bytes));
+        }
+        match self.is_shared {
+            true => budget.pool.give(&budget.account, self.bytes),
+            false => budget.own_bytes.set(budget.own_bytes.get().saturating_sub(self.bytes)),
+        }
+        let waker = budget.waiting.take();
         if let Some(waker) = waker {
             waker.wake();
         }

@@ -5,19 +5,15 @@ use crate::intake::{Job, Work};
 use crate::outbox::Piece;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::reply::{self, Answered, kind};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle, Request};
 use cowshed_storage::IoBuf;
 
-/// Zeroes of a reply that are worth a chunk of their own, in bytes.
-const HOLE_BYTES: usize = 32 << 10;
-/// Where such chunks start and end, in bytes.
-const HOLE_ALIGN: usize = 4096;
 /// Data that `NBD_CMD_CACHE` reads at once, in bytes.
-const CACHE_PIECE_BYTES: u64 = 1 << 20;
+pub(crate) const CACHE_PIECE_BYTES: u64 = 1 << 20;
 
 impl<D: Disk> Session<D> {
     /// Carries a request out and queues the reply.
@@ -83,59 +79,16 @@ impl<D: Disk> Session<D> {
         let mut at = offset;
         while at < offset + length {
             let piece = (offset + length - at).min(CACHE_PIECE_BYTES);
-            self.disk.read(at, IoBuf::scratch(piece as usize)).await.0?;
+            let buf =
+                IoBuf::try_scratch(piece as usize).ok_or_else(|| Error::os(Errno::ENOMEM, "no memory to read into"))?;
+            self.disk.read(at, buf).await.0?;
             at += piece;
         }
         Ok(())
     }
 
-    async fn read(&self, request: &Request) {
-        let (result, buf) = self.disk.read(request.offset, IoBuf::scratch(request.length as usize)).await;
-        if let Err(error) = result {
-            self.answer(request, Err(error), "reading failed");
-            return;
-        }
-        let to = answered(request);
-        match self.terms.replies {
-            ReplyStyle::Simple => self.outbox.push([Piece::Head(reply::simple(request.cookie, 0)), Piece::Data(buf)]),
-            _ if buf.is_empty() => self.answer(request, Ok(()), ""),
-            style => {
-                let extended = style == ReplyStyle::Extended;
-                if buf.len() < HOLE_BYTES || request.flags.contains(CommandFlags::DF) {
-                    let head = reply::offset_data(extended, to, ReplyFlags::DONE, request.offset, buf.len() as u64);
-                    self.outbox.push([Piece::Head(head), Piece::Data(buf)]);
-                } else {
-                    self.push_sparse(request, extended, buf);
-                }
-            }
-        }
-    }
-
-    /// A read's reply in which long runs of zeroes are only mentioned. Whether a block is zero shows in its first bytes most
-    /// of the time, so looking costs next to nothing for data, and less than sending for zeroes.
-    fn push_sparse(&self, request: &Request, extended: bool, mut buf: IoBuf) {
-        let to = answered(request);
-        let mut offset = request.offset;
-        while !buf.is_empty() {
-            let zeroes = leading_zeroes(&buf);
-            let is_hole = zeroes >= HOLE_BYTES || zeroes == buf.len();
-            let len = if is_hole { zeroes } else { next_hole(&buf) };
-            let part = buf.split_to(len);
-            let flags = if buf.is_empty() { ReplyFlags::DONE } else { ReplyFlags::default() };
-            if is_hole {
-                // Lengths of 32 bits: a read is never longer.
-                let head = reply::offset_hole(extended, to, flags, offset, len as u32);
-                self.outbox.push([Piece::Head(head)]);
-            } else {
-                let head = reply::offset_data(extended, to, flags, offset, len as u64);
-                self.outbox.push([Piece::Head(head), Piece::Data(part)]);
-            }
-            offset += len as u64;
-        }
-    }
-
     /// The reply to a request without data.
-    fn answer(&self, request: &Request, result: Result<()>, what: &'static str) {
+    pub(crate) fn answer(&self, request: &Request, result: Result<()>, what: &'static str) {
         let Err(error) = result else {
             let head = match self.terms.replies {
                 ReplyStyle::Extended => reply::chunk(true, answered(request), kind::NONE, ReplyFlags::DONE, 0),
@@ -180,35 +133,4 @@ impl<D: Disk> Session<D> {
 
 pub(crate) fn answered(request: &Request) -> Answered {
     Answered { cookie: request.cookie, offset: request.offset }
-}
-
-fn is_zero(bytes: &[u8]) -> bool {
-    let first = bytes.len().min(16);
-    bytes[..first].iter().all(|&byte| byte == 0) && bytes[first..].iter().fold(0, |acc, byte| acc | byte) == 0
-}
-
-/// Zero bytes at the start, in whole blocks (or up to the end).
-fn leading_zeroes(bytes: &[u8]) -> usize {
-    let mut len = 0;
-    for block in bytes.chunks(HOLE_ALIGN) {
-        if !is_zero(block) {
-            break;
-        }
-        len += block.len();
-    }
-    len
-}
-
-/// Bytes before the first run of zeroes that is long enough for a chunk of its own.
-fn next_hole(bytes: &[u8]) -> usize {
-    let mut zeroes = 0;
-    let mut at = 0;
-    for block in bytes.chunks(HOLE_ALIGN) {
-        zeroes = if is_zero(block) { zeroes + block.len() } else { 0 };
-        at += block.len();
-        if zeroes >= HOLE_BYTES && at > zeroes {
-            return at - zeroes;
-        }
-    }
-    bytes.len()
 }

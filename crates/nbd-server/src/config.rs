@@ -52,6 +52,11 @@ impl ServerConfig {
             let message = "a server takes at least one connection, one request of it and payloads of 64 KiB";
             return Err(Error::invalid_argument(message));
         }
+        if limits.memory_bytes < limits.max_payload_bytes.into() {
+            let message =
+                format!("the memory for requests must hold the longest one, {} bytes", limits.max_payload_bytes);
+            return Err(Error::invalid_argument(message).value(limits.memory_bytes));
+        }
         Ok(())
     }
 
@@ -72,6 +77,12 @@ pub struct Limits {
     pub max_requests: usize,
     /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
     pub max_bytes_in_flight: u64,
+    /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection has 1 MiB
+    /// of its own besides. The requests of one export take at most three quarters.
+    pub memory_bytes: u64,
+    /// A client that holds such memory while others wait for it, and that neither sends its data nor takes its replies for so
+    /// long, is cut off. 256 KiB in a second, on average, are enough to stay.
+    pub stall_limit: Duration,
     /// Longest read or write, in bytes; the block sizes of an export can make it smaller. A longer write than that (or than
     /// 32 MiB, whichever is more) costs the client its connection.
     pub max_payload_bytes: u32,
@@ -85,6 +96,8 @@ impl Default for Limits {
             max_connections: 100,
             max_requests: 128,
             max_bytes_in_flight: 64 << 20,
+            memory_bytes: 256 << 20,
+            stall_limit: Duration::from_secs(30),
             max_payload_bytes: PORTABLE_PAYLOAD_BYTES,
             handshake_timeout: Duration::from_secs(10),
         }

@@ -1,21 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading requests and judging them.
 
-use crate::budget::{Budget, Permit};
+use crate::budget::Permit;
+use crate::commands::CACHE_PIECE_BYTES;
 use crate::negotiation::Terms;
 use crate::session::Session;
+use crate::status::status_bytes;
 use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::request::StatusFilter;
 use cowshed_nbd_proto::{Command, HeaderStyle, Malformed, NbdErrno, PORTABLE_PAYLOAD_BYTES, ReplyStyle, Request};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, rt};
 use std::collections::VecDeque;
-use std::rc::Rc;
 
 /// What is gathered behind the end of a connection: more requests than that count as a flood.
 const MAX_GATHERED: usize = 1 << 16;
+
+/// Data of a request that are received at once, in bytes: so often other clients of the thread come in between.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// The end of a connection from which requests come.
 #[derive(Debug)]
@@ -57,6 +61,15 @@ pub(crate) enum Work {
     Fail(NbdErrno, &'static str),
 }
 
+/// What a request is received for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    /// It begins at once.
+    Begin,
+    /// It begins if a goodbye is behind it.
+    Gather,
+}
+
 type Verdict = std::result::Result<(), (NbdErrno, &'static str)>;
 
 impl Intake {
@@ -77,7 +90,7 @@ impl Intake {
                 Some(job) => job,
                 None => return Ok(None),
             },
-            None => match self.take(session, Some(&session.budget)).await? {
+            None => match self.take(session, Purpose::Begin).await? {
                 Taken::Job(job) => job,
                 Taken::Goodbye | Taken::End => return Ok(None),
             },
@@ -90,9 +103,17 @@ impl Intake {
                 None => return Ok(None),
             };
         }
-        if job.permit.is_none() && matches!(job.request.command, Command::Read | Command::Write) {
-            let bytes = if let Work::Fail(..) = job.work { 0 } else { job.request.length };
-            job.permit = Some(session.budget.take(bytes).await);
+        if job.permit.is_none() {
+            let bytes = memory_of(&job.request, &job.work);
+            let limit = session.stall_limit.saturating_mul(2);
+            // Several connections may hold data of writes that stand behind such a request: the wait must end.
+            job.permit = match bytes {
+                0 => None,
+                bytes => match session.budget.take_within(bytes, limit).await {
+                    Some(permit) => Some(permit),
+                    None => return Ok(None),
+                },
+            };
         }
         Ok((!life.is_dead()).then_some(job))
     }
@@ -105,7 +126,7 @@ impl Intake {
         let limit_bytes = session.budget.limit_bytes();
         let mut bytes = 0;
         loop {
-            match self.take(session, None).await {
+            match self.take(session, Purpose::Gather).await {
                 Ok(Taken::Job(job)) => {
                     if let Work::Write(buf) = &job.work {
                         bytes += buf.len() as u64;
@@ -129,8 +150,8 @@ impl Intake {
         }
     }
 
-    /// Receives a request; with `budget` the memory of its data is counted.
-    async fn take<D: Disk>(&mut self, session: &Session<D>, budget: Option<&Rc<Budget>>) -> Result<Taken> {
+    /// Receives a request. The memory for what comes with it, and for what is to begin at once, is reserved.
+    async fn take<D: Disk>(&mut self, session: &Session<D>, purpose: Purpose) -> Result<Taken> {
         let Session { stay, terms, stream, disk, life, .. } = session;
         let header_bytes = terms.headers.request_bytes();
         let Some(bytes) = self.receiver.peek(stream, header_bytes).await? else { return Ok(Taken::End) };
@@ -154,23 +175,66 @@ impl Intake {
             self.receiver.skip(stream, payload_bytes).await?;
             return Ok(Taken::Job(Job { request, work: Work::Fail(errno, why), permit: None }));
         }
-        let permit = match (request.command, budget) {
-            (Command::Write | Command::Read, Some(budget)) => Some(budget.take(request.length).await),
-            _ => None,
-        };
         match request.command {
             Command::Write => {
-                let buf = IoBuf::scratch(payload_bytes as usize);
-                let (result, buf) = self.receiver.fill(stream, buf).await;
-                result?;
-                Ok(Taken::Job(Job { request, work: Work::Write(buf), permit }))
+                let permit = match purpose {
+                    Purpose::Begin => session.budget.take(request.length).await,
+                    Purpose::Gather => session.budget.take_aside(request.length, session.stall_limit).await,
+                };
+                let Some(permit) = permit else { return Ok(Taken::End) };
+                let Some(buf) = IoBuf::try_scratch(payload_bytes as usize) else {
+                    self.receiver.skip(stream, payload_bytes).await?;
+                    let work = Work::Fail(NbdErrno::ENOMEM, "the server is out of memory");
+                    return Ok(Taken::Job(Job { request, work, permit: Some(permit) }));
+                };
+                let buf = self.payload(session, buf, permit.is_shared()).await?;
+                Ok(Taken::Job(Job { request, work: Work::Write(buf), permit: Some(permit) }))
             }
             Command::BlockStatus => {
                 let (request, work) = self.status(stream, terms, disk, request, payload_bytes).await?;
-                Ok(Taken::Job(Job { request, work, permit }))
+                self.begin(session, purpose, request, work).await
             }
-            _ => Ok(Taken::Job(Job { request, work: Work::Plain, permit })),
+            _ => self.begin(session, purpose, request, Work::Plain).await,
         }
+    }
+
+    /// A request without data that was received. The memory of its reply is reserved if it is to begin.
+    async fn begin<D: Disk>(
+        &self,
+        session: &Session<D>,
+        purpose: Purpose,
+        request: Request,
+        work: Work,
+    ) -> Result<Taken> {
+        let bytes = memory_of(&request, &work);
+        if purpose == Purpose::Gather || bytes == 0 {
+            return Ok(Taken::Job(Job { request, work, permit: None }));
+        }
+        let permit = session.budget.take(bytes).await;
+        Ok(permit.map_or(Taken::End, |permit| Taken::Job(Job { request, work, permit: Some(permit) })))
+    }
+
+    /// Receives the data of a write. `is_shared`: into memory that others may wait for.
+    async fn payload<D: Disk>(&mut self, session: &Session<D>, mut rest: IoBuf, is_shared: bool) -> Result<IoBuf> {
+        let stream = &session.stream;
+        if !is_shared {
+            let (result, buf) = self.receiver.fill(stream, rest).await;
+            return result.map(|()| buf);
+        }
+        let patience = &session.budget.account.receiving;
+        let mut filled = rest.split_to(0);
+        while !rest.is_empty() {
+            let piece = rest.split_to(rest.len().min(PIECE_BYTES));
+            patience.begin(piece.len(), true);
+            let (result, piece) = self.receiver.fill(stream, piece).await;
+            patience.end(session.budget.account.holds());
+            result?;
+            if filled.unsplit(piece).is_err() {
+                return Err(Error::internal("the parts of a split buffer did not join"));
+            }
+            rt::yield_now().await;
+        }
+        Ok(filled)
     }
 
     /// Which contexts a block status is about.
@@ -210,6 +274,17 @@ impl Intake {
             Err((errno, why)) => Work::Fail(errno, why),
         };
         Ok((request, work))
+    }
+}
+
+/// The memory that a request takes at most, in bytes, that of its reply included.
+fn memory_of(request: &Request, work: &Work) -> u64 {
+    match work {
+        Work::Plain if request.command == Command::Read => request.length,
+        Work::Plain if request.command == Command::Cache => request.length.min(CACHE_PIECE_BYTES),
+        Work::Status(contexts) => status_bytes(request, contexts.len()),
+        Work::Write(buf) => buf.len() as u64,
+        Work::Plain | Work::Fail(..) => 0,
     }
 }
 

@@ -10,8 +10,8 @@
 //!   threads
 //! - `negotiation`: from the greeting to the transmission phase
 //! - `session`: requests of one client; `intake` reads them, `gathering` says when it waits for several, `life` says whether
-//!   any more may begin, `outbox` sends the replies, `budget` bounds their memory, `commands` carries them out, `status`
-//!   answers block status
+//!   any more may begin, `outbox` sends the replies, `budget` bounds their memory (`pool`: that of all connections),
+//!   `commands` carries them out, `sparse` words reads, `status` answers block status
 
 mod budget;
 mod commands;
@@ -24,14 +24,17 @@ mod intake;
 mod life;
 mod negotiation;
 mod outbox;
+mod pool;
 mod queue;
 mod registry;
 mod server;
 mod session;
 mod signal;
+mod sparse;
 mod status;
 
 pub use config::{Authorizer, Check, Event, EventHandler, Limits, ServerConfig};
 pub use disk::{DirtyRun, Disk, DiskQueue, DiskRun};
 pub use export::{Export, ExportInfo, Removal};
+pub use pool::PoolStats;
 pub use server::Server;

@@ -3,6 +3,7 @@
 
 use crate::budget::Permit;
 use crate::life::Life;
+use crate::pool::Account;
 use cowshed_block::{Error, Result};
 use cowshed_nbd::Stream;
 use cowshed_nbd_proto::reply::Head;
@@ -14,14 +15,15 @@ use std::task::{Poll, Waker};
 
 /// Buffers of one system call.
 const MAX_BUFFERS: usize = 256;
-/// Bytes of one system call, about: enough for the wire, few enough that memory is given back in time.
-const MAX_BYTES: usize = 4 << 20;
+/// Bytes of one system call, about: enough for the wire, few enough that other clients of the thread come in between, and
+/// that a peer that takes nothing is told from one that is slow.
+const MAX_BYTES: usize = 1 << 20;
 /// Room for the headers of one system call.
 const HEAD_BYTES: usize = 4096;
 /// Replies that wait; who has one more waits with it.
 const MAX_WAITING: usize = 1024;
 
-/// A part of a reply. The parts of one reply stand next to one another in the queue.
+/// A part of a reply. The parts of one chunk stand next to one another in the queue.
 #[derive(Debug)]
 pub(crate) enum Piece {
     Head(Head),
@@ -64,7 +66,7 @@ impl Outbox {
 
     /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's
     /// wait saves system calls; the one of many clients' requests goes along with theirs.
-    pub(crate) async fn send(&self, stream: &Stream, life: &Life, crowded: bool) {
+    pub(crate) async fn send(&self, stream: &Stream, life: &Life, account: &Account, crowded: bool) {
         if self.is_sending.replace(true) {
             self.wait_for_room().await;
             return;
@@ -73,15 +75,20 @@ impl Outbox {
             rt::yield_now().await;
         }
         let dispatch = if crowded { Dispatch::Together } else { Dispatch::Alone };
-        while let Some((buffers, permits)) = self.take() {
+        while let Some((buffers, permits, bytes)) = self.take() {
             let is_broken = self.error.borrow().is_some();
+            account.sending.begin(bytes, account.holds());
             let result = if is_broken { Ok(()) } else { self.send_buffers(stream, buffers, dispatch).await };
             if let Err(error) = result {
                 life.die(stream);
                 self.error.borrow_mut().get_or_insert(error);
             }
+            account.sending.end(account.holds());
             drop(permits);
             self.waiting.take().into_iter().for_each(Waker::wake);
+            if bytes >= MAX_BYTES {
+                rt::yield_now().await;
+            }
         }
         self.is_sending.set(false);
     }
@@ -104,8 +111,8 @@ impl Outbox {
         .await;
     }
 
-    /// The buffers of the next system call, and what is given back after it; `None` when nothing waits.
-    fn take(&self) -> Option<(Vec<IoBuf>, Vec<Permit>)> {
+    /// The buffers of the next system call, what is given back after it, and the bytes of data; `None` when nothing waits.
+    fn take(&self) -> Option<(Vec<IoBuf>, Vec<Permit>, usize)> {
         let mut queue = self.queue.borrow_mut();
         if queue.is_empty() {
             return None;
@@ -126,10 +133,16 @@ impl Outbox {
                     heads[filled..filled + head.len()].copy_from_slice(&head);
                     filled += head.len();
                 }
-                Piece::Data(data) => {
+                Piece::Data(mut data) => {
                     if filled > 0 {
                         buffers.push(heads.split_to(filled));
                         filled = 0;
+                    }
+                    // The rest of a long one goes with the next call.
+                    let rest = data.len().saturating_sub(MAX_BYTES - bytes);
+                    if rest > 0 {
+                        let rest = data.split_off(data.len() - rest);
+                        queue.push_front(Piece::Data(rest));
                     }
                     bytes += data.len();
                     buffers.push(data);
@@ -144,6 +157,6 @@ impl Outbox {
         if filled > 0 {
             buffers.push(heads.split_to(filled));
         }
-        Some((buffers, permits))
+        Some((buffers, permits, bytes))
     }
 }

@@ -212,7 +212,7 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
     let export = stay.served.export.name.clone();
     tracing::info!(peer, export, "client uses export");
     config.tell(Event::ClientConnected { export: export.clone(), peer: peer.clone() });
-    let result = session::run(stay, terms, Arc::clone(&stream), receiver, config.limits).await;
+    let result = session::run(stay, terms, Arc::clone(&stream), receiver, config.limits, &registry.pool).await;
     let error = result.err().map(|error| error.to_string());
     match &error {
         None => tracing::info!(peer, export, "client left"),

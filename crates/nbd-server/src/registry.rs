@@ -3,6 +3,7 @@
 
 use crate::config::{Event, ServerConfig};
 use crate::haggling::Hagglers;
+use crate::pool::{ExportShare, Pool};
 use crate::signal::Watched;
 use crate::{Disk, Export, ExportInfo, Removal};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -28,6 +29,8 @@ pub(crate) struct Registry<D> {
     pub hagglers: Hagglers,
     /// Clients are left where the system keeps them.
     pub held: Watched<bool>,
+    /// The memory of requests.
+    pub pool: Arc<Pool>,
 }
 
 #[derive(Debug)]
@@ -41,6 +44,8 @@ struct Exports<D> {
 #[derive(Debug)]
 pub(crate) struct Served<D> {
     pub export: Export<D>,
+    /// What its requests hold of the memory that all share.
+    pub memory: Arc<ExportShare>,
     clients: Watched<Clients>,
 }
 
@@ -75,12 +80,14 @@ impl Client {
 impl<D: Disk> Registry<D> {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let exports = Exports { by_name: BTreeMap::new(), stopping: false };
+        let pool = Pool::new(config.limits.memory_bytes, config.limits.stall_limit);
         Registry {
             config,
             exports: Watched::new(exports),
             connections: Watched::new(0),
             hagglers: Hagglers::default(),
             held: Watched::new(false),
+            pool,
         }
     }
 
@@ -98,7 +105,9 @@ impl<D: Disk> Registry<D> {
                 return Err(Error::invalid_argument("there is a default export already"));
             }
             let name = export.name.clone();
-            exports.by_name.insert(name, Arc::new(Served { export, clients: Watched::default() }));
+            exports
+                .by_name
+                .insert(name, Arc::new(Served { export, memory: Arc::default(), clients: Watched::default() }));
             Ok(())
         })
     }

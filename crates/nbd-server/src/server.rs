@@ -2,6 +2,7 @@
 //! The server as its owner sees it.
 
 use crate::config::ServerConfig;
+use crate::pool::PoolStats;
 use crate::queue::{self, Message, Queue};
 use crate::registry::Registry;
 use crate::signal::lock;
@@ -96,6 +97,11 @@ impl<D: Disk> Server<D> {
     /// Connections at the moment, those in negotiation included.
     pub fn connections(&self) -> usize {
         self.registry.connections.look(|count| *count)
+    }
+
+    /// The memory that the requests of all connections share.
+    pub fn memory(&self) -> PoolStats {
+        self.registry.pool.stats()
     }
 
     /// Waits until there is no connection.

@@ -13,15 +13,17 @@ use crate::intake::{Intake, Job};
 use crate::life::Life;
 use crate::negotiation::Terms;
 use crate::outbox::Outbox;
+use crate::pool::Pool;
 use crate::registry::Stay;
 use crate::signal::Watched;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt;
 use futures_util::lock::Mutex;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub(crate) struct Session<D: Disk> {
     pub stay: Stay<D>,
@@ -32,6 +34,7 @@ pub(crate) struct Session<D: Disk> {
     intake: Mutex<Intake>,
     gathering: RefCell<Gathering>,
     pub budget: Rc<Budget>,
+    pub stall_limit: Duration,
     pub life: Rc<Life>,
     max_workers: usize,
     workers: Cell<usize>,
@@ -54,7 +57,9 @@ pub(crate) async fn run<D: Disk>(
     stream: Arc<Stream>,
     receiver: Receiver,
     limits: Limits,
+    pool: &Arc<Pool>,
 ) -> Result<()> {
+    let budget = Budget::new(limits.max_bytes_in_flight, pool, stream.socket(), &stay.served.memory);
     let session = Rc::new(Session {
         disk: stay.served.export.disk.queue(),
         stay,
@@ -63,7 +68,8 @@ pub(crate) async fn run<D: Disk>(
         outbox: Outbox::new(),
         intake: Mutex::new(Intake::new(receiver)),
         gathering: RefCell::default(),
-        budget: Budget::new(limits.max_bytes_in_flight),
+        budget,
+        stall_limit: limits.stall_limit,
         life: Life::new(),
         max_workers: limits.max_requests,
         workers: Cell::new(0),
@@ -82,6 +88,9 @@ pub(crate) async fn run<D: Disk>(
     watch.cancel().await;
     session.stream.close().await;
     let error = session.error.take().or_else(|| session.outbox.take_error());
+    if session.budget.account.is_cut() {
+        return Err(Error::new(ErrorKind::Limit, "the client kept memory from others and neither sent nor received"));
+    }
     match error {
         // What was cut off on purpose is no fault of the client.
         Some(error) if !session.stay.client.is_closing() => Err(error),
@@ -113,7 +122,7 @@ impl<D: Disk> Session<D> {
             let busy = self.workers.get() - self.idle.get() - usize::from(self.reading.get());
             // What needs no waiting is carried out at once, so that the next one's reply may come as soon.
             let crowded = busy > 1 || self.has_more.get();
-            self.outbox.send(&self.stream, &self.life, crowded).await;
+            self.outbox.send(&self.stream, &self.life, &self.budget.account, crowded).await;
         }
     }
 

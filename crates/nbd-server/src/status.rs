@@ -18,6 +18,13 @@ const MAX_RUNS: usize = 1024;
 /// Runs that are looked at when the client wants only one.
 const RUNS_FOR_ONE: usize = 16;
 
+/// What a block status of so many contexts takes at most, in bytes.
+pub(crate) fn status_bytes(request: &Request, contexts: usize) -> u64 {
+    let runs = if request.flags.contains(CommandFlags::REQ_ONE) { RUNS_FOR_ONE } else { MAX_RUNS };
+    // Lengths and flags of 64 bits each, and a header.
+    (contexts as u64).saturating_mul(runs as u64 * 16 + 64)
+}
+
 impl<D: Disk> Session<D> {
     /// Answers for the contexts with these numbers.
     pub(crate) async fn status(&self, request: &Request, contexts: &[u32]) {

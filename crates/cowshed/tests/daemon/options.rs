@@ -81,6 +81,43 @@ fn the_metadata_of_all_images_has_a_budget_that_changes() {
 }
 
 #[test]
+fn the_requests_of_all_clients_share_the_memory_that_an_option_says() {
+    let folder = temp_dir();
+    Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 64 << 20);
+    let arguments = ["serve", "--request-memory", "48M", "-k", "n.sock", "--metrics", "127.0.0.1:0", "disk.qcow2"];
+    let mut serving = Serving::start(folder.path(), &arguments);
+    let metrics = [serving.line(), serving.line()][1].clone();
+    let uri = format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock")));
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 32M", "-c", "read -P 7 0 32M", &uri]).expect_ok();
+    let said = page(&metrics);
+    for (name, value) in [("limit_bytes", 48 << 20), ("used_bytes", 0), ("waiting", 0), ("cut_total", 0)] {
+        let line = format!("cowshed_request_memory_{name}{{}} {value}");
+        assert!(said.lines().any(|found| found == line), "{line}: {said}");
+    }
+    serving.stop();
+    Qemu::system().expect_clean(&folder.path().join("disk.qcow2"));
+}
+
+#[test]
+fn a_memory_that_holds_no_request_is_refused() {
+    let folder = temp_dir();
+    Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 8 << 20);
+    for (size, words) in [("31M", "don't hold the longest request"), ("lots", "invalid size 'lots'")] {
+        for arguments in [
+            ["serve", "-k", "n.sock", "disk.qcow2", "--request-memory", size],
+            ["qemu-nbd", "-k", "n.sock", "disk.qcow2", "--request-memory", size],
+            ["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--daemonize", "--request-memory", size],
+        ] {
+            let output = Command::new(COWSHED).args(arguments).current_dir(folder.path()).output();
+            let output = output.expect("our own binary runs");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+            assert!(said.contains("--request-memory") && said.contains(words), "{arguments:?}: {said}");
+        }
+    }
+}
+
+#[test]
 fn a_wrong_metadata_budget_is_refused() {
     let folder = temp_dir();
     Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 8 << 20);

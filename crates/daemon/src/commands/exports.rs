@@ -122,6 +122,7 @@ pub(crate) fn start_nbd(
         max_connections,
         handshake_seconds,
         queues: daemon.queues,
+        request_memory_bytes: daemon.request_memory_bytes,
         poll_limit: daemon.objects.poll_limit.clone(),
         stop_when_idle: daemon.stop_when_idle,
         held: daemon.is_starting.get(),

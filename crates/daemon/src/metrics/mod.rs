@@ -86,6 +86,7 @@ pub(crate) fn render(daemon: &Daemon) -> String {
     }
     intervals(&mut page, &stats);
     budget(&mut page);
+    request_memory(daemon, &mut page);
     nodes(daemon, &mut page);
     page.push_str("# EOF\n");
     page
@@ -151,6 +152,20 @@ fn budget(page: &mut String) {
     ] {
         Family::new(page, name, "gauge", help).line("", &[], value);
     }
+}
+
+/// What the requests of all NBD clients together hold, and may hold.
+fn request_memory(daemon: &Daemon, page: &mut String) {
+    let memory = daemon.nbd().map(|nbd| nbd.memory()).unwrap_or_default();
+    for (name, help, value) in [
+        ("cowshed_request_memory_limit_bytes", "Memory that the requests of all clients share.", memory.limit_bytes),
+        ("cowshed_request_memory_used_bytes", "What of it requests hold.", memory.used_bytes),
+        ("cowshed_request_memory_waiting", "Requests that wait for it.", memory.waiting as u64),
+    ] {
+        Family::new(page, name, "gauge", help).line("", &[], value);
+    }
+    let help = "Clients that were cut off because they kept it from others.";
+    Family::new(page, "cowshed_request_memory_cut", "counter", help).line("_total", &[], memory.cut);
 }
 
 /// A value of a node: name, kind, help.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A daemon on a thread of its own, and a client that speaks QMP to it.
 
-use cowshed_daemon::{Message, MonitorAddress, STOP_LIMIT, Sender, Setup, Step, StopReason, run};
+use cowshed_daemon::{Message, MonitorAddress, REQUEST_MEMORY_BYTES, STOP_LIMIT, Sender, Setup, Step, StopReason, run};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -80,7 +80,13 @@ impl Running {
 }
 
 pub fn setup(steps: Vec<Step>) -> Setup {
-    Setup { steps, queues: 2, stop_when_idle: false, stop_limit: Some(STOP_LIMIT) }
+    Setup {
+        steps,
+        queues: 2,
+        stop_when_idle: false,
+        stop_limit: Some(STOP_LIMIT),
+        request_memory_bytes: REQUEST_MEMORY_BYTES,
+    }
 }
 
 pub fn temp_folder() -> tempfile::TempDir {

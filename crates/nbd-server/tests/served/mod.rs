@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod foreign;
+pub mod held;
 pub mod wire;
 
 use cowshed_image::{Node, OpenRequest, open};

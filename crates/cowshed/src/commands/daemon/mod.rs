@@ -16,7 +16,10 @@ use crate::output::{Console, Failure};
 use background::Background;
 use clap::Args;
 use cowshed_block::Error;
-use cowshed_daemon::{Message, Ready, STOP_LIMIT, Sender, Setup, StopReason};
+use cowshed_daemon::{
+    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
+};
+use cowshed_image::options::parse_size;
 use logging::LogFormat;
 use pid_file::PidFile;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -41,17 +44,31 @@ struct Running {
     kept: Option<Box<dyn Any>>,
 }
 
-/// How long stopping in order may take.
+/// What a daemon keeps to.
 #[derive(Args, Clone, Debug)]
-struct StopArgs {
+struct BoundArgs {
     /// Stop in order within so many seconds, and end then whatever hangs; 0: however long it takes
     #[arg(long, value_name = "SECONDS", default_value_t = STOP_LIMIT.as_secs())]
     stop_timeout: u64,
+    /// Memory for the data of all clients' requests, at least 32M; each connection has 1M besides [default: 256M]
+    #[arg(long, value_name = "SIZE")]
+    request_memory: Option<String>,
 }
 
-impl StopArgs {
-    fn limit(&self) -> Option<Duration> {
+impl BoundArgs {
+    /// How long stopping in order may take.
+    fn stop_limit(&self) -> Option<Duration> {
         (self.stop_timeout > 0).then(|| Duration::from_secs(self.stop_timeout.min(MOST_SECONDS)))
+    }
+
+    fn request_memory_bytes(&self) -> Result<u64, Failure> {
+        let Some(text) = &self.request_memory else { return Ok(REQUEST_MEMORY_BYTES) };
+        let bytes = parse_size(text).map_err(|error| error.file("--request-memory"))?;
+        if bytes < MIN_REQUEST_MEMORY_BYTES {
+            let message = format!("--request-memory: {bytes} bytes don't hold the longest request, which has 32 MiB");
+            return Err(Failure::new(message));
+        }
+        Ok(bytes)
     }
 }
 

@@ -2,7 +2,7 @@
 //! `qemu-nbd`: one image, one export.
 
 use super::super::Verb;
-use super::{LogFormat, Running, StopArgs, default_queues};
+use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
@@ -131,7 +131,7 @@ struct NbdArgs {
     #[arg(long)]
     image_opts: bool,
     #[command(flatten)]
-    stop: StopArgs,
+    bounds: BoundArgs,
     /// The image
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     file: Vec<String>,
@@ -290,7 +290,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             steps,
             queues: default_queues(),
             stop_when_idle: !args.persistent,
-            stop_limit: args.stop.limit(),
+            stop_limit: args.bounds.stop_limit(),
+            request_memory_bytes: args.bounds.request_memory_bytes()?,
         },
         kept: None,
         background: args.fork,

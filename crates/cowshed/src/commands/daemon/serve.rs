@@ -3,7 +3,7 @@
 
 use super::super::Verb;
 use super::super::untrusted::PolicyArgs;
-use super::{LogFormat, Running, StopArgs, default_queues};
+use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Drive, MonitorAddress, Ready, Setup, Step};
@@ -99,7 +99,7 @@ struct ServeArgs {
     #[arg(long, value_enum, default_value_t, value_name = "text|json")]
     log_format: LogFormat,
     #[command(flatten)]
-    stop: StopArgs,
+    bounds: BoundArgs,
     #[command(flatten)]
     untrusted: PolicyArgs,
     /// Images
@@ -238,7 +238,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             steps,
             queues: args.queues.unwrap_or_else(default_queues),
             stop_when_idle: args.once,
-            stop_limit: args.stop.limit(),
+            stop_limit: args.bounds.stop_limit(),
+            request_memory_bytes: args.bounds.request_memory_bytes()?,
         },
         background: args.daemonize,
         pid_file: args.pidfile.clone(),

@@ -2,7 +2,7 @@
 //! `qemu-storage-daemon`: nodes, exports and monitors, all said on the command line.
 
 use super::super::Verb;
-use super::{LogFormat, Running, StopArgs, default_queues};
+use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Chardevs, Setup, Step};
@@ -36,7 +36,7 @@ fn arguments(command: clap::Command) -> clap::Command {
     let step = |(name, value, help): &(&'static str, &'static str, &'static str)| {
         Arg::new(*name).long(*name).value_name(*value).action(ArgAction::Append).help(*help)
     };
-    StopArgs::augment_args(command).args(STEPS.iter().map(step)).args([
+    BoundArgs::augment_args(command).args(STEPS.iter().map(step)).args([
         Arg::new("daemonize").long("daemonize").action(ArgAction::SetTrue).help("Go into the background once it is up"),
         Arg::new("pidfile").long("pidfile").value_name("PATH").help("Write the process's number to a file"),
         Arg::new("metadata-budget")
@@ -66,12 +66,14 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if show_help(matches, console)? {
         return Ok(0);
     }
+    let bounds = BoundArgs::from_arg_matches(matches)?;
     let running = Running {
         setup: Setup {
             steps: steps(matches)?,
             queues: default_queues(),
             stop_when_idle: false,
-            stop_limit: StopArgs::from_arg_matches(matches)?.limit(),
+            stop_limit: bounds.stop_limit(),
+            request_memory_bytes: bounds.request_memory_bytes()?,
         },
         kept: None,
         background: matches.get_flag("daemonize"),
