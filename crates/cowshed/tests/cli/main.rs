@@ -36,3 +36,4 @@ mod user_scripts;
 mod vmdk;
 mod vmdk_damage;
 mod words;
+mod zeroes;
