@@ -5,8 +5,9 @@
 use cowshed_block::Errno;
 use cowshed_image::graph::{Corruption, Graph};
 use cowshed_image::options::BlockdevOptions;
+use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -158,6 +159,55 @@ fn what_cannot_be_read_is_an_error_without_a_mark() {
             assert_eq!(later.is_ok(), others_work, "{about}: {later:?}");
             assert!(told.iter().all(|corruption| !corruption.fatal), "{about}: {told:?}");
             assert_eq!(std::fs::read(&path).unwrap()[FEATURES_AT] & CORRUPT, 0, "{about}");
+        }
+    }
+}
+
+/// An entry of a snapshot that points into a cluster of the disk's: its count must not fall with the snapshot.
+#[test]
+fn snapshots_are_not_changed_where_an_entry_points_into_a_cluster() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("image");
+    let mut bytes = image(&path, |_, _, _| ());
+    let name = path.to_str().unwrap();
+    assert!(qemu("qemu-img", &["snapshot", "-c", "one", name]).status.success());
+    assert!(qemu("qemu-io", &["-c", "write -P 7 1M 64k", name]).status.success());
+    for in_snapshot in [true, false] {
+        bytes.clone_from(&std::fs::read(&path).unwrap());
+        let table_of = |bytes: &[u8], l1: usize| (word(bytes, l1) & OFFSET) as usize;
+        let active = table_of(&bytes, word(&bytes, 40) as usize);
+        let snapshot_l1 = word(&bytes, word(&bytes, 64) as usize) as usize;
+        let table = if in_snapshot { table_of(&bytes, snapshot_l1) } else { active };
+        // The cluster at 1 MiB is the disk's alone.
+        let host = word(&bytes, active + 16 * 8) & OFFSET;
+        set_word(&mut bytes, table + 8, host | 0x200);
+        let damaged = folder.path().join("damaged");
+        for how in ["create", "apply", "delete"] {
+            std::fs::write(&damaged, &bytes).unwrap();
+            let options = OpenOptions { write: true, ..OpenOptions::default() };
+            let result = rt::block_on(async {
+                let file = File::open(&damaged, &options)?;
+                let with = SnapshotOptions::default();
+                match how {
+                    "create" => snapshots::create(&file, b"two", &with, &|_, _| true).await.map(drop),
+                    "apply" => snapshots::apply(&file, b"one", &with, &|_, _| true).await,
+                    _ => snapshots::delete(&file, b"one", &with, &|_, _| true).await,
+                }
+            });
+            // Only a change of the tree with that entry looks at it.
+            let is_concerned = match how {
+                "create" => !in_snapshot,
+                "apply" => true,
+                _ => in_snapshot,
+            };
+            let about = format!("{how}, damage in the snapshot: {in_snapshot}");
+            if is_concerned {
+                let error = result.expect_err(&about);
+                assert!(error.to_string().contains("not cluster-aligned"), "{about}: {error}");
+                assert!(std::fs::read(&damaged).unwrap() == bytes, "{about}: the image changed");
+            } else {
+                result.unwrap_or_else(|error| panic!("{about}: {error}"));
+            }
         }
     }
 }

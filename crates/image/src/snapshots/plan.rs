@@ -116,12 +116,19 @@ impl Image {
         tree::for_tables(&self.file, self.geometry, &tables, |_, host, bytes| {
             for (index, entry) in tree::entries(bytes, self.geometry) {
                 let Some((first, count)) = tree::references(entry, self.geometry) else { continue };
-                if first >= file_clusters {
-                    let message = "a cluster lies past the end of the file: check and repair the image first";
-                    let at = host + index as u64 * self.geometry.l2_entry_size();
-                    return Err(Error::invalid_image("l2_entry", format!("{:#x}", entry.0), message).offset(at));
-                }
-                deltas.add(first..first + count, by);
+                let message = match entry.is_compressed() || entry.offset().is_aligned(self.geometry.cluster_bits()) {
+                    // The cluster that it points into may be another entry's alone.
+                    false => "a cluster's offset is not cluster-aligned: check and repair the image first",
+                    true if first >= file_clusters => {
+                        "a cluster lies past the end of the file: check and repair the image first"
+                    }
+                    true => {
+                        deltas.add(first..first + count, by);
+                        continue;
+                    }
+                };
+                let at = host + index as u64 * self.geometry.l2_entry_size();
+                return Err(Error::invalid_image("l2_entry", format!("{:#x}", entry.0), message).offset(at));
             }
             done += 1;
             if watch(done, total) { Ok(()) } else { Err(Error::new(ErrorKind::Cancelled, "cancelled")) }
