@@ -5,7 +5,7 @@ use crate::intake::{Job, Work};
 use crate::outbox::Piece;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::reply::{self, Answered, kind};
@@ -79,9 +79,7 @@ impl<D: Disk> Session<D> {
         let mut at = offset;
         while at < offset + length {
             let piece = (offset + length - at).min(CACHE_PIECE_BYTES);
-            let buf =
-                IoBuf::try_scratch(piece as usize).ok_or_else(|| Error::os(Errno::ENOMEM, "no memory to read into"))?;
-            self.disk.read(at, buf).await.0?;
+            self.disk.read(at, IoBuf::try_scratch(piece as usize)?).await.0?;
             at += piece;
         }
         Ok(())

@@ -182,7 +182,7 @@ impl Intake {
                     Purpose::Gather => session.budget.take_aside(request.length, session.stall_limit).await,
                 };
                 let Some(permit) = permit else { return Ok(Taken::End) };
-                let Some(buf) = IoBuf::try_scratch(payload_bytes as usize) else {
+                let Ok(buf) = IoBuf::try_scratch(payload_bytes as usize) else {
                     self.receiver.skip(stream, payload_bytes).await?;
                     let work = Work::Fail(NbdErrno::ENOMEM, "the server is out of memory");
                     return Ok(Taken::Job(Job { request, work, permit: Some(permit) }));

@@ -19,7 +19,7 @@ const LOOK_BYTES: usize = 1 << 20;
 impl<D: Disk> Session<D> {
     /// Carries a read out and queues the reply.
     pub(crate) async fn read(&self, request: &Request) {
-        let Some(buf) = IoBuf::try_scratch(request.length as usize) else {
+        let Ok(buf) = IoBuf::try_scratch(request.length as usize) else {
             self.refuse(request, NbdErrno::ENOMEM, "the server is out of memory");
             return;
         };

@@ -7,6 +7,7 @@ use crate::damage::hex;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::tables::Dirt;
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -108,7 +109,7 @@ impl Refcounts {
     }
 
     pub(crate) fn set_table(&mut self, geometry: Geometry, bytes: &[u8]) -> Result<(), Error> {
-        let mut table = Vec::with_capacity(bytes.len() / 8);
+        let mut table = vec_for(bytes.len() / 8)?;
         for (index, word) in bytes.chunks_exact(8).enumerate() {
             let entry = RefcountTableEntry(u64::from_be_bytes(word.try_into().unwrap_or_default()));
             let block = entry.block(geometry).map_err(|error| misplaced_block(error, entry, index))?;

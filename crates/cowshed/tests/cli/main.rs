@@ -20,6 +20,7 @@ mod lost_streams;
 mod manual;
 mod missing_key;
 mod names;
+mod no_memory;
 mod old_bytes;
 mod on_servers;
 mod onto_itself;

@@ -117,6 +117,34 @@ fn a_memory_that_holds_no_request_is_refused() {
     }
 }
 
+/// A daemon whose memory may hardly grow: what a client asks for is refused, and the daemon goes on.
+#[test]
+fn a_request_without_memory_fails_and_ends_nothing() {
+    let folder = temp_dir();
+    std::fs::write(folder.path().join("disk.raw"), vec![5; 64 << 20]).expect("an image");
+    let arguments = ["serve", "-f", "raw", "-k", "n.sock", "--queues", "1", "disk.raw"];
+    let mut serving = Serving::start(folder.path(), &arguments);
+    serving.line();
+    let uri = format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock")));
+    let io = |command: &str| Qemu::system().io(["-f", "raw", "-c", command, &uri]);
+    io("read -P 5 0 1M").expect_ok();
+    let pid = serving.child().id();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a status");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).expect("a size").to_owned();
+    let kib: u64 = line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number");
+    let bytes = (kib << 10) + (12 << 20);
+    let limit = rustix::process::Rlimit { current: Some(bytes), maximum: Some(bytes) };
+    let process = rustix::process::Pid::from_raw(pid as i32).expect("a process");
+    rustix::process::prlimit(Some(process), rustix::process::Resource::Data, limit).expect("a limit");
+    for command in ["read 0 32M", "write 0 32M"] {
+        let refused = format!("{:?}", io(command));
+        assert!(refused.contains("Cannot allocate memory"), "{command}: {refused}");
+    }
+    io("read -P 5 0 1M").expect_ok();
+    io("write -P 6 4k 1M").expect_ok();
+    serving.stop();
+}
+
 #[test]
 fn a_wrong_metadata_budget_is_refused() {
     let folder = temp_dir();

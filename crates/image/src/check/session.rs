@@ -3,6 +3,7 @@
 
 use super::journal::Journal;
 use super::{CheckOptions, Repair, Watch};
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
@@ -163,7 +164,7 @@ impl<'a> Session<'a> {
         if self.journal.is_some_and(|journal| journal.overlaps(offset, len)) {
             self.settle().await?;
         }
-        let (result, buf) = self.file.read_at(IoBuf::zeroed(len), offset).await;
+        let (result, buf) = self.file.read_at(IoBuf::try_zeroed(len)?, offset).await;
         result.map_err(|error| error.offset(offset))?;
         Ok(buf)
     }
@@ -246,8 +247,8 @@ impl<'a> Session<'a> {
         let len = u64::from(self.header.refcount_table_clusters) << self.geometry.cluster_bits();
         let len = self.within(Structure::RefcountTable, offset, len, ledger);
         self.needs_rebuild |= len == 0;
-        let mut table = Vec::new();
         let count = len / 8;
+        let mut table = vec_for(usize::try_from(count).unwrap_or(usize::MAX))?;
         self.read_numbers(offset, count, |_, piece| {
             table.extend_from_slice(piece);
             Ok(())

@@ -104,7 +104,7 @@ impl Session<'_> {
         self.settle().await?;
         let first_pass = window.start == 0;
         let len = usize::try_from(window.end - window.start).map_err(|_| Error::internal("window too large"))?;
-        let counts = Counts::new(window.start, len);
+        let counts = Counts::new(window.start, len)?;
         self.note_stored(&counts).await?;
         self.mark_metadata(&counts, first_pass, scope, ledger).await?;
         let shared = Mutex::new((std::mem::take(ledger), Sums::default()));
@@ -345,7 +345,7 @@ impl Session<'_> {
         let reads = runs.iter().map(|(start, count)| {
             let buf = pool.take(*count * cluster_size as usize);
             async move {
-                let (result, buf) = self.file.read_at(buf, *start).await;
+                let (result, buf) = self.file.read_at(buf?, *start).await;
                 result.map_err(|error| error.offset(*start)).map(|()| buf)
             }
         });
@@ -386,10 +386,10 @@ struct Pool {
 }
 
 impl Pool {
-    fn take(&mut self, len: usize) -> IoBuf {
+    fn take(&mut self, len: usize) -> Result<IoBuf> {
         match self.bufs.iter().position(|buf| buf.len() == len) {
-            Some(index) => self.bufs.swap_remove(index),
-            None => IoBuf::zeroed(len),
+            Some(index) => Ok(self.bufs.swap_remove(index)),
+            None => IoBuf::try_zeroed(len),
         }
     }
 

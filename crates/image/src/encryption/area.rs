@@ -50,7 +50,7 @@ impl LuksArea {
         check_iterations(volume)?;
         let place = volume.key_material(slot);
         let len = (place.end - place.start) as usize;
-        let (result, material) = self.file.read_at(IoBuf::zeroed(len), self.offset + place.start).await;
+        let (result, material) = self.file.read_at(IoBuf::try_zeroed(len)?, self.offset + place.start).await;
         result?;
         let (volume, secret) = (volume.clone(), secret.clone());
         rt::offload(move || volume.try_slot(slot, &material, secret.as_bytes())).await

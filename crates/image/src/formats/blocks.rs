@@ -104,7 +104,7 @@ impl ImageFile {
         if len == 0 {
             return Ok(IoBuf::zeroed(0));
         }
-        let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::zeroed(len)).await;
+        let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::try_zeroed(len)?).await;
         result.map(|()| bytes)
     }
 

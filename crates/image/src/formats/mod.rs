@@ -89,7 +89,7 @@ pub async fn read_header(file: &File) -> Result<Header> {
 pub(crate) async fn read_header_as(file: &File, check: bool) -> Result<Header> {
     const FIRST_READ_BYTES: u64 = 64 << 10;
     let read = async |len: u64| {
-        let (result, buf) = file.read_at(IoBuf::zeroed(len as usize), 0).await;
+        let (result, buf) = file.read_at(IoBuf::try_zeroed(len as usize)?, 0).await;
         result.map(|()| buf)
     };
     let mut bytes = read(file.len().min(FIRST_READ_BYTES)).await?;

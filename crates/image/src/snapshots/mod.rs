@@ -60,7 +60,7 @@ pub async fn list(file: &File, header: &Header) -> Result<Vec<Snapshot>> {
     let mut len = (u64::from(header.nb_snapshots) * 128).max(4096);
     loop {
         let have = len.min(available);
-        let (result, bytes) = file.read_at(IoBuf::zeroed(have as usize), start).await;
+        let (result, bytes) = file.read_at(IoBuf::try_zeroed(have as usize)?, start).await;
         result?;
         match snapshot::parse_table(&bytes, header.nb_snapshots)? {
             Parsed::Complete { value, .. } => return Ok(value),

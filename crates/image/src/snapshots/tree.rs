@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading the trees of an image: an L1 table, the L2 tables behind it, and what their entries refer to.
 
+use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, Snapshot};
 use cowshed_storage::{File, IoBuf};
@@ -27,9 +28,9 @@ pub(crate) async fn read_numbers(file: &File, offset: u64, count: u64) -> Result
     if count == 0 {
         return Ok(Vec::new());
     }
-    let (result, bytes) = file.read_at(IoBuf::zeroed(count as usize * 8), offset).await;
+    let (result, bytes) = file.read_at(IoBuf::try_zeroed(count as usize * 8)?, offset).await;
     result.map_err(|error| error.offset(offset))?;
-    Ok(bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect())
+    try_collect(bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)))
 }
 
 /// The L2 tables behind an L1 table: index and host offset. An entry that can't be right is an error.

@@ -267,7 +267,7 @@ impl Connection {
             receiver.consume(len);
             return Ok(());
         }
-        let (result, payload) = receiver.fill(&self.stream, IoBuf::scratch(payload_bytes as usize)).await;
+        let (result, payload) = receiver.fill(&self.stream, IoBuf::try_scratch(payload_bytes as usize)?).await;
         result?;
         self.take_chunk(cookie, kind, &payload)
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The reference counts of a window of host clusters, two bytes a cluster.
 
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
 use std::collections::HashMap;
@@ -53,11 +54,11 @@ impl Counts {
         clusters.saturating_mul(2)
     }
 
-    /// All zero. `clusters` must fit the memory that the caller granted.
-    pub fn new(first: u64, clusters: usize) -> Self {
-        let mut cells = Vec::new();
+    /// All zero. `clusters` must fit the memory that the caller granted; `ENOMEM` where the system has less.
+    pub fn new(first: u64, clusters: usize) -> Result<Self> {
+        let mut cells = vec_for(clusters)?;
         cells.resize_with(clusters, AtomicU16::default);
-        Counts { first, cells, overflow: Mutex::default() }
+        Ok(Counts { first, cells, overflow: Mutex::default() })
     }
 
     /// First cluster of the window.
@@ -186,7 +187,7 @@ mod tests {
 
     #[test]
     fn counts_stay_exact_past_the_cell() {
-        let counts = Counts::new(10, 4);
+        let counts = Counts::new(10, 4).expect("memory");
         counts.note_stored(&[0, 1, 0, 2, 0, 1, 0, 0], 4, 10);
         assert!(counts.add(9, 1).unwrap().is_none() && counts.add(14, 1).unwrap().is_none());
         assert!(counts.add(10, 3).unwrap().unwrap().is_stored_one());
@@ -203,7 +204,7 @@ mod tests {
 
     #[test]
     fn threads_lose_nothing() {
-        let counts = Counts::new(0, 2);
+        let counts = Counts::new(0, 2).expect("memory");
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| (0..MANY).for_each(|_| assert!(counts.add(1, 1).is_ok())));

@@ -9,6 +9,8 @@
 
 mod free;
 
+use cowshed_block::Result;
+use cowshed_block::memory::no_memory;
 use std::alloc::{Layout, alloc, alloc_zeroed, handle_alloc_error};
 use std::any::Any;
 use std::ptr::NonNull;
@@ -107,20 +109,25 @@ impl IoBuf {
         Self::allocate(len, Contents::Zero).unwrap_or_else(|| out_of_memory(len))
     }
 
-    /// As [`IoBuf::zeroed`]. `None` when there is no memory: for lengths that a peer or an image says.
-    pub fn try_zeroed(len: usize) -> Option<Self> {
-        Self::allocate(len, Contents::Zero)
+    /// As [`IoBuf::zeroed`]. `ENOMEM` when there is no memory: for lengths that a peer or an image says.
+    pub fn try_zeroed(len: usize) -> Result<Self> {
+        Self::allocate(len, Contents::Zero).ok_or_else(|| no_memory(len))
     }
 
     /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for what is about to be filled. Cheaper than zeroes where
     /// the thread has freed a buffer of that length before. Either the caller overwrites all bytes at once, or a read
     /// does.
     pub fn scratch(len: usize) -> Self {
-        Self::try_scratch(len).unwrap_or_else(|| out_of_memory(len))
+        Self::allocate_scratch(len).unwrap_or_else(|| out_of_memory(len))
     }
 
-    /// As [`IoBuf::scratch`]. `None` when there is no memory: for lengths that a peer or an image says.
-    pub fn try_scratch(len: usize) -> Option<Self> {
+    /// As [`IoBuf::scratch`]. `ENOMEM` when there is no memory: for lengths that a peer or an image says.
+    pub fn try_scratch(len: usize) -> Result<Self> {
+        Self::allocate_scratch(len).ok_or_else(|| no_memory(len))
+    }
+
+    #[inline]
+    fn allocate_scratch(len: usize) -> Option<Self> {
         let mut buf = Self::allocate(len, Contents::Any)?;
         if cfg!(debug_assertions) && POISONS.load(std::sync::atomic::Ordering::Relaxed) {
             buf.fill(SCRATCH_POISON);
@@ -238,7 +245,7 @@ impl IoBuf {
     }
 
     /// Joins `next`, which must have been split from directly behind `self`. Gives `next` back otherwise.
-    pub fn unsplit(&mut self, next: IoBuf) -> Result<(), IoBuf> {
+    pub fn unsplit(&mut self, next: IoBuf) -> std::result::Result<(), IoBuf> {
         // Comparing addresses is enough only because both belong to one region, hence one allocation.
         let adjacent = Arc::ptr_eq(&self.region, &next.region)
             && self.start.as_ptr().addr() + self.len == next.start.as_ptr().addr();

@@ -316,7 +316,7 @@ impl Qcow2Driver {
             return Err(self.error(Error::invalid_image("table", load.host, message).with_errno(Errno::EIO)));
         }
         self.meet(event).await;
-        let (result, buf) = self.file.read_at(IoBuf::zeroed(load.len), load.host.0).await;
+        let (result, buf) = self.file.read_at(IoBuf::try_zeroed(load.len)?, load.host.0).await;
         result?;
         guard.1 = None;
         match self.engine.loaded(&load, &buf) {

@@ -12,6 +12,7 @@ use crate::formats::{Qcow2RuntimeOptions, read_header, read_header_as};
 use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
 use arc_swap::ArcSwapOption;
+use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
@@ -171,9 +172,9 @@ pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
     if bytes == 0 {
         return Ok(Vec::new());
     }
-    let (result, buf) = file.read_at(IoBuf::zeroed(bytes), header.l1_table_offset).await;
+    let (result, buf) = file.read_at(IoBuf::try_zeroed(bytes)?, header.l1_table_offset).await;
     result?;
-    Ok(buf.chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap_or_default())).collect())
+    try_collect(buf.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)))
 }
 
 fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {

@@ -4,6 +4,7 @@
 use crate::codec;
 use crate::formats::mapped::Place;
 use crate::node::Node;
+use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vmdk::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, ExtentKind, Grain, SECTOR_BYTES, SparseHeader,
@@ -251,9 +252,9 @@ impl Sparse {
                 Error::invalid_image("grain directory entry", sector, message)
             })?,
         };
-        let (result, bytes) = file.read_boxed(u64::from(place) * SECTOR_BYTES, IoBuf::zeroed(len)).await;
+        let (result, bytes) = file.read_boxed(u64::from(place) * SECTOR_BYTES, IoBuf::try_zeroed(len)?).await;
         result?;
-        let table = Arc::new(le32_entries(&bytes));
+        let table = Arc::new(le32_entries(&bytes)?);
         self.tables.keep(index, &table);
         Ok(Some(table))
     }
@@ -276,7 +277,7 @@ impl Sparse {
         }
         // Most grains are shorter than they were: with the header one read gets them whole.
         let first = (grain_bytes + COMPRESSED_GRAIN_HEADER_BYTES as u64).min(available);
-        let (result, mut bytes) = file.read_boxed(host, IoBuf::scratch(first as usize)).await;
+        let (result, mut bytes) = file.read_boxed(host, IoBuf::try_scratch(first as usize)?).await;
         result?;
         let Some(header) = CompressedGrain::parse(&bytes) else {
             return bad("grain header", sector, "the header of a compressed grain is cut short");
@@ -290,7 +291,7 @@ impl Sparse {
             return bad("grain length", data_bytes, "a compressed grain has an impossible length");
         }
         if needed > first {
-            let (result, longer) = file.read_boxed(host, IoBuf::scratch(needed as usize)).await;
+            let (result, longer) = file.read_boxed(host, IoBuf::try_scratch(needed as usize)?).await;
             result?;
             bytes = longer;
         }
@@ -308,6 +309,6 @@ impl Sparse {
 }
 
 /// Little-endian entries of a directory or a table.
-pub(super) fn le32_entries(bytes: &[u8]) -> Vec<u32> {
-    bytes.as_chunks::<4>().0.iter().map(|entry| u32::from_le_bytes(*entry)).collect()
+pub(super) fn le32_entries(bytes: &[u8]) -> Result<Vec<u32>> {
+    try_collect(bytes.as_chunks::<4>().0.iter().map(|entry| u32::from_le_bytes(*entry)))
 }

@@ -208,7 +208,7 @@ async fn open_sparse(
     let primary = header.directory_sector.and_then(|sector| place_of(node, sector, len));
     let redundant = header.redundant_directory_sector.and_then(|sector| place_of(node, sector, len));
     let read_directory = async |place: Option<u64>| match place {
-        Some(place) => read(node, place, len).await.map(|bytes| le32_entries(&bytes)),
+        Some(place) => read(node, place, len).await.and_then(|bytes| le32_entries(&bytes)),
         None => Ok(Vec::new()),
     };
     let redundant = read_directory(redundant).await?;
@@ -253,6 +253,6 @@ fn bytes(sectors: u64) -> Result<u64> {
 /// Reads a piece of the file, zeroes behind its end.
 async fn read(node: &Node, offset: u64, len: u64) -> Result<IoBuf> {
     let len = usize::try_from(len).map_err(|_| Error::internal("a piece of metadata is too large").value(len))?;
-    let (result, bytes) = node.read_padded(offset, IoBuf::zeroed(len)).await;
+    let (result, bytes) = node.read_padded(offset, IoBuf::try_zeroed(len)?).await;
     result.map(|()| bytes)
 }

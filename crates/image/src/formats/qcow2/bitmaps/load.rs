@@ -31,7 +31,7 @@ pub(super) async fn read_directory(file: &File, header: &Header) -> Result<Vec<B
         let message = format!("the bitmap directory at {start:#x} is too large or ends past the end of the file");
         return Err(Error::invalid_image("bitmap_directory_size", len, message));
     }
-    let (result, bytes) = file.read_at(IoBuf::zeroed(len as usize), start).await;
+    let (result, bytes) = file.read_at(IoBuf::try_zeroed(len as usize)?, start).await;
     result?;
     parse_directory(&bytes, extension)
 }
@@ -197,7 +197,7 @@ impl Qcow2Driver {
         let mut at = 0;
         while at < bytes {
             let piece = TABLE_PIECE_BYTES.min(bytes - at);
-            let (result, words) = self.file.read_at(IoBuf::zeroed(piece as usize), entry.table_offset + at).await;
+            let (result, words) = self.file.read_at(IoBuf::try_zeroed(piece as usize)?, entry.table_offset + at).await;
             result?;
             for (index, word) in words.as_chunks::<8>().0.iter().enumerate() {
                 let raw = u64::from_be_bytes(*word);

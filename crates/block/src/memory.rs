@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory whose size an image or a peer says: where there is none, that is an error, and not the end of the process.
+
+use crate::{Errno, Error, Result};
+
+/// The error: there is no memory for so many bytes.
+#[cold]
+pub fn no_memory(bytes: usize) -> Error {
+    Error::os(Errno::ENOMEM, "could not get memory").value(format!("{bytes} bytes"))
+}
+
+/// An empty vector with room for `len` items. `ENOMEM` where there is none.
+pub fn vec_for<T>(len: usize) -> Result<Vec<T>> {
+    let mut items = Vec::new();
+    match items.try_reserve_exact(len) {
+        Ok(()) => Ok(items),
+        Err(_) => Err(no_memory(len.saturating_mul(size_of::<T>()))),
+    }
+}
+
+/// Collects items of a known number. `ENOMEM` where there is no memory.
+pub fn try_collect<T>(items: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
+    let mut all = vec_for(items.len())?;
+    all.extend(items);
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_machine_has_is_an_error_that_says_how_much() {
+        let error = vec_for::<u64>(usize::MAX / 16).expect_err("too much");
+        assert_eq!(error.errno(), Errno::ENOMEM);
+        assert!(error.to_string().contains("bytes"), "{error}");
+        assert!(vec_for::<u8>(usize::MAX).is_err());
+        assert_eq!(try_collect([1, 2, 3].into_iter()).expect("three"), [1, 2, 3]);
+    }
+}
