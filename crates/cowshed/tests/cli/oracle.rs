@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs the real qemu-img and ours, called by the same name, on the same files, and compares what they say.
 //!
-//! Ours speaks as QEMU 11 does. Where the installed qemu-img is older, our text is brought back to what that version
-//! prints, by the rules of [`as_older`], one a known change of QEMU.
+//! Ours speaks as QEMU 11 does, and the newest QEMU, of `scripts/peers`, decides. The system's stands beside it: lines that only
+//! read run with both, the others with each of the two in turn. Where the system's is older, our text is brought back to what that
+//! version prints, by the rules of [`as_older`], one a known change of QEMU.
 
 use cowshed_testkit::qemu::Qemu;
 use std::fmt::Write as _;
@@ -24,10 +25,13 @@ pub struct Said {
 /// A folder with images, the real tool and ours.
 pub struct Oracle {
     folder: TempDir,
-    /// The real tools.
+    /// The real tools: the newest.
     pub qemu: Qemu,
+    /// Those and the system's, with their versions.
+    judges: [(Qemu, (u32, u32)); 2],
+    /// How many lines one of the two has judged.
+    turns: std::cell::Cell<usize>,
     ours: PathBuf,
-    version: (u32, u32),
     differences: std::cell::RefCell<String>,
 }
 
@@ -39,11 +43,14 @@ impl Oracle {
         std::fs::create_dir(&bin).expect("a folder for the link");
         let ours = bin.join("qemu-img");
         std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &ours).expect("a link named qemu-img");
-        let qemu = Qemu::system();
-        let version = qemu.version();
+        let qemu = Qemu::newest();
+        let judges = [qemu.clone(), Qemu::system()].map(|qemu| {
+            let version = qemu.version();
+            (qemu, version)
+        });
         let work = folder.path().join("work");
         std::fs::create_dir(&work).expect("a folder for the images");
-        Self { folder, qemu, ours, version, differences: Default::default() }
+        Self { folder, qemu, judges, turns: Default::default(), ours, differences: Default::default() }
     }
 
     /// Where the images are: the working folder of every run.
@@ -78,10 +85,26 @@ impl Oracle {
         assert_eq!(said.code, Some(0), "qemu-io {commands:?} {image}: {}{}", said.out, said.err);
     }
 
+    /// The judge whose turn it is.
+    fn judge(&self) -> &(Qemu, (u32, u32)) {
+        let turn = self.turns.get();
+        self.turns.set(turn + 1);
+        &self.judges[turn % self.judges.len()]
+    }
+
     /// The real tool's answer, in a folder.
     pub fn real(&self, folder: &Path, arguments: &[String]) -> Said {
+        self.real_of(&self.qemu, folder, arguments)
+    }
+
+    /// The answer of the system's tool, in a folder.
+    pub fn real_of_system(&self, folder: &Path, arguments: &[String]) -> Said {
+        self.real_of(&self.judges[1].0, folder, arguments)
+    }
+
+    fn real_of(&self, qemu: &Qemu, folder: &Path, arguments: &[String]) -> Said {
         for _ in 0..200 {
-            let said = finish(Command::new(self.qemu.img_path()).args(arguments).current_dir(folder));
+            let said = finish(Command::new(qemu.img_path()).args(arguments).current_dir(folder));
             // On a busy machine its measurement of its own speed fails now and then, which says nothing.
             if !said.err.contains("Unable to get accurate CPU usage") {
                 return said;
@@ -108,18 +131,21 @@ impl Oracle {
     /// Both read the same images; every difference is noted for [`Oracle::verdict`].
     pub fn compare(&self, line: &str) {
         let arguments = words(line);
-        let real = tidy(self.real(&self.work(), &arguments));
-        let ours = tidy(self.as_installed(self.ours(&self.work(), &arguments)));
-        self.note(line, &real, &ours);
+        let ours = self.ours(&self.work(), &arguments);
+        for (qemu, version) in &self.judges {
+            let real = tidy(self.real_of(qemu, &self.work(), &arguments));
+            self.note(&named(line, *version), &real, &tidy(as_installed(ours.clone(), *version)));
+        }
     }
 
     /// As [`Oracle::compare`] for runs that write: each tool works on its own copy of the folder. `check` sees both.
     pub fn compare_writing(&self, line: &str, check: impl FnOnce(&Path, &Path)) {
         let arguments = words(line);
         let (theirs, own) = self.copies();
-        let real = tidy(self.real(&theirs, &arguments));
-        let ours = tidy(self.as_installed(self.ours(&own, &arguments)));
-        self.note(line, &real, &ours);
+        let (qemu, version) = self.judge();
+        let real = tidy(self.real_of(qemu, &theirs, &arguments));
+        let ours = tidy(as_installed(self.ours(&own, &arguments), *version));
+        self.note(&named(line, *version), &real, &ours);
         if real.code == Some(0) && ours.code == Some(0) {
             check(&theirs, &own);
         }
@@ -129,11 +155,12 @@ impl Oracle {
     /// afterwards what is in each of `images` (name and format).
     pub fn compare_session(&self, lines: &[&str], images: &[(&str, &str)]) {
         let (theirs, own) = self.copies();
+        let (qemu, version) = self.judge();
         for line in lines {
             let arguments = words(line);
-            let real = masked(tidy(self.real(&theirs, &arguments)));
-            let ours = masked(tidy(self.as_installed(self.ours(&own, &arguments))));
-            self.note(&format!("{line}   (of {lines:?})"), &real, &ours);
+            let real = masked(tidy(self.real_of(qemu, &theirs, &arguments)));
+            let ours = masked(tidy(as_installed(self.ours(&own, &arguments), *version)));
+            self.note(&named(&format!("{line}   (of {lines:?})"), *version), &real, &ours);
         }
         for (image, format) in images {
             let place = |folder: &Path| folder.join(image).display().to_string();
@@ -181,13 +208,15 @@ impl Oracle {
     /// words it ([`Oracle::as_newer`]).
     pub fn compare_refusal(&self, line: &str) {
         let arguments = words(line);
-        let real = self.as_newer(self.real(&self.work(), &arguments));
+        let (qemu, version) = self.judge();
+        let real = self.as_newer(self.real_of(qemu, &self.work(), &arguments));
         let ours = self.ours(&self.work(), &arguments);
         assert_ne!(real.code, Some(0), "qemu-img {line} was to fail");
         let sentence = first_line(&real);
         let same = !sentence.is_empty() && first_line(&ours).starts_with(&sentence);
         if real.code != ours.code || !same || ours.err.contains("panicked") {
-            self.note(line, &Said { out: String::new(), ..real }, &Said { out: String::new(), ..ours });
+            let line = named(line, *version);
+            self.note(&line, &Said { out: String::new(), ..real }, &Said { out: String::new(), ..ours });
         }
     }
 
@@ -222,21 +251,27 @@ impl Oracle {
     #[track_caller]
     pub fn verdict(&self) {
         let differences = self.differences.borrow();
-        assert!(differences.is_empty(), "our qemu-img differs from {:?}\n{differences}", self.version);
+        assert!(differences.is_empty(), "our qemu-img differs\n{differences}");
     }
 
     /// What differed so far.
     pub fn differences(&self) -> String {
         self.differences.borrow().clone()
     }
+}
 
-    fn as_installed(&self, said: Said) -> Said {
-        let err = match self.version < (11, 0) {
-            true => said.err.replace("--remove, --remove-all, --clear", "--remove, --clear"),
-            false => said.err,
-        };
-        Said { out: as_older(&said.out, self.version), err, ..said }
-    }
+/// Ours, as a version of QEMU says it.
+fn as_installed(said: Said, version: (u32, u32)) -> Said {
+    let err = match version < (11, 0) {
+        true => said.err.replace("--remove, --remove-all, --clear", "--remove, --clear"),
+        false => said.err,
+    };
+    Said { out: as_older(&said.out, version), err, ..said }
+}
+
+/// A line with the version that judged it.
+fn named(line: &str, (major, minor): (u32, u32)) -> String {
+    format!("{line}   [QEMU {major}.{minor}]")
 }
 
 /// First lines of the installed tool, and what QEMU 11 says instead (or ours, where the comment says so).

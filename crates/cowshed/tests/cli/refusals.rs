@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// What the list says of one command line.
 enum Expected<'a> {
-    /// The real tool's first line.
+    /// The first line of the system's tool; where the newest says something else, the list has its words.
     AsInstalled,
     /// This first line.
     Text(&'a str),
@@ -70,7 +70,7 @@ fn refusals_have_qemus_words_and_change_nothing() {
             Expected::Text(text) => (ours.code, format!("qemu-img: {text}")),
             Expected::AsInstalled => {
                 // What the real tool leaves behind is not for the next line.
-                let real = oracle.real(&theirs, &arguments);
+                let real = oracle.real_of_system(&theirs, &arguments);
                 if files(&theirs).len() != before.len() || !real.err.is_empty() && line.contains("-o data_file=a.raw") {
                     oracle.folders();
                 }
