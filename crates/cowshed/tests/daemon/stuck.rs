@@ -187,6 +187,53 @@ fn a_daemon_ends_though_a_disk_never_answers() {
     }
 }
 
+/// Every daemon whose disk is on a server that has fallen silent ends within its own limit, and a little.
+#[test]
+fn the_limit_for_stopping_holds_under_every_name() {
+    const LIMIT_SECONDS: u64 = 2;
+    let remote = "driver=nbd,server.type=unix,server.path=server/r.sock";
+    let lines = [
+        format!("serve --stop-timeout {LIMIT_SECONDS} -k n.sock -x remote --image-opts {remote}"),
+        format!("qemu-nbd --stop-timeout {LIMIT_SECONDS} -t -v -k n.sock -x remote --image-opts {remote}"),
+        format!(
+            "qemu-storage-daemon --stop-timeout {LIMIT_SECONDS} --blockdev {remote},node-name=remote --nbd-server \
+             addr.type=unix,addr.path=n.sock --export nbd,id=remote,node-name=remote,writable=on"
+        ),
+    ];
+    for line in lines {
+        let folder = temp_dir();
+        let at = |name: &str| folder.path().join(name);
+        Qemu::system().create(&at("remote.raw"), "raw", "", 8 << 20);
+        std::fs::create_dir(at("server")).expect("a folder");
+        let mut server = Serving::start(&at("server"), &["serve", "-f", "raw", "-k", "r.sock", "../remote.raw"]);
+        server.line();
+        let mut daemon = Serving::start(folder.path(), &line.split_whitespace().collect::<Vec<_>>());
+        await_that("the daemon serves", || std::os::unix::net::UnixStream::connect(at("n.sock")).is_ok());
+        server.signal("STOP");
+        let uri = format!("nbd+unix:///remote?socket={}", at("n.sock").display());
+        let client = Command::new(COWSHED)
+            .args(["io", "-f", "raw", "-c", "write -P 5 0 64k", &uri])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let client = Killed(client.expect("our own binary runs"));
+        // The request follows the client by as much as a few messages take.
+        std::thread::sleep(Duration::from_millis(500));
+        let started = Instant::now();
+        daemon.signal("TERM");
+        await_that("the daemon ends", || daemon.child().try_wait().expect("a child").is_some());
+        let (taken, log) = (started.elapsed(), daemon.log());
+        // The thread for signals gives the control thread three seconds more, and the machine may be busy.
+        assert!(taken < Duration::from_secs(LIMIT_SECONDS + 6), "{line}: {taken:?}\n{log}");
+        assert_eq!(daemon.wait().code(), Some(1), "{line}: {log}");
+        assert!(log.contains("could not stop in order (stop timeout 2 s)"), "{line}: {log}");
+        assert!(!at("n.sock").exists(), "{line}: the socket is left behind");
+        drop(client);
+        server.signal("CONT");
+        server.stop();
+    }
+}
+
 #[test]
 fn a_second_interrupt_ends_a_daemon_at_once() {
     let mut bench = Bench::start(&["--stop-timeout", "0"]);
