@@ -149,8 +149,7 @@ fn steps_of(writes: bool, style: ReplyStyle, data: &[u8]) -> Vec<Step> {
         server.stop(Duration::from_secs(20)).await.expect("stop");
         node.close().await.expect("close");
     });
-    let steps = steps.lock().unwrap().clone();
-    steps
+    steps.lock().unwrap().clone()
 }
 
 /// Data, and holes of many lengths, also across the places where a search pauses.

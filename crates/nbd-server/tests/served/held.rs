@@ -5,7 +5,6 @@ use cowshed_block::Result;
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_server::{Disk, DiskQueue, DiskRun};
 use cowshed_storage::{IoBuf, rt};
-use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -89,7 +88,7 @@ impl DiskQueue for HeldDisk {
         Ok(())
     }
 
-    fn block_status(&self, _offset: u64, len: u64, _max: usize) -> impl Future<Output = Result<Vec<DiskRun>>> {
-        async move { Ok(vec![DiskRun { len, data: true, zero: false, depth: 1 }]) }
+    async fn block_status(&self, _offset: u64, len: u64, _max: usize) -> Result<Vec<DiskRun>> {
+        Ok(vec![DiskRun { len, data: true, zero: false, depth: 1 }])
     }
 }
