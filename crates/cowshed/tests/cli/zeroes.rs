@@ -37,6 +37,12 @@ const REQUESTS: &[(&str, &[&str])] = &[
     ("detect-zeroes=unmap", &["write -P 0 960k 128k", "write -P 5 2M 128k", "write -P 0 2M 64k", "write -P 0 3M 2k"]),
 ];
 
+/// Start, depth, whether it is allocated, whether it is zeroes without data.
+type Run = (u64, u64, bool, bool);
+
+/// What the guest sees, its runs, and the bytes of a data file.
+type Answer = (Vec<u8>, Vec<Run>, Option<Vec<u8>>);
+
 /// Tools of one kind in a folder, with images of its own.
 struct Side {
     folder: PathBuf,
@@ -65,10 +71,10 @@ impl Side {
     }
 
     /// What the guest sees, where its clusters are allocated, and what a raw data file holds.
-    fn result(&self, judge: &Qemu, image: &str) -> (Vec<u8>, Vec<(u64, u64, bool, bool)>, Option<Vec<u8>>) {
+    fn result(&self, judge: &Qemu, image: &str) -> Answer {
         let path = self.folder.join(image);
         assert_eq!(judge.check(&path, "qcow2").code, 0, "{image}");
-        let mut runs: Vec<(u64, u64, bool, bool)> = Vec::new();
+        let mut runs: Vec<Run> = Vec::new();
         for run in judge.map(&path, "qcow2") {
             // Holes below data clusters are the file's business.
             let next = (run.start, run.depth, run.present, run.zero && !run.data);
