@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Cases, and the text form in which tables hold them.
+//!
+//! A line `== NAME` begins a case. Lines that begin with `$ ` prepare the folder by QEMU's tools and aren't compared; they
+//! come first. Every other line is a shell command that both sets of tools run in equal folders. `#` begins a comment.
+
+/// Command lines that run one after the other in one folder.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Table and name.
+    pub name: String,
+    /// Shell lines that make the files, run once.
+    pub setup: Vec<String>,
+    /// Shell lines that both run.
+    pub lines: Vec<String>,
+}
+
+impl Case {
+    /// An empty one.
+    pub fn new(name: String) -> Self {
+        Case { name, setup: Vec::new(), lines: Vec::new() }
+    }
+
+    /// How many command lines are compared.
+    pub fn compared(&self) -> usize {
+        self.lines.len()
+    }
+
+    /// True when the name or a line contains the text.
+    pub fn contains(&self, text: &str) -> bool {
+        self.name.contains(text) || self.lines.iter().any(|line| line.contains(text))
+    }
+}
+
+/// The cases of a table.
+pub fn parse(table: &str, text: &str) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    for line in text.lines().map(str::trim_end).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        if let Some(name) = line.strip_prefix("== ") {
+            cases.push(Case::new(format!("{table}: {name}")));
+            continue;
+        }
+        let case = cases.last_mut().unwrap_or_else(|| panic!("{table}: '{line}' stands before the first case"));
+        match line.strip_prefix("$ ") {
+            Some(setup) => {
+                assert!(case.lines.is_empty(), "{}: '{line}' stands behind a compared line", case.name);
+                case.setup.push(setup.to_owned());
+            }
+            None => case.lines.push(line.to_owned()),
+        }
+    }
+    cases
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compares the files that two runs left: names, lengths, headers, allocation maps and content.
+
+use cowshed_testkit::qemu::Qemu;
+use std::collections::BTreeSet;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
+const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
+const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
+/// Header fields that say where tables are: their places are the writer's affair.
+const PLACES: [std::ops::Range<usize>; 3] = [40..48, 48..56, 64..72];
+
+/// Pairs of what QEMU's folder and ours have, where they differ.
+pub fn differences(qemu: &Qemu, theirs: &Path, ours: &Path) -> Vec<(String, String)> {
+    let names = |folder: &Path| -> BTreeSet<String> {
+        let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
+        let entries = entries.filter(|entry| entry.file_type().is_ok_and(|kind| !kind.is_socket()));
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    };
+    let (their_names, our_names) = (names(theirs), names(ours));
+    let mut found = Vec::new();
+    for name in their_names.union(&our_names) {
+        match (their_names.contains(name), our_names.contains(name)) {
+            (true, true) => found.extend(difference(qemu, &theirs.join(name), &ours.join(name), name)),
+            (is_theirs, is_ours) => found.push((format!("{name}: {is_theirs}"), format!("{name}: {is_ours}"))),
+        }
+    }
+    found
+}
+
+fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(String, String)> {
+    let read = |path: &Path| if path.is_file() { std::fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let (their_bytes, our_bytes) = (read(theirs), read(ours));
+    if their_bytes == our_bytes {
+        return None;
+    }
+    let described = |path: &Path, bytes: &[u8]| format!("{name}: {}", describe(qemu, path, bytes));
+    let (mut of_theirs, mut of_ours) = (described(theirs, &their_bytes), described(ours, &our_bytes));
+    // Keys and their salts are random.
+    if !their_bytes.starts_with(LUKS_MAGIC) && !is_encrypted(&their_bytes) {
+        let format = format_of(qemu, theirs);
+        let said = qemu.img(["compare", "-U", &layer(&format, theirs), &layer(&format, ours)]);
+        if said.code != 0 {
+            of_theirs += &format!("\ncontent: {}{}", said.stdout, said.stderr);
+        }
+    }
+    if of_theirs == of_ours {
+        return None;
+    }
+    of_ours.push('\n');
+    of_theirs.push('\n');
+    Some((of_theirs, of_ours))
+}
+
+fn is_encrypted(bytes: &[u8]) -> bool {
+    bytes.starts_with(QCOW2_MAGIC) && bytes.get(32..36).is_some_and(|method| method != [0; 4])
+}
+
+fn format_of(qemu: &Qemu, path: &Path) -> String {
+    let info = qemu.img(["info", "-U", "--output=json", &path.display().to_string()]);
+    let info: serde_json::Value = serde_json::from_str(&info.stdout).unwrap_or_default();
+    info.get("format").and_then(|format| format.as_str()).unwrap_or("raw").to_owned()
+}
+
+/// The name of an image without its backing files, which are compared by themselves, and may be missing or a loop.
+fn layer(format: &str, path: &Path) -> String {
+    let mut options = serde_json::json!({"driver": format, "file": {"driver": "file", "filename": path}});
+    if format == "qcow2" {
+        options["backing"] = serde_json::Value::Null;
+    }
+    format!("json:{options}")
+}
+
+/// Length, header and map.
+fn describe(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
+    let mut text = format!("{} bytes", bytes.len());
+    if !bytes.starts_with(QCOW2_MAGIC) {
+        return text;
+    }
+    text += &header(bytes);
+    let map = qemu.img(["map", "-U", "--output=json", &layer("qcow2", path)]);
+    let map: serde_json::Value = serde_json::from_str(&map.stdout).unwrap_or_default();
+    for entry in map.as_array().into_iter().flatten() {
+        let mut entry = entry.clone();
+        if let Some(object) = entry.as_object_mut() {
+            object.remove("offset");
+        }
+        text += &format!("\nmap: {entry}");
+    }
+    text
+}
+
+/// Fields and extensions of a qcow2 header, one a line, without the places of tables.
+fn header(bytes: &[u8]) -> String {
+    let number =
+        |at: usize| bytes.get(at..at + 4).map_or(0, |field| u32::from_be_bytes(field.try_into().unwrap_or_default()));
+    let length = if number(4) < 3 { 72 } else { number(100) as usize };
+    let mut fields = bytes.get(..length.min(bytes.len())).unwrap_or_default().to_vec();
+    for range in PLACES {
+        fields.get_mut(range).into_iter().for_each(|field| field.fill(0));
+    }
+    // Where the backing file's name stands follows from the extensions.
+    let (name_at, name_length) = (number(12) as usize, number(16) as usize);
+    fields.get_mut(8..16).into_iter().for_each(|field| field.fill(0));
+    let mut text = format!("\nheader: {}", hex(&fields));
+    let name = bytes.get(name_at..name_at.saturating_add(name_length)).unwrap_or_default();
+    text += &format!("\nbacking file: {}", String::from_utf8_lossy(name));
+    let mut at = length;
+    while let Some(kind) = bytes.get(at..at + 4) {
+        let size = number(at + 4) as usize;
+        let data = bytes.get(at + 8..(at + 8).saturating_add(size)).unwrap_or_default();
+        // The bitmap directory and the header of LUKS are places.
+        let data = if matches!(number(at), 0x2385_2875 | 0x0537_be77) { String::new() } else { hex(data) };
+        text += &format!("\nextension {}: {data}", hex(kind));
+        if number(at) == 0 {
+            break;
+        }
+        at += 8 + size.next_multiple_of(8);
+    }
+    text
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

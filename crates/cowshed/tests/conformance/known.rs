@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Differences that are known, each with its reason, in `known.txt`.
+//!
+//! A row is `SUITE || PART || COMMAND || TEXT || REASON`. It covers a difference of that part (`out`, `err`, `code` or `file`)
+//! whose command line is COMMAND and of whose two texts one contains TEXT. `*` stands for anything, `*WORDS*` for a command
+//! line that contains the words. The command of a difference of files is the case's name.
+
+use crate::runner::Difference;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// All rows.
+pub struct Known {
+    rows: Vec<Row>,
+}
+
+struct Row {
+    suite: String,
+    part: String,
+    command: String,
+    text: String,
+    used: AtomicBool,
+}
+
+impl Known {
+    /// Reads the file.
+    pub fn load() -> Self {
+        let rows = include_str!("known.txt").lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let rows = rows.map(|line| {
+            let fields: Vec<&str> = line.splitn(5, " || ").collect();
+            let [suite, part, command, text, reason] = fields[..] else { panic!("known.txt: five fields: '{line}'") };
+            assert!(!reason.trim().is_empty(), "known.txt: a reason: '{line}'");
+            let field = |text: &str| text.trim().to_owned();
+            Row {
+                suite: field(suite),
+                part: field(part),
+                command: field(command),
+                text: field(text),
+                used: AtomicBool::new(false),
+            }
+        });
+        Known { rows: rows.collect() }
+    }
+
+    /// True when a row covers the difference.
+    pub fn covers(&self, difference: &Difference) -> bool {
+        let row = self.rows.iter().find(|row| row.covers(difference));
+        row.inspect(|row| row.used.store(true, Ordering::Relaxed)).is_some()
+    }
+
+    /// Panics for rows that cover nothing any more: what has become equal stays equal.
+    pub fn expect_all_used(&self, suite: &str) {
+        let stale: Vec<&Row> =
+            self.rows.iter().filter(|row| row.suite == suite && !row.used.load(Ordering::Relaxed)).collect();
+        let stale: Vec<String> =
+            stale.iter().map(|row| format!("{} | {} | {}", row.part, row.command, row.text)).collect();
+        assert!(stale.is_empty(), "known.txt has rows that cover nothing:\n{}", stale.join("\n"));
+    }
+}
+
+impl Row {
+    fn covers(&self, difference: &Difference) -> bool {
+        let words = self.command.strip_prefix('*').and_then(|rest| rest.strip_suffix('*'));
+        let command = match words {
+            Some(words) => difference.command.contains(words),
+            None => self.command == "*" || self.command == difference.command,
+        };
+        let text = |text: &str| self.text == "*" || text.contains(&self.text);
+        self.part == difference.part && command && (text(&difference.theirs) || text(&difference.ours))
+    }
+}

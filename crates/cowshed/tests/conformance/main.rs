@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The newest QEMU tools and ours run the same command lines on the same files. Standard output, standard error, exit
+//! codes and the files afterwards must be equal, but for what `known.txt` lists with a reason.
+//!
+//! The tables in `tables/` hold the cases. `COWSHED_CASES=TEXT` runs only the cases that contain the text.
+
+mod case;
+mod files;
+mod known;
+mod runner;
+
+use case::{Case, parse};
+use cowshed_testkit::qemu::Qemu;
+use known::Known;
+use runner::Runner;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Differences that one message shows; the report file has all.
+const SHOWN: usize = 40;
+
+#[test]
+fn tables() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/tables");
+    let mut names: Vec<_> =
+        std::fs::read_dir(&folder).expect("the tables").map(|entry| entry.expect("a file").path()).collect();
+    names.sort();
+    let mut cases = Vec::new();
+    for name in &names {
+        let text = std::fs::read_to_string(name).expect("a table is text");
+        cases.extend(parse(&name.file_stem().unwrap_or_default().to_string_lossy(), &text));
+    }
+    compare("tables", &cases);
+}
+
+/// Runs all cases by both sets of tools and fails when a difference is not known.
+fn compare(title: &str, cases: &[Case]) {
+    let filter = std::env::var("COWSHED_CASES").unwrap_or_default();
+    let cases: Vec<&Case> = cases.iter().filter(|case| case.contains(&filter)).collect();
+    assert!(!cases.is_empty(), "no case contains '{filter}'");
+    let known = Known::load();
+    let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let qemu = Qemu::newest();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(2, usize::from) {
+            scope.spawn(|| {
+                let runner = Runner::new(&qemu);
+                while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let differences = runner.compare(case);
+                    found.lock().expect("no panic").extend(differences);
+                }
+            });
+        }
+    });
+    let mut found = found.into_inner().expect("no panic");
+    found.sort_by(|one, other| (&one.case, one.line).cmp(&(&other.case, other.line)));
+    found.retain(|difference| !known.covers(difference));
+    let lines: usize = cases.iter().map(|case| case.compared()).sum();
+    let report: String = found.iter().map(ToString::to_string).collect();
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("conformance-{title}.txt"));
+    std::fs::write(&path, &report).expect("the report can be written");
+    println!("{title}: {} cases, {lines} command lines, {} differences", cases.len(), found.len());
+    let shown: String = found.iter().take(SHOWN).map(ToString::to_string).collect();
+    assert!(found.is_empty(), "{} differences, all in {}:\n{shown}", found.len(), path.display());
+    if filter.is_empty() {
+        known.expect_all_used(title);
+    }
+}
