@@ -69,6 +69,8 @@ pub enum ErrorKind {
 struct Repr {
     kind: ErrorKind,
     message: String,
+    /// QEMU's sentence for the same, where it differs.
+    sentence: Option<String>,
     file: Option<String>,
     field: Option<&'static str>,
     offset: Option<u64>,
@@ -90,6 +92,7 @@ impl Error {
         Error(Box::new(Repr {
             kind,
             message: message.into(),
+            sentence: None,
             file: None,
             field: None,
             offset: None,
@@ -192,10 +195,27 @@ impl Error {
         self.0.report.as_deref()
     }
 
-    /// Puts `context: ` before the message.
+    /// Puts `context: ` before the message, and before QEMU's sentence.
     #[must_use]
     pub fn context(mut self, context: impl fmt::Display) -> Self {
         self.0.message = format!("{context}: {}", self.0.message);
+        self.0.sentence = self.0.sentence.map(|sentence| format!("{context}: {sentence}"));
+        self
+    }
+
+    /// Sets QEMU's sentence for this error. Programs that carry a name of QEMU print it instead of the message.
+    #[must_use]
+    pub fn qemu(mut self, sentence: impl Into<String>) -> Self {
+        self.0.sentence = Some(sentence.into());
+        self
+    }
+
+    /// Appends to the message what QEMU's sentence doesn't say.
+    #[must_use]
+    pub fn hint(mut self, hint: impl fmt::Display) -> Self {
+        let sentence = self.0.message.clone();
+        self.0.message = format!("{sentence}{hint}");
+        self.0.sentence.get_or_insert(sentence);
         self
     }
 
@@ -207,6 +227,17 @@ impl Error {
     /// The message alone, without file, field and value.
     pub fn message(&self) -> &str {
         &self.0.message
+    }
+
+    /// QEMU's sentence, or the message where that is the same; with the system's words for the errno, without the file.
+    /// Field, offset and value stay where this is no wrong argument and QEMU has no sentence.
+    pub fn sentence(&self) -> String {
+        let errno = self.0.errno.map(|errno| format!(": {}", system_words(errno))).unwrap_or_default();
+        match (&self.0.sentence, self.0.kind) {
+            (Some(sentence), _) => format!("{sentence}{errno}"),
+            (None, ErrorKind::InvalidArgument) => format!("{}{errno}", self.0.message),
+            (None, _) => format!("{}{errno}{}", self.0.message, self.0.details()),
+        }
     }
 
     /// The file, if known.
@@ -248,26 +279,37 @@ impl fmt::Display for Error {
         }
         f.write_str(&repr.message)?;
         if let Some(errno) = repr.errno {
-            let text = std::io::Error::from_raw_os_error(errno.0).to_string();
-            let text = text.split(" (os error").next().unwrap_or_default();
-            write!(f, ": {text}")?;
+            write!(f, ": {}", system_words(errno))?;
         }
-        match (repr.field, repr.offset, &repr.value) {
-            (None, None, None) => Ok(()),
+        f.write_str(&repr.details())
+    }
+}
+
+impl Repr {
+    /// ` (FIELD at offset OFFSET is VALUE)` without what isn't known; empty when nothing is.
+    fn details(&self) -> String {
+        match (self.field, self.offset, &self.value) {
+            (None, None, None) => String::new(),
             // The message says what it is a value of.
-            (None, None, Some(value)) => write!(f, " ({value})"),
+            (None, None, Some(value)) => format!(" ({value})"),
             (field, offset, value) => {
                 let mut words: Vec<String> = Vec::new();
                 words.extend(field.map(str::to_owned));
                 words.extend(offset.map(|offset| format!("at offset {offset:#x}")));
                 words.extend(value.as_ref().map(|value| format!("is {value}")));
-                write!(f, " ({})", words.join(" "))
+                format!(" ({})", words.join(" "))
             }
         }
     }
 }
 
 impl std::error::Error for Error {}
+
+/// What the system calls the errno.
+fn system_words(errno: Errno) -> String {
+    let text = std::io::Error::from_raw_os_error(errno.0).to_string();
+    text.split(" (os error").next().unwrap_or_default().to_owned()
+}
 
 #[cfg(test)]
 mod tests {
@@ -280,6 +322,22 @@ mod tests {
         assert_eq!(error.errno(), Errno::EINVAL);
         let nameless = Error::invalid_argument("the new size is too large").value(33).file("a.qcow2");
         assert_eq!(nameless.to_string(), "a.qcow2: the new size is too large (33)");
+    }
+
+    #[test]
+    fn the_sentence_leaves_out_what_qemu_does_not_say() {
+        let error = Error::invalid_argument("Unknown driver 'x'").hint(": one of raw, qcow2 is expected").file("a");
+        assert_eq!(error.to_string(), "a: Unknown driver 'x': one of raw, qcow2 is expected");
+        assert_eq!(error.sentence(), "Unknown driver 'x'");
+        let error = Error::invalid_image("l1_size", 0, "too small").qemu("L1 table is too small").context("backing");
+        assert_eq!(error.to_string(), "backing: too small (l1_size is 0)");
+        assert_eq!(error.sentence(), "backing: L1 table is too small");
+        let error = Error::os(Errno::ENOSPC, "could not write").offset(512);
+        assert_eq!(error.sentence(), "could not write: No space left on device (at offset 0x200)");
+        let error = Error::invalid_argument("not a power of two").field("cluster_size").value(3);
+        assert_eq!(error.sentence(), "not a power of two");
+        let error = Error::invalid_image("block_size", 3, "not a power of two").file("a.vhdx");
+        assert_eq!(error.sentence(), "not a power of two (block_size is 3)");
     }
 
     #[test]

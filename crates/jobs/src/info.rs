@@ -139,7 +139,8 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
             && let Some(name) = &info.full_backing_filename
         {
             if layers.len() + 1 >= MAX_CHAIN_DEPTH || layers.iter().any(|layer| layer.filename == *name) {
-                return Err(Error::invalid_argument("the backing chain loops or is too long").file(name.clone()));
+                let error = Error::invalid_argument("the backing chain loops or is too long").file(name.clone());
+                return Err(error.qemu(format!("Backing file '{name}' creates an infinite loop.")));
             }
             spec.policy.check_backing(name, &info.filename)?;
             next = Some(ImageSpec {

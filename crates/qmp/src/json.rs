@@ -3,6 +3,7 @@
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
+use std::borrow::Cow;
 use std::fmt;
 
 /// What QEMU says of it.
@@ -10,9 +11,41 @@ const DUPLICATE: &str = "duplicate key";
 
 /// The value of a text, or what is wrong with it.
 pub fn parse_json(text: &[u8]) -> Result<Value, String> {
-    let mut source = serde_json::Deserializer::from_slice(text);
+    let text = in_double_quotes(text);
+    let mut source = serde_json::Deserializer::from_slice(&text);
     let parsed = Strict.deserialize(&mut source).and_then(|value| source.end().map(|()| value));
     parsed.map_err(|error| if error.is_data() { DUPLICATE.to_owned() } else { error.to_string() })
+}
+
+/// As QEMU has it, strings may stand in single quotes.
+fn in_double_quotes(text: &[u8]) -> Cow<'_, [u8]> {
+    if !text.contains(&b'\'') {
+        return Cow::Borrowed(text);
+    }
+    let mut result = Vec::with_capacity(text.len());
+    let mut quote = None;
+    let mut bytes = text.iter().copied();
+    while let Some(byte) = bytes.next() {
+        match (quote, byte) {
+            (None, b'"' | b'\'') => {
+                quote = Some(byte);
+                result.push(b'"');
+            }
+            (Some(open), _) if byte == open => {
+                quote = None;
+                result.push(b'"');
+            }
+            (Some(_), b'\\') => match bytes.next() {
+                // JSON knows no `\'`.
+                Some(b'\'') => result.push(b'\''),
+                escaped => result.extend(std::iter::once(byte).chain(escaped)),
+            },
+            // In single quotes a double quote needs no backslash.
+            (Some(_), b'"') => result.extend_from_slice(b"\\\""),
+            _ => result.push(byte),
+        }
+    }
+    Cow::Owned(result)
 }
 
 /// Makes values whose objects have each key once.
@@ -86,6 +119,15 @@ mod tests {
         for text in [r#"{"a": 1, "a": 2}"#, r#"{"b": [{"a": {}, "c": 1, "a": {}}]}"#, r#"{"a": 1, "\u0061": 2}"#] {
             assert_eq!(parse_json(text.as_bytes()), Err(DUPLICATE.to_owned()), "{text}");
         }
+    }
+
+    #[test]
+    fn strings_may_stand_in_single_quotes() {
+        let parse = |text: &str| parse_json(text.as_bytes());
+        assert_eq!(parse(r#"{'a': 'b', "c": 'say "x"'}"#), Ok(serde_json::json!({"a": "b", "c": "say \"x\""})));
+        assert_eq!(parse(r#"['it\'s', "it's", '\\', 'a\nb']"#), Ok(serde_json::json!(["it's", "it's", "\\", "a\nb"])));
+        assert!(parse("{'a: 1}").is_err());
+        assert!(parse("'").is_err());
     }
 
     #[test]

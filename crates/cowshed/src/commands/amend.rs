@@ -66,7 +66,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     {
         return print_help(format, console);
     }
-    let file = one_file(&args.files)?;
+    // This verb of qemu-img doesn't point to its help here.
+    let file = one_file(&args.files).map_err(|failure| Failure { usage: false, ..failure })?;
     let spec = args.naming.spec(file, args.format.as_ref())?;
     let image = ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec };
     args.naming.untrusted.guard(&[Use::Write(&image)], console)?;

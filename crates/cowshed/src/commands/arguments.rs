@@ -91,16 +91,13 @@ pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
             return Err(Failure::new("Parameter 'qom-type' is missing"));
         }
         if kind != "secret" {
-            return Err(Failure::new(format!(
-                "Parameter 'qom-type' does not accept value '{kind}' (images need objects of the type 'secret')"
-            )));
+            let failure = Failure::new(format!("Parameter 'qom-type' does not accept value '{kind}'"));
+            return Err(failure.hint(" (images need objects of the type 'secret')"));
         }
         let options = BlockdevOptions::from_keyval(rest)?;
         if let Some((key, _)) = options.iter().find(|(key, _)| !SECRET_KEYS.contains(&key.as_str())) {
-            return Err(Failure::new(format!(
-                "Parameter '{key}' is unexpected (a secret has {})",
-                SECRET_KEYS.join(", ")
-            )));
+            let failure = Failure::new(format!("Parameter '{key}' is unexpected"));
+            return Err(failure.hint(&format!(" (a secret has {})", SECRET_KEYS.join(", "))));
         }
         let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
         if !is_identifier(id) {
@@ -113,9 +110,8 @@ pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
             None | Some("raw") => false,
             Some("base64") => true,
             Some(other) => {
-                return Err(Failure::new(format!(
-                    "Parameter 'format' does not accept value '{other}' (raw or base64)"
-                )));
+                let failure = Failure::new(format!("Parameter 'format' does not accept value '{other}'"));
+                return Err(failure.hint(" (raw or base64)"));
             }
         };
         let file = options.text("file").map(path_of_text);

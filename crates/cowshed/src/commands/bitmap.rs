@@ -78,14 +78,14 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = BitmapArgs::from_arg_matches(matches)?;
     let actions = actions(matches);
     // Only who takes all of them away needs to name none.
-    let names_none = !actions.is_empty() && actions.iter().all(|action| *action == BitmapAction::RemoveAll);
+    check(&args, &actions)?;
+    let names_none = actions.iter().all(|action| *action == BitmapAction::RemoveAll);
     let (file, name) = match (args.operands.as_slice(), names_none) {
         ([file], true) => (file, String::new()),
         ([file, name], false) => (file, name.clone()),
-        (_, true) => return Err(Failure::usage("Expecting filename")),
-        (_, false) => return Err(Failure::usage("Expecting filename and bitmap name")),
+        (_, true) => return Err(Failure::new("Expecting filename")),
+        (_, false) => return Err(Failure::new("Expecting filename and bitmap name")),
     };
-    check(&args, &actions)?;
     let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 0, sizes::MOST));
     let image = args.naming.spec(file, args.format.as_ref())?;
     let source = match &args.source_file {
@@ -147,7 +147,7 @@ fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
         (args.source_format.is_some() && args.source_file.is_none(), "-F only supported with -b"),
     ] {
         if wrong {
-            return Err(Failure::usage(message));
+            return Err(Failure::new(message));
         }
     }
     Ok(())

@@ -146,7 +146,8 @@ struct ConvertArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ConvertArgs::from_arg_matches(matches)?;
     if create_options::asks_for_help(&args.options) {
-        return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
+        let format = args.target_format.as_deref().unwrap_or("raw");
+        return create_options::print_help(format, args.files.len() > 1, console);
     }
     let Some((target, sources)) = args.files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
         return Err(Failure::new("Must specify image file name"));
@@ -156,6 +157,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         create_options::require_format(args.target_format.as_deref())?;
     }
     let options = options(&args, sources, target)?;
+    check_backing(&args, &options)?;
     let started = Instant::now();
     guard(&args, &options, console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
@@ -197,10 +199,7 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
     let format = args.target_format.as_deref().unwrap_or("raw");
     for (wrong, message) in [
         (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
-        (
-            args.target_image_opts && args.target_format.is_some(),
-            "--image-opts and --format are mutually exclusive: -O is not used with --target-image-opts",
-        ),
+        (args.target_image_opts && args.target_format.is_some(), "--image-opts and --format are mutually exclusive"),
         (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
         (
             !args.compress && (args.compression_level.is_some() || args.compression_window.is_some()),
@@ -243,10 +242,15 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
     if format != "qcow2" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
-    if args.backing.is_some() && args.backing_format.is_none() {
-        return Err(Failure::new("Use of backing file requires explicit backing format"));
-    }
     Ok(())
+}
+
+/// A new overlay names the format of its backing file, by `-F` or by `-o backing_fmt`.
+fn check_backing(args: &ConvertArgs, options: &ConvertOptions) -> Result<(), Failure> {
+    match (&options.backing_file, &options.backing_format) {
+        (Some(_), None) if !args.no_create => Err(Failure::new("Use of backing file requires explicit backing format")),
+        _ => Ok(()),
+    }
 }
 
 impl ConvertArgs {
@@ -278,6 +282,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;
+    let backing_file = last_value(&args.options, "backing_file")?;
+    let backing_format = last_value(&args.options, "backing_fmt")?;
     Ok(ConvertOptions {
         create_options: args.options.clone(),
         compressed: args.compress,
@@ -285,8 +291,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         wide_window: wide_window(args.compression_window.as_deref())?,
         skip_create: args.no_create,
         target_is_zero: args.target_is_zero,
-        backing_file: args.backing.clone(),
-        backing_format: args.backing_format.clone(),
+        backing_file: args.backing.clone().or(backing_file),
+        backing_format: args.backing_format.clone().or(backing_format),
         sparse_bytes: args.sparse_size.as_deref().map_or(Ok(DEFAULT_SPARSE_BYTES), sparse_bytes)?,
         out_of_order: args.oob_writes,
         requests: requests(&args.parallel)?,
@@ -298,6 +304,16 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         skip_broken_bitmaps: args.skip_broken_bitmaps,
         ..ConvertOptions::new(sources?, target)
     })
+}
+
+/// The value that counts of a key in the lists of `-o`: the last one.
+fn last_value(lists: &[String], key: &str) -> Result<Option<String>, Failure> {
+    let mut last = None;
+    for list in lists {
+        let values = parse_list(list, BareKey::On)?.into_iter();
+        last = values.filter(|(name, _)| name == key).map(|(_, value)| value).last().or(last);
+    }
+    Ok(last)
 }
 
 fn wide_window(text: Option<&str>) -> Result<bool, Failure> {
@@ -338,7 +354,9 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
         let reason = qemu_reason(&target.name, error);
         // What -o says wrongly is no conversion that failed.
         let expects = reason.starts_with("Parameter '") && reason.contains("' expects ");
-        let plain = ["Invalid parameter '", "Format driver '"].iter().any(|start| reason.starts_with(start));
+        let plain = ["Invalid parameter '", "Format driver '", "Unknown protocol '"]
+            .iter()
+            .any(|start| reason.starts_with(start));
         if expects || plain {
             return Failure::new(reason);
         }

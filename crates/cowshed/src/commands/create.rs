@@ -62,7 +62,7 @@ struct CreateArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CreateArgs::from_arg_matches(matches)?;
     if create_options::asks_for_help(&args.options) {
-        return create_options::print_help(&args.format, console);
+        return create_options::print_help(&args.format, !args.operands.is_empty(), console);
     }
     let (file, size) = match args.operands.as_slice() {
         [] => return Err(Failure::usage("Expecting image file name")),
@@ -107,8 +107,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 /// qemu-img says first which backing file it could not open.
 fn failed_with(persona: Persona, file: &str, error: &Error) -> Failure {
     let backing = error.file_name().unwrap_or_default();
-    let text = error.to_string();
-    let reason = text.strip_prefix(&format!("{backing}: could not open the backing image: "));
+    let text = error.sentence();
+    let reason = text.strip_prefix("could not open the backing image: ");
     match (persona, reason) {
         (Persona::QemuImg, Some(reason)) if reason.starts_with("Unknown driver") => {
             Failure::new(format!("{file}: {reason}\nCould not open backing image."))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `-o help`: the options that a format has at creation.
 
+use crate::invocation::Persona;
 use crate::output::{Console, Failure};
-use cowshed_image::create::schema::{help_lines, options_of};
+use cowshed_image::create::schema::{CreateOption, help_lines, options_of};
 
 /// True when one of the lists asks for help: an element `help` or `?`.
 pub fn asks_for_help(lists: &[String]) -> bool {
@@ -20,10 +21,29 @@ pub fn require_format(format: Option<&str>) -> Result<(), Failure> {
     options_of(format).map(drop).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))
 }
 
-/// Prints the options of `format`.
-pub fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
+/// Prints the options of `format`. qemu-img leaves out those of the file below unless the command line names that file.
+pub fn print_help(format: &str, names_file: bool, console: &mut Console) -> Result<u8, Failure> {
     let options = options_of(format).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))?;
-    console.line(format_args!("Supported {format} options:"));
-    help_lines(options).iter().for_each(|line| console.line(line));
+    let leaves_out = console.persona == Persona::QemuImg && !names_file;
+    let options: Vec<CreateOption> =
+        options.iter().filter(|option| !leaves_out || !is_of_protocol(format, option.name)).copied().collect();
+    match console.persona == Persona::QemuImg && names_file {
+        true => console.line("Supported options:"),
+        false => console.line(format_args!("Supported {format} options:")),
+    }
+    help_lines(&options).iter().for_each(|line| console.line(line));
+    if leaves_out {
+        console.line("\nThe protocol level may support further options.");
+        console.line("Specify the target filename to include those options.");
+    }
     Ok(0)
+}
+
+/// True for options that QEMU's driver of files has, not the format.
+fn is_of_protocol(format: &str, option: &str) -> bool {
+    match option {
+        "nocow" | "extent_size_hint" => true,
+        "preallocation" => format != "qcow2",
+        _ => false,
+    }
 }

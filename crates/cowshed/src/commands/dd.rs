@@ -4,8 +4,11 @@
 use super::arguments::NamingArgs;
 use super::untrusted::Use;
 use super::{Verb, sizes, work};
+use crate::invocation::Persona;
+use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::dd::{self, DdOptions};
 
@@ -98,12 +101,28 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     args.naming.untrusted.guard(&[Use::Read(&options.source), Use::Write(&options.target)], console)?;
     let job = work::Foreground::new(console.persona, false, false, "copying")?;
-    let failed = |error: &cowshed_block::Error| Failure::open_either(console.persona, &[&input, &output], error);
+    let failed = |error: &Error| failed(console.persona, &input, &output, error);
     let outcome = job.run(async |handle| dd::run(&options, &handle).await, failed)?;
     if outcome.skipped_past_end {
         console.complain(format_args!("{input}: cannot skip to specified offset"));
     }
     Ok(0)
+}
+
+/// An error names its file; where that can't be made, qemu-img words it differently.
+fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure {
+    let sentence = error.sentence();
+    let about_output = persona == Persona::QemuImg && error.file_name() == Some(output);
+    if about_output && sentence.starts_with("Unknown protocol '") {
+        return Failure::new(sentence);
+    }
+    if about_output && sentence.starts_with("Unknown file format '") {
+        return Failure::new("Unknown file format");
+    }
+    if about_output && sentence.starts_with("could not create: ") {
+        return Failure::new(format!("{output}: error while creating output image: {}", qemu_reason(output, error)));
+    }
+    Failure::open_either(persona, &[input, output], error)
 }
 
 #[cfg(test)]

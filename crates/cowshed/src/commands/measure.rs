@@ -59,9 +59,17 @@ struct MeasureArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = MeasureArgs::from_arg_matches(matches)?;
     if create_options::asks_for_help(&args.options) {
-        return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), console);
+        return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), false, console);
     }
     let size = args.size.as_deref().map(|text| sizes::size("image size", text)).transpose()?;
+    let names_image = args.naming.image_opts || args.format.is_some() || args.snapshot.is_some();
+    match args.files.as_slice() {
+        [_, _, ..] => return Err(Failure::new("At most one filename argument is allowed.")),
+        [] if names_image => {
+            return Err(Failure::new("--image-opts, -f, and -l require a filename argument."));
+        }
+        _ => {}
+    }
     let source = match (size, args.files.as_slice()) {
         (Some(_), []) => {
             args.naming.check(args.format.as_ref())?;

@@ -125,7 +125,7 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
     let mut root = parser::root(invocation.persona);
     match root.try_get_matches_from_mut(argv()) {
         Ok(mut matches) => chosen(&mut matches).map(Some).ok_or_else(|| Failure::usage("Not enough arguments")),
-        Err(error) => parser::explain(&error, &root, console).map(|()| None),
+        Err(error) => parser::explain(&error, &root, &arguments, console).map(|()| None),
     }
 }
 
@@ -145,7 +145,7 @@ fn parse_tool(
     let mut root = parser::tool(tool);
     match root.try_get_matches_from_mut(std::iter::once(name).chain(invocation.arguments.iter().map(String::as_str))) {
         Ok(matches) => Ok(Some((tool, matches))),
-        Err(error) => parser::explain(&error, &root, console).map(|()| None),
+        Err(error) => parser::explain(&error, &root, &invocation.arguments, console).map(|()| None),
     }
 }
 
@@ -163,13 +163,17 @@ fn verb_word(arguments: &[String]) -> Option<&str> {
 }
 
 fn report(failure: &Failure, invocation: &Invocation, console: &mut Console) -> u8 {
-    if !failure.message.is_empty() {
-        console.complain(&failure.message);
+    let verb = verb_word(&invocation.arguments).filter(|word| COMMANDS.iter().any(|verb| verb.name == *word));
+    let program = invocation.persona.name();
+    let verb = verb.map(|verb| format!(" {verb}")).unwrap_or_default();
+    match failure.text(invocation.persona) {
+        "" => {}
+        text if failure.names_verb && invocation.persona == Persona::QemuImg => {
+            console.error_text(&format!("{program}{verb}: {text}\n"));
+        }
+        text => console.complain(text),
     }
     if failure.usage {
-        let verb = verb_word(&invocation.arguments).filter(|word| COMMANDS.iter().any(|verb| verb.name == *word));
-        let program = invocation.persona.name();
-        let verb = verb.map(|verb| format!(" {verb}")).unwrap_or_default();
         console.error_text(&format!("Try '{program}{verb} --help' for more information\n"));
     }
     failure.code

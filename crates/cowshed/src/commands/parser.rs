@@ -102,7 +102,12 @@ pub fn shield_negative_size(arguments: &[String]) -> Vec<String> {
 }
 
 /// Prints help and version; turns a mistake into one line in getopt's words.
-pub fn explain(error: &clap::Error, root: &Command, console: &mut Console) -> Result<(), Failure> {
+pub fn explain(
+    error: &clap::Error,
+    root: &Command,
+    arguments: &[String],
+    console: &mut Console,
+) -> Result<(), Failure> {
     let argument = || match error.get(ContextKind::InvalidArg) {
         Some(ContextValue::String(argument)) => argument.clone(),
         Some(ContextValue::Strings(arguments)) => arguments.join(", "),
@@ -125,13 +130,32 @@ pub fn explain(error: &clap::Error, root: &Command, console: &mut Console) -> Re
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             Err(Failure::usage("Not enough arguments"))
         }
-        ErrorKind::UnknownArgument => {
+        ErrorKind::UnknownArgument if console.persona == Persona::Cowshed => {
             Err(Failure::usage(format!("unrecognized option '{}'{}", argument(), suggestion(error, console))))
         }
-        ErrorKind::InvalidValue if value().is_empty() => {
+        ErrorKind::UnknownArgument => Err(of_getopt(match argument().strip_prefix('-') {
+            Some(short) if !short.starts_with('-') => {
+                format!("invalid option -- '{}'", short.chars().next().unwrap_or('-'))
+            }
+            _ => format!("unrecognized option '{}'", argument()),
+        })),
+        ErrorKind::InvalidValue if value().is_empty() && console.persona == Persona::Cowshed => {
             Err(Failure::usage(format!("the option '{}' requires an argument", argument())))
         }
+        // The value is missing at the end of the command line.
+        ErrorKind::InvalidValue if value().is_empty() => Err(of_getopt(match arguments.last() {
+            Some(last) if last.starts_with("--") => format!("option '{last}' requires an argument"),
+            last => {
+                let short = last.and_then(|last| last.chars().last()).unwrap_or('-');
+                format!("option requires an argument -- '{short}'")
+            }
+        })),
         ErrorKind::InvalidValue => Err(Failure::usage(invalid_value(error, root, &argument(), &value()))),
+        ErrorKind::TooManyValues if console.persona != Persona::Cowshed => {
+            let long = argument();
+            let long = long.split(['=', ' ']).next().unwrap_or_default();
+            Err(of_getopt(format!("option '{long}' doesn't allow an argument")))
+        }
         ErrorKind::TooManyValues => Err(Failure::usage(format!("the option '{}' takes no argument", argument()))),
         _ => {
             let text = error.render().to_string();
@@ -139,6 +163,11 @@ pub fn explain(error: &clap::Error, root: &Command, console: &mut Console) -> Re
             Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(line).to_owned()))
         }
     }
+}
+
+/// A complaint of the parser of options, in getopt's form.
+fn of_getopt(message: String) -> Failure {
+    Failure { names_verb: true, ..Failure::usage(message) }
 }
 
 fn context(error: &clap::Error, kind: ContextKind) -> String {

@@ -9,6 +9,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_image::open::resolve_name;
+use cowshed_image::options::DriverSchema;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rebase::{self, RebaseOptions};
 
@@ -76,6 +77,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     if let Some(format) = &args.backing_format
         && cowshed_image::formats::find(format).is_none()
+        && DriverSchema::find(format).is_none()
     {
         return Err(Failure::new(format!("Invalid format name: '{format}'")));
     }

@@ -50,8 +50,10 @@ struct ResizeArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ResizeArgs::from_arg_matches(matches)?;
-    let [file, size] = args.operands.as_slice() else {
-        return Err(Failure::usage("Expecting image file name and size"));
+    let (file, size) = match args.operands.as_slice() {
+        [file, size] => (file, size),
+        [_, _, _, ..] => return Err(Failure::usage("Extra argument(s) in command line")),
+        _ => return Err(Failure::usage("Expecting image file name and size")),
     };
     let options = ResizeOptions {
         image: args.naming.spec(file, args.format.as_ref())?,
@@ -106,6 +108,8 @@ fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {
     };
     let bytes = match sizes::number(digits) {
         Ok(bytes) if bytes <= sizes::MOST => bytes,
+        // The size has 63 bits and a sign there.
+        Ok(_) if sign.is_none() => return Err(Failure::new("New image size must be positive")),
         Ok(_) | Err(sizes::Fault::TooLarge) => {
             return Err(Failure::new(format!("Value '{digits}' is out of range for parameter 'size'")));
         }

@@ -9,16 +9,40 @@ use cowshed_block::{Error, ErrorKind};
 pub struct Failure {
     /// Without the program's name; may have several lines. Empty when everything has been said.
     pub message: String,
+    /// What programs that carry a name of QEMU print instead, where that differs.
+    pub sentence: Option<String>,
     /// The exit code.
     pub code: u8,
     /// Point to `--help`: the command line itself is wrong.
     pub usage: bool,
+    /// The message is of the parser of options: tools of QEMU put the verb behind the program's name.
+    pub names_verb: bool,
 }
+
+/// Beginnings of sentences that qemu-img prints without "Could not open" in front.
+const UNFRAMED: &[&str] = &["Unknown file format", "output file is smaller", "Backing file '", "Cluster size must be "];
 
 impl Failure {
     /// A failure with exit code 1.
     pub fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), code: 1, usage: false }
+        Self { message: message.into(), sentence: None, code: 1, usage: false, names_verb: false }
+    }
+
+    /// Appends to the message what a tool of QEMU doesn't say.
+    #[must_use]
+    pub fn hint(mut self, hint: &str) -> Self {
+        let sentence = self.message.clone();
+        self.message += hint;
+        self.sentence.get_or_insert(sentence);
+        self
+    }
+
+    /// The text for the persona.
+    pub fn text(&self, persona: Persona) -> &str {
+        match (persona, &self.sentence) {
+            (Persona::QemuImg | Persona::Tool(_), Some(sentence)) => sentence,
+            _ => &self.message,
+        }
     }
 
     /// The command line is wrong: the message is followed by a pointer to the help.
@@ -41,12 +65,8 @@ impl Failure {
                 Self::new("Failed to load snapshot: Can't find snapshot")
             }
             // What can't be made, or is no target for this, is no matter of opening.
-            Persona::QemuImg
-                if ["Unknown file format", "output file is smaller"]
-                    .iter()
-                    .any(|start| error.message().starts_with(start)) =>
-            {
-                Self::new(error.message())
+            Persona::QemuImg if UNFRAMED.iter().any(|start| error.sentence().starts_with(start)) => {
+                Self::new(error.sentence())
             }
             Persona::QemuImg => Self::of_backing(error)
                 .unwrap_or_else(|| Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error)))),
@@ -56,7 +76,7 @@ impl Failure {
     /// A backing file could not be opened: in qemu-img's words, with the image that names it.
     fn of_backing(error: &Error) -> Option<Self> {
         let (image, _) = error.message().strip_prefix("could not open the backing file of '")?.split_once("': ")?;
-        let (backing, text) = (error.file_name()?, error.to_string());
+        let (backing, text) = (error.file_name()?, error.sentence());
         let reason = text.split_once(&format!("the backing file of '{image}': "))?.1;
         let reason = match (lock_words(backing, error, reason), reason.strip_prefix("could not open: ")) {
             (Some(words), _) => words,
@@ -73,7 +93,7 @@ impl Failure {
         let named = error.file_name().and_then(|file| names.iter().find(|name| names_file(name, file)));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
-            _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(error.to_string())),
+            _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(terse("", error))),
             _ => Self::new(error.to_string()),
         }
     }
@@ -90,7 +110,7 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::new(error.to_string())
+        Self { sentence: Some(terse("", &error)), ..Self::new(error.to_string()) }
     }
 }
 
@@ -129,13 +149,26 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
         return words;
     }
     // What image options name isn't said again.
-    let reason = reason(if names_file(name, file) { file } else { name }, error);
-    for (ours, theirs) in [("could not open: ", "open"), ("could not create: ", "create")] {
-        if let Some(rest) = reason.strip_prefix(ours) {
-            return format!("Could not {theirs} '{file}': {rest}");
+    let reason = terse(if names_file(name, file) { file } else { name }, error);
+    let sentence = error.sentence();
+    for (ours, theirs) in [
+        ("could not open: ", "Could not open"),
+        ("could not create: ", "Could not create"),
+        ("could not connect: ", "Failed to connect to"),
+    ] {
+        if let Some(rest) = sentence.strip_prefix(ours) {
+            return format!("{theirs} '{file}': {rest}");
         }
     }
     reason
+}
+
+/// QEMU's sentence, with the file in front unless it is `name`, which the caller has said already.
+fn terse(name: &str, error: &Error) -> String {
+    match error.file_name() {
+        Some(file) if file != name => format!("{file}: {}", error.sentence()),
+        _ => error.sentence(),
+    }
 }
 
 /// The error's text without `name` in front, which the caller has said already.

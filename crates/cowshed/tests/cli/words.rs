@@ -202,6 +202,8 @@ fn who_chooses_luks_is_told_what_xts_does_not_do() {
     let said = oracle.ours(&oracle.work(), &words("create -f luks -o help"));
     assert_eq!(said.code, Some(0), "{}", said.err);
     assert!(said.out.contains("xts hides the data; it does not notice damage to it"), "{}", said.out);
+    // Options of the file below are listed where the command line names it.
+    let said = oracle.ours(&oracle.work(), &words("create -f luks -o help v.luks"));
     for option in ["nocow=", "extent_size_hint="] {
         assert!(said.out.contains(option), "{}", said.out);
     }

@@ -10,7 +10,8 @@ pub mod schema;
 use crate::encryption::NewEncryption;
 use crate::graph::files_below;
 use crate::node::Preallocation;
-use crate::open::{OpenRequest, Policy, open, resolve_name};
+use crate::open::{OpenRequest, Policy, check_file_name, open, resolve_name};
+use crate::options::DriverSchema;
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
 use cowshed_storage::{File, FileIdentity, path_of_text};
@@ -73,7 +74,8 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
 
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
-        Error::unsupported(format!("Unknown file format '{}': qcow2, luks and raw can be created", request.format))
+        Error::unsupported(format!("Unknown file format '{}'", request.format))
+            .hint(": qcow2, luks and raw can be created")
     })?;
     let mut values = OptionValues::parse(schema, &request.options)?;
     let takes_backing = schema.iter().any(|option| option.name == "backing_file");
@@ -128,6 +130,10 @@ async fn check_backing(
     let format = values.get("backing_fmt").map(str::to_owned);
     let mut below = Vec::new();
     if request.backing_unchecked {
+        if let Some(name) = format.as_deref().filter(|name| !is_driver(name)) {
+            let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
+            return Err(Error::invalid_argument(message).field("backing_fmt"));
+        }
         let name = resolve_name(backing, Some(&request.filename)).unwrap_or_default();
         let path = path_of_text(name.strip_prefix("file:").unwrap_or(&name));
         below.extend(FileIdentity::of_path(&path).map(|identity| (identity, name)));
@@ -142,9 +148,10 @@ async fn check_backing(
         below = files_below(&node);
         node.close().await?;
         if format.is_none() {
-            return Err(Error::invalid_argument(format!(
-                "Backing file specified without backing format (detected format of {detected})"
-            )));
+            let error = Error::invalid_argument("Backing file specified without backing format");
+            return Err(error
+                .hint(format!(" (detected format of {detected})"))
+                .qemu(format!("Backing file specified without backing format\nDetected format of {detected}.")));
         }
         if !values.is_given("size") {
             values.set("size", size.to_string())?;
@@ -154,6 +161,11 @@ async fn check_backing(
         return Err(Error::invalid_argument("Backing file specified without backing format").field("backing_fmt"));
     }
     Ok(below)
+}
+
+/// True for drivers of ours and for formats that we know by name alone.
+fn is_driver(name: &str) -> bool {
+    DriverSchema::find(name).is_some() || crate::formats::find(name).is_some()
 }
 
 /// What an open file held is durably gone.
@@ -173,6 +185,7 @@ fn path_of(filename: &str) -> Result<PathBuf> {
     if filename.starts_with("json:") {
         return Err(Error::unsupported("an image can't be created under a json: name"));
     }
+    check_file_name(filename)?;
     Ok(path_of_text(filename.strip_prefix("file:").unwrap_or(filename)))
 }
 

@@ -88,11 +88,12 @@ pub fn layout_hints(values: &OptionValues) -> Result<LayoutHints> {
 
 /// What QEMU says of refcounts whose width version 2 doesn't have.
 const REFCOUNTS_OF_V3: &str = "Different refcount widths than 16 bits require compatibility level 1.1 or above (use \
-                               version=v3 or greater), that is compat=1.1";
+                               version=v3 or greater)";
 
 /// QEMU's words for a value that is none of the known ones; `parameter` is its name for the option.
 fn not_accepted(parameter: &str, value: &str, known: &str) -> Error {
-    Error::invalid_argument(format!("Parameter '{parameter}' does not accept value '{value}': {known}"))
+    Error::invalid_argument(format!("Parameter '{parameter}' does not accept value '{value}'"))
+        .hint(format!(": {known}"))
 }
 
 /// `value` of option `preallocation`.
@@ -171,12 +172,8 @@ impl Qcow2CreateOptions {
     pub fn check(&self) -> Result<()> {
         let refuse = |field, message: &str| Err(Error::invalid_argument(message).field(field));
         if self.version < 3 {
-            let v3 = |what| {
-                format!(
-                    "{what} supported with compatibility level 1.1 and above (use version=v3 or greater), that is \
-                     compat=1.1"
-                )
-            };
+            let v3 =
+                |what| format!("{what} supported with compatibility level 1.1 and above (use version=v3 or greater)");
             if self.refcount_order != 4 {
                 return refuse("refcount_bits", REFCOUNTS_OF_V3);
             }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `-o` options of `create`, per format, and the parser of their lists.
 
-use crate::options::{parse_on_off, parse_size};
+use crate::options::{parse_on_off, parse_size, size_expected};
 use cowshed_block::{Error, Result};
 
 /// The type of an option's value.
@@ -169,7 +169,7 @@ impl OptionValues {
         for list in lists {
             // qemu-img refuses these too: an empty element is nearly always a slip of the shell's quoting.
             if list.is_empty() || list.starts_with(',') || (list.ends_with(',') && !list.ends_with(",,")) {
-                return Err(Error::invalid_argument(format!("invalid option list: {list}")));
+                return Err(Error::invalid_argument(format!("Invalid option list: {list}")));
             }
             for item in split_list(list) {
                 parsed.set_item(&item)?;
@@ -256,7 +256,12 @@ impl OptionValues {
 const SIZE_EXPECTED: &str = "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E";
 
 fn wrong(option: &CreateOption, expected: &str, value: &str) -> Error {
-    Error::invalid_argument(format!("Parameter '{}' expects {expected}", option.name)).value(format!("'{value}'"))
+    let error = Error::invalid_argument(format!("Parameter '{}' expects {expected}", option.name));
+    let error = error.value(format!("'{value}'"));
+    match expected == SIZE_EXPECTED {
+        true => error.qemu(size_expected(option.name)),
+        false => error,
+    }
 }
 
 /// Splits at single commas; a doubled one stands for itself.

@@ -85,7 +85,8 @@ impl ImageEncryption {
         match format {
             None => match values.given_with("encrypt.").next() {
                 Some(option) => {
-                    Err(Error::invalid_argument(format!("Parameter 'encrypt.format' is missing: '{option}' needs it")))
+                    let error = Error::invalid_argument("Parameter 'encrypt.format' is missing");
+                    Err(error.hint(format!(": '{option}' needs it")))
                 }
                 None => Ok(None),
             },

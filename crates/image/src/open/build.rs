@@ -303,7 +303,8 @@ impl Opener {
             )),
             None => {
                 let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
-                Error::invalid_argument(format!("Unknown driver '{name}': one of {} is expected", known.join(", ")))
+                let error = Error::invalid_argument(format!("Unknown driver '{name}'"));
+                error.hint(format!(": one of {} is expected", known.join(", ")))
             }
         })
     }
@@ -380,6 +381,7 @@ impl Opener {
             Value::String(name) => self.graph.find(&name).ok_or_else(|| {
                 let path = place.path.trim_end_matches('.');
                 Error::new(ErrorKind::NotFound, format!("option '{path}': there is no node '{name}'"))
+                    .qemu(format!("Cannot find device='{name}' nor node-name='{name}'"))
             })?,
             Value::Object(map) => self.node(BlockdevOptions::from_map(map)?, place).await?,
             other => {
@@ -409,7 +411,8 @@ impl Opener {
         options::check_aio(&draft.options, draft.place.cache.direct)
             .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);
-        check_file_kind(driver, self.files.kind(&path)).map_err(|error| error.file(options.filename.clone()))?;
+        check_file_kind(driver, &options.filename, self.files.kind(&path))
+            .map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,
             create: false,
@@ -592,13 +595,14 @@ fn is_plain_filter(schema: &DriverSchema) -> bool {
 }
 
 /// A folder, or a file where a device is wanted.
-fn check_file_kind(driver: &str, kind: Option<FileKind>) -> Result<()> {
+fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>) -> Result<()> {
     let wanted = match (driver, kind) {
         ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
         ("host_device", Some(FileKind::Regular | FileKind::Other)) => "a block device",
         _ => return Ok(()),
     };
-    Err(Error::invalid_argument(format!("driver '{driver}' needs {wanted}")))
+    let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
+    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {wanted}")))
 }
 
 fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {

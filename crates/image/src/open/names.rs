@@ -37,12 +37,26 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
                 return Err(Error::invalid_argument(message).file(name));
             }
         },
-        Some(protocol) => return Err(Error::invalid_argument(format!("unknown protocol '{protocol}'")).file(name)),
+        Some(protocol) => return Err(unknown_protocol(protocol, name)),
     };
     if path.is_empty() {
-        return Err(Error::invalid_argument("empty file name").file(name));
+        let error = Error::invalid_argument("empty file name").file(name);
+        return Err(error.qemu("The 'file' block driver requires a file name"));
     }
     Ok(file_options(driver_for(path, files), path))
+}
+
+fn unknown_protocol(protocol: &str, name: &str) -> Error {
+    let error = Error::invalid_argument(format!("Unknown protocol '{protocol}'")).file(name);
+    error.hint(format!(" (a file of this name is './{name}')"))
+}
+
+/// Refuses a name that no driver would open again as a file: one with a colon before any slash.
+pub fn check_file_name(name: &str) -> Result<()> {
+    match protocol(name) {
+        None | Some("file" | "host_device") => Ok(()),
+        Some(protocol) => Err(unknown_protocol(protocol, name)),
+    }
 }
 
 /// The protocol driver for a path whose options don't say one.
@@ -78,6 +92,18 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
 mod tests {
     use super::*;
     use crate::open::HostFiles;
+
+    #[test]
+    fn files_are_made_only_under_names_that_open_them() {
+        for name in ["a", "./a:b", "dir/a:b", "file:a:b", "/a:b"] {
+            check_file_name(name).unwrap();
+        }
+        for name in ["a:b", "2026-01-01T10:00.qcow2", "x:"] {
+            let error = check_file_name(name).unwrap_err();
+            assert!(error.sentence().starts_with("Unknown protocol '"), "{error}");
+            assert!(error.to_string().contains(&format!("'./{name}'")), "{error}");
+        }
+    }
 
     #[test]
     fn relative_names_start_at_the_image() {

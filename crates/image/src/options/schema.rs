@@ -132,7 +132,11 @@ pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<
 }
 
 fn missing(path: &str, driver: &str) -> Error {
-    Error::invalid_argument(format!("driver '{driver}' needs the option '{path}'"))
+    let error = Error::invalid_argument(format!("driver '{driver}' needs the option '{path}'"));
+    match path.rsplit('.').next() {
+        Some(child @ ("file" | "image")) => error.qemu(format!("A block device must be specified for \"{child}\"")),
+        _ => error,
+    }
 }
 
 fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
@@ -183,9 +187,22 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
                 KeyType::Size => "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E".into(),
                 ref other => other.describe(),
             };
-            Err(Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value))
+            let error = Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value);
+            Err(match key.value {
+                KeyType::Size => error.qemu(size_expected(path)),
+                _ => error,
+            })
         }
     }
+}
+
+/// QEMU's three lines for a parameter that is no size.
+pub(crate) fn size_expected(parameter: &str) -> String {
+    format!(
+        "Parameter '{parameter}' expects a non-negative number below 2^64\n\
+         Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
+         and exabytes, respectively."
+    )
 }
 
 fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<()> {

@@ -29,9 +29,16 @@ impl BlockdevOptions {
     pub fn from_json(text: &str) -> Result<Self> {
         match cowshed_qmp::parse_json(text.as_bytes()) {
             Ok(Value::Object(map)) => Self::from_map(map),
-            Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")),
+            Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")
+                .qemu("Invalid JSON object given")),
             Err(error) => {
-                Err(Error::invalid_argument(format!("Could not parse the JSON options: JSON parse error, {error}")))
+                let message = format!("Could not parse the JSON options: JSON parse error, {error}");
+                let reason = match error.starts_with("EOF ") {
+                    true if text.trim().is_empty() => "Expecting a JSON value".to_owned(),
+                    true => format!("{}: JSON parse error, premature end of input", end_of(text)),
+                    false => return Err(Error::invalid_argument(message)),
+                };
+                Err(Error::invalid_argument(message).qemu(format!("Could not parse the JSON options: {reason}")))
             }
         }
     }
@@ -101,6 +108,12 @@ impl BlockdevOptions {
     pub fn to_json_name(&self) -> String {
         format!("json:{}", self.to_json())
     }
+}
+
+/// Line and column behind the last character, from 1.
+fn end_of(text: &str) -> String {
+    let last = text.rsplit('\n').next().unwrap_or_default();
+    format!("{}:{}", text.matches('\n').count() + 1, last.chars().count() + 1)
 }
 
 impl From<BlockdevOptions> for Value {

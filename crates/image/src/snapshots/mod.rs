@@ -129,7 +129,11 @@ impl SnapshotName {
                 }
                 ("snapshot.id", value) => id = Some(value.to_owned()),
                 ("snapshot.name", value) => name = Some(value.to_owned()),
-                (other, _) => return Err(Error::invalid_argument(format!("Invalid parameter '{other}'"))),
+                (other, _) => {
+                    let sentence =
+                        format!("Invalid parameter '{other}'\nqemu-img: Failed in parsing snapshot param '{text}'");
+                    return Err(Error::invalid_argument(format!("Invalid parameter '{other}'")).qemu(sentence));
+                }
             }
         }
         Ok(match (id, name) {
@@ -321,7 +325,8 @@ impl Image {
                 "incompatible_features",
                 format!("{:#x}", header.incompatible_features),
                 message,
-            ));
+            )
+            .qemu("qcow2: Image is corrupt; cannot be opened read/write"));
         }
         header.require_refcount_table()?;
         header.check_tables_within(file.len())?;

@@ -2,7 +2,7 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
-use cowshed_image::check::{Counters, Finding};
+use cowshed_image::check::{Counters, Finding, FindingKind};
 use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: what was repaired, then what is wrong now.
@@ -10,7 +10,8 @@ pub fn finding_lines(outcome: &CheckOutcome) -> Vec<String> {
     let report = &outcome.report;
     let found = report.repaired.iter().chain(&report.findings);
     let mut lines: Vec<String> = match outcome.is_dry_run {
-        false => found.map(ToString::to_string).collect(),
+        // As in qemu-img the lines of what was found come first.
+        false => report.repaired.iter().filter_map(as_found).chain(found.map(ToString::to_string)).collect(),
         true => found.map(|finding| format!("{finding}\n  repair: {}", forecast(outcome, finding))).collect(),
     };
     if report.omitted != 0 {
@@ -21,6 +22,12 @@ pub fn finding_lines(outcome: &CheckOutcome) -> Vec<String> {
         lines.extend(report.outlook.obstacles.iter().map(|why| format!("nothing would be repaired: {why}")));
     }
     lines
+}
+
+/// The line that a repaired count had before its repair.
+fn as_found(finding: &Finding) -> Option<String> {
+    let is_count = matches!(finding.kind, FindingKind::RefcountLow { .. } | FindingKind::Leak { .. });
+    is_count.then(|| Finding { repaired: false, ..finding.clone() }.to_string())
 }
 
 fn forecast(outcome: &CheckOutcome, finding: &Finding) -> String {

@@ -155,15 +155,9 @@ fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Res
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED).file(node.filename()));
     }
     if node.size() < sources.size() {
-        return Err(Error::invalid_argument(format!(
-            "output file is smaller than input file: {} of {} bytes",
-            node.size(),
-            sources.size()
-        ))
-        .file(node.filename()));
-    }
-    if options.backing_file.is_some() && node.backing().is_none() {
-        return Err(Error::invalid_argument("the existing target has no backing file").file(node.filename()));
+        return Err(Error::invalid_argument("output file is smaller than input file")
+            .hint(format!(": {} of {} bytes", node.size(), sources.size()))
+            .file(node.filename()));
     }
     if options.target_is_zero && node.backing().is_some() {
         return Err(Error::invalid_argument("--target-is-zero can't be used on a target with a backing file")

@@ -105,11 +105,12 @@ pub struct Header {
 pub fn peek_cluster_bits(bytes: &[u8]) -> Result<u32> {
     let magic = be32_at(bytes, 0).ok_or_else(|| too_short(bytes.len()))?;
     if magic != MAGIC {
-        return Err(Error::invalid_image("magic", format!("{magic:#010x}"), "Image is not in qcow2 format"));
+        return Err(Error::invalid_image("magic", format!("{magic:#010x}"), "Image is not in qcow2 format")
+            .qemu("Image is not in qcow2 format"));
     }
     let version = be32_at(bytes, offset::VERSION as usize).ok_or_else(|| too_short(bytes.len()))?;
     if !(2..=3).contains(&version) {
-        return Err(Error::unsupported("unsupported qcow2 version").field("version").offset(4).value(version));
+        return Err(validate::unsupported_version(version));
     }
     let cluster_bits = be32_at(bytes, offset::CLUSTER_BITS as usize).ok_or_else(|| too_short(bytes.len()))?;
     validate::cluster_bits(cluster_bits)?;
@@ -118,6 +119,7 @@ pub fn peek_cluster_bits(bytes: &[u8]) -> Result<u32> {
 
 fn too_short(len: usize) -> Error {
     Error::invalid_image("header", format!("{len} bytes"), "file is too short for a qcow2 header")
+        .qemu("qcow2 header too short")
 }
 
 impl Header {

@@ -46,7 +46,8 @@ pub(super) fn cluster_bits(bits: u32) -> Result<()> {
         return Ok(());
     }
     let message = "unsupported cluster size: must be a power of two between 512 bytes and 2 MiB";
-    Err(Error::invalid_image("cluster_bits", bits, message).offset(offset::CLUSTER_BITS))
+    let error = Error::invalid_image("cluster_bits", bits, message).offset(offset::CLUSTER_BITS);
+    Err(error.qemu(format!("Unsupported cluster size: 2^{bits}")))
 }
 
 pub(super) fn refcount_order(order: u32) -> Result<()> {
@@ -54,7 +55,8 @@ pub(super) fn refcount_order(order: u32) -> Result<()> {
         return Ok(());
     }
     let message = "reference count entry width too large: may not exceed 64 bits";
-    Err(Error::invalid_image("refcount_order", order, message).offset(offset::REFCOUNT_ORDER))
+    let error = Error::invalid_image("refcount_order", order, message).offset(offset::REFCOUNT_ORDER);
+    Err(error.qemu("Reference count entry width too large; may not exceed 64 bits"))
 }
 
 pub(super) fn extended_l2(cluster_bits: u32) -> Result<()> {
@@ -70,7 +72,9 @@ pub(super) fn header_length(version: u32, length: u32, cluster_bits: u32) -> Res
     match version {
         2 if length != V2_HEADER_LENGTH => error("a version 2 header has 72 bytes"),
         2 => Ok(()),
-        _ if length < V3_HEADER_LENGTH_MIN => error("header is too short: at least 104 bytes"),
+        _ if length < V3_HEADER_LENGTH_MIN => {
+            error("header is too short: at least 104 bytes").map_err(|error| error.qemu("qcow2 header too short"))
+        }
         _ if !length.is_multiple_of(8) => error("header length is not a multiple of 8"),
         _ if u64::from(length) > 1 << cluster_bits => error("header does not fit the first cluster"),
         _ => Ok(()),
@@ -90,15 +94,33 @@ pub(super) fn incompatible_features(features: u64, names: Option<&FeatureNames>)
         })
         .collect();
     Err(Error::unsupported(format!("unsupported incompatible feature: {}", list.join(", ")))
+        .qemu(format!("Unsupported qcow2 feature(s): {}", feature_sentence(unknown, names)))
         .field("incompatible_features")
         .offset(offset::INCOMPATIBLE_FEATURES)
         .value(format!("{features:#x}")))
 }
 
+/// Names of features, and a mask of those that have none.
+fn feature_sentence(unknown: u64, names: Option<&FeatureNames>) -> String {
+    let name = |bit: u8| names.and_then(|names| names.name(FeatureKind::Incompatible, bit));
+    let bits = || (0..64u8).filter(|bit| unknown >> bit & 1 != 0);
+    let mut list: Vec<String> = bits().filter_map(name).map(|name| name.to_string()).collect();
+    let nameless = bits().filter(|bit| name(*bit).is_none()).fold(0u64, |mask, bit| mask | 1 << bit);
+    if nameless != 0 {
+        list.push(format!("Unknown incompatible feature: {nameless:x}"));
+    }
+    list.join(", ")
+}
+
+pub(super) fn unsupported_version(version: u32) -> Error {
+    let error = Error::unsupported("unsupported qcow2 version").field("version").offset(offset::VERSION);
+    error.qemu(format!("Unsupported qcow2 version {version}")).value(version)
+}
+
 /// All rules that need nothing but the header.
 pub(super) fn header(header: &Header) -> Result<()> {
     if !(2..=3).contains(&header.version) {
-        return Err(Error::unsupported("unsupported qcow2 version").field("version").value(header.version));
+        return Err(unsupported_version(header.version));
     }
     cluster_bits(header.cluster_bits)?;
     header_length(header.version, header.header_length, header.cluster_bits)?;
@@ -209,6 +231,7 @@ fn encryption(header: &Header) -> Result<()> {
             region("encryption_header_offset", pointer.offset, pointer.length, limits::ENCRYPTION_HEADER_BYTES)
         }
         _ => Err(Error::unsupported("unknown encryption method")
+            .qemu(format!("Unsupported encryption method {}", header.crypt_method))
             .field("crypt_method")
             .offset(offset::CRYPT_METHOD)
             .value(header.crypt_method)),
@@ -223,6 +246,7 @@ fn tables(header: &Header) -> Result<()> {
         if bytes > limits::REFCOUNT_TABLE_BYTES {
             let message = format!("refcount table is larger than {} MiB", limits::REFCOUNT_TABLE_BYTES >> 20);
             return Err(Error::invalid_image("refcount_table_clusters", clusters, message)
+                .qemu("Reference count table too large")
                 .offset(offset::REFCOUNT_TABLE_CLUSTERS));
         }
         aligned("refcount_table_offset", header.refcount_table_offset, header)?;
@@ -231,7 +255,9 @@ fn tables(header: &Header) -> Result<()> {
     if header.nb_snapshots != 0 {
         if header.nb_snapshots > limits::SNAPSHOTS {
             let message = format!("more than {} internal snapshots", limits::SNAPSHOTS);
-            return Err(Error::invalid_image("nb_snapshots", header.nb_snapshots, message).offset(offset::NB_SNAPSHOTS));
+            return Err(Error::invalid_image("nb_snapshots", header.nb_snapshots, message)
+                .qemu("Snapshot table too large")
+                .offset(offset::NB_SNAPSHOTS));
         }
         aligned("snapshots_offset", header.snapshots_offset, header)?;
         region("snapshots_offset", header.snapshots_offset, 40, limits::SNAPSHOT_TABLE_BYTES)?;
@@ -247,12 +273,14 @@ fn l1_table(header: &Header) -> Result<()> {
     let bytes = u64::from(header.l1_size) * 8;
     if bytes > limits::L1_BYTES {
         let message = format!("active L1 table is larger than {} MiB", limits::L1_BYTES >> 20);
-        return Err(Error::invalid_image("l1_size", header.l1_size, message).offset(offset::L1_SIZE));
+        let error = Error::invalid_image("l1_size", header.l1_size, message).offset(offset::L1_SIZE);
+        return Err(error.qemu("Active L1 table too large"));
     }
     let needed = header.geometry()?.l1_entries_needed(header.size);
     if needed > u64::from(header.l1_size) {
         let message = format!("L1 table is too small: {needed} entries for {} bytes of virtual disk", header.size);
-        return Err(Error::invalid_image("l1_size", header.l1_size, message).offset(offset::L1_SIZE));
+        let error = Error::invalid_image("l1_size", header.l1_size, message).offset(offset::L1_SIZE);
+        return Err(error.qemu("L1 table is too small"));
     }
     if header.l1_size != 0 {
         aligned("l1_table_offset", header.l1_table_offset, header)?;
@@ -285,14 +313,27 @@ fn bitmaps(header: &Header) -> Result<()> {
 
 fn aligned(field: &'static str, start: u64, header: &Header) -> Result<()> {
     if !start.is_multiple_of(header.cluster_size()) {
-        return Err(Error::invalid_image(field, format!("{start:#x}"), "offset is not cluster-aligned"));
+        let error = Error::invalid_image(field, format!("{start:#x}"), "offset is not cluster-aligned");
+        return Err(error.qemu(invalid_place(field)));
     }
     Ok(())
 }
 
+/// QEMU's sentence for a table that can't be where its field says.
+fn invalid_place(field: &str) -> String {
+    let table = match field {
+        "l1_table_offset" => "Active L1 table",
+        "refcount_table_offset" => "Reference count table",
+        "snapshots_offset" => "Snapshot table",
+        other => return format!("{other} invalid"),
+    };
+    format!("{table} offset invalid")
+}
+
 /// A table of `bytes` bytes at `start`: behind the header, not too large, below 2^56.
 fn region(field: &'static str, start: u64, bytes: u64, max_bytes: u64) -> Result<()> {
-    let error = |message: String| Err(Error::invalid_image(field, format!("{start:#x}"), message));
+    let error =
+        |message: String| Err(Error::invalid_image(field, format!("{start:#x}"), message).qemu(invalid_place(field)));
     if start == 0 {
         return error("table would overwrite the header".into());
     }

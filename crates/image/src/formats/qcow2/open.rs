@@ -133,6 +133,7 @@ pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
     if header.is_corrupt() {
         let message = "the image is marked as corrupt: it can only be opened for reading, or repaired";
         return Err(Error::new(ErrorKind::InvalidImage, message)
+            .qemu("qcow2: Image is corrupt; cannot be opened read/write")
             .field("incompatible_features")
             .value(format!("{:#x}", header.incompatible_features)));
     }

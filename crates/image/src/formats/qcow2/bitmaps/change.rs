@@ -77,8 +77,8 @@ pub(crate) fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32
         return Err(Error::invalid_argument(message).value(name.len()));
     }
     if !granularity_bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bytes.trailing_zeros()) {
-        let message = "Granularity must be power of 2 and at least 512 (and at most 2G)";
-        return Err(Error::invalid_argument(message).value(granularity_bytes));
+        let message = "Granularity must be power of 2 and at least 512";
+        return Err(Error::invalid_argument(message).hint(" (and at most 2G)").value(granularity_bytes));
     }
     Ok(granularity_bytes.trailing_zeros())
 }
