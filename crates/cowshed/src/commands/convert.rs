@@ -311,7 +311,7 @@ fn last_value(lists: &[String], key: &str) -> Result<Option<String>, Failure> {
     let mut last = None;
     for list in lists {
         let values = parse_list(list, BareKey::On)?.into_iter();
-        last = values.filter(|(name, _)| name == key).map(|(_, value)| value).last().or(last);
+        last = values.filter(|(name, _)| name == key).map(|(_, value)| value).next_back().or(last);
     }
     Ok(last)
 }
