@@ -421,7 +421,7 @@ fn space_that_was_freed_is_used_again_without_a_flush() {
 #[test]
 fn compressed_clusters_that_are_overwritten_come_back_without_a_flush() {
     const CLUSTER: u64 = 64 << 10;
-    let fixture = Fixture::new();
+    let [_, fixture] = Fixture::all();
     let path = fixture.image("", 32 * MIB);
     let half_random = |seed: u64| {
         let mut state = seed * 2 + 1;
