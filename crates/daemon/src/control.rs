@@ -79,6 +79,8 @@ pub struct Setup {
     pub stop_when_idle: bool,
     /// How long stopping in order may take; `None` is however long it takes.
     pub stop_limit: Option<Duration>,
+    /// How long a command waits for its turn to change the graph before it is refused.
+    pub turn_limit: Duration,
     /// Memory for the data of all clients' requests, in bytes, at least [`MIN_REQUEST_MEMORY_BYTES`]. Each connection has 1 MiB
     /// besides.
     pub request_memory_bytes: u64,
@@ -92,6 +94,9 @@ pub const MIN_REQUEST_MEMORY_BYTES: u64 = 32 << 20;
 
 /// So long stopping in order may take where nothing else is said.
 pub const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// [`Setup::turn_limit`] where nothing else is said.
+pub const TURN_LIMIT: Duration = Duration::from_secs(30);
 
 /// An export that is there.
 #[derive(Clone, Debug, PartialEq, Eq)]

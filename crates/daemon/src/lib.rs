@@ -25,8 +25,8 @@ mod untrusted;
 mod waiting;
 
 pub use control::{
-    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Served, Setup, StopReason, run,
-    run_with, version,
+    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Served, Setup, StopReason, TURN_LIMIT,
+    run, run_with, version,
 };
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;

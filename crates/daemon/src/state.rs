@@ -68,7 +68,7 @@ impl Daemon {
             objects: Objects::default(),
             jobs: Rc::default(),
             untrusted: Untrusted::default(),
-            commands: Commands::default(),
+            commands: Commands::new(setup.turn_limit),
             queues: setup.queues,
             request_memory_bytes: setup.request_memory_bytes,
             stop_when_idle: setup.stop_when_idle,

@@ -15,9 +15,6 @@ use std::time::Duration;
 /// A command that runs for so long is reported in the log.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
 
-/// So long a command waits for its turn before it is refused.
-const TURN_LIMIT: Duration = Duration::from_secs(30);
-
 /// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests of nodes must run to their
 /// end, so they come as tasks, which go on without their handle.
 pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
@@ -44,8 +41,9 @@ impl Running {
 }
 
 /// The commands that run.
-#[derive(Default)]
 pub(crate) struct Commands {
+    /// So long a command waits for its turn before it is refused.
+    turn_limit: Duration,
     running: RefCell<Vec<Rc<Running>>>,
     turns: Turns,
     tasks: RefCell<Vec<JoinHandle<()>>>,
@@ -64,6 +62,10 @@ impl Drop for Listed<'_> {
 }
 
 impl Commands {
+    pub fn new(turn_limit: Duration) -> Commands {
+        Commands { turn_limit, running: RefCell::default(), turns: Turns::default(), tasks: RefCell::default() }
+    }
+
     /// Lists a command until the guard is dropped, and reports it when it takes long.
     pub fn begin(&self, name: &str) -> Listed<'_> {
         let running = Rc::new(Running { name: name.to_owned(), since: rt::now(), waits_for_turn: Cell::new(false) });
@@ -90,13 +92,13 @@ impl Commands {
     /// Waits until no other command changes the graph; in vain for too long it names the command in the way.
     pub async fn turn<'a>(&'a self, listed: &Listed<'_>) -> QmpResult<Turn<'a>> {
         listed.running.waits_for_turn.set(true);
-        let turn = within(TURN_LIMIT, self.turns.take()).await;
+        let turn = within(self.turn_limit, self.turns.take()).await;
         listed.running.waits_for_turn.set(false);
         turn.ok_or_else(|| {
             let list = self.list();
             let other = list.iter().find(|one| !one.waits_for_turn.get() && !Rc::ptr_eq(one, &listed.running));
             let other = other.map_or_else(|| "another command".to_owned(), |one| format!("'{}'", one.name));
-            let (name, seconds) = (&listed.running.name, TURN_LIMIT.as_secs());
+            let (name, seconds) = (&listed.running.name, self.turn_limit.as_secs());
             QmpError::generic(format!(
                 "'{name}' has waited {seconds} s for {other} to end, which waits for I/O; nothing was changed"
             ))

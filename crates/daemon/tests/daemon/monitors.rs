@@ -2,12 +2,14 @@
 //! Monitors: several of them, several clients, rude clients, start and stop.
 
 use super::running::{Client, Running, setup, temp_folder};
-use cowshed_daemon::{MonitorAddress, Step, StopReason, run};
-use serde_json::json;
+use cowshed_daemon::{MonitorAddress, Setup, Step, StopReason, run};
+use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 #[test]
 fn quit_is_answered_and_told_to_everybody() {
@@ -62,32 +64,94 @@ fn a_client_that_never_reads_holds_nobody() {
     drop(rude);
 }
 
+/// A server that accepts connections and never says a word: `blockdev-add` of its disk waits until it is dropped.
+struct Silent {
+    _listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Silent {
+    fn new(daemon: &Running) -> Silent {
+        let path = daemon.path("silent.sock");
+        Silent { _listener: UnixListener::bind(&path).expect("a socket"), path }
+    }
+
+    fn disk(&self) -> Value {
+        json!({"driver": "nbd", "node-name": "silent", "server": {"type": "unix", "path": self.path}})
+    }
+}
+
+/// Waits until a command that changes the graph has its turn, and `waiting` others wait for theirs.
+#[track_caller]
+fn await_turns(client: &mut Client, waiting: usize) {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let running = client.command("x-query-running", json!({}));
+        let adds: Vec<&Value> =
+            running.as_array().expect("a list").iter().filter(|one| one["name"] == "blockdev-add").collect();
+        if adds.len() == waiting + 1 && adds.iter().filter(|one| one["waits-for-turn"] == true).count() == waiting {
+            return;
+        }
+        assert!(Instant::now() < until, "in vain: {running}");
+    }
+}
+
+fn null(name: &str) -> Value {
+    json!({"driver": "null-co", "node-name": name})
+}
+
+fn node_names(client: &mut Client) -> Vec<Value> {
+    let nodes = client.command("query-named-block-nodes", json!({}));
+    nodes.as_array().expect("a list").iter().map(|node| node["node-name"].clone()).collect()
+}
+
 /// Nobody sees their replies, and another client may have gone on meanwhile. QEMU drops what it has not begun, too.
 #[test]
 fn commands_of_a_client_that_has_gone_are_not_run() {
     let daemon = Running::start(Vec::new());
-    let mut slow = daemon.client();
-    let mut leaving = UnixStream::connect(daemon.path("m.sock")).expect("the monitor listens");
-    leaving.write_all(b"{'execute': 'qmp_capabilities'}").expect("it reads");
-    let mut bytes = [0; 4096];
-    let mut said = Vec::new();
-    while !said.ends_with(b"{\"return\":{}}\r\n") {
-        let count = leaving.read(&mut bytes).expect("it answers");
-        assert!(count > 0, "it hangs up");
-        said.extend_from_slice(&bytes[..count]);
-    }
-    // All in one write, so that the first can't be begun before the last has arrived.
-    let add = |n| json!({"execute": "blockdev-add", "arguments": {"driver": "null-co", "node-name": format!("n{n}")}});
-    let text: String = (0..100).map(|n| add(n).to_string()).collect();
-    leaving.write_all(text.as_bytes()).expect("it reads");
+    let silent = Silent::new(&daemon);
+    let mut other = daemon.client();
+    let mut leaving = daemon.client();
+    // The first one waits for its server while the client leaves, and the others have all been sent.
+    let add = |arguments: Value| json!({"execute": "blockdev-add", "arguments": arguments}).to_string();
+    let text: String = (0..100).map(|n| add(null(&format!("n{n}")))).collect();
+    leaving.send(&(add(silent.disk()) + &text));
+    await_turns(&mut other, 0);
     drop(leaving);
-    // When a later client is served for a while, the one before has long been read to its end.
-    for _ in 0..50 {
-        slow.command("query-version", json!({}));
+    drop(silent);
+    // A command that changes the graph comes after all that were begun before it.
+    for n in 0..50 {
+        other.command("blockdev-add", null(&format!("other{n}")));
     }
-    let nodes = slow.command("query-named-block-nodes", json!({}));
-    let count = nodes.as_array().expect("a list").len();
-    assert!(count <= 3, "{count} of 100 commands were run for a client that has gone");
+    let left: Vec<Value> = node_names(&mut other)
+        .into_iter()
+        .filter(|name| !name.as_str().expect("a name").starts_with("other"))
+        .collect();
+    assert!(left.is_empty(), "{} commands were run for a client that has gone", left.len());
+    daemon.stop().expect("stopped in order");
+}
+
+/// A command that waits behind one whose I/O never ends is refused in time, and so leaves its place to the next one.
+#[test]
+fn a_command_that_waits_too_long_for_its_turn_is_refused() {
+    let daemon = Running::start_with(Setup { turn_limit: Duration::from_secs(1), ..setup(Vec::new()) });
+    let silent = Silent::new(&daemon);
+    let (mut stuck, mut waiting, mut other) = (daemon.client(), daemon.client(), daemon.client());
+    stuck.send(&json!({"execute": "blockdev-add", "arguments": silent.disk()}).to_string());
+    await_turns(&mut other, 0);
+    let started = Instant::now();
+    let refused = waiting.refusal("blockdev-add", null("late"));
+    assert!(started.elapsed() >= Duration::from_secs(1), "{:?}", started.elapsed());
+    let wanted = "'blockdev-add' has waited 1 s for 'blockdev-add' to end, which waits for I/O; nothing was changed";
+    assert_eq!(refused, wanted);
+    await_turns(&mut other, 0);
+    assert_eq!(node_names(&mut other), Vec::<Value>::new(), "the refused command did its work");
+    // Commands that change no node need no turn.
+    other.command("query-version", json!({}));
+    drop(silent);
+    assert!(stuck.reply().get("error").is_some());
+    waiting.command("blockdev-add", null("late"));
+    assert_eq!(node_names(&mut other), [json!("late")]);
     daemon.stop().expect("stopped in order");
 }
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A daemon on a thread of its own, and a client that speaks QMP to it.
 
-use cowshed_daemon::{Message, MonitorAddress, REQUEST_MEMORY_BYTES, STOP_LIMIT, Sender, Setup, Step, StopReason, run};
+use cowshed_daemon::{
+    Message, MonitorAddress, REQUEST_MEMORY_BYTES, STOP_LIMIT, Sender, Setup, Step, StopReason, TURN_LIMIT, run,
+};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -39,11 +41,20 @@ impl Running {
         Self::start_in(folder, steps)
     }
 
-    pub fn start_in(folder: tempfile::TempDir, mut steps: Vec<Step>) -> Running {
-        steps.push(Step::monitor_at("test", MonitorAddress::Unix(folder.path().join("m.sock")), false));
+    pub fn start_in(folder: tempfile::TempDir, steps: Vec<Step>) -> Running {
+        Self::start_as(folder, setup(steps))
+    }
+
+    /// A daemon as `setup` says, in a folder of its own.
+    pub fn start_with(setup: Setup) -> Running {
+        Self::start_as(temp_folder(), setup)
+    }
+
+    fn start_as(folder: tempfile::TempDir, mut setup: Setup) -> Running {
+        setup.steps.push(Step::monitor_at("test", MonitorAddress::Unix(folder.path().join("m.sock")), false));
         let (sender, started) = mpsc::channel();
         let thread = std::thread::spawn(move || {
-            run(setup(steps), |ready| {
+            run(setup, |ready| {
                 sender.send(ready.clone()).expect("the test waits");
                 Ok(())
             })
@@ -85,6 +96,7 @@ pub fn setup(steps: Vec<Step>) -> Setup {
         queues: 2,
         stop_when_idle: false,
         stop_limit: Some(STOP_LIMIT),
+        turn_limit: TURN_LIMIT,
         request_memory_bytes: REQUEST_MEMORY_BYTES,
     }
 }

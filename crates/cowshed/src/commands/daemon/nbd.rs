@@ -291,6 +291,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             queues: default_queues(),
             stop_when_idle: !args.persistent,
             stop_limit: args.bounds.stop_limit(),
+            turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: args.bounds.request_memory_bytes()?,
         },
         kept: None,

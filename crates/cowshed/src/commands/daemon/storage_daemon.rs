@@ -73,6 +73,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             queues: default_queues(),
             stop_when_idle: false,
             stop_limit: bounds.stop_limit(),
+            turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: bounds.request_memory_bytes()?,
         },
         kept: None,
