@@ -554,6 +554,14 @@ impl File {
         locks.change(host, permissions).map_err(|error| error.file(self.name()))
     }
 
+    /// Takes notice of the length that a file of the host has now. No operation that changes it may run.
+    pub fn measure_again(&self) -> Result<()> {
+        let Medium::Host(host) = &self.0.medium else { return Ok(()) };
+        let len = host.measure().map_err(|errno| Error::os(errno, "could not get the size").file(self.name()))?;
+        self.note_len(len);
+        Ok(())
+    }
+
     /// Gives all image locks back. Closing the file does so too.
     pub fn unlock(&self) -> Result<()> {
         self.lock(Permissions::NONE)

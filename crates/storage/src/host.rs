@@ -160,9 +160,15 @@ impl HostFile {
         let flags = (flags & OFlags::DIRECT) | OFlags::RDWR | OFlags::CLOEXEC;
         let fresh = rustix::fs::open(path, flags, Mode::empty())
             .map_err(|error| os_error(error, "could not open for writing"))?;
+        let old = self.fd.try_clone().map_err(|error| Error::io(&error, "could not keep the old descriptor"))?;
         prepare(fresh.as_fd())?;
         sys::replace_description(&self.fd, &fresh)
-            .map_err(|errno| Error::os(errno, "could not switch to the writable descriptor"))
+            .map_err(|errno| Error::os(errno, "could not switch to the writable descriptor"))?;
+        // As in `drop`: a child of this process may still have the old description, and it would stand in our own way.
+        if let Err(errno) = sys::set_lock(&old, sys::ByteLock::Unlocked, 0, 0) {
+            tracing::debug!(?errno, "could not unlock a descriptor that was replaced");
+        }
+        Ok(())
     }
 
     pub(crate) fn is_device(&self) -> bool {

@@ -222,11 +222,13 @@ impl LockState {
             new.unlock(file);
             return Err(lock_error(byte, errno));
         }
-        if let Err(error) = all.check_others(file) {
+        let old = Bytes { used: self.held.used & !wanted.used, unshared: self.held.unshared() & !wanted.unshared() };
+        // Giving back conflicts with no lock. A process that is being refused holds its bytes for a moment, which must not count.
+        let only_gives_back = new.is_empty() && !old.is_empty();
+        if !only_gives_back && let Err(error) = all.check_others(file) {
             new.unlock(file);
             return Err(error);
         }
-        let old = Bytes { used: self.held.used & !wanted.used, unshared: self.held.unshared() & !wanted.unshared() };
         old.unlock(file);
         self.held = wanted;
         Ok(())
@@ -403,6 +405,40 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// A file that another process begins to lock, and is refused.
+    struct Contested {
+        file: Failing,
+        by_another: Cell<bool>,
+    }
+
+    impl LockBytes for Contested {
+        fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()> {
+            self.file.set(lock, byte)
+        }
+
+        fn is_held(&self, _: u64) -> SysResult<bool> {
+            Ok(self.by_another.get())
+        }
+
+        fn is_held_here(&self, _: u64) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn giving_locks_back_needs_no_leave() {
+        let file = Contested { file: Failing::new(libc::EIO, false), by_another: Cell::new(false) };
+        let mut state = LockState::new(Locking::Auto);
+        state.change(&file, Permissions::WRITE).expect("nobody else is there");
+        file.by_another.set(true);
+        state.change(&file, Permissions::READ).expect("less than before");
+        assert_eq!(file.file.locked.borrow().len(), 3);
+        state.change(&file, Permissions::NONE).expect("nothing at all");
+        assert!(file.file.locked.borrow().is_empty());
+        state.change(&file, Permissions::READ).expect_err("another one is there");
+        assert_eq!((file.file.locked.borrow().len(), state.held()), (0, Permissions::NONE));
     }
 
     #[test]

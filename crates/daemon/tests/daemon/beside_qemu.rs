@@ -51,6 +51,10 @@ impl Theirs {
         };
         (theirs, Client::on(stream))
     }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
+    }
 }
 
 impl Drop for Theirs {

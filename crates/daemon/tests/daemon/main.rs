@@ -16,6 +16,7 @@ mod internal;
 mod jobs;
 mod limits;
 mod load;
+mod locks;
 mod monitors;
 mod nodes;
 mod onto_itself;

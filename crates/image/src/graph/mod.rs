@@ -64,6 +64,19 @@ pub struct Graph {
     threshold_observers: threshold::Observers,
     /// Held for the time of a change: one at a time.
     change: Arc<futures_util::lock::Mutex<()>>,
+    /// Users move from node to node: no file gives locks back meanwhile.
+    keep_locks: AtomicU32,
+}
+
+/// While it lives, locks of files are added and none is given back, so that no other process comes in between.
+pub(crate) struct LocksKept<'a>(&'a Graph);
+
+impl Drop for LocksKept<'_> {
+    fn drop(&mut self) {
+        if self.0.keep_locks.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.snapshot().nodes().for_each(|node| node.give_locks_back());
+        }
+    }
 }
 
 /// The nodes of a [`Graph`] at one moment.
@@ -116,6 +129,15 @@ impl Graph {
     /// The throttle groups that nodes of this graph may be in.
     pub fn throttle_groups(&self) -> &Groups {
         &self.throttle_groups
+    }
+
+    fn keep_locks(&self) -> LocksKept<'_> {
+        self.keep_locks.fetch_add(1, Ordering::AcqRel);
+        LocksKept(self)
+    }
+
+    pub(crate) fn keeps_locks(&self) -> bool {
+        self.keep_locks.load(Ordering::Acquire) != 0
     }
 
     /// Waits until no other change of the graph is under way.

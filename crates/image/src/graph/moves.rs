@@ -97,6 +97,7 @@ impl Graph {
             return Err(Error::invalid_argument(format!("'{}' was detached", attachment.name())));
         };
         let edge = Edge { user, permissions };
+        let _locked = self.keep_locks();
         // It leaves before it comes: `new` passes what it grants on to `old`.
         old.release(&edge.user);
         if let Err(error) = new.attach(edge.clone()) {
@@ -189,6 +190,7 @@ impl Graph {
             return Err(Error::invalid_argument(message));
         }
         let edge = Edge { user: name.to_owned(), permissions: old.permissions_of(name).unwrap_or(Permissions::NONE) };
+        let _locked = self.keep_locks();
         // It leaves before it comes: `new` may pass what it grants on to `old`.
         old.release(name);
         if let Err(error) = new.attach(edge.clone()) {
@@ -257,6 +259,7 @@ impl Graph {
             Edge { user: user.name(), permissions }
         };
         let edges: Vec<Edge> = users.iter().map(edge).collect();
+        let _locked = self.keep_locks();
         // All leave before the first comes: `new` may pass what it grants on to `old`.
         for edge in &edges {
             old.release(&edge.user);

@@ -45,7 +45,10 @@ impl Graph {
                     continue;
                 }
                 // Asking for less can't meet a conflict.
-                child.node.change_user(node.name(), Edge::of(node.name(), false, false).permissions)?;
+                match node.passes_permissions() {
+                    true => node.pass_permissions()?,
+                    false => child.node.change_user(node.name(), Edge::of(node.name(), false, false).permissions)?,
+                }
                 if !node.is_filter() && !child.node.has_writer() {
                     self.make_read_only(&child.node).await?;
                 }
@@ -69,8 +72,10 @@ impl Graph {
             };
             if result.is_err() {
                 for child in done {
-                    let permissions = Edge::of(node.name(), false, false).permissions;
-                    let undone = child.change_user(node.name(), permissions);
+                    let undone = match node.passes_permissions() {
+                        true => node.pass_permissions(),
+                        false => child.change_user(node.name(), Edge::of(node.name(), false, false).permissions),
+                    };
                     if let Err(error) = undone.and(self.make_read_only(&child).await) {
                         tracing::error!("{error}");
                     }
@@ -90,7 +95,7 @@ impl Graph {
             if was_read_only {
                 done.push(Arc::clone(&child.node));
             }
-            if !node.is_filter() {
+            if !node.passes_permissions() {
                 child.node.change_user(node.name(), Edge::of(node.name(), true, false).permissions)?;
             }
         }

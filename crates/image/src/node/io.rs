@@ -367,7 +367,10 @@ impl Node {
             Driver::Luks(luks) => luks.resize(sectors, preallocation).await,
             Driver::Mapped(_) => Err(self.read_only_error()),
             Driver::Raw(raw) => raw.resize(size, preallocation).await,
-            Driver::File(file) => raw::resize_file(&file.file, size, preallocation).await,
+            Driver::File(file) => match self.resizing(file) {
+                Ok(_locked) => raw::resize_file(&file.file, size, preallocation).await,
+                Err(error) => Err(error),
+            },
             Driver::Filter(filter) => filter.resize(size, preallocation).await,
             Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
         };

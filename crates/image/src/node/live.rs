@@ -2,14 +2,13 @@
 //! What the graph changes about a node while it stays open. No request runs meanwhile.
 
 use super::driver::Driver;
-use super::{ChildLink, DetectZeroes, Node, height_over};
+use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
 use crate::filters::throttle::Group;
 use crate::formats::Qcow2RuntimeOptions;
 use crate::open::Edge;
 use crate::options;
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
-use cowshed_storage::Permissions;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
@@ -31,6 +30,7 @@ impl Node {
     /// Refuses writes from now on and lets others write to the file as little as before. [`Node::complete`] has run.
     pub(crate) fn stop_writing(&self) -> Result<()> {
         match &self.driver {
+            Driver::File(_) if self.settings.locks() != LockSource::Opening => self.pass_permissions()?,
             Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
             Driver::Qcow2(qcow2) => qcow2.stop_writing(),
             Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => {}
@@ -75,7 +75,7 @@ impl Node {
     /// Takes writes from now on; the children that store it are writable already.
     pub(crate) async fn start_writing(&self) -> Result<()> {
         match &self.driver {
-            Driver::File(file) => file.file.make_writable(Permissions::WRITE)?,
+            Driver::File(file) => file.file.make_writable(self.locks_for_writing(file))?,
             Driver::Qcow2(qcow2) => {
                 let options = options::qcow2_options(&self.options(), self.discards())?;
                 qcow2.start_writing(&options).await?;

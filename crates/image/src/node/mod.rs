@@ -112,6 +112,17 @@ pub(crate) struct NodeSettings {
     pub probed_raw: bool,
     /// Opened without what holds its data: it can only be asked about itself.
     pub no_data: bool,
+    pub locks: LockSource,
+}
+
+/// The source of the locks of a node's file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum LockSource {
+    /// The way in which the node was opened.
+    #[default]
+    Opening,
+    /// What its users do and share at the moment. With `share_all` (`force-share`) they share everything.
+    Users { share_all: bool },
 }
 
 /// A node of the block graph: a format or a protocol driver with its children, and a size.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The generic settings of a node; some of them change while it is in use, always when no request runs.
 
-use super::{DetectZeroes, NodeSettings};
+use super::{DetectZeroes, LockSource, NodeSettings};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// [`NodeSettings`] as a running node has them.
@@ -13,6 +13,7 @@ pub(crate) struct LiveSettings {
     writethrough: bool,
     probed_raw: bool,
     no_data: bool,
+    locks: LockSource,
 }
 
 impl LiveSettings {
@@ -24,6 +25,7 @@ impl LiveSettings {
             writethrough: settings.writethrough,
             probed_raw: settings.probed_raw,
             no_data: settings.no_data,
+            locks: settings.locks,
         };
         live.set_detect_zeroes(settings.detect_zeroes);
         live
@@ -74,6 +76,10 @@ impl LiveSettings {
     #[inline]
     pub(crate) fn is_writethrough(&self) -> bool {
         self.writethrough
+    }
+
+    pub(crate) fn locks(&self) -> LockSource {
+        self.locks
     }
 
     #[inline]

@@ -2,17 +2,39 @@
 //! Who uses a node, and what each may do with it.
 //!
 //! A filter has no wishes of its own: what its users are granted is what it asks of its child, so a filter can be put
-//! between a node and its users without a conflict.
+//! between a node and its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in
+//! use (raw, LUKS), and the locks of a file are what the users of its node do and share: see [`LockSource`].
 
-use super::driver::Driver;
-use super::{ChildRole, Node};
+use super::driver::{Driver, FileDriver, whole_sectors};
+use super::{ChildRole, LockSource, Node};
 use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions};
+use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 
 /// The user that stands for whoever added a node by name: it asks for nothing and keeps the node open.
 pub(crate) const MONITOR: &str = "#monitor";
+
+/// The user that stands for a change of a file's length.
+const RESIZING: &str = "#resize";
+
+/// What all these users together do, and what all of them let others do.
+fn sum(users: &[Edge]) -> Permissions {
+    users.iter().fold(Permissions::NONE, |sum, edge| Permissions {
+        used: sum.used | edge.permissions.used,
+        shared: sum.shared & edge.permissions.shared,
+    })
+}
+
+/// A file whose length changes: the lock says so until this is dropped.
+pub(super) struct Resizing<'a>(&'a Node);
+
+impl Drop for Resizing<'_> {
+    fn drop(&mut self) {
+        self.0.release(RESIZING);
+    }
+}
 
 impl Node {
     fn users(&self) -> MutexGuard<'_, Vec<Edge>> {
@@ -21,7 +43,7 @@ impl Node {
 
     /// The names of the users: parents' node-names, attachments, and names with a `#` for what is neither.
     pub fn user_names(&self) -> Vec<String> {
-        self.users().iter().map(|edge| edge.user.clone()).filter(|user| user != MONITOR).collect()
+        self.users().iter().map(|edge| edge.user.clone()).filter(|user| user != MONITOR && user != RESIZING).collect()
     }
 
     /// True when nobody uses the node, and nobody added it by name.
@@ -92,22 +114,118 @@ impl Node {
         Ok(())
     }
 
-    /// What all users together do, and what all of them let others do.
-    fn all_permissions(&self) -> Permissions {
-        self.users().iter().fold(Permissions::NONE, |sum, edge| Permissions {
-            used: sum.used | edge.permissions.used,
-            shared: sum.shared & edge.permissions.shared,
-        })
+    /// True when the node asks of its child what its users ask of it.
+    pub(crate) fn passes_permissions(&self) -> bool {
+        match &self.driver {
+            Driver::Filter(_) => true,
+            Driver::Raw(_) | Driver::Luks(_) => self.settings.locks() != LockSource::Opening,
+            Driver::File(_) | Driver::Qcow2(_) | Driver::Mapped(_) | Driver::Snapshot(_) => false,
+        }
     }
 
-    /// A filter asks of its child what is asked of it.
-    fn pass_permissions(&self) -> Result<()> {
-        let Driver::Filter(filter) = &self.driver else { return Ok(()) };
-        let Some(child) = self.child(ChildRole::File) else { return Ok(()) };
-        if child.permissions_of(&self.name).is_none() {
-            return Ok(());
+    /// Has what the users ask reach the node below, or the locks of the file.
+    pub(crate) fn pass_permissions(&self) -> Result<()> {
+        if let Driver::File(file) = &self.driver {
+            return self.lock_file(file);
         }
-        child.change_user(&self.name, filter.permissions(self.all_permissions(), self.is_read_only()))
+        let child = self.child(ChildRole::File).filter(|_| self.passes_permissions());
+        match child {
+            Some(child) if child.permissions_of(&self.name).is_some() => {
+                child.change_user(&self.name, self.asked_of_child())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn asked_of_child(&self) -> Permissions {
+        let wanted = sum(&self.users());
+        let asked = match &self.driver {
+            Driver::Filter(filter) => filter.permissions(wanted, self.is_read_only()),
+            // Its header counts as long as it is open.
+            Driver::Luks(_) => Permissions { used: wanted.used | PermissionSet::CONSISTENT_READ, ..wanted },
+            _ => wanted,
+        };
+        match self.settings.locks() {
+            LockSource::Users { share_all: true } => asked.sharing_all(),
+            _ => asked,
+        }
+    }
+
+    fn lock_file(&self, file: &FileDriver) -> Result<()> {
+        // Until the locks are set, so that those of the last change stay.
+        let users = self.users();
+        match self.locks_of(&users, file) {
+            Some(permissions) if !self.closed.load(Ordering::Acquire) => file.file.lock(permissions),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the locks of the node's file must say, where they follow from its users.
+    fn locks_of(&self, users: &[Edge], file: &FileDriver) -> Option<Permissions> {
+        let LockSource::Users { share_all } = self.settings.locks() else { return None };
+        let wanted = sum(users);
+        let wanted = match share_all {
+            true => wanted.sharing_all(),
+            // Clients and jobs rely on the size that they were told.
+            false if wanted.used.contains(PermissionSet::CONSISTENT_READ) => {
+                Permissions { shared: wanted.shared & !PermissionSet::RESIZE, ..wanted }
+            }
+            false => wanted,
+        };
+        if !self.graph.keeps_locks() {
+            return Some(wanted);
+        }
+        let held = file.file.permissions();
+        Some(Permissions { used: held.used | wanted.used, shared: held.shared & wanted.shared })
+    }
+
+    /// The permissions with which the node's file becomes writable.
+    pub(super) fn locks_for_writing(&self, file: &FileDriver) -> Permissions {
+        self.locks_of(&self.users(), file).unwrap_or(Permissions::WRITE)
+    }
+
+    /// Gives locks back that were kept while users moved.
+    pub(crate) fn give_locks_back(&self) {
+        if let Driver::File(file) = &self.driver
+            && let Err(error) = self.lock_file(file)
+        {
+            tracing::warn!("{error}");
+        }
+    }
+
+    /// Locks the node's file for a change of its length.
+    pub(super) fn resizing<'a>(&'a self, file: &FileDriver) -> Result<Resizing<'a>> {
+        let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
+        // Not against its own users: they follow the new size.
+        self.users().push(Edge { user: RESIZING.to_owned(), permissions });
+        let resizing = Resizing(self);
+        self.lock_file(file)?;
+        Ok(resizing)
+    }
+
+    /// True when no lock keeps the node's file as it is.
+    pub(crate) fn is_unlocked(&self) -> bool {
+        match &self.driver {
+            Driver::File(file) => file.file.permissions().used.is_empty(),
+            _ if self.passes_permissions() => self.child(ChildRole::File).is_some_and(|child| child.is_unlocked()),
+            _ => false,
+        }
+    }
+
+    /// Takes notice of the length that the file has now: while it was not locked, others may have changed it.
+    pub(crate) fn measure_again(&self) -> Result<()> {
+        let before = self.size();
+        match &self.driver {
+            Driver::File(file) => file.file.measure_again()?,
+            _ => match self.child(ChildRole::File).filter(|_| self.passes_permissions()) {
+                Some(child) => child.measure_again()?,
+                None => return Ok(()),
+            },
+        }
+        if self.size() != before {
+            self.tracking.resized(whole_sectors(self.size()));
+        }
+        Ok(())
     }
 
     /// Takes back what [`Node::attach`] gave to `user`. True when nobody uses the node any more.

@@ -2,8 +2,9 @@
 //! Builds nodes from options, leaves first.
 
 use super::children::encrypt_key;
-use super::names::{driver_for, protocol_options};
-use super::policy::{FileKind, Files, Policy};
+use super::names::{check_file_kind, driver_for, protocol_options};
+use super::permissions::{asked_at_first, is_plain_filter};
+use super::policy::{Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
 use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, SnapshotAccess, Throttle};
 use crate::formats;
@@ -11,7 +12,8 @@ use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::graph::{Graph, check_children, nodes_below};
 use crate::node::{
-    ChildRole, Children, Driver, FileDriver, Link, LocalFuture, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
+    ChildRole, Children, Driver, FileDriver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
+    NodeSettings,
 };
 use crate::options::{
     self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
@@ -68,6 +70,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         no_content: request.no_content && !request.writable,
         resizes: request.resizes,
         keeps_size: request.keeps_size,
+        locks_by_users: request.for_monitor && !request.share_raw,
         backing: request.backing,
         check: request.check,
         try_keys: request.try_keys,
@@ -171,6 +174,8 @@ pub(crate) struct Opener {
     resizes: bool,
     /// Who shares a raw image may not change its size.
     keeps_size: bool,
+    /// The locks of files follow from what the users of their nodes do.
+    locks_by_users: bool,
     pub backing: BackingPolicy,
     pub check: bool,
     /// Keys that are given must fit, also where nothing is decrypted.
@@ -218,7 +223,16 @@ impl Opener {
         let is_metadata = place.is_metadata;
         place.is_metadata |= !passes_on(&options);
         let mut draft = Draft { name, options, place, settings, children, is_metadata };
+        if self.locks_by_users {
+            draft.settings.locks = LockSource::Users { share_all: draft.place.force_share };
+        }
         let schema = self.find_driver(&mut draft).await?;
+        if let Some(child) = draft.children.link(ChildRole::File).and_then(|link| link.get())
+            && let Some(asked) = asked_at_first(Some(schema), self.locks_by_users)
+        {
+            // Opened to find the driver out.
+            child.change_user(&draft.name, asked)?;
+        }
         if schema.name == "blkdebug" {
             options::read_config(&mut draft.options)?;
         }
@@ -391,7 +405,7 @@ impl Opener {
                 );
             }
         };
-        let is_filter = draft.options.text("driver").and_then(DriverSchema::find).is_some_and(is_plain_filter);
+        let driver = draft.options.text("driver").and_then(DriverSchema::find);
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
             draft.settings.read_only = true;
@@ -399,10 +413,16 @@ impl Opener {
         } else {
             edge
         };
-        // A filter asks for what its users ask of it, and so far it has none.
-        let edge = if is_filter { Edge { permissions: Permissions::NONE, ..edge } } else { edge };
+        let edge = match asked_at_first(driver, self.locks_by_users) {
+            Some(permissions) => Edge { permissions, ..edge },
+            None => edge,
+        };
+        let was_unlocked = self.locks_by_users && node.is_unlocked();
         node.attach(edge)?;
         draft.children.push(role, Link::to(Some(Arc::clone(&node))));
+        if was_unlocked && !node.is_unlocked() {
+            node.measure_again()?;
+        }
         Ok(node)
     }
 
@@ -436,7 +456,9 @@ impl Opener {
         };
         // Before the lock: the second open of a file would conflict with the first.
         self.check_loop(&file, &options.filename)?;
-        file.lock(self.file_permissions(&draft.place, open_options.write))?;
+        if !self.locks_by_users {
+            file.lock(self.file_permissions(&draft.place, open_options.write))?;
+        }
         Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
     }
 
@@ -471,6 +493,7 @@ impl Opener {
         let options = BlkdebugOptions::new(&draft.options);
         // What shares with writers is known of plain files only.
         draft.place.share_writes = false;
+        draft.settings.locks = LockSource::Opening;
         let spec = draft.options.get("image").cloned().unwrap_or(Value::Null);
         let place = draft.place.storage("image", !draft.settings.read_only);
         let child = self.child(draft, ChildRole::Image, spec, place).await?;
@@ -581,28 +604,11 @@ impl Opener {
     }
 }
 
-/// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
-/// `snapshot-access`, which only reads.
 /// True when the driver keeps nothing of its own in its child. A driver that isn't named is a format that the child's first bytes
 /// decide.
 fn passes_on(options: &BlockdevOptions) -> bool {
     let named = options.text("driver").and_then(DriverSchema::find);
     named.is_some_and(|schema| schema.kind == DriverKind::Filter || schema.name == "raw")
-}
-
-fn is_plain_filter(schema: &DriverSchema) -> bool {
-    schema.kind == DriverKind::Filter && !["blkdebug", "snapshot-access"].contains(&schema.name)
-}
-
-/// A folder, or a file where a device is wanted.
-fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>) -> Result<()> {
-    let wanted = match (driver, kind) {
-        ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
-        ("host_device", Some(FileKind::Regular | FileKind::Other)) => "a block device",
-        _ => return Ok(()),
-    };
-    let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
-    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {wanted}")))
 }
 
 fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
@@ -663,6 +669,7 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
         detect_zeroes,
         probed_raw: false,
         no_data: false,
+        locks: LockSource::Opening,
     })
 }
 

@@ -88,6 +88,17 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
     }
 }
 
+/// A folder, or a file where a device is wanted.
+pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>) -> Result<()> {
+    let wanted = match (driver, kind) {
+        ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
+        ("host_device", Some(FileKind::Regular | FileKind::Other)) => "a block device",
+        _ => return Ok(()),
+    };
+    let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
+    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {wanted}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
