@@ -67,10 +67,10 @@ impl Head {
         Head { bytes: [0; 48], len: 0 }
     }
 
-    fn put(&mut self, bytes: &[u8]) {
-        let start = usize::from(self.len);
-        self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
-        self.len += bytes.len() as u8;
+    fn put<const N: usize>(&mut self, field: [u8; N]) {
+        let place = self.bytes[usize::from(self.len)..].first_chunk_mut().expect("the longest header fits");
+        *place = field;
+        self.len += N as u8;
     }
 }
 
@@ -84,9 +84,9 @@ impl std::ops::Deref for Head {
 /// A simple reply. Data follows it when it answers a read without an error.
 pub fn simple(cookie: u64, errno: u32) -> Head {
     let mut head = Head::new();
-    head.put(&SIMPLE_MAGIC.to_be_bytes());
-    head.put(&errno.to_be_bytes());
-    head.put(&cookie.to_be_bytes());
+    head.put(SIMPLE_MAGIC.to_be_bytes());
+    head.put(errno.to_be_bytes());
+    head.put(cookie.to_be_bytes());
     head
 }
 
@@ -102,15 +102,15 @@ pub struct Answered {
 /// The header of a chunk with `payload_bytes` of payload. `extended`: with an extended header.
 pub fn chunk(extended: bool, to: Answered, kind: u16, flags: ReplyFlags, payload_bytes: u64) -> Head {
     let mut head = Head::new();
-    head.put(&if extended { EXTENDED_MAGIC } else { STRUCTURED_MAGIC }.to_be_bytes());
-    head.put(&flags.0.to_be_bytes());
-    head.put(&kind.to_be_bytes());
-    head.put(&to.cookie.to_be_bytes());
+    head.put(if extended { EXTENDED_MAGIC } else { STRUCTURED_MAGIC }.to_be_bytes());
+    head.put(flags.0.to_be_bytes());
+    head.put(kind.to_be_bytes());
+    head.put(to.cookie.to_be_bytes());
     if extended {
-        head.put(&to.offset.to_be_bytes());
-        head.put(&payload_bytes.to_be_bytes());
+        head.put(to.offset.to_be_bytes());
+        head.put(payload_bytes.to_be_bytes());
     } else {
-        head.put(&(payload_bytes as u32).to_be_bytes());
+        head.put((payload_bytes as u32).to_be_bytes());
     }
     head
 }
@@ -118,23 +118,23 @@ pub fn chunk(extended: bool, to: Answered, kind: u16, flags: ReplyFlags, payload
 /// A content chunk of `len` bytes from `offset` of the export, which follow.
 pub fn offset_data(extended: bool, to: Answered, flags: ReplyFlags, offset: u64, len: u64) -> Head {
     let mut head = chunk(extended, to, kind::OFFSET_DATA, flags, len + 8);
-    head.put(&offset.to_be_bytes());
+    head.put(offset.to_be_bytes());
     head
 }
 
 /// A content chunk that says: `len` zero bytes from `offset` of the export.
 pub fn offset_hole(extended: bool, to: Answered, flags: ReplyFlags, offset: u64, len: u32) -> Head {
     let mut head = chunk(extended, to, kind::OFFSET_HOLE, flags, 12);
-    head.put(&offset.to_be_bytes());
-    head.put(&len.to_be_bytes());
+    head.put(offset.to_be_bytes());
+    head.put(len.to_be_bytes());
     head
 }
 
 /// An error chunk whose text of `message_bytes` follows.
 pub fn error(extended: bool, to: Answered, errno: NbdErrno, message_bytes: u16) -> Head {
     let mut head = chunk(extended, to, kind::ERROR, ReplyFlags::DONE, 6 + u64::from(message_bytes));
-    head.put(&errno.0.to_be_bytes());
-    head.put(&message_bytes.to_be_bytes());
+    head.put(errno.0.to_be_bytes());
+    head.put(message_bytes.to_be_bytes());
     head
 }
 

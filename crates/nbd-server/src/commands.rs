@@ -28,10 +28,11 @@ impl<D: Disk> Session<D> {
                 let result = self.write(&request, buf).await;
                 self.answer(&request, result, "writing failed");
             }
-            Work::Status(contexts) => self.status(&request, &contexts).await,
+            // In boxes what is rare: each request moves its whole future.
+            Work::Status(contexts) => Box::pin(self.status(&request, &contexts)).await,
             Work::Plain if request.command == Command::Read => self.read(&request).await,
             Work::Plain => {
-                let result = self.plain(&request).await;
+                let result = Box::pin(self.plain(&request)).await;
                 self.answer(&request, result, "the request failed");
             }
         }

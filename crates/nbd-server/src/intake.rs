@@ -98,7 +98,7 @@ impl Intake {
         // Both may have come to be while this waited for data or for the budget.
         let has_left = life.is_ending() && !session.stay.client.is_closing();
         if has_left && self.last.is_none() && !life.is_dead() {
-            job = match self.gather(session, job).await? {
+            job = match Box::pin(self.gather(session, job)).await? {
                 Some(job) => job,
                 None => return Ok(None),
             };
@@ -109,7 +109,7 @@ impl Intake {
             // Several connections may hold data of writes that stand behind such a request: the wait must end.
             job.permit = match bytes {
                 0 => None,
-                bytes => match session.budget.take_within(bytes, limit).await {
+                bytes => match Box::pin(session.budget.take_within(bytes, limit)).await {
                     Some(permit) => Some(permit),
                     None => return Ok(None),
                 },

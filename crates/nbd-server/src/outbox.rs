@@ -61,7 +61,8 @@ impl Outbox {
 
     /// Queues a reply. [`Outbox::send`] must follow.
     pub(crate) fn push(&self, pieces: impl IntoIterator<Item = Piece>) {
-        self.queue.borrow_mut().extend(pieces);
+        let mut queue = self.queue.borrow_mut();
+        pieces.into_iter().for_each(|piece| queue.push_back(piece));
     }
 
     /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's

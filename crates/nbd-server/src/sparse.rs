@@ -35,7 +35,7 @@ impl<D: Disk> Session<D> {
                 self.push_data(request, request.offset, buf, ReplyFlags::DONE);
             }
             _ if buf.len() <= LOOK_BYTES => self.push_sparse(request, buf),
-            _ => self.push_long(request, buf).await,
+            _ => Box::pin(self.push_long(request, buf)).await,
         }
     }
 

@@ -7,6 +7,7 @@
 
 use cowshed_block::HostOffset;
 use std::collections::{HashMap, VecDeque};
+use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -15,11 +16,18 @@ const DEFAULT_BYTES: usize = 64 << 20;
 const SHARDS: usize = 16;
 
 /// Where compressed data is: the offset in the image file and the length that its descriptor says, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     image: u64,
     host: u64,
     len: u64,
+}
+
+/// One word, because each read looks a place up. Places of one hash are those of one offset: as few as lengths and images.
+impl Hash for Place {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.host ^ self.image << 48);
+    }
 }
 
 #[derive(Debug)]

@@ -290,7 +290,7 @@ impl Qcow2Driver {
     /// Tells the faults of the file, where it has some, what comes next.
     async fn meet(&self, event: Event) {
         if let Some(faults) = self.file.faults() {
-            faults.meet(event).await;
+            Box::pin(faults.meet(event)).await;
         }
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads: one extent goes straight to the file; several are read side by side.
 
-use super::ahead::Next;
+use super::ahead::{Next, Turn};
 use super::chain_map::{Below, Place};
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
@@ -149,7 +149,7 @@ impl Qcow2Driver {
                     );
                 }
                 let (result, mut buf) = match (encrypted, &self.cipher) {
-                    (true, Some(cipher)) => return self.read_encrypted(cipher, extent, host, buf).await,
+                    (true, Some(cipher)) => return Box::pin(self.read_encrypted(cipher, extent, host, buf)).await,
                     _ => self.stored_in(file).read_at(buf, host.0).await,
                 };
                 if result.is_err() {
@@ -256,9 +256,8 @@ impl Qcow2Driver {
             return (Err(Error::invalid_image("l2_entry", format!("{host:#x}"), message)), out);
         }
         self.meet(Event::ReadCompressed).await;
-        let cluster_size = self.cluster_size() as usize;
         let skip = skip as usize;
-        let whole = out.len() == cluster_size;
+        let whole = out.len() as u64 == self.cluster_size();
         let next = self.ahead.next(&self.inflated, (host, len), whole).await;
         if let Some(guest) = guest {
             self.read_ahead(guest);
@@ -271,6 +270,12 @@ impl Qcow2Driver {
             }
             Next::Inflate(turn) => turn,
         };
+        // In a box: a read of a kept cluster doesn't move what only this needs.
+        Box::pin(self.inflate(turn, (host, len), skip, out)).await
+    }
+
+    /// As [`Self::read_compressed`], where no store has the cluster.
+    async fn inflate(&self, turn: Turn, (host, len): (u64, u64), skip: usize, mut out: IoBuf) -> (Result<()>, IoBuf) {
         if let Err(error) = self.count_decompressed() {
             return (Err(error), out);
         }
@@ -279,6 +284,8 @@ impl Qcow2Driver {
             return (result, out);
         }
         let codec = self.codec();
+        let cluster_size = self.cluster_size() as usize;
+        let whole = out.len() == cluster_size;
         // The compressed bytes come back too: this thread uses their memory again.
         let inflate = move || {
             if whole {

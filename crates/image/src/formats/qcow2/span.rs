@@ -31,6 +31,13 @@ pub(super) enum Direct<'a> {
     Stalled(Stall, u64),
 }
 
+/// The extents of a span.
+enum Cut {
+    /// The common case: the future of the one part stays in its place.
+    One(Extent),
+    Many(Vec<Extent>),
+}
+
 impl Qcow2Driver {
     /// The short way of a request: no future, no memory.
     #[inline]
@@ -105,15 +112,12 @@ impl Qcow2Driver {
     where
         F: Future<Output = (Result<()>, IoBuf)>,
     {
-        let mut extents = ExtentList::default();
-        let (pin, mapped) = loop {
+        let (pin, mapped, cut) = loop {
             let seen = self.events.now();
-            let pin = self.engine.pin();
-            match map(&self.engine, GuestOffset(at), len, &mut extents) {
-                Ok(mapped) => break (pin, mapped),
+            match self.cut(map, at, len) {
+                Ok(cut) => break cut,
                 Err(stall) => {
-                    drop(pin);
-                    if let Err(error) = self.settle(stall, seen).await {
+                    if let Err(error) = Box::pin(self.settle(stall, seen)).await {
                         let none = buf.split_to(0);
                         return (Err(error), none, buf);
                     }
@@ -121,17 +125,36 @@ impl Qcow2Driver {
             }
         };
         let mut rest = buf;
-        let mut requests = Vec::with_capacity(extents.len());
-        for extent in extents.iter() {
-            let part = rest.split_to(extent.len as usize);
-            requests.push(carry_out(self, *extent, part));
+        match cut {
+            Cut::One(extent) => {
+                let part = rest.split_to(extent.len as usize);
+                let (outcome, part) = carry_out(self, extent, part).await;
+                drop(pin);
+                (outcome.map(|()| mapped), part, rest)
+            }
+            Cut::Many(extents) => {
+                let requests = extents.into_iter().map(|extent| {
+                    let part = rest.split_to(extent.len as usize);
+                    carry_out(self, extent, part)
+                });
+                let all = join_all(requests);
+                let parts = all.await;
+                drop(pin);
+                join_parts(parts, mapped, rest)
+            }
         }
-        let parts = match requests.len() {
-            1 => vec![requests.remove(0).await],
-            _ => join_all(requests).await,
+    }
+
+    /// Maps a span under a pin: the bytes that one plan reaches, and their extents. No future holds the list of extents.
+    fn cut(&self, map: MapSpan, at: u64, len: u64) -> Planned<(Pin<'_>, u64, Cut)> {
+        let pin = self.engine.pin();
+        let mut extents = ExtentList::default();
+        let mapped = map(&self.engine, GuestOffset(at), len, &mut extents)?;
+        let cut = match *extents {
+            [extent] => Cut::One(extent),
+            _ => Cut::Many(extents.to_vec()),
         };
-        drop(pin);
-        join_parts(parts, mapped, rest)
+        Ok((pin, mapped, cut))
     }
 
     /// Has `step` do the front of `buf` again and again, for `offset..end`, until nothing is left or one fails.
