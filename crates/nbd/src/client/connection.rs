@@ -239,6 +239,9 @@ impl Connection {
                 }
                 self.finish(cookie)
             }
+            ReplyHeader::Chunk { done: false, kind: kind::NONE, .. } => {
+                Err(broken(Malformed("a part of a reply is empty and isn't the last one")))
+            }
             ReplyHeader::Chunk { cookie, done, kind, payload_bytes } => {
                 self.receive_chunk(receiver, cookie, kind, payload_bytes).await?;
                 if done { self.finish(cookie) } else { Ok(()) }
@@ -248,9 +251,10 @@ impl Connection {
 
     async fn receive_chunk(&self, receiver: &mut Receiver, cookie: u64, kind: u16, payload_bytes: u64) -> Result<()> {
         if kind == kind::OFFSET_DATA {
-            let offset = u64::from_be_bytes(receiver.array(&self.stream).await?);
             let length = payload_bytes.checked_sub(8).filter(|&length| length > 0);
             let length = length.ok_or_else(|| broken(Malformed("a part of a reply has no data")))?;
+            lock(&self.table).get(cookie).and_then(|pending| pending.expect_data(length)).map_err(broken)?;
+            let offset = u64::from_be_bytes(receiver.array(&self.stream).await?);
             return self.receive_data(receiver, cookie, offset, length).await;
         }
         if payload_bytes > MAX_PAYLOAD_BYTES {
@@ -287,11 +291,13 @@ impl Connection {
                 }
             }
             Chunk::Status(status) => {
+                pending.remark().map_err(broken)?;
                 if Some(status.context) == self.agreed.context {
                     pending.runs = status.runs().collect();
                 }
             }
             Chunk::Error { errno, message } => {
+                pending.remark().map_err(broken)?;
                 if !message.is_empty() {
                     tracing::debug!(message, "the NBD server refuses a request");
                 }

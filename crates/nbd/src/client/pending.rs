@@ -11,6 +11,9 @@ use std::task::Waker;
 /// Pieces of a read's reply that don't touch one another; more is no reply of an honest server.
 const MAX_PIECES: usize = 4096;
 
+/// Parts of one reply that bring no data: errors and block status. More is no reply of an honest server.
+const MAX_REMARKS: u16 = 64;
+
 /// A request on the wire.
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
@@ -26,6 +29,8 @@ pub(crate) struct Pending {
     pub reads: bool,
     /// What the reply has covered, in order of arrival, neighbours joined.
     pub covered: Vec<(u64, u64)>,
+    /// Parts of the reply without data so far.
+    pub remarks: u16,
     pub runs: Vec<StatusRun>,
     pub error: Option<Errno>,
     pub state: Progress,
@@ -60,6 +65,23 @@ impl Pending {
             _ => self.covered.push((offset, end)),
         }
         Ok(())
+    }
+
+    /// Counts a part of the reply that brings no data.
+    pub(crate) fn remark(&mut self) -> Result<(), Malformed> {
+        self.remarks += 1;
+        match self.remarks > MAX_REMARKS {
+            true => Err(Malformed("a reply has too many parts")),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses data that can't be of this request, before they are received.
+    pub(crate) fn expect_data(&self, length: u64) -> Result<(), Malformed> {
+        match self.reads && length <= self.length {
+            true => Ok(()),
+            false => Err(Malformed("a reply has data that nobody asked for")),
+        }
     }
 
     /// True when a read that says success has all its data.
