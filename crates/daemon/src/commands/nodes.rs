@@ -7,6 +7,7 @@ use crate::untrusted;
 use crate::waiting::within;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
+use cowshed_image::graph::nodes_below;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
@@ -117,6 +118,10 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     daemon.jobs.check_free(&node)?;
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
+    check_users(&daemon, &node)?;
+    if size < node.size() {
+        check_clients(&daemon, &node)?;
+    }
     // Shrinking takes away what a request may be about to write to.
     let drained = daemon.graph.drain(&[&node]).await;
     let result = node.resize(size, Preallocation::Off).await;
@@ -126,6 +131,52 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         _ => failed(error),
     })?;
     nothing()
+}
+
+/// Refuses another size for a node that stands below another one: an image would lose what its tables point to, an overlay
+/// what it reads below. Filters pass the size on, so their own users count.
+fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
+    for parent in daemon.graph.snapshot().nodes().flat_map(|top| nodes_below(&top)) {
+        for child in parent.children().iter().filter(|child| Arc::ptr_eq(&child.node, node)) {
+            match child.role {
+                ChildRole::Backing => {
+                    return Err(QmpError::generic(format!(
+                        "Node '{}' is busy: node is used as backing hd of '{}'",
+                        node.name(),
+                        parent.name()
+                    )));
+                }
+                ChildRole::File | ChildRole::Image if parent.is_filter() => check_users(daemon, &parent)?,
+                role => {
+                    let user =
+                        format!("node '{}' (uses node '{}' as '{}' child)", parent.name(), node.name(), role.as_str());
+                    return Err(resize_conflict(node, &user));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a smaller size where an export's clients have been told the larger one.
+fn check_clients(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
+    for attachment in daemon.graph.attachments() {
+        let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
+        let mut served = std::iter::successors(Some(attachment.node()), below);
+        if served.any(|served| Arc::ptr_eq(&served, node)) {
+            let user = format!("an unnamed block device (uses node '{}' as 'root' child)", node.name());
+            return Err(resize_conflict(node, &user));
+        }
+    }
+    Ok(())
+}
+
+fn resize_conflict(node: &Node, user: &str) -> QmpError {
+    let name = node.name();
+    QmpError::generic(format!(
+        "Permission conflict on node '{name}': permissions 'resize' are both required by an unnamed block device (uses node \
+         '{name}' as 'root' child) and unshared by {user}."
+    ))
 }
 
 async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

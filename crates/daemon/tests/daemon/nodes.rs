@@ -12,6 +12,66 @@ fn with_image() -> Running {
     daemon
 }
 
+/// As QEMU's daemon says it, where another node stands on the node. Ours lets a disk grow under its clients.
+#[test]
+fn nodes_below_others_and_disks_of_clients_keep_their_sizes() {
+    let daemon = Running::start(Vec::new());
+    let folder = daemon.path("");
+    let qemu = Qemu::system();
+    qemu.create(&folder.join("base"), "qcow2", "", 1 << 20);
+    qemu.io_commands(&folder.join("base"), "qcow2", &["write -P 1 0 1M".to_owned()]);
+    let base = folder.join("base").display().to_string();
+    qemu.create(&folder.join("top"), "qcow2", &format!("backing_file={base},backing_fmt=qcow2"), 1 << 20);
+    qemu.create(&folder.join("raw"), "raw", "", 1 << 20);
+    let mut client = daemon.client();
+    client.files_in(&folder);
+    for node in [
+        json!({"driver": "file", "node-name": "fb", "filename": "base"}),
+        json!({"driver": "qcow2", "node-name": "b", "file": "fb"}),
+        json!({"driver": "file", "node-name": "ft", "filename": "top"}),
+        json!({"driver": "qcow2", "node-name": "t", "file": "ft", "backing": "b"}),
+        json!({"driver": "file", "node-name": "fr", "filename": "raw"}),
+        json!({"driver": "raw", "node-name": "r", "file": "fr"}),
+        json!({"driver": "copy-on-read", "node-name": "c", "file": "r"}),
+    ] {
+        client.command("blockdev-add", node);
+    }
+    let busy = "Node 'b' is busy: node is used as backing hd of 't'";
+    let conflict = |node: &str, user: &str| {
+        format!(
+            "Permission conflict on node '{node}': permissions 'resize' are both required by an unnamed block device (uses \
+             node '{node}' as 'root' child) and unshared by {user}."
+        )
+    };
+    let file_of =
+        |node: &str, user: &str| conflict(node, &format!("node '{user}' (uses node '{node}' as 'file' child)"));
+    for size in [0, 512 << 10, 2 << 20] {
+        let mut refusal = |node: &str| client.refusal("block_resize", json!({"node-name": node, "size": size}));
+        assert_eq!(refusal("b"), busy);
+        assert_eq!(refusal("fb"), file_of("fb", "b"));
+        assert_eq!(refusal("ft"), file_of("ft", "t"));
+        assert_eq!(refusal("fr"), file_of("fr", "r"));
+    }
+    // A filter passes the size on.
+    client.command("block_resize", json!({"node-name": "r", "size": 2 << 20}));
+    let server = json!({"addr": {"type": "unix", "data": {"path": folder.join("n.sock")}}});
+    client.command("nbd-server-start", server);
+    for (id, node) in [("e", "t"), ("f", "c")] {
+        client.command("block-export-add", json!({"type": "nbd", "id": id, "node-name": node, "writable": true}));
+    }
+    let told = |node: &str| conflict(node, &format!("an unnamed block device (uses node '{node}' as 'root' child)"));
+    for node in ["t", "c", "r"] {
+        let smaller = client.refusal("block_resize", json!({"node-name": node, "size": 512 << 10}));
+        assert_eq!(smaller, told(node));
+        client.command("block_resize", json!({"node-name": node, "size": 3 << 20}));
+    }
+    daemon.stop().expect("stopped in order");
+    assert!(qemu.content(&folder.join("base"), "qcow2") == vec![1; 1 << 20]);
+    for image in ["base", "top"] {
+        qemu.expect_clean(&folder.join(image));
+    }
+}
+
 #[test]
 fn nodes_are_added_listed_resized_and_deleted() {
     let daemon = with_image();
