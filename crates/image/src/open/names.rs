@@ -54,7 +54,8 @@ fn unknown_protocol(protocol: &str, name: &str) -> Error {
 /// Refuses a name that no driver would open again as a file: one with a colon before any slash.
 pub fn check_file_name(name: &str) -> Result<()> {
     match protocol(name) {
-        None | Some("file" | "host_device") => Ok(()),
+        _ if NbdUri::is_one(name) => Ok(()),
+        None | Some("file" | "host_device" | "blkdebug" | "null-co" | "null-aio" | "json") => Ok(()),
         Some(protocol) => Err(unknown_protocol(protocol, name)),
     }
 }
@@ -106,7 +107,7 @@ mod tests {
 
     #[test]
     fn files_are_made_only_under_names_that_open_them() {
-        for name in ["a", "./a:b", "dir/a:b", "file:a:b", "/a:b"] {
+        for name in ["a", "./a:b", "dir/a:b", "file:a:b", "/a:b", "nbd+unix:///?socket=s", "nbd:unix:s", "nbd://h/x"] {
             check_file_name(name).unwrap();
         }
         for name in ["a:b", "2026-01-01T10:00.qcow2", "x:"] {
