@@ -65,7 +65,8 @@ fn nodes_below_others_and_disks_of_clients_keep_their_sizes() {
         assert_eq!(smaller, told(node));
         client.command("block_resize", json!({"node-name": node, "size": 3 << 20}));
     }
-    daemon.stop().expect("stopped in order");
+    let (_kept, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
     assert!(qemu.content(&folder.join("base"), "qcow2") == vec![1; 1 << 20]);
     for image in ["base", "top"] {
         qemu.expect_clean(&folder.join(image));
