@@ -72,7 +72,7 @@ pub(crate) struct Patience {
     stall_ns: u64,
     /// By [`rt::now_ns`]; 0: nothing is waited for, or nothing shared is held.
     until_ns: AtomicU64,
-    /// What is left of `stall_ns` once the operation that runs has had the time for its bytes.
+    /// The rest of `stall_ns` once the running operation has had the time for its bytes.
     left_ns: AtomicU64,
     /// Bytes of the operation that runs; 0: none runs.
     bytes: AtomicU64,

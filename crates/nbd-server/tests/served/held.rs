@@ -41,7 +41,7 @@ impl Held {
     }
 }
 
-/// What is served.
+/// The disk that the server exports.
 #[derive(Clone, Debug, Default)]
 pub struct HeldDisk(pub Arc<Held>);
 
