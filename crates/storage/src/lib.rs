@@ -14,6 +14,7 @@ mod direct;
 pub mod fault;
 pub mod file;
 mod flush;
+mod holder;
 mod host;
 mod identity;
 #[cfg(test)]

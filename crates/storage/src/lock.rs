@@ -6,17 +6,24 @@
 //! somebody holds `200 + n`, and whoever doesn't share it whether somebody holds `100 + n`. Taking the own bytes first and
 //! looking afterwards makes two that come at once both see each other.
 
+use crate::holder::{self, Holder};
 use crate::sys::{self, ByteLock, SysResult};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use std::ops::{BitAnd, BitOr, Not};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// First byte of the "used" range.
 const USED_AT: u64 = 100;
 /// First byte of the "not shared" range.
 const UNSHARED_AT: u64 = 200;
+
+/// A process that was killed leaves its locks to the kernel until its last I/O has ended: some ms, more on a busy disk. A
+/// lock of no process that is known has so long to go.
+pub(crate) const REMNANT_LIMIT: Duration = Duration::from_secs(1);
+/// Between two attempts to get a lock that may be such a remnant.
+const REMNANT_PAUSE: Duration = Duration::from_millis(5);
 
 /// A set of permissions on an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -144,8 +151,8 @@ pub(crate) trait LockBytes {
     fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()>;
     /// True when another open file description has the byte.
     fn is_held(&self, byte: u64) -> SysResult<bool>;
-    /// True when that one is of this process.
-    fn is_held_here(&self, byte: u64) -> bool;
+    /// The owner of that one. Asked when a lock is refused, while the own bytes are locked.
+    fn holder(&self, byte: u64) -> Holder;
 }
 
 impl<F: AsFd> LockBytes for F {
@@ -157,9 +164,20 @@ impl<F: AsFd> LockBytes for F {
         sys::is_locked_by_others(self, byte, 1)
     }
 
-    fn is_held_here(&self, byte: u64) -> bool {
-        is_held_here(self.as_fd(), byte)
+    fn holder(&self, byte: u64) -> Holder {
+        holder::of(self.as_fd(), byte, Instant::now() + REMNANT_LIMIT)
     }
+}
+
+/// Why locks are not to be had.
+#[derive(Debug)]
+enum Refusal {
+    /// Another open file description has a byte.
+    Conflict {
+        error: Error,
+        holder: Holder,
+    },
+    Failed(Error),
 }
 
 /// The locks that one open file holds.
@@ -206,12 +224,37 @@ impl LockState {
         Ok(())
     }
 
-    /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file.
+    /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file. A lock that a
+    /// dead process may have left has a second to go; so long this blocks.
     pub(crate) fn change(&mut self, file: &impl LockBytes, wanted: Permissions) -> Result<()> {
+        let refused = match self.change_now(file, wanted, true) {
+            Ok(()) => return Ok(()),
+            Err(Refusal::Conflict { error, holder: Holder::Unknown }) => error,
+            Err(Refusal::Conflict { error, .. } | Refusal::Failed(error)) => return Err(error),
+        };
+        let started = Instant::now();
+        while started.elapsed() < REMNANT_LIMIT {
+            std::thread::sleep(REMNANT_PAUSE);
+            match self.change_now(file, wanted, false) {
+                Ok(()) => return Ok(()),
+                Err(Refusal::Conflict { .. }) => {}
+                Err(Refusal::Failed(error)) => return Err(error),
+            }
+        }
+        Err(refused)
+    }
+
+    /// As [`LockState::change`], without a wait. `asks`: for the holder of a lock that is in the way.
+    fn change_now(
+        &mut self,
+        file: &impl LockBytes,
+        wanted: Permissions,
+        asks: bool,
+    ) -> std::result::Result<(), Refusal> {
         // Also what was held before is looked at: another may have come while a lock was gone.
         let all = Bytes { used: wanted.used, unshared: wanted.unshared() };
         if self.mode != Locking::Off && !self.is_able && !all.is_empty() {
-            self.ask(file)?;
+            self.ask(file).map_err(Refusal::Failed)?;
         }
         if self.mode == Locking::Off {
             self.held = wanted;
@@ -220,14 +263,14 @@ impl LockState {
         let new = Bytes { used: wanted.used & !self.held.used, unshared: wanted.unshared() & !self.held.unshared() };
         if let Err((byte, errno)) = new.lock(file) {
             new.unlock(file);
-            return Err(lock_error(byte, errno));
+            return Err(Refusal::Failed(lock_error(byte, errno)));
         }
         let old = Bytes { used: self.held.used & !wanted.used, unshared: self.held.unshared() & !wanted.unshared() };
         // Giving back conflicts with no lock. A process that is being refused holds its bytes for a moment, which must not count.
         let only_gives_back = new.is_empty() && !old.is_empty();
-        if !only_gives_back && let Err(error) = all.check_others(file) {
+        if !only_gives_back && let Err(refusal) = all.check_others(file, asks) {
             new.unlock(file);
-            return Err(error);
+            return Err(refusal);
         }
         old.unlock(file);
         self.held = wanted;
@@ -285,54 +328,34 @@ impl Bytes {
         }
     }
 
-    /// Finds somebody whose locks contradict ours.
-    fn check_others(&self, file: &impl LockBytes) -> Result<()> {
-        let is_held = |byte: u64| file.is_held(byte).map_err(|errno| lock_error(byte, errno));
-        for (number, name) in self.used.each() {
-            let byte = UNSHARED_AT + number;
-            if is_held(byte)? {
-                let who = match file.is_held_here(byte) {
-                    true => "this process uses the image already",
-                    false => "another process uses the image",
-                };
-                let message = format!("failed to get \"{name}\" lock: {who} and does not share it");
-                return Err(Error::new(ErrorKind::Busy, message));
+    /// Finds a lock of others that contradicts ours, and its holder if `asks`.
+    fn check_others(&self, file: &impl LockBytes, asks: bool) -> std::result::Result<(), Refusal> {
+        let used = self.used.each().map(|(number, name)| (UNSHARED_AT + number, name, true));
+        let unshared = self.unshared.each().map(|(number, name)| (USED_AT + number, name, false));
+        for (byte, name, is_used) in used.chain(unshared) {
+            let is_held = file.is_held(byte).map_err(|errno| Refusal::Failed(lock_error(byte, errno)))?;
+            if !is_held {
+                continue;
             }
-        }
-        for (number, name) in self.unshared.each() {
-            let byte = USED_AT + number;
-            if is_held(byte)? {
-                let who = match file.is_held_here(byte) {
-                    true => "this process has the image open for that already",
-                    false => "another process has the image open for that",
-                };
-                return Err(Error::new(ErrorKind::Busy, format!("failed to get shared \"{name}\" lock: {who}")));
-            }
+            let holder = if asks { file.holder(byte) } else { Holder::Unknown };
+            let message = match (is_used, holder == Holder::Here) {
+                (true, true) => {
+                    format!("failed to get \"{name}\" lock: this process uses the image already and does not share it")
+                }
+                (true, false) => {
+                    format!("failed to get \"{name}\" lock: another process uses the image and does not share it")
+                }
+                (false, true) => {
+                    format!("failed to get shared \"{name}\" lock: this process has the image open for that already")
+                }
+                (false, false) => {
+                    format!("failed to get shared \"{name}\" lock: another process has the image open for that")
+                }
+            };
+            return Err(Refusal::Conflict { error: Error::new(ErrorKind::Busy, message), holder });
         }
         Ok(())
     }
-}
-
-/// True when it is another descriptor of this process that holds the byte, as far as the kernel tells (proc(5): the lines
-/// `lock:` of `/proc/self/fdinfo`). Only asked when a lock was refused.
-fn is_held_here(file: BorrowedFd<'_>, byte: u64) -> bool {
-    let inode = |fd: i32| std::fs::metadata(format!("/proc/self/fd/{fd}")).ok().map(|stat| (stat.dev(), stat.ino()));
-    let own = file.as_raw_fd();
-    let Some(wanted) = inode(own) else { return false };
-    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return false };
-    let others = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-    others.filter(|fd| *fd != own && inode(*fd) == Some(wanted)).any(|fd| {
-        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
-        info.lines().filter(|line| line.starts_with("lock:")).any(|line| covers(line, byte))
-    })
-}
-
-/// A line like `lock: 1: OFDLCK  ADVISORY  READ -1 fd:00:1234 203 203`: the bytes from the last number but one to the last.
-fn covers(line: &str, byte: u64) -> bool {
-    let mut words = line.split_ascii_whitespace().rev();
-    let last = words.next().map(|word| if word == "EOF" { Ok(u64::MAX) } else { word.parse() });
-    let first = words.next().map(str::parse::<u64>);
-    matches!((first, last), (Some(Ok(first)), Some(Ok(last))) if (first..=last).contains(&byte))
 }
 
 #[cfg(test)]
@@ -371,8 +394,8 @@ mod tests {
             if self.all || self.bad_byte.get() == Some(byte) { Err(self.errno) } else { Ok(false) }
         }
 
-        fn is_held_here(&self, _: u64) -> bool {
-            false
+        fn holder(&self, _: u64) -> Holder {
+            Holder::Another
         }
     }
 
@@ -422,8 +445,8 @@ mod tests {
             Ok(self.by_another.get())
         }
 
-        fn is_held_here(&self, _: u64) -> bool {
-            false
+        fn holder(&self, _: u64) -> Holder {
+            Holder::Another
         }
     }
 

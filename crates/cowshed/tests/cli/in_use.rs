@@ -114,3 +114,42 @@ fn a_served_raw_image_has_readers_and_servers_beside_it() {
     let resized = oracle.qemu.img(["resize", "-q", "-f", "raw", path, "8M"]);
     assert_eq!(resized.code, 1, "its size is what clients were told");
 }
+
+/// A process that is killed under load has I/O in the kernel's hands, and with it the locks, for a moment longer than it
+/// lives. The next one waits for that.
+#[test]
+fn the_image_of_a_killed_process_is_opened_at_once() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 96M");
+    oracle.io(&["write -q -P 7 0 96M"], "source.raw");
+    let (image, socket) = (oracle.work().join("a.qcow2"), oracle.work().join("socket"));
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    for round in 0..12 {
+        oracle.make("create -q -f qcow2 a.qcow2 96M");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        command.args(["serve", "--cache", "none", "-k"]).arg(&socket).arg(&image).stderr(Stdio::null());
+        let mut server = Server::start(command, &socket);
+        let mut client = Command::new("qemu-img")
+            .args(["convert", "-n", "-W", "-f", "raw", "-O", "raw", "source.raw", &uri])
+            .current_dir(oracle.work())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("qemu-img runs");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while std::fs::metadata(&image).expect("the image").len() < (4 + round) << 20 {
+            assert!(Instant::now() < deadline, "nothing is written");
+            std::thread::yield_now();
+        }
+        server.0.kill().expect("it is killed");
+        // Its end isn't waited for.
+        let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(["io", "-c", "write -P 8 0 512"])
+            .arg(&image)
+            .output()
+            .expect("our own binary runs");
+        assert!(output.status.success(), "round {round}: {}", String::from_utf8_lossy(&output.stderr));
+        client.wait().expect("it ends");
+        drop(server);
+        std::fs::remove_file(&socket).expect("its socket");
+    }
+}
