@@ -16,8 +16,10 @@ impl Serving {
     pub fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
         let child = Command::new(COWSHED)
             .args(arguments)
-            .current_dir(folder)
             .env_remove("RUST_LOG")
+            // A killed server leaves the folder of its socket.
+            .env("XDG_RUNTIME_DIR", &folder)
+            .current_dir(folder)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn();
