@@ -35,6 +35,8 @@ pub(crate) struct Permit {
     budget: Rc<Budget>,
     bytes: u64,
     is_shared: bool,
+    /// The disk has the request that this is for, by the pool's number.
+    work: Cell<Option<u64>>,
     /// Counts against the connection's limit.
     counts: bool,
 }
@@ -43,6 +45,20 @@ impl Permit {
     /// True for memory of the pool.
     pub(crate) fn is_shared(&self) -> bool {
         self.is_shared
+    }
+
+    /// The disk begins with the request.
+    pub(crate) fn begin_work(&self) {
+        if self.is_shared {
+            self.work.set(Some(self.budget.pool.begin_work(&self.budget.account, self.bytes)));
+        }
+    }
+
+    /// The disk has done its part.
+    pub(crate) fn end_work(&self) {
+        if let Some(ticket) = self.work.take() {
+            self.budget.pool.end_work(ticket);
+        }
     }
 }
 
@@ -143,7 +159,7 @@ impl Budget {
             // A send that waits already keeps this memory, too.
             self.account.sending.count();
         }
-        Permit { budget: Rc::clone(self), bytes, is_shared, counts }
+        Permit { budget: Rc::clone(self), bytes, is_shared, work: Cell::new(None), counts }
     }
 }
 
@@ -155,6 +171,7 @@ impl Drop for Budget {
 
 impl Drop for Permit {
     fn drop(&mut self) {
+        self.end_work();
         let budget = &self.budget;
         if self.counts {
             budget.used_bytes.set(budget.used_bytes.get().saturating_sub(self.bytes));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carrying requests out and wording the replies.
 
+use crate::budget::Permit;
 use crate::intake::{Job, Work};
 use crate::outbox::Piece;
 use crate::session::Session;
@@ -19,6 +20,7 @@ impl<D: Disk> Session<D> {
     /// Carries a request out and queues the reply.
     pub(crate) async fn carry_out(&self, job: Job) {
         let Job { request, work, permit } = job;
+        permit.iter().for_each(Permit::begin_work);
         match work {
             Work::Fail(errno, why) => {
                 self.disk.count_invalid(request.command);
@@ -37,6 +39,7 @@ impl<D: Disk> Session<D> {
             }
         }
         if let Some(permit) = permit {
+            permit.end_work();
             self.outbox.push([Piece::Sent(permit)]);
         }
     }

@@ -70,15 +70,17 @@ impl ServerConfig {
 /// What clients may take of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time; further ones wait. A connection that negotiates and has sent no option for a second gives its
-    /// place to one that waits: the one that is silent for longest of the peer (IP address or user) that has most of them.
+    /// Connections at a time that have sent an option; further ones wait. One that negotiates and has sent no option for a
+    /// second gives its place to one that waits: the one that is silent for longest of the peer (IP address or user) that has
+    /// most of them. 64 connections are accepted besides, in the same way.
     pub max_connections: usize,
     /// Requests in flight of one connection; further ones wait on the wire.
     pub max_requests: usize,
     /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
     pub max_bytes_in_flight: u64,
     /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection has 1 MiB
-    /// of its own besides. The requests of one export take at most three quarters.
+    /// of its own besides. The requests of one export take at most three quarters. What disks have held for longer than
+    /// `stall_limit` is left out; at least a quarter and one longest request then remain for other exports.
     pub memory_bytes: u64,
     /// A client that holds such memory while others wait for it, and that neither sends its data nor takes its replies for so
     /// long, is cut off. 256 KiB in a second, on average, are enough to stay.

@@ -1,10 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Room for new clients: silent connections in negotiation lose their places when all are taken.
+//! Room for new clients.
+//!
+//! A connection that has sent no option yet takes a seat; with its first option it takes one of the places of the limit. So
+//! connections that say nothing keep no place from those that do. Silent ones lose their seats, and in negotiation their
+//! places, when all are taken.
 
+use crate::Disk;
+use crate::registry::Registry;
 use crate::signal::lock;
-use cowshed_storage::Socket;
-use std::collections::BTreeMap;
+use cowshed_storage::{Socket, rt};
+use futures_util::FutureExt;
+use futures_util::future::{Either, select};
+use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -41,17 +51,86 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// A connection in negotiation that takes a place.
+/// Connections that are accepted beyond the limit: that have sent no option, or wait for a place.
+pub(crate) const SEATS: usize = 64;
+
+/// The connections that are counted.
+#[derive(Debug, Default)]
+pub(crate) struct Connections {
+    /// Those that have sent an option and count against the limit.
+    pub placed: usize,
+    /// The others.
+    pub seated: usize,
+    /// The numbers of those that wait for a place, in the order of their coming.
+    line: VecDeque<u64>,
+    next_number: u64,
+}
+
+impl Connections {
+    pub(crate) fn all(&self) -> usize {
+        self.placed + self.seated
+    }
+
+    fn stand_in_line(&mut self) -> u64 {
+        self.next_number += 1;
+        self.line.push_back(self.next_number);
+        self.next_number
+    }
+
+    /// Moves the connection from its seat to a place, if there is one and it is the first in line.
+    fn place(&mut self, number: u64, limit: usize) -> Option<()> {
+        if self.placed >= limit || self.line.front() != Some(&number) {
+            return None;
+        }
+        self.line.pop_front();
+        self.placed += 1;
+        self.seated -= 1;
+        Some(())
+    }
+}
+
+/// How far the negotiation of a connection is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// No option has come.
+    Seated,
+    /// It waits for a place: no fault of the client.
+    Waiting,
+    Placed,
+}
+
+/// What newcomers need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Room {
+    Seat,
+    Place,
+}
+
+/// A connection in negotiation that is counted.
 #[derive(Debug)]
 struct Haggler {
     socket: Socket,
     origin: Origin,
-    /// The last option or the begin.
-    progress: Mutex<Instant>,
+    /// With the time of the last option, or of the begin.
+    stage: Mutex<(Stage, Instant)>,
     cut: AtomicBool,
 }
 
-/// All connections in negotiation that take places, in the order of their coming.
+impl Haggler {
+    /// True where its end makes such room.
+    fn takes(&self, room: Room) -> bool {
+        match room {
+            Room::Seat => lock(&self.stage).0 == Stage::Seated,
+            Room::Place => lock(&self.stage).0 == Stage::Placed,
+        }
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Acquire)
+    }
+}
+
+/// All connections in negotiation that are counted, in the order of their coming.
 #[derive(Debug, Default)]
 pub(crate) struct Hagglers(Mutex<Vec<Arc<Haggler>>>);
 
@@ -67,7 +146,7 @@ impl Hagglers {
         let haggler = Arc::new(Haggler {
             socket: socket.clone(),
             origin: Origin::of(socket),
-            progress: Mutex::new(Instant::now()),
+            stage: Mutex::new((Stage::Seated, Instant::now())),
             cut: AtomicBool::new(false),
         });
         lock(&self.0).push(Arc::clone(&haggler));
@@ -75,15 +154,16 @@ impl Hagglers {
     }
 
     /// Cuts one silent connection: the one that is silent for longest of the peer that has most of them. Returns how long to
-    /// wait for a free place before another attempt. While one that was cut is about to end, nothing more is cut.
-    pub(crate) fn make_room(&self, now: Instant) -> Duration {
+    /// wait for free room before another attempt. While one that was cut is about to end, nothing more is cut.
+    pub(crate) fn make_room(&self, room: Room, now: Instant) -> Duration {
         let all = lock(&self.0);
-        if all.iter().any(|haggler| haggler.cut.load(Ordering::Acquire)) {
+        let those: Vec<&Arc<Haggler>> = all.iter().filter(|haggler| haggler.takes(room)).collect();
+        if those.iter().any(|haggler| haggler.is_cut()) {
             return SILENCE;
         }
-        let silence = |haggler: &Haggler| now.saturating_duration_since(*lock(&haggler.progress));
+        let silence = |haggler: &Haggler| now.saturating_duration_since(lock(&haggler.stage).1);
         let mut silent: BTreeMap<Origin, Vec<&Arc<Haggler>>> = BTreeMap::new();
-        for haggler in all.iter().filter(|haggler| silence(haggler) >= SILENCE) {
+        for haggler in those.iter().filter(|haggler| silence(haggler) >= SILENCE) {
             silent.entry(haggler.origin).or_default().push(haggler);
         }
         if let Some(most) = silent.into_values().max_by_key(Vec::len)
@@ -93,7 +173,7 @@ impl Hagglers {
             longest.socket.shutdown();
             return SILENCE;
         }
-        let soonest = all.iter().map(|haggler| SILENCE.saturating_sub(silence(haggler))).min();
+        let soonest = those.iter().map(|haggler| SILENCE.saturating_sub(silence(haggler))).min();
         soonest.unwrap_or(SILENCE)
     }
 }
@@ -101,12 +181,87 @@ impl Hagglers {
 impl Haggling<'_> {
     /// An option came, or TLS was started.
     pub(crate) fn note_progress(&self) {
-        *lock(&self.haggler.progress) = Instant::now();
+        lock(&self.haggler.stage).1 = Instant::now();
     }
 
-    /// True when this connection lost its place.
+    fn enter(&self, stage: Stage) {
+        *lock(&self.haggler.stage) = (stage, Instant::now());
+    }
+
+    /// True when this connection had to make room.
     pub(crate) fn was_cut(&self) -> bool {
-        self.haggler.cut.load(Ordering::Acquire)
+        self.haggler.is_cut()
+    }
+}
+
+/// The seat or the place of a connection.
+#[derive(Debug)]
+pub(crate) struct Slot<D: Disk> {
+    registry: Arc<Registry<D>>,
+    has_place: Cell<bool>,
+}
+
+impl<D: Disk> Slot<D> {
+    /// Waits for a free seat and takes it.
+    pub(crate) async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
+        let free = |all: &mut Connections| (all.seated < SEATS).then(|| all.seated += 1);
+        registry.wait_for_room(Room::Seat, free).await;
+        Slot { registry: Arc::clone(registry), has_place: Cell::new(false) }
+    }
+
+    /// The client has sent an option: waits for a place, behind those that wait already. False when the client goes first.
+    pub(crate) async fn rise(&self, haggling: &Haggling<'_>) -> bool {
+        let registry = &self.registry;
+        let (connections, limit) = (&registry.connections, registry.config.limits.max_connections);
+        let number = connections.change(Connections::stand_in_line);
+        let in_line = InLine { registry, number };
+        haggling.enter(Stage::Waiting);
+        let mut place = pin!(registry.wait_for_room(Room::Place, move |all| all.place(number, limit)));
+        let has_place = match place.as_mut().now_or_never() {
+            Some(()) => true,
+            None => matches!(select(place, pin!(haggling.haggler.socket.hung_up())).await, Either::Left(_)),
+        };
+        drop(in_line);
+        if has_place {
+            self.has_place.set(true);
+            haggling.enter(Stage::Placed);
+        }
+        has_place
+    }
+}
+
+impl<D: Disk> Drop for Slot<D> {
+    fn drop(&mut self) {
+        self.registry.connections.change(|all| match self.has_place.get() {
+            true => all.placed -= 1,
+            false => all.seated -= 1,
+        });
+    }
+}
+
+/// A place in line, given up when dropped.
+struct InLine<'a, D: Disk> {
+    registry: &'a Registry<D>,
+    number: u64,
+}
+
+impl<D: Disk> Drop for InLine<'_, D> {
+    fn drop(&mut self) {
+        self.registry.connections.change(|all| all.line.retain(|other| *other != self.number));
+    }
+}
+
+impl<D: Disk> Registry<D> {
+    /// Waits until `take` takes what it needs. Silent connections in negotiation make room.
+    async fn wait_for_room(&self, room: Room, mut take: impl FnMut(&mut Connections) -> Option<()> + Unpin) {
+        let mut pause = Duration::ZERO;
+        loop {
+            let free = pin!(self.connections.wait(&mut take));
+            match select(free, pin!(rt::sleep(pause))).await {
+                Either::Left(_) => return,
+                Either::Right(_) => pause = self.hagglers.make_room(room, Instant::now()),
+            }
+        }
     }
 }
 
@@ -130,23 +285,37 @@ mod tests {
     }
 
     #[test]
+    fn places_are_given_in_the_order_of_the_wait() {
+        let mut all = Connections { placed: 1, seated: 3, ..Connections::default() };
+        let [first, second, third] = [(); 3].map(|()| all.stand_in_line());
+        assert_eq!(all.place(first, 1), None, "there is no place");
+        assert_eq!(all.place(second, 3), None, "it isn't its turn");
+        assert_eq!(all.place(first, 3), Some(()));
+        assert_eq!(all.place(second, 3), Some(()));
+        assert_eq!(all.place(third, 3), None);
+        assert_eq!((all.placed, all.seated, all.all()), (3, 1, 4));
+    }
+
+    #[test]
     fn the_peer_with_most_silent_connections_loses_the_one_that_is_silent_for_longest() {
         let hagglers = Hagglers::default();
         let (socket, _peer) = Socket::pair().expect("a pair");
         let started = Instant::now();
         let enter = |origin: Origin, after: u64| {
             let socket = socket.clone();
-            let progress = Mutex::new(started + Duration::from_millis(after));
-            let haggler = Arc::new(Haggler { socket, origin, progress, cut: AtomicBool::new(false) });
+            let stage = Mutex::new((Stage::Placed, started + Duration::from_millis(after)));
+            let haggler = Arc::new(Haggler { socket, origin, stage, cut: AtomicBool::new(false) });
             lock(&hagglers.0).push(Arc::clone(&haggler));
             haggler
         };
         let lone = enter(Origin::User(1), 0);
         let (second, first) = (enter(Origin::User(2), 300), enter(Origin::User(2), 100));
         let young = enter(Origin::User(2), 5000);
-        let at = |millis: u64| hagglers.make_room(started + Duration::from_millis(millis));
+        let at = |millis: u64| hagglers.make_room(Room::Place, started + Duration::from_millis(millis));
         let end_cut = || lock(&hagglers.0).retain(|haggler| !haggler.cut.load(Ordering::Acquire));
         let cut = || [&lone, &first, &second, &young].map(|haggler| haggler.cut.load(Ordering::Acquire));
+        assert_eq!(hagglers.make_room(Room::Seat, started + Duration::from_secs(9)), SILENCE);
+        assert_eq!(cut(), [false; 4], "none of them has a seat");
         // Nobody is silent long enough yet.
         assert_eq!(at(900), Duration::from_millis(100));
         assert_eq!(cut(), [false; 4]);

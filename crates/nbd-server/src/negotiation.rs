@@ -2,7 +2,7 @@
 //! From the greeting to the transmission phase: option haggling in fixed newstyle.
 
 use crate::config::Authorizer;
-use crate::haggling::Haggling;
+use crate::haggling::{Haggling, Slot};
 use crate::registry::{Registry, Served, Stay};
 use crate::{Disk, Export};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -19,6 +19,7 @@ use cowshed_storage::{Dispatch, IoBuf, rt};
 use futures_util::future::{Either, select};
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Options with more data than that are refused.
 const MAX_OPTION_BYTES: u32 = 32 << 10;
@@ -68,38 +69,58 @@ pub(crate) struct Terms {
     pub writethrough: bool,
 }
 
-/// Haggles until the client has chosen an export; `None` when it said goodbye before, or when the server stops.
+/// Haggles until the client has chosen an export; `None` when it said goodbye before, or when the server stops. With its first
+/// option a connection that is counted takes a place; the wait for that doesn't count as the client's time.
 pub(crate) async fn negotiate<D: Disk>(
     registry: &Arc<Registry<D>>,
     stream: &Stream,
     receiver: &mut Receiver,
-    haggling: Option<&Haggling<'_>>,
+    counted: Option<&(&Slot<D>, Haggling<'_>)>,
 ) -> Result<Option<(Stay<D>, Terms)>> {
-    let timeout = registry.config.limits.handshake_timeout;
+    let limit = Some(registry.config.limits.handshake_timeout).filter(|limit| !limit.is_zero());
     let mut negotiation = Negotiation {
         registry,
         stream,
         receiver,
-        haggling,
+        haggling: counted.map(|(_, haggling)| haggling),
         fixed: false,
         no_zeroes: false,
         replies: ReplyStyle::Simple,
         chosen: None,
         out: Vec::new(),
     };
-    let haggling = pin!(negotiation.run());
+    let begun = rt::now();
+    if within(registry, limit, negotiation.greet()).await?.is_none() {
+        return Ok(None);
+    }
+    let left = limit.map(|limit| limit.saturating_sub(rt::now().saturating_sub(begun)));
+    if let Some((slot, haggling)) = counted {
+        let place = async { Ok(slot.rise(haggling).await.then_some(())) };
+        if within(registry, None, place).await?.is_none() {
+            return Ok(None);
+        }
+    }
+    within(registry, left, negotiation.run()).await
+}
+
+/// As `doing`, but `None` when the server stops, and an error after `limit`.
+async fn within<D: Disk, T>(
+    registry: &Registry<D>,
+    limit: Option<Duration>,
+    doing: impl Future<Output = Result<Option<T>>>,
+) -> Result<Option<T>> {
     let given_up = pin!(async {
         let stopping = pin!(registry.wait_for_stop());
-        if timeout.is_zero() {
+        let Some(limit) = limit else {
             stopping.await;
             return None;
-        }
-        match select(stopping, pin!(rt::sleep(timeout))).await {
+        };
+        match select(stopping, pin!(rt::sleep(limit))).await {
             Either::Left(_) => None,
             Either::Right(_) => Some(Error::new(ErrorKind::Limit, "the client took too long to choose an export")),
         }
     });
-    match select(haggling, given_up).await {
+    match select(pin!(doing), given_up).await {
         Either::Left((result, _)) => result,
         Either::Right((None, _)) => Ok(None),
         Either::Right((Some(error), _)) => Err(error),
@@ -110,7 +131,7 @@ struct Negotiation<'a, D: Disk> {
     registry: &'a Arc<Registry<D>>,
     stream: &'a Stream,
     receiver: &'a mut Receiver,
-    /// Where its connection takes a place.
+    /// Where its connection is counted.
     haggling: Option<&'a Haggling<'a>>,
     fixed: bool,
     no_zeroes: bool,
@@ -137,7 +158,8 @@ fn refused(why: impl Into<String>) -> Error {
 }
 
 impl<D: Disk> Negotiation<'_, D> {
-    async fn run(&mut self) -> Result<Option<(Stay<D>, Terms)>> {
+    /// Greets the client and waits for its first option; `None` when it goes.
+    async fn greet(&mut self) -> Result<Option<()>> {
         self.out.extend_from_slice(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES));
         self.send().await?;
         if self.receiver.peek(self.stream, 4).await?.is_none() {
@@ -146,6 +168,11 @@ impl<D: Disk> Negotiation<'_, D> {
         let flags = greeting::parse_client_flags(self.receiver.array(self.stream).await?).map_err(broken)?;
         self.fixed = flags.contains(ClientFlags::FIXED_NEWSTYLE);
         self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
+        Ok(self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.map(drop))
+    }
+
+    /// Answers options until one ends the negotiation.
+    async fn run(&mut self) -> Result<Option<(Stay<D>, Terms)>> {
         for _ in 0..MAX_OPTIONS {
             if self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.is_none() {
                 return Ok(None);

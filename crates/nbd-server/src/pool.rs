@@ -3,7 +3,8 @@
 //!
 //! Reservations are whole: a request waits until all of its memory is there and holds none of the pool meanwhile. A
 //! reservation ends by itself, when the disk and the peer have done their part. So two connections never wait for each
-//! other. A peer that is too slow while others wait is cut off.
+//! other. A peer that is too slow while others wait is cut off. Memory that a disk doesn't give back in time is left out of the
+//! count, and the export of that disk gets nothing more of the pool meanwhile.
 
 use crate::signal::lock;
 use cowshed_storage::{Socket, rt};
@@ -24,8 +25,8 @@ const NS_PER_BYTE: u64 = 1_000_000_000 / (256 << 10);
 #[derive(Debug)]
 pub(crate) struct Pool {
     limit_bytes: u64,
-    /// The requests of one export hold at most so much, that a disk that hangs leaves others something.
-    export_limit_bytes: u64,
+    /// The longest request, in bytes.
+    max_request_bytes: u64,
     stall_ns: u64,
     state: Mutex<State>,
 }
@@ -35,8 +36,22 @@ struct State {
     used_bytes: u64,
     accounts: Vec<Arc<Account>>,
     waiting: Vec<Waiting>,
+    /// Requests that their disks carry out.
+    working: Vec<Working>,
+    /// Of these, the bytes that are stuck in disks.
+    stuck_bytes: u64,
     next_ticket: u64,
     cut: u64,
+}
+
+/// A request that its disk carries out.
+#[derive(Debug)]
+struct Working {
+    ticket: u64,
+    bytes: u64,
+    export: Arc<ExportShare>,
+    since_ns: u64,
+    is_stuck: bool,
 }
 
 /// A request that waits.
@@ -51,7 +66,18 @@ struct Waiting {
 
 /// Bytes of the pool that the requests of one export hold. Written under the pool's lock.
 #[derive(Debug, Default)]
-pub(crate) struct ExportShare(AtomicU64);
+pub(crate) struct ExportShare {
+    export: String,
+    held_bytes: AtomicU64,
+    /// Of these, what its disk has held for too long.
+    stuck_bytes: AtomicU64,
+}
+
+impl ExportShare {
+    pub(crate) fn new(export: &str) -> Arc<ExportShare> {
+        Arc::new(ExportShare { export: export.to_owned(), ..ExportShare::default() })
+    }
+}
 
 /// What one connection holds of the pool, and whether its peer does its part.
 #[derive(Debug)]
@@ -84,8 +110,10 @@ pub(crate) struct Patience {
 pub struct PoolStats {
     /// All of it, in bytes.
     pub limit_bytes: u64,
-    /// What requests hold, in bytes.
+    /// What requests hold, in bytes. More than all of it only with `stuck_bytes`.
     pub used_bytes: u64,
+    /// What of that requests hold which their disks have not answered for longer than [`crate::Limits::stall_limit`].
+    pub stuck_bytes: u64,
     /// Requests that wait for memory.
     pub waiting: usize,
     /// Connections that were cut off because their peers kept memory from others for too long.
@@ -157,20 +185,20 @@ impl Account {
 
     fn add(&self, bytes: u64) {
         self.held_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.export.0.fetch_add(bytes, Ordering::Relaxed);
+        self.export.held_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     fn subtract(&self, bytes: u64) {
         self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        self.export.0.fetch_sub(bytes, Ordering::Relaxed);
+        self.export.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
 impl Pool {
-    pub(crate) fn new(limit_bytes: u64, stall: Duration) -> Arc<Pool> {
+    /// A pool of so much, for requests of up to `max_request_bytes`.
+    pub(crate) fn new(limit_bytes: u64, max_request_bytes: u64, stall: Duration) -> Arc<Pool> {
         let stall_ns = u64::try_from(stall.as_nanos()).unwrap_or(u64::MAX);
-        let export_limit_bytes = limit_bytes - limit_bytes / 4;
-        Arc::new(Pool { limit_bytes, export_limit_bytes, stall_ns, state: Mutex::default() })
+        Arc::new(Pool { limit_bytes, max_request_bytes, stall_ns, state: Mutex::default() })
     }
 
     /// A connection comes.
@@ -198,6 +226,7 @@ impl Pool {
         PoolStats {
             limit_bytes: self.limit_bytes,
             used_bytes: state.used_bytes,
+            stuck_bytes: state.stuck_bytes,
             waiting: state.waiting.iter().filter(|waiting| !waiting.is_granted).count(),
             cut: state.cut,
         }
@@ -224,6 +253,7 @@ impl Pool {
         if self.try_take(account, bytes) {
             return true;
         }
+        self.note_stuck();
         let mut place = Place { pool: self, account, ticket: None };
         let mut waiting = pin!(poll_fn(|context| {
             if place.poll(bytes, context.waker()) {
@@ -234,7 +264,10 @@ impl Pool {
         loop {
             match select(waiting.as_mut(), pin!(rt::sleep(LOOK))).await {
                 Either::Left((is_taken, _)) => return is_taken,
-                Either::Right(_) => self.cut_stalled(account),
+                Either::Right(_) => {
+                    self.cut_stalled(account);
+                    self.note_stuck();
+                }
             }
         }
     }
@@ -247,31 +280,92 @@ impl Pool {
         self.serve(&mut state);
     }
 
-    fn fits(&self, state: &State, account: &Account, bytes: u64) -> bool {
-        state.used_bytes.saturating_add(bytes) <= self.limit_bytes && self.fits_export(account, bytes)
+    /// The disk begins with a request that holds `bytes`. [`Pool::end_work`] must follow.
+    pub(crate) fn begin_work(&self, account: &Account, bytes: u64) -> u64 {
+        let (export, since_ns) = (Arc::clone(&account.export), rt::now_ns());
+        let mut state = lock(&self.state);
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        state.working.push(Working { ticket, bytes, export, since_ns, is_stuck: false });
+        ticket
     }
 
-    fn fits_export(&self, account: &Account, bytes: u64) -> bool {
-        let held = account.export.0.load(Ordering::Relaxed);
-        held == 0 || held.saturating_add(bytes) <= self.export_limit_bytes
+    /// The disk has done its part.
+    pub(crate) fn end_work(&self, ticket: u64) {
+        let mut state = lock(&self.state);
+        let Some(index) = state.working.iter().position(|working| working.ticket == ticket) else { return };
+        let ended = state.working.swap_remove(index);
+        if ended.is_stuck {
+            state.stuck_bytes -= ended.bytes;
+            ended.export.stuck_bytes.fetch_sub(ended.bytes, Ordering::Relaxed);
+            self.serve(&mut state);
+        }
+    }
+
+    /// Finds the memory that disks have held for too long, and hands on what its absence makes room for.
+    fn note_stuck(&self) {
+        let now_ns = rt::now_ns();
+        let mut state = lock(&self.state);
+        let State { working, stuck_bytes, .. } = &mut *state;
+        let mut is_new = false;
+        for working in working.iter_mut().filter(|working| !working.is_stuck) {
+            if now_ns.saturating_sub(working.since_ns) <= self.stall_ns {
+                continue;
+            }
+            (working.is_stuck, is_new) = (true, true);
+            *stuck_bytes += working.bytes;
+            let export = &working.export;
+            if export.stuck_bytes.fetch_add(working.bytes, Ordering::Relaxed) == 0 {
+                let (export, seconds) = (&export.export, self.stall_ns / 1_000_000_000);
+                tracing::warn!(
+                    export,
+                    seconds,
+                    "the disk of an export has not answered for so long; other exports get memory in place of what its requests hold"
+                );
+            }
+        }
+        if is_new {
+            self.serve(&mut state);
+        }
+    }
+
+    /// The memory for requests that aren't stuck: what stuck ones leave, but at least a quarter of the pool and one request.
+    fn open_bytes(&self, state: &State) -> u64 {
+        let left = self.limit_bytes.saturating_sub(state.stuck_bytes);
+        left.max(self.limit_bytes / 4).max(self.max_request_bytes).min(self.limit_bytes)
+    }
+
+    fn fits(&self, state: &State, account: &Account, bytes: u64) -> bool {
+        self.fits_pool(state, bytes) && self.fits_export(state, account, bytes)
+    }
+
+    fn fits_pool(&self, state: &State, bytes: u64) -> bool {
+        state.used_bytes.saturating_sub(state.stuck_bytes).saturating_add(bytes) <= self.open_bytes(state)
+    }
+
+    /// The requests of one export hold at most three quarters, that a disk that hangs leaves others something; none more
+    /// begins while one is stuck.
+    fn fits_export(&self, state: &State, account: &Account, bytes: u64) -> bool {
+        let ExportShare { held_bytes, stuck_bytes, .. } = &*account.export;
+        let (held, open) = (held_bytes.load(Ordering::Relaxed), self.open_bytes(state));
+        stuck_bytes.load(Ordering::Relaxed) == 0 && (held == 0 || held.saturating_add(bytes) <= open - open / 4)
     }
 
     /// Hands free memory to those who wait: first to the connections that hold least, of these to the one that came first.
     /// A request that doesn't fit yet lets none past it, but for one of an export that has its part.
     fn serve(&self, state: &mut State) {
         loop {
-            let candidates = state
-                .waiting
-                .iter()
-                .enumerate()
-                .filter(|(_, waiting)| !waiting.is_granted && self.fits_export(&waiting.account, waiting.bytes));
+            let candidates =
+                state.waiting.iter().enumerate().filter(|(_, waiting)| {
+                    !waiting.is_granted && self.fits_export(state, &waiting.account, waiting.bytes)
+                });
             let first = candidates
                 .min_by_key(|(_, waiting)| (waiting.account.held_bytes.load(Ordering::Relaxed), waiting.ticket));
             let Some((index, _)) = first else { return };
-            let waiting = &mut state.waiting[index];
-            if state.used_bytes.saturating_add(waiting.bytes) > self.limit_bytes {
+            if !self.fits_pool(state, state.waiting[index].bytes) {
                 return;
             }
+            let waiting = &mut state.waiting[index];
             waiting.is_granted = true;
             waiting.account.add(waiting.bytes);
             state.used_bytes += waiting.bytes;
@@ -370,7 +464,7 @@ mod tests {
     #[test]
     fn free_memory_goes_to_who_holds_least_and_then_to_who_came_first() {
         rt::block_on(async {
-            let pool = Pool::new(100, Duration::from_secs(3600));
+            let pool = Pool::new(100, 100, Duration::from_secs(3600));
             let (a, b, c) = (account(&pool), account(&pool), account(&pool));
             assert!(pool.try_take(&a, 25) && pool.try_take(&b, 10) && pool.try_take(&c, 65));
             let mut more_of_a = pin!(pool.take(&a, 20, NEVER));
@@ -393,7 +487,7 @@ mod tests {
     #[test]
     fn a_large_request_is_not_passed_by_small_ones_and_one_that_is_given_up_blocks_nobody() {
         rt::block_on(async {
-            let pool = Pool::new(100, Duration::from_secs(3600));
+            let pool = Pool::new(100, 100, Duration::from_secs(3600));
             let (a, b, c) = (account(&pool), account(&pool), account(&pool));
             assert!(pool.try_take(&a, 75));
             let mut large = Box::pin(pool.take(&b, 70, NEVER));

@@ -3,6 +3,7 @@
 
 use crate::Disk;
 use crate::config::Event;
+use crate::haggling::Slot;
 use crate::negotiation::negotiate;
 use crate::registry::Registry;
 use crate::session;
@@ -11,11 +12,9 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt::JoinHandle;
 use cowshed_storage::{Listener, Socket, rt};
-use futures_util::future::{Either, select};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Between two attempts to accept a client when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -28,30 +27,6 @@ pub(crate) enum Message<D: Disk> {
     Serve { socket: Socket, slot: Option<Slot<D>> },
     /// Accept nobody any more and end when the last client is gone.
     Stop,
-}
-
-/// A connection that counts against the limit.
-pub(crate) struct Slot<D: Disk>(Arc<Registry<D>>);
-
-impl<D: Disk> Slot<D> {
-    /// Waits for a free one and takes it. Silent connections in negotiation make room.
-    async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
-        let limit = registry.config.limits.max_connections;
-        let mut pause = Duration::ZERO;
-        loop {
-            let free = pin!(registry.connections.wait(|count| (*count < limit).then(|| *count += 1)));
-            match select(free, pin!(rt::sleep(pause))).await {
-                Either::Left(_) => return Slot(Arc::clone(registry)),
-                Either::Right(_) => pause = registry.hagglers.make_room(Instant::now()),
-            }
-        }
-    }
-}
-
-impl<D: Disk> Drop for Slot<D> {
-    fn drop(&mut self) {
-        self.0.connections.change(|count| *count -= 1);
-    }
 }
 
 /// The owner's end of a queue.
@@ -188,11 +163,11 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
     let stream = Arc::new(Stream::new(socket));
     let mut receiver = Receiver::default();
     let config = &registry.config;
-    // Only one that takes a place can lose it.
-    let haggling = slot.as_ref().map(|_| registry.hagglers.enter(stream.socket()));
+    // Only one that is counted can lose its seat or place.
+    let haggling = slot.as_ref().map(|slot| (slot, registry.hagglers.enter(stream.socket())));
     let mut negotiated = negotiate(&registry, &stream, &mut receiver, haggling.as_ref()).await;
-    if haggling.is_some_and(|haggling| haggling.was_cut()) {
-        let message = "the client was silent, and all connections were taken";
+    if haggling.is_some_and(|(_, haggling)| haggling.was_cut()) {
+        let message = "the client was silent, and others waited for room";
         negotiated = Err(Error::new(ErrorKind::Limit, message));
     }
     let (stay, terms) = match negotiated {

@@ -2,7 +2,7 @@
 //! The exports, and who uses them.
 
 use crate::config::{Event, ServerConfig};
-use crate::haggling::Hagglers;
+use crate::haggling::{Connections, Hagglers};
 use crate::pool::{ExportShare, Pool};
 use crate::signal::Watched;
 use crate::{Disk, Export, ExportInfo, Removal};
@@ -24,7 +24,7 @@ pub(crate) struct Registry<D> {
     pub config: ServerConfig,
     exports: Watched<Exports<D>>,
     /// Connections that have been accepted and aren't closed.
-    pub connections: Watched<usize>,
+    pub connections: Watched<Connections>,
     /// Those of them that negotiate.
     pub hagglers: Hagglers,
     /// Clients are left where the system keeps them.
@@ -80,11 +80,12 @@ impl Client {
 impl<D: Disk> Registry<D> {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let exports = Exports { by_name: BTreeMap::new(), stopping: false };
-        let pool = Pool::new(config.limits.memory_bytes, config.limits.stall_limit);
+        let limits = &config.limits;
+        let pool = Pool::new(limits.memory_bytes, limits.max_payload_bytes.into(), limits.stall_limit);
         Registry {
             config,
             exports: Watched::new(exports),
-            connections: Watched::new(0),
+            connections: Watched::default(),
             hagglers: Hagglers::default(),
             held: Watched::new(false),
             pool,
@@ -104,10 +105,8 @@ impl<D: Disk> Registry<D> {
             if export.is_default && exports.by_name.values().any(|other| other.export.is_default) {
                 return Err(Error::invalid_argument("there is a default export already"));
             }
-            let name = export.name.clone();
-            exports
-                .by_name
-                .insert(name, Arc::new(Served { export, memory: Arc::default(), clients: Watched::default() }));
+            let (name, memory) = (export.name.clone(), ExportShare::new(&export.name));
+            exports.by_name.insert(name, Arc::new(Served { export, memory, clients: Watched::default() }));
             Ok(())
         })
     }

@@ -2,6 +2,7 @@
 //! The server as its owner sees it.
 
 use crate::config::ServerConfig;
+use crate::haggling::Connections;
 use crate::pool::PoolStats;
 use crate::queue::{self, Message, Queue};
 use crate::registry::Registry;
@@ -96,7 +97,7 @@ impl<D: Disk> Server<D> {
 
     /// Connections at the moment, those in negotiation included.
     pub fn connections(&self) -> usize {
-        self.registry.connections.look(|count| *count)
+        self.registry.connections.look(Connections::all)
     }
 
     /// The memory that the requests of all connections share.
@@ -106,7 +107,7 @@ impl<D: Disk> Server<D> {
 
     /// Waits until there is no connection.
     pub async fn wait_until_idle(&self) {
-        self.registry.connections.wait(|count| (*count == 0).then_some(())).await;
+        self.registry.connections.wait(|all| (all.all() == 0).then_some(())).await;
     }
 
     /// Stops listening, answers what is in flight (for at most `grace`), disconnects everybody, flushes every disk that could

@@ -217,26 +217,111 @@ fn connections_are_limited_and_the_rest_waits() {
     served.stop();
 }
 
+/// Their time is far from up.
+fn serve_patiently(max_connections: usize) -> Served {
+    serve(Limits { max_connections, handshake_timeout: Duration::from_secs(3600), ..Limits::default() })
+}
+
+fn refusals(served: &Served) -> Vec<Event> {
+    let events = served.events.lock().unwrap();
+    events.iter().filter(|event| is_refusal(event, "")).cloned().collect()
+}
+
+/// Waits until there are so many connections.
+fn await_connections(served: &Served, wanted: usize) {
+    for _ in 0..6000 {
+        if served.server.connections() == wanted {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{} connections after a minute, not {wanted}", served.server.connections());
+}
+
+#[test]
+fn silent_connections_keep_no_place_from_others() {
+    let served = serve_patiently(2);
+    let silent: Vec<Wire> = (0..40).map(|_| Wire::connect(&served.socket)).collect();
+    let mut clients = [(); 2].map(|()| Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0);
+    for wire in &mut clients {
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 512).errno, 0);
+    }
+    assert_eq!(served.server.connections(), 42);
+    assert_eq!(refusals(&served), [], "nobody had to go");
+    drop((silent, clients));
+    rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+#[test]
+fn more_silent_connections_than_are_accepted_hold_a_client_up_for_seconds_at_most() {
+    let served = serve_patiently(2);
+    let silent: Vec<_> =
+        (0..100).map(|_| std::os::unix::net::UnixStream::connect(&served.socket).expect("a connection")).collect();
+    let begun = std::time::Instant::now();
+    expect_service(&served);
+    // One by one, in two places, they would take 50 s.
+    assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
+    drop(silent);
+    served.stop();
+}
+
+#[test]
+fn silent_connections_in_all_seats_make_room() {
+    let served = serve_patiently(2);
+    let mut silent: Vec<Wire> = (0..64).map(|_| Wire::connect(&served.socket)).collect();
+    let mut next = Wire::connect(&served.socket);
+    assert_eq!(next.outcome(code::LIST, &[]), rep::ACK);
+    // Only one had to go, the first.
+    let refused = refusals(&served);
+    assert!(refused.len() == 1 && is_refusal(&refused[0], "silent"), "{refused:?}");
+    silent[0].expect_end();
+    assert_eq!(silent[63].outcome(code::LIST, &[]), rep::ACK);
+    assert_eq!(served.server.connections(), 64);
+    drop((silent, next));
+    rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
 #[test]
 fn silent_connections_in_all_places_make_room() {
-    // Their time is far from up.
-    let limits = Limits { max_connections: 4, handshake_timeout: Duration::from_secs(30), ..Limits::default() };
-    let served = serve(limits);
+    let served = serve_patiently(4);
     let (mut busy, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
     let mut silent: Vec<Wire> = (0..3).map(|_| Wire::connect(&served.socket)).collect();
-    assert_eq!(served.server.connections(), 4, "all have been greeted");
+    for wire in &mut silent {
+        assert_eq!(wire.outcome(code::LIST, &[]), rep::ACK, "each has a place");
+    }
     let (mut fifth, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
     assert_eq!(fifth.ask(Command::Read, NONE, 0, 512).errno, 0);
     // Only one had to go, the first, and a client that has an export keeps its place.
-    let events = served.events.lock().unwrap().clone();
-    let refused: Vec<&Event> = events.iter().filter(|event| is_refusal(event, "")).collect();
-    assert!(refused.len() == 1 && is_refusal(refused[0], "silent"), "{refused:?}");
+    let refused = refusals(&served);
+    assert!(refused.len() == 1 && is_refusal(&refused[0], "silent"), "{refused:?}");
     silent[0].expect_end();
     assert_eq!(busy.ask(Command::Read, NONE, 0, 512).errno, 0);
     assert_eq!(silent[2].outcome(code::LIST, &[]), rep::ACK);
     assert_eq!(served.server.connections(), 4);
     drop((busy, silent, fifth));
     rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+#[test]
+fn a_client_that_waits_for_a_place_loses_no_time_and_gives_its_seat_back_when_it_goes() {
+    let timeout = Duration::from_millis(300);
+    let served = serve(Limits { max_connections: 1, handshake_timeout: timeout, ..Limits::default() });
+    let (mut busy, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
+    let mut gone = Wire::connect(&served.socket);
+    gone.send(&option::encode(code::LIST, &[]));
+    let mut waiting = Wire::connect(&served.socket);
+    waiting.send(&option::encode(code::LIST, &[]));
+    await_connections(&served, 3);
+    drop(gone);
+    await_connections(&served, 2);
+    std::thread::sleep(2 * timeout);
+    assert_eq!(busy.ask(Command::Read, NONE, 0, 512).errno, 0);
+    drop(busy);
+    assert_eq!(waiting.option_replies(code::LIST).last().expect("an answer").0, rep::ACK);
+    drop(waiting);
     served.stop();
 }
 

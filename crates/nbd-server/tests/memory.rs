@@ -28,7 +28,7 @@ struct Setup {
     _dir: tempfile::TempDir,
 }
 
-/// A server with the exports "a" and "b".
+/// A server with the exports "a" and "b", and "c", whose disk never waits below its middle.
 fn serve(memory_bytes: u64, stall_limit: Duration, queues: usize) -> Setup {
     let max_payload_bytes = (memory_bytes as u32).min(32 << 20);
     let limits = Limits { memory_bytes, stall_limit, max_payload_bytes, ..Limits::default() };
@@ -38,7 +38,7 @@ fn serve(memory_bytes: u64, stall_limit: Duration, queues: usize) -> Setup {
     let server = Server::new(ServerConfig { limits, queues, events: Some(handler), ..ServerConfig::default() });
     let server = Arc::new(server.expect("server"));
     let (disk, other_disk) = (HeldDisk::default(), HeldDisk::default());
-    for (name, disk) in [("a", &disk), ("b", &other_disk)] {
+    for (name, disk) in [("a", &disk), ("b", &other_disk), ("c", &HeldDisk::default())] {
         server.add_export(Export { writable: true, ..Export::new(name, disk.clone()) }).expect("export");
     }
     let dir = cowshed_testkit::qemu::temp_dir();
@@ -152,6 +152,34 @@ fn a_disk_that_hangs_leaves_memory_for_the_clients_of_others() {
         (0..2).for_each(|_| take_read(wire, 2 * MIB));
     }
     drop((hogs, other));
+    setup.stop();
+}
+
+#[test]
+fn disks_that_hang_for_too_long_leave_memory_to_others_however_many_they_are() {
+    let setup = serve(8 * MIB, Duration::from_millis(200), 1);
+    let mut hogs: Vec<Wire> = ["a", "a", "a", "b", "b"].map(|export| setup.enter(export)).into();
+    for wire in &mut hogs {
+        wire.request(Command::Read, NONE, HELD_FROM, 2 * MIB, &[]);
+    }
+    setup.await_that("all is taken", || setup.server.memory().used_bytes == 8 * MIB);
+    setup.await_that("the last one waits", || setup.server.memory().waiting == 1);
+    let mut other = setup.enter("c");
+    for _ in 0..10 {
+        assert_eq!(other.ask(Command::Read, NONE, 0, 2 * MIB).errno, 0);
+        assert_eq!(other.write(NONE, 0, &vec![0; 8 * MIB as usize]).errno, 0, "also the longest one");
+    }
+    // The exports whose disks hang have what they have, and get no more.
+    assert_eq!(setup.server.memory().stuck_bytes, 8 * MIB);
+    setup.await_that("the long write is given back", || setup.server.memory().used_bytes == 8 * MIB);
+    assert_eq!(setup.server.memory().waiting, 1);
+    setup.other_disk.open();
+    (3..5).for_each(|hog| take_read(&mut hogs[hog], 2 * MIB));
+    setup.disk.open();
+    (0..3).for_each(|hog| take_read(&mut hogs[hog], 2 * MIB));
+    drop((hogs, other));
+    assert_eq!(setup.server.memory().stuck_bytes, 0);
+    assert_eq!(setup.server.memory().cut, 0, "no client is to blame");
     setup.stop();
 }
 

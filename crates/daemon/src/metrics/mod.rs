@@ -160,6 +160,7 @@ fn request_memory(daemon: &Daemon, page: &mut String) {
     for (name, help, value) in [
         ("cowshed_request_memory_limit_bytes", "Memory that the requests of all clients share.", memory.limit_bytes),
         ("cowshed_request_memory_used_bytes", "What of it requests hold.", memory.used_bytes),
+        ("cowshed_request_memory_stuck_bytes", "What of that disks have not given back in time.", memory.stuck_bytes),
         ("cowshed_request_memory_waiting", "Requests that wait for it.", memory.waiting as u64),
     ] {
         Family::new(page, name, "gauge", help).line("", &[], value);
