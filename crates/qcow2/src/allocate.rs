@@ -7,6 +7,7 @@
 use crate::damage::Purpose;
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::reclaim::Freed;
+use crate::room::Edit;
 use crate::slice::Slice;
 use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
@@ -182,7 +183,7 @@ impl Engine {
             Some(locked) => end = locked,
             None => {}
         }
-        self.own_table(state, self.geometry.l1_index(guest) as usize)?;
+        self.own_table(state, self.geometry.l1_index(guest) as usize, Edit::Fill)?;
         Ok(first..end)
     }
 

@@ -6,6 +6,7 @@
 //! can count.
 
 use crate::engine::{Engine, Planned, Stall, State};
+use crate::room::Edit;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{CompressedDescriptor, L2Entry};
 use std::collections::BTreeMap;
@@ -98,18 +99,17 @@ impl Engine {
             if state.inflight.first_in(cluster..cluster + 1).is_some() {
                 return if index > 0 { Ok(index) } else { Err(Stall::Wait) };
             }
-            let ready = match self.own_table(state, self.geometry.l1_index(*guest) as usize) {
+            let ready = match self.own_table(state, self.geometry.l1_index(*guest) as usize, Edit::Fill) {
                 Ok(()) => self.may_replace(state, cluster),
                 Err(stall) => Err(stall),
             };
             match ready {
                 Ok(()) => self.set_batch_busy(state, &batch[index..=index], true),
                 Err(stall) if index == 0 => return Err(stall),
-                Err(Stall::Load(load)) => {
-                    state.loading.remove(&load.table);
+                Err(stall) => {
+                    self.withdraw(state, &stall);
                     return Ok(index);
                 }
-                Err(_) => return Ok(index),
             }
         }
         Ok(batch.len())
@@ -129,6 +129,7 @@ impl Engine {
             state.pack_next = None;
             return Ok(None);
         }
+        self.require_count_room(state, cluster)?;
         let mut end = (cluster + 1) * size;
         if next.0 + total > end {
             let want = (next.0 + total - end).div_ceil(size);

@@ -25,6 +25,9 @@ pub struct Config {
     pub file_len: u64,
     /// The container can't grow: a block device, or an export of fixed size.
     pub fixed_length: bool,
+    /// Space for metadata is reserved before a request needs it: [`crate::Stall::Reserve`]. Not so where the container has its
+    /// space anyway (a block device).
+    pub reserves: bool,
     /// Length of the external data file in bytes.
     pub data_file_len: u64,
     /// What lies past the end of the file reads as zeroes once the file grows (not so on block devices).

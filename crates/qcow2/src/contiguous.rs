@@ -4,6 +4,7 @@
 use crate::engine::{Engine, Planned, Stall, State};
 use cowshed_block::{Error, ErrorKind};
 use cowshed_layout::qcow2::refcount;
+use std::ops::Range;
 
 /// Refcount blocks in memory beyond those that count a run.
 const SPARE_BLOCKS: u64 = 4;
@@ -63,6 +64,7 @@ impl Engine {
         if let Some(cluster) = (start..end).find(|cluster| self.metadata.contains(*cluster)) {
             return Err(self.overlap(state, cluster));
         }
+        self.require_room_of_run(state, start..end, &missing)?;
         // Blocks that were there first: raising makes them dirty, so that the new ones don't push them out.
         let is_missing = |cluster: &u64| missing.contains(&(cluster >> block_bits));
         for cluster in (start..end).filter(|cluster| !is_missing(cluster)) {
@@ -80,6 +82,23 @@ impl Engine {
         state.refcounts.runs.none_before(want, end);
         state.refcounts.high_water = state.refcounts.high_water.max(end << self.geometry.cluster_bits());
         Ok(start + missing.len() as u64)
+    }
+
+    /// Room for the counts of a run that begins with new blocks of the indices `missing`.
+    fn require_room_of_run(&self, state: &mut State, run: Range<u64>, missing: &[u64]) -> Planned<()> {
+        let block_bits = self.geometry.refcount_block_bits();
+        for index in run.start >> block_bits..=(run.end - 1) >> block_bits {
+            if !missing.contains(&index) {
+                self.require_count_room(state, index << block_bits)?;
+            }
+        }
+        for (number, index) in missing.iter().enumerate() {
+            let cluster = run.start + number as u64;
+            // Where a block counts the cluster, another request may get it first.
+            let is_held = missing.contains(&(cluster >> block_bits));
+            self.require_block_room(state, *index, cluster, is_held)?;
+        }
+        Ok(())
     }
 
     /// Looks whether the clusters from `start` on are free.

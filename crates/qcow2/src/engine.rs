@@ -10,6 +10,7 @@ use crate::overlap::{MetadataMap, Structure};
 use crate::pins::{Pin, Pins};
 use crate::reclaim::Freed;
 use crate::refcounts::Refcounts;
+use crate::room::{Reserve, Room};
 use crate::tables::Tables;
 use crate::tuning::Tuning;
 use cowshed_block::{Error, GuestOffset, HostOffset};
@@ -59,6 +60,8 @@ pub struct Load {
 pub enum Stall {
     /// Read this first.
     Load(Load),
+    /// Reserve this first.
+    Reserve(Reserve),
     /// Somebody else is at it: plan again after any change of the engine.
     Wait,
     /// Plan again at once: the mapping isn't what the caller took it to be.
@@ -117,6 +120,7 @@ pub(crate) struct State {
     pub(crate) tables: Tables,
     pub(crate) refcounts: Refcounts,
     pub(crate) inflight: Inflight,
+    pub(crate) room: Room,
     pub(crate) freed: VecDeque<Freed>,
     /// How many of them the open epoch has added.
     pub(crate) freed_in_cycle: u64,
@@ -173,6 +177,7 @@ impl Engine {
             tables: Tables::new(&config, l1.len()),
             refcounts: Refcounts::new(&config),
             inflight: Inflight::default(),
+            room: Room::default(),
             freed: VecDeque::new(),
             freed_in_cycle: 0,
             reclaiming: BTreeMap::new(),
@@ -290,6 +295,15 @@ impl Engine {
     /// Asks for a table, or for patience when somebody else does already.
     pub(crate) fn stall_for(state: &mut State, load: Load) -> Stall {
         if state.loading.insert(load.table) { Stall::Load(load) } else { Stall::Wait }
+    }
+
+    /// A plan goes on without what it would have to wait for: somebody else may ask for it.
+    pub(crate) fn withdraw(&self, state: &mut State, stall: &Stall) {
+        match stall {
+            Stall::Load(load) => drop(state.loading.remove(&load.table)),
+            Stall::Reserve(reserve) => state.room.withdraw(reserve, self.geometry.cluster_bits()),
+            _ => {}
+        }
     }
 
     /// Counters.

@@ -76,12 +76,11 @@ impl Engine {
             let count = match self.refcount(&mut state, cluster) {
                 Ok(count) => count,
                 Err(stall) if reclaim.is_empty() => return Err(stall),
-                Err(crate::Stall::Load(load)) => {
+                Err(stall) => {
                     // The next call asks again, with this part done.
-                    state.loading.remove(&load.table);
+                    self.withdraw(&mut state, &stall);
                     break;
                 }
-                Err(_) => break,
             };
             reclaim.counts.push((cluster, by));
             // Somebody else may be about to lower the same count: who takes the last reference sees to the hole, and
@@ -162,5 +161,6 @@ impl Engine {
     pub fn truncated(&self, len: u64) {
         let mut state = self.own();
         state.refcounts.high_water = state.refcounts.high_water.min(len);
+        state.room.cut(len >> self.geometry.cluster_bits());
     }
 }

@@ -283,6 +283,7 @@ impl Engine {
             if left == 0 {
                 state.refcounts.hint = state.refcounts.hint.min(cluster.max(1));
                 state.refcounts.runs.freed(cluster);
+                state.room.freed(cluster);
             }
         }
         Ok(())
@@ -347,6 +348,7 @@ impl Engine {
         if let Some(cluster) = (found.start..end).find(|cluster| self.metadata.contains(*cluster)) {
             return Err(self.overlap(state, cluster));
         }
+        self.require_count_room(state, found.start)?;
         for cluster in found.start..end {
             state.refcounts.set(self.geometry, cluster, 1);
         }
@@ -370,6 +372,8 @@ impl Engine {
         if self.metadata.contains(cluster) {
             return Err(self.overlap(state, cluster));
         }
+        // Nothing counts the clusters of this region: nobody gets one of them.
+        self.require_block_room(state, index, cluster, true)?;
         self.put_refcount_block(state, index, cluster);
         state.refcounts.set(self.geometry, cluster, 1);
         state.refcounts.hint = cluster + 1;

@@ -3,6 +3,7 @@
 
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;
+use crate::room::Edit;
 use crate::writeback::MetaWrite;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
@@ -108,7 +109,7 @@ impl Engine {
             *cursor = next_table;
             return Ok(false);
         }
-        self.own_table(state, l1_index)?;
+        self.own_table(state, l1_index, Edit::Empty)?;
         let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
         let step = self.geometry.l2_entry_size() as usize / 8;
         let mut lost = Vec::new();

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::engine::{Engine, State};
 use crate::overlap::Structure;
 use crate::refcounts::Refcounts;
+use crate::room::Room;
 use crate::tables::Tables;
 use crate::writeback::holds_changes;
 use cowshed_block::{Error, Result};
@@ -51,6 +52,7 @@ impl Engine {
         };
         self.restart_tables(state, &config, l1);
         state.refcounts = Refcounts::new(&config);
+        state.room = Room::default();
         state.other_metadata = facts.other_metadata;
         state.pack_next = None;
         self.metadata.clear();
@@ -77,7 +79,8 @@ impl Engine {
     }
 
     fn check_at_rest(&self, state: &State) -> Result<()> {
-        let is_busy = state.cycle_runs || !state.inflight.is_empty() || !state.loading.is_empty();
+        let is_busy =
+            state.cycle_runs || !state.inflight.is_empty() || !state.loading.is_empty() || !state.room.is_at_rest();
         match is_busy || !state.freed.is_empty() || holds_changes(state) {
             true => Err(Error::internal("the mapping of the image is not at rest")),
             false => Ok(()),

@@ -6,6 +6,7 @@ use crate::config::Config;
 use crate::damage::hex;
 use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
+use crate::room::Edit;
 use crate::slice::Slice;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
@@ -333,7 +334,7 @@ impl Engine {
     }
 
     /// Makes sure that there is an L2 table for `l1_index` which only we refer to, so that its entries may be edited.
-    pub(crate) fn own_table(&self, state: &mut State, l1_index: usize) -> Planned<()> {
+    pub(crate) fn own_table(&self, state: &mut State, l1_index: usize, edit: Edit) -> Planned<()> {
         let old = L1Entry(self.directory.l1(l1_index));
         let table = self.l2_table(state, l1_index)?;
         if let Some(host) = table
@@ -342,7 +343,10 @@ impl Engine {
             return Err(self.overlap(state, self.geometry.host_cluster(host)));
         }
         if table.is_some() && old.is_copied() {
-            return Ok(());
+            return match edit {
+                Edit::Fill => self.require_room(state, self.geometry.host_cluster(old.offset())),
+                Edit::Empty => Ok(()),
+            };
         }
         if table.is_some() {
             // Shared with a snapshot: copy it whole.
@@ -351,13 +355,13 @@ impl Engine {
                 self.slice(state, l1_index, slice)?;
             }
         }
-        let run = self.allocate(state, 1, None)?;
+        let cluster = self.place_for_table(state, l1_index)?;
         state.tables.moving.remove(&l1_index);
-        let host = HostOffset(run.cluster << self.geometry.cluster_bits());
+        let host = HostOffset(cluster << self.geometry.cluster_bits());
         self.directory.set_l1(l1_index, L1Entry::new(host, true).0);
         state.tables.l1_edited(l1_index, old.0);
         state.tables.fresh.insert(l1_index, host.0);
-        self.mark(Structure::ActiveL2, run.cluster..run.cluster + 1);
+        self.mark(Structure::ActiveL2, cluster..cluster + 1);
         if let Some(shared) = table {
             let shared_cluster = self.geometry.host_cluster(shared);
             // It stays the snapshot's.

@@ -35,6 +35,18 @@ pub struct Cycle {
     fresh: BTreeMap<usize, u64>,
 }
 
+/// How a cycle ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CycleEnd {
+    /// Everything in it is durable.
+    Durable,
+    /// A write or a barrier failed.
+    Failed {
+        /// Stages that were begun: writes of the last one may have reached the disk or not.
+        stages: usize,
+    },
+}
+
 impl Cycle {
     /// True when no metadata has to be written.
     pub fn is_empty(&self) -> bool {
@@ -48,7 +60,7 @@ impl Engine {
     /// To carry it out: issue all writes of stage 1 (with the header's dirty bit if asked), wait for them; barrier of
     /// the data file, then of the image file; the same for stages 2 and 3, each barrier only if something was written
     /// since the last one, but one at least. Then [`Engine::end_cycle`] with the outcome. After a failed write or
-    /// barrier no later stage is written.
+    /// barrier no later stage is written; after a failed write a later cycle may be tried.
     ///
     /// `with_refcounts` writes refcounts also under lazy refcounts (on close, or before the table moves).
     pub fn begin_cycle(&self, with_refcounts: bool) -> Cycle {
@@ -164,11 +176,12 @@ impl Engine {
         writes
     }
 
-    /// Ends a cycle: with `success` everything in it is durable, else it is all dirty again.
-    pub fn end_cycle(&self, cycle: Cycle, success: bool) {
+    /// Ends a cycle. What isn't durable is dirty again.
+    pub fn end_cycle(&self, cycle: Cycle, end: CycleEnd) {
         let mut state = self.own();
         let state = &mut *state;
         state.cycle_runs = false;
+        let success = end == CycleEnd::Durable;
         if success {
             state.durable_cycle = cycle.number;
         } else {
@@ -182,7 +195,9 @@ impl Engine {
                 }
             }
         }
-        if success {
+        // After a failed write of pointers the disk may name any of the tables. Their contents are there, as they were in this
+        // cycle; so they are tables in place, whose changes go out with the pointers.
+        if success || end == (CycleEnd::Failed { stages: 3 }) {
             // A table that was dropped and made anew meanwhile has another place.
             state.tables.fresh.retain(|index, host| cycle.fresh.get(index) != Some(host));
         }

@@ -3,6 +3,7 @@
 
 use crate::damage::Purpose;
 use crate::engine::{Engine, Planned, Stall, State};
+use crate::room::Edit;
 use cowshed_block::{Error, GuestOffset};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
 use std::ops::Range;
@@ -50,7 +51,8 @@ impl Engine {
             let table_end = (l1_index as u64 + 1) << self.geometry.l2_coverage_bits();
             return Ok(table_end.min(range.end) - guest.0);
         }
-        self.own_table(&mut state, l1_index)?;
+        let edit = if mode == ZeroMode::Discard { Edit::Empty } else { Edit::Fill };
+        self.own_table(&mut state, l1_index, edit)?;
         let table_end = ((first >> self.geometry.l2_bits()) + 1) << self.geometry.l2_bits();
         end = end.min(table_end);
         let mut lost = Vec::new();
@@ -62,11 +64,10 @@ impl Engine {
                     self.retire(&mut state, lost);
                     return Err(stall);
                 }
-                Err(Stall::Load(load)) => {
-                    state.loading.remove(&load.table);
+                Err(stall) => {
+                    self.withdraw(&mut state, &stall);
                     break;
                 }
-                Err(_) => break,
             }
         }
         self.retire(&mut state, lost);

@@ -5,7 +5,7 @@
 use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
 use cowshed_qcow2::{
-    Budget, Config, Cycle, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode,
+    Budget, Config, Cycle, CycleEnd, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -67,6 +67,7 @@ impl Disk {
             refcount_table_clusters: 1,
             file_len: bytes.len() as u64,
             fixed_length: false,
+            reserves: true,
             data_file_len: 0,
             new_space_is_zero: true,
             sector_bytes: 512,
@@ -114,6 +115,7 @@ impl Disk {
             match attempt(&self.engine) {
                 Ok(plan) => return plan,
                 Err(Stall::Load(load)) => self.load(&load),
+                Err(Stall::Reserve(reserve)) => self.engine.reserved(&reserve),
                 Err(Stall::Retry) => {}
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                 Err(Stall::Wait) => panic!("a single request waits for nobody"),
@@ -141,7 +143,7 @@ impl Disk {
         for write in cycle.stages.iter().flatten() {
             self.write_host(write.host.0, &write.bytes);
         }
-        self.engine.end_cycle(cycle, true);
+        self.engine.end_cycle(cycle, CycleEnd::Durable);
     }
 
     fn flush(&mut self) {
@@ -254,6 +256,7 @@ impl Disk {
                         break;
                     }
                     Err(Stall::Load(load)) => self.load(&load),
+                    Err(Stall::Reserve(reserve)) => self.engine.reserved(&reserve),
                     Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                     Err(Stall::Error(_)) => return false,
                     Err(stall) => panic!("{stall:?}"),

@@ -232,6 +232,17 @@ impl File {
         }
     }
 
+    /// True when no write takes space that may be missing: a block device, a file that forgets what is written.
+    pub fn has_its_space(&self) -> bool {
+        match &self.0.medium {
+            Medium::Host(host) => host.is_device(),
+            Medium::Faulty(faulty) => faulty.base().has_its_space(),
+            Medium::Sim(sim) => sim.is_fixed(),
+            Medium::Null(_) => true,
+            Medium::Remote(_) => false,
+        }
+    }
+
     /// True when what lies past the end reads as zeroes once the file has grown over it (an encrypted volume has noise there).
     pub fn grows_by_zeroes(&self) -> bool {
         !matches!(&self.0.medium, Medium::Remote(file) if !file.remote.grows_by_zeroes())

@@ -58,10 +58,11 @@ fn a_shrink_never_shows_the_backing_file() {
 /// After a cycle had failed between its pointers, tables that a pointer might name already were written again as if
 /// they were new, beside the counts that they needed.
 #[test]
-fn a_failed_pointer_write_ends_all_writing() {
+fn after_a_failed_pointer_write_new_tables_count_as_linked() {
     let requests = "1 write 0x200 0x400 4; 2 write 0x1ba00 0x400 5; 0 write 0x17000 0x600 7; 1 write 0x1800 0x200 8; \
                     2 write 0x2c00 0x200 9; 1 write 0x16c00 0x400 14; 1 flush; 1 write 0x1200 0x200 25; \
-                    3 write 0x16e00 0x200 27; 3 flush";
+                    3 write 0x16e00 0x200 27; 3 flush; \
+                    0 write 0x1a00 0x400 28; 1 write 0x9000 0x200 29; 2 flush; 2 write 0x2e00 0x200 30; 0 flush";
     for skip in 5..24 {
         let fault = Fault::new(Effect::Torn(Errno::EIO)).kind(OpKind::Write).skip(skip);
         survives(vec![layer(512, 1, 128 << 10, Vec::new())], &Config::new(0), &[fault], requests);

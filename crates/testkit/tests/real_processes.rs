@@ -2,9 +2,10 @@
 //! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of what
 //! they had been told is held against what QEMU finds.
 
-use cowshed_image::{OpenRequest, open};
-use cowshed_storage::rt;
+use cowshed_block::ErrorKind;
+use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::sim::PageMap;
+use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::journal::Follower;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -183,10 +184,13 @@ fn a_file_that_may_not_grow_leaves_a_sound_image() {
     });
 }
 
-/// A file system of 8 MiB in a file, mounted; unmounted when it is dropped.
+/// A file system of 8 MiB, mounted; unmounted when it is dropped.
 struct SmallDisk {
     folder: tempfile::TempDir,
 }
+
+/// Writes of 4 KiB in such a distance, until they are refused and beyond: most of them need a table of their own.
+const STEP: u64 = 4 << 20;
 
 fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
@@ -195,13 +199,20 @@ fn run(program: &str, arguments: &[&str]) {
 
 impl SmallDisk {
     fn new() -> Self {
-        let folder = temp_dir();
-        let disk = SmallDisk { folder };
+        let disk = SmallDisk { folder: temp_dir() };
         let file = std::fs::File::create(disk.file()).expect("a file for the file system");
         file.set_len(8 << 20).expect("8 MiB");
         std::fs::create_dir(disk.path()).expect("a folder to mount on");
         run("mkfs.ext4", &["-q", &disk.file()]);
         disk.mount();
+        disk
+    }
+
+    /// In memory.
+    fn tmpfs() -> Self {
+        let disk = SmallDisk { folder: temp_dir() };
+        std::fs::create_dir(disk.path()).expect("a folder to mount on");
+        run("mount", &["-t", "tmpfs", "-o", "size=8m", "tmpfs", &disk.path()]);
         disk
     }
 
@@ -260,5 +271,57 @@ fn a_full_file_system_leaves_a_sound_image() {
         let copy = small.folder.path().join("end.qcow2");
         std::fs::copy(&image, &copy).expect("a copy");
         judge(&copy, &load.follower);
+    }
+}
+
+/// A guest's writes; those that were acknowledged. The flush behind them, and the close, succeed.
+fn write_until_full(image: &str, size: u64) -> (Vec<u64>, Vec<u64>) {
+    let write = async |node: &Node, at: u64| node.write(at, IoBuf::copy_from(&[7; 4096])).await.0;
+    rt::block_on(async {
+        let node = open(OpenRequest::file(image).format("qcow2").writable(true)).await.expect("the image opens");
+        let (mut acknowledged, mut refused) = (Vec::new(), Vec::new());
+        for at in (0..size).step_by(STEP as usize) {
+            match write(&node, at).await {
+                Ok(()) => acknowledged.push(at),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+                    refused.push(at);
+                }
+            }
+        }
+        node.flush().await.expect("a flush on a full disk");
+        node.close().await.expect("a close on a full disk");
+        (acknowledged, refused)
+    })
+}
+
+#[test]
+#[ignore = "mounts a file system: root only; scripts/test runs it where it can"]
+fn a_full_file_system_keeps_what_it_acknowledged() {
+    const SIZE: u64 = 512 << 20;
+    for (kind, options) in [("ext4", "cluster_size=4k"), ("tmpfs", "cluster_size=4k"), ("tmpfs", "cluster_size=16k")] {
+        for qemu in Qemu::all() {
+            let small = if kind == "ext4" { SmallDisk::new() } else { SmallDisk::tmpfs() };
+            let image = Path::new(&small.path()).join("image.qcow2");
+            qemu.create(&image, "qcow2", options, SIZE);
+            small.fill(600 << 10);
+            let (acknowledged, refused) = write_until_full(image.to_str().expect("text path"), SIZE);
+            assert!(!acknowledged.is_empty() && !refused.is_empty(), "{acknowledged:x?}, {refused:x?}");
+            if kind == "ext4" {
+                // What counts is what is on the disk, not what is in the page cache.
+                small.unmount();
+                small.mount();
+            }
+            let copy = small.folder.path().join("end.qcow2");
+            std::fs::copy(&image, &copy).expect("a copy");
+            qemu.expect_clean(&copy);
+            let mut commands: Vec<String> = acknowledged.iter().map(|at| format!("read -P 7 {at} 4k")).collect();
+            commands.extend(refused.iter().map(|at| format!("read -P 0 {at} 4k")));
+            let said = qemu.io_commands(&copy, "qcow2", &commands).expect_ok().stdout;
+            assert!(
+                !said.contains("verification failed") && !said.contains("read failed"),
+                "{kind}, {options}: {said}"
+            );
+        }
     }
 }

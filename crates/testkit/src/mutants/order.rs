@@ -247,12 +247,42 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "failed_pointer_write_forgotten",
-        about: "after a failed write of pointers the next cycle goes on",
-        test: ("crash_findings", "a_failed_pointer_write_ends_all_writing"),
+        about: "after a failed write of pointers new tables are written as if no pointer could name them",
+        test: ("crash_findings", "after_a_failed_pointer_write_new_tables_count_as_linked"),
+        edits: &[(
+            "crates/qcow2/src/writeback.rs",
+            "if success || end == (CycleEnd::Failed { stages: 3 }) {",
+            "if success || (end == (CycleEnd::Failed { stages: 3 }) && !SLIP) {",
+        )],
+    },
+    Mutant {
+        name: "data_without_barrier_after_a_failed_write",
+        about: "a flush whose write of metadata fails leaves data in place without a barrier",
+        test: ("full_guest", "a_flush_that_found_no_space_succeeds_once_there_is_some"),
         edits: &[(
             "crates/image/src/formats/qcow2/flush.rs",
-            "if written.is_err() && index > 0 {",
-            "if written.is_err() && index > 0 && !SLIP {",
+            "                let _ = self.barrier().await;\n",
+            "                let _ = if SLIP { Ok(()) } else { self.barrier().await };\n",
+        )],
+    },
+    Mutant {
+        name: "metadata_without_room",
+        about: "no space is reserved for metadata before a request is acknowledged",
+        test: ("full_guest", "what_a_full_disk_acknowledges_it_keeps"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/open.rs",
+            "reserves: context.writable && !context.file.has_its_space(),",
+            "reserves: context.writable && !context.file.has_its_space() && !SLIP,",
+        )],
+    },
+    Mutant {
+        name: "counts_without_room",
+        about: "no space is reserved for refcount blocks that are there",
+        test: ("full_guest", "requests_of_all_kinds_keep_their_word_on_a_full_disk"),
+        edits: &[(
+            "crates/qcow2/src/room.rs",
+            "Some(block) => self.require_room",
+            "Some(_) if SLIP => Ok(()),\n            Some(block) => self.require_room",
         )],
     },
     Mutant {

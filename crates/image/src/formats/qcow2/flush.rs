@@ -4,7 +4,7 @@
 use super::Qcow2Driver;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
-use cowshed_qcow2::{Cycle, MetaWrite, RefcountGrowth, Stall};
+use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
 use futures_util::stream::{self, StreamExt};
@@ -26,7 +26,7 @@ impl Drop for Running<'_> {
         if let Some(cycle) = self.cycle.take().filter(|_| !std::thread::panicking()) {
             // Its writes may still be on their way: nothing may be written to the same places any more.
             self.driver.abandoned.store(true, Ordering::Relaxed);
-            self.driver.engine.end_cycle(cycle, false);
+            self.driver.engine.end_cycle(cycle, CycleEnd::Failed { stages: 3 });
             self.driver.events.notify();
         }
     }
@@ -63,15 +63,20 @@ impl Qcow2Driver {
             self.engine.want_dirty_bit();
         }
         let mut running = Running { driver: self, cycle: Some(self.engine.begin_cycle(with_refcounts)) };
+        let mut stages = 0;
         let result = match &running.cycle {
-            Some(cycle) => self.run_cycle(cycle).await,
+            Some(cycle) => self.run_cycle(cycle, &mut stages).await,
             None => Ok(()),
         };
         if let Some(cycle) = running.cycle.take() {
             if !cycle.is_empty() {
                 self.wrote_metadata.store(true, Ordering::Relaxed);
             }
-            self.engine.end_cycle(cycle, result.is_ok());
+            let outcome = match result {
+                Ok(()) => CycleEnd::Durable,
+                Err(_) => CycleEnd::Failed { stages },
+            };
+            self.engine.end_cycle(cycle, outcome);
         }
         self.events.notify();
         result?;
@@ -79,7 +84,8 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    async fn run_cycle(&self, cycle: &Cycle) -> Result<()> {
+    /// `stages` counts the stages that were begun.
+    async fn run_cycle(&self, cycle: &Cycle, stages: &mut usize) -> Result<()> {
         if cycle.set_dirty_bit {
             self.edit_header(|header| header.incompatible_features |= INCOMPAT_DIRTY).await?;
         }
@@ -103,13 +109,12 @@ impl Qcow2Driver {
                     self.meet(Event::L1Update).await;
                 }
             }
-            let written = self.write_all(stage).await;
-            if written.is_err() && index > 0 {
-                // Some pointers may have reached the disk. What they point to is no longer new, so the next cycle
-                // must not write it beside the counts that it needs; and nobody knows which ones they are.
-                self.abandoned.store(true, Ordering::Relaxed);
+            *stages = index + 1;
+            if let Err(error) = self.write_all(stage).await {
+                // Data that needs nothing of this cycle gets its barrier all the same. A failed barrier is remembered.
+                let _ = self.barrier().await;
+                return Err(error);
             }
-            written?;
             unsettled = true;
         }
         self.barrier().await
@@ -241,7 +246,9 @@ impl Qcow2Driver {
     /// Makes the image on disk complete, as a close leaves it. No request may run.
     pub(super) async fn settle_all(&self) -> Result<()> {
         self.engine.stop_packing();
-        self.settle_bitmaps().await?;
+        self.engine.release_places();
+        // Bitmaps that can't be completed keep nothing else from the disk.
+        let bitmaps = self.settle_bitmaps().await;
         // Each round may free clusters whose lowered counts the next one writes; no requests run any more.
         for _ in 0..8 {
             self.write_back(true).await?;
@@ -263,6 +270,6 @@ impl Qcow2Driver {
             self.edit_header(|header| header.incompatible_features &= !INCOMPAT_DIRTY).await?;
             self.file.sync().await?;
         }
-        Ok(())
+        bitmaps
     }
 }

@@ -23,6 +23,7 @@ mod preallocate;
 mod read;
 mod reflink;
 mod reopen;
+mod reserve;
 mod resize;
 mod shared;
 mod span;
@@ -93,6 +94,8 @@ pub struct Qcow2Driver {
     /// Flushes asked for so far, and how many of them the last good cycle covered.
     flushes_asked: AtomicU64,
     flushes_covered: AtomicU64,
+    /// The file can't reserve space.
+    no_reserve: AtomicBool,
     /// Something was written to the metadata since the image was opened.
     wrote_metadata: AtomicBool,
     /// A cycle was dropped before its end: nobody knows what reached the disk.
@@ -231,6 +234,7 @@ impl Qcow2Driver {
     async fn settle(&self, stall: Stall, seen: u64) -> Result<()> {
         match stall {
             Stall::Load(load) => self.load(load).await,
+            Stall::Reserve(reserve) => self.reserve(reserve).await,
             Stall::Wait => {
                 self.events.wait(seen).await;
                 Ok(())

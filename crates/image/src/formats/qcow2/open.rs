@@ -118,6 +118,7 @@ impl Qcow2Driver {
             cycle_lock: futures_util::lock::Mutex::new(()),
             flushes_asked: AtomicU64::new(0),
             flushes_covered: AtomicU64::new(0),
+            no_reserve: AtomicBool::new(false),
             wrote_metadata: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
             corrupt: AtomicBool::new(false),
@@ -196,6 +197,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         refcount_table_clusters: u64::from(header.refcount_table_clusters),
         file_len: context.file.len(),
         fixed_length: context.file.is_device(),
+        reserves: context.writable && !context.file.has_its_space(),
         data_file_len: context.data_file.as_ref().map_or(0, File::len),
         new_space_is_zero: context.file.grows_by_zeroes()
             && context.data_file.as_ref().is_none_or(File::grows_by_zeroes),

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Space for metadata before a request needs it, so that no cycle fails for want of space.
+
+use super::Qcow2Driver;
+use cowshed_block::{ErrorKind, Result};
+use cowshed_qcow2::Reserve;
+use cowshed_storage::IoBuf;
+use std::sync::atomic::Ordering;
+
+/// Others may try to reserve what this request gives up.
+struct Asked<'a>(&'a Qcow2Driver, Option<Reserve>);
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        if let Some(reserve) = self.1.take().filter(|_| !std::thread::panicking()) {
+            self.0.engine.reserve_failed(&reserve);
+        }
+        self.0.events.notify();
+    }
+}
+
+impl Qcow2Driver {
+    /// Reserves space for the engine.
+    pub(super) async fn reserve(&self, reserve: Reserve) -> Result<()> {
+        let mut asked = Asked(self, Some(reserve));
+        match self.reserve_space(&reserve).await {
+            Err(error) => {
+                if reserve.is_new {
+                    // A part of the space may be taken, and data could use it.
+                    let _ = self.file.punch_hole(reserve.host.0, reserve.len).await;
+                }
+                Err(error)
+            }
+            Ok(()) => {
+                asked.1 = None;
+                self.engine.reserved(&reserve);
+                Ok(())
+            }
+        }
+    }
+
+    async fn reserve_space(&self, reserve: &Reserve) -> Result<()> {
+        if !self.no_reserve.load(Ordering::Relaxed) {
+            match self.file.allocate(reserve.host.0, reserve.len).await {
+                Err(error) if error.kind() == ErrorKind::Unsupported => self.no_reserve.store(true, Ordering::Relaxed),
+                done => return done,
+            }
+        }
+        // What is there can't be made certain then: its space was written once.
+        match reserve.is_new {
+            true => self.file.write_at(IoBuf::try_zeroed(reserve.len as usize)?, reserve.host.0).await.0,
+            false => Ok(()),
+        }
+    }
+}
