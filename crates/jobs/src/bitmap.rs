@@ -4,7 +4,7 @@
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
-use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus, Qcow2Driver};
+use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus, Qcow2Driver, check_new_bitmap};
 use std::sync::Arc;
 
 /// What to do with a bitmap.
@@ -106,6 +106,9 @@ fn check_apart(node: &Node, source: &Node) -> Result<()> {
 
 async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action: &BitmapAction) -> Result<()> {
     let name = options.name.clone();
+    if let (BitmapAction::Add, Some(bytes)) = (action, options.granularity_bytes) {
+        check_new_bitmap(&name, bytes)?;
+    }
     let Some(driver) = node.qcow2() else { return Err(no_bitmaps(node, &name, action)) };
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
@@ -132,7 +135,8 @@ fn no_bitmaps(node: &Node, name: &str, action: &BitmapAction) -> Error {
     let file = node.filename();
     let error = match action {
         BitmapAction::Add => {
-            Error::unsupported(format!("Can't store persistent bitmaps to {file}: Operation not supported"))
+            let sentence = |of: &str| format!("Can't store persistent bitmaps to {of}: Operation not supported");
+            Error::unsupported(sentence(&file)).qemu(sentence(node.name()))
         }
         _ => Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{name}' not found")),
     };

@@ -60,15 +60,15 @@ async fn rebase(
         Some(base) => error.context(format!("could not change the backing file to '{base}'")),
         None => error,
     };
+    if let (Some(name), false) = (&options.base, options.only_name) {
+        opened.push(open_base(image, name, options).await?);
+    }
+    check_name(options).map_err(cannot)?;
     if image.qcow2().is_none() {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());
         return Err(cannot(Error::unsupported(message)));
     }
-    check_name(options).map_err(cannot)?;
     if !options.only_name {
-        if let Some(name) = &options.base {
-            opened.push(open_base(image, name, options).await?);
-        }
         keep_content(image, opened.first(), options, job).await?;
         image.flush().await?;
     }

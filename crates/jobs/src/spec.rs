@@ -7,7 +7,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, open};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::sync::Arc;
 
 /// An image as named on a command line or in a QMP command.
@@ -86,21 +86,14 @@ impl ImageSpec {
 
     /// The option tree of the image with the choice of who does the I/O of its file.
     fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
-        if aio == "native" && !matches!(self.cache.as_deref(), Some("none" | "directsync")) {
-            let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
-            return Err(Error::invalid_argument(message));
-        }
         let mut tree = match self.image_opts {
             true => BlockdevOptions::from_keyval(&self.name)?,
             false => options_of_name(&self.name, self.format.as_deref())?,
         };
-        match tree.remove("file") {
-            Some(Value::Object(mut file)) => {
-                file.insert("aio".to_owned(), aio.into());
-                tree.insert("file", file);
-            }
-            Some(other) => tree.insert("file", other),
-            None => tree.insert("aio", aio),
+        let is_cached = !matches!(self.cache.as_deref(), Some("none" | "directsync"));
+        if tree.set_aio(aio) && aio == "native" && is_cached {
+            let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+            return Err(Error::invalid_argument(message));
         }
         Ok(tree)
     }

@@ -79,7 +79,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     // The rule is qemu-img's; renaming is as safe here as by 'rebase -u'.
     let keeps_backing = console.persona == Persona::QemuImg;
     let options = AmendOptions { image, options: args.options, keeps_backing, force: args.force };
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?.starting_late();
     let failed = |error: &Error| failed(console.persona, file, error);
     job.run(async |handle| amend::run(&options, &handle).await, failed)?;
     Ok(0)

@@ -86,7 +86,7 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
     };
     work::fail_with(ERROR_EXIT_CODE);
     args.naming.untrusted.guard(&[Use::Read(&options.first), Use::Read(&options.second)], console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?.starting_late();
     let failed_at = FailedAt::default();
     let persona = console.persona;
     let failed = |error: &Error| failure(persona, [first, second], failed_at.get(), error);
@@ -97,7 +97,8 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
         }
     };
     let work = async |handle| compare::run_noting(&options, &handle, &failed_at).await;
-    let outcome = job.run_saying(work, failed, say)?;
+    let whole = |outcome: &CompareOutcome| outcome.exit_code() == 0;
+    let outcome = job.run_saying(work, failed, whole, say)?;
     Ok(u8::try_from(outcome.exit_code()).unwrap_or(ERROR_EXIT_CODE))
 }
 

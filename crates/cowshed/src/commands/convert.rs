@@ -9,6 +9,7 @@ use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_block::Error;
+use cowshed_image::create::schema::options_of;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_image::snapshots::SnapshotName;
@@ -153,15 +154,19 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify image file name"));
     };
     check_combination(&args, sources.len())?;
-    if !args.no_create {
-        create_options::require_format(args.target_format.as_deref())?;
-    }
-    let options = options(&args, sources, target)?;
-    check_backing(&args, &options)?;
+    let mut options = options(&args, sources, target)?;
+    let later = check_target(&args).and_then(|()| check_backing(&args, &options));
+    let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
+    options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
     guard(&args, &options, console)?;
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
-    let failed = |error: &Error| failed(console.persona, &options, error);
+    let persona = console.persona;
+    let failed = |error: &Error| {
+        let failure = failed(persona, &options, error);
+        let is_source = options.sources.iter().any(|source| source.name == options.target.name);
+        if is_source { sources_first(persona, &args, &options, failure) } else { failure }
+    };
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
     if !outcome.salvaged.is_empty() {
         console.complain(format_args!(
@@ -194,9 +199,13 @@ fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) ->
     args.naming.untrusted.guard(&uses, console)
 }
 
+/// What is wrong with the sources counts more than what is wrong with the target.
+fn sources_first(persona: Persona, args: &ConvertArgs, options: &ConvertOptions, later: Failure) -> Failure {
+    work::opened_first(persona, &args.naming, &options.sources.iter().collect::<Vec<_>>(), later)
+}
+
 /// What contradicts itself, in qemu-img's words.
 fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
-    let format = args.target_format.as_deref().unwrap_or("raw");
     for (wrong, message) in [
         (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
         (args.target_image_opts && args.target_format.is_some(), "--image-opts and --format are mutually exclusive"),
@@ -230,8 +239,26 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
             return Err(Failure::new(message));
         }
     }
-    if args.target_image_opts || args.no_create || !["raw", "luks", "qcow2"].contains(&format) {
+    Ok(())
+}
+
+/// What the target's format can't do, in qemu-img's words.
+fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
+    let format = args.target_format.as_deref().unwrap_or("raw");
+    if args.no_create {
         return Ok(());
+    }
+    create_options::require_format(args.target_format.as_deref())?;
+    if args.target_image_opts || !["raw", "luks", "qcow2"].contains(&format) {
+        return Ok(());
+    }
+    let known = options_of(format).unwrap_or_default();
+    for list in &args.options {
+        if let Some((key, _)) =
+            parse_list(list, BareKey::On)?.iter().find(|(key, _)| !known.iter().any(|option| option.name == key))
+        {
+            return Err(Failure::new(format!("Invalid parameter '{key}'")));
+        }
     }
     if format != "qcow2" && args.backing.is_some() {
         return Err(Failure::new(format!("Backing file not supported for file format '{format}'")));
@@ -274,7 +301,6 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         format: args.target_format.clone(),
         image_opts: args.target_image_opts,
         force_share: false,
-        cache: cache_mode("", args.target_cache.as_ref())?,
         on_warning: Some(warning::print),
         shares_raw: true,
         policy: args.naming.untrusted.policy_of_target(!args.no_create)?,

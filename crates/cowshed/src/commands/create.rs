@@ -110,7 +110,9 @@ fn failed_with(persona: Persona, file: &str, error: &Error) -> Failure {
     let text = error.sentence();
     let reason = text.strip_prefix("could not open the backing image: ");
     match (persona, reason) {
-        (Persona::QemuImg, Some(reason)) if reason.starts_with("Unknown driver") => {
+        (Persona::QemuImg, Some(reason))
+            if ["Unknown driver", "Image is not in "].iter().any(|start| reason.starts_with(start)) =>
+        {
             Failure::new(format!("{file}: {reason}\nCould not open backing image."))
         }
         (Persona::QemuImg, Some(reason)) => {

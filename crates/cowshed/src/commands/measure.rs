@@ -83,13 +83,16 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };
-    measurable(console.persona, args.target_format.as_deref())?;
+    let images: Vec<&ImageSpec> = source.iter().collect();
+    measurable(console.persona, args.target_format.as_deref())
+        .map_err(|later| work::opened_first(console.persona, &args.naming, &images, later))?;
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
     let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
     args.naming.untrusted.guard(&uses, console)?;
     let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
         if let Some(failure) = of_options(console.persona, &options, &error) {
-            return failure;
+            let images: Vec<&ImageSpec> = options.source.iter().collect();
+            return work::opened_first(console.persona, &args.naming, &images, failure);
         }
         let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();
         Failure::open_either(console.persona, &names, &error)
@@ -123,6 +126,7 @@ fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Opti
         Persona::QemuImg if message.starts_with("Invalid parameter '") => {
             Some(Failure::new(format!("{message}\nqemu-img: Invalid options for file format '{format}'")))
         }
+        Persona::QemuImg if message.starts_with("Refcount width must be") => Some(Failure::new(message)),
         Persona::QemuImg if message.starts_with("The image size is too large") => {
             Some(Failure::new("The image size is too large (try using a larger cluster size)"))
         }

@@ -173,7 +173,8 @@ fn report(failure: &Failure, invocation: &Invocation, console: &mut Console) -> 
         }
         text => console.complain(text),
     }
-    if failure.usage {
+    let hints = !matches!(invocation.persona, Persona::Tool("qemu-io" | "qemu-storage-daemon"));
+    if failure.usage && hints {
         console.error_text(&format!("Try '{program}{verb} --help' for more information\n"));
     }
     failure.code

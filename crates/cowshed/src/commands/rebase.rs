@@ -105,9 +105,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 /// qemu-img says which backing file could not be opened or named.
 fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
-    let Some(base) = options.base.as_ref().filter(|_| persona == Persona::QemuImg) else {
+    if persona != Persona::QemuImg {
         return Failure::open(persona, &options.image.name, error);
-    };
+    }
+    let base = options.base.clone().unwrap_or_default();
     if error.message().contains("the backing format must be specified") {
         return Failure::new(format!(
             "Could not change the backing file to '{base}': backing format must be specified"
@@ -117,14 +118,15 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
         return Failure::new(format!("Could not change the backing file to '{base}': Operation not supported"));
     }
     let message = error.message();
-    let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str())) && base != &options.image.name;
+    let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str()));
+    let is_base = is_base && !base.is_empty() && base != options.image.name;
     // The new chain leads to the image, which is open already.
     let is_loop = message.contains("loop") || message.contains(": this process ");
     let below_base = message.starts_with("could not open the backing file of")
         && !message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));
     match is_base || is_loop || below_base {
         true => {
-            let reason = Failure::open(persona, base, error).message;
+            let reason = Failure::open(persona, &base, error).message;
             // The file that could not be opened is named once.
             let reason = reason.strip_prefix(&format!("Could not open '{base}': ")).unwrap_or(&reason);
             Failure::new(format!("Could not open new backing file '{base}': {reason}"))

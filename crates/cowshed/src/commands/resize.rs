@@ -55,9 +55,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [_, _, _, ..] => return Err(Failure::usage("Extra argument(s) in command line")),
         _ => return Err(Failure::usage("Expecting image file name and size")),
     };
+    let image = args.naming.spec(file, args.format.as_ref())?;
     let options = ResizeOptions {
-        image: args.naming.spec(file, args.format.as_ref())?,
-        size: new_size(console.persona, size)?,
+        size: new_size(console.persona, size).map_err(|later| match later.message.starts_with("New image size") {
+            true => work::opened_first(console.persona, &args.naming, &[&image], later),
+            false => later,
+        })?,
+        image,
         shrink: args.shrink,
         preallocation: preallocation(args.preallocation.as_deref())?,
     };

@@ -3,11 +3,12 @@
 //!
 //! A signal asks the job to stop. I/O that never returns (a silent server) can't keep the process: its time is bounded.
 
+use super::arguments::NamingArgs;
 use crate::invocation::Persona;
 use crate::output::Failure;
 use crate::output::progress::{Progress, report_percent};
 use cowshed_block::{Error, ErrorKind};
-use cowshed_jobs::JobHandle;
+use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
@@ -98,6 +99,8 @@ pub struct Foreground {
     signal: Arc<AtomicUsize>,
     /// The thread that heeds signals, until it is started.
     watch: Rc<RefCell<Option<Watch>>>,
+    /// The progress begins with the job's first report, when its images are open.
+    is_late: bool,
 }
 
 type Watch = Box<dyn FnOnce() + Send>;
@@ -111,7 +114,14 @@ impl Foreground {
         let signal = Arc::new(AtomicUsize::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
         let watch = heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
-        Ok(Self { handle, progress, signal, watch: Rc::new(RefCell::new(Some(watch))) })
+        Ok(Self { handle, progress, signal, watch: Rc::new(RefCell::new(Some(watch))), is_late: false })
+    }
+
+    /// Shows no progress before the job's images are open.
+    #[must_use]
+    pub fn starting_late(mut self) -> Self {
+        self.is_late = true;
+        self
     }
 
     /// Runs the job and takes the progress away; `work` makes its future, `failed` words its error.
@@ -120,17 +130,21 @@ impl Foreground {
         work: impl FnOnce(JobHandle) -> F,
         failed: impl FnOnce(&Error) -> Failure,
     ) -> Result<T, Failure> {
-        self.run_saying(work, failed, |_| {})
+        self.run_saying(work, failed, |_| true, |_| {})
     }
 
-    /// As [`Foreground::run`] for what has a result to `say`: qemu-img does so before it ends the line of its progress.
+    /// As [`Foreground::run`] for what has a result to `say`: qemu-img does so before it ends the line of its progress. The
+    /// progress ends at 100 % where the result is that of the `whole` work.
     pub fn run_saying<T, F: Future<Output = Result<T, Error>>>(
         &self,
         work: impl FnOnce(JobHandle) -> F,
         failed: impl FnOnce(&Error) -> Failure,
+        whole: impl FnOnce(&T) -> bool,
         say: impl FnOnce(&T),
     ) -> Result<T, Failure> {
-        lock(&self.progress).update(0, 1);
+        if !self.is_late {
+            lock(&self.progress).update(0, 1);
+        }
         let result = watch_time(&self.handle).and_then(|()| {
             rt::block_on(async {
                 let starting = rt::spawn(start_in_time(Rc::clone(&self.watch)));
@@ -143,7 +157,7 @@ impl Foreground {
         });
         {
             let mut progress = lock(&self.progress);
-            progress.complete(result.is_ok());
+            progress.complete(result.as_ref().is_ok_and(whole));
             if let Ok(value) = &result {
                 say(value);
             }
@@ -164,6 +178,22 @@ pub fn run_quietly<T, F: Future<Output = Result<T, Error>>>(work: impl FnOnce(Jo
     let handle = JobHandle::new();
     watch_time(&handle)?;
     rt::block_on(work(handle)).map_err(reason)
+}
+
+/// What qemu-img reports where an image can't be opened and an argument is wrong too: it opens the images first. Images of
+/// strangers aren't opened for that.
+pub fn opened_first(persona: Persona, naming: &NamingArgs, images: &[&ImageSpec], later: Failure) -> Failure {
+    if persona != Persona::QemuImg || naming.untrusted.is_on() {
+        return later;
+    }
+    for image in images {
+        let image = ImageSpec { on_warning: None, ..(*image).clone() };
+        let opened = run_quietly(async |_| image.open_for_reading().await?.close().await);
+        if let Err(error) = opened {
+            return Failure::open(persona, &image.name, &error);
+        }
+    }
+    later
 }
 
 fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {

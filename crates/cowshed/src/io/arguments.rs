@@ -3,11 +3,14 @@
 
 use super::outcome::Failed;
 use crate::commands::sizes::{self, Fault};
+use cowshed_image::Preallocation;
 
 /// A command's words, taken apart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Arguments {
     flags: Vec<(char, Option<String>)>,
+    /// The first word that holds flags, as it was given.
+    pub first_flags: Option<String>,
     /// What is no flag, in order.
     pub operands: Vec<String>,
 }
@@ -28,11 +31,22 @@ impl Arguments {
                 Some("-") => {
                     arguments.operands.extend(words.by_ref().map(|word| (*word).to_owned()));
                 }
-                Some(letters) => arguments.take_flags(command, known, letters, &mut words)?,
+                Some(letters) => {
+                    arguments.first_flags.get_or_insert_with(|| (*word).to_owned());
+                    arguments.take_flags(command, known, letters, &mut words)?;
+                    if arguments.ends_here(command) {
+                        return Ok(arguments);
+                    }
+                }
                 None => arguments.operands.push((*word).to_owned()),
             }
         }
         Ok(arguments)
+    }
+
+    /// An injected request says nothing of what follows.
+    fn ends_here(&self, command: &str) -> bool {
+        matches!(command, "aio_read" | "aio_write") && self.has('i')
     }
 
     fn take_flags<'a>(
@@ -49,6 +63,9 @@ impl Arguments {
             };
             if !known[place + letter.len_utf8()..].starts_with(':') {
                 self.flags.push((letter, None));
+                if self.ends_here(command) {
+                    return Ok(());
+                }
                 continue;
             }
             let rest = &letters[at + letter.len_utf8()..];
@@ -56,6 +73,7 @@ impl Arguments {
             let Some(value) = value else {
                 return Err(Failed::usage().error(format!("{command}: option requires an argument -- '{letter}'")));
             };
+            check_value(command, letter, value)?;
             self.flags.push((letter, Some(value.to_owned())));
             break;
         }
@@ -83,16 +101,42 @@ impl Arguments {
     }
 }
 
+/// Refuses the value of a flag where it stands, before what follows it is looked at.
+fn check_value(command: &str, letter: char, value: &str) -> Result<(), Failed> {
+    match (command, letter) {
+        (_, 'P') => pattern(value).map(drop),
+        ("read" | "r", 's' | 'l') => size(value).map(drop),
+        ("truncate" | "t", 'm') => preallocation(value).map(drop),
+        _ => Ok(()),
+    }
+}
+
+/// How a grown part is allocated.
+pub fn preallocation(word: &str) -> Result<Preallocation, Failed> {
+    match word {
+        "off" => Ok(Preallocation::Off),
+        "metadata" => Ok(Preallocation::Metadata),
+        "falloc" => Ok(Preallocation::Falloc),
+        "full" => Ok(Preallocation::Full),
+        other => Err(Failed::complaint(format!("Invalid preallocation mode '{other}'"))),
+    }
+}
+
 /// A number of bytes with a suffix.
 pub fn size(text: &str) -> Result<u64, Failed> {
+    size_named(text, text)
+}
+
+/// A number of bytes with a suffix; messages call it `name`.
+pub fn size_named(text: &str, name: &str) -> Result<u64, Failed> {
     match sizes::number(text) {
         Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
-        Ok(_) | Err(Fault::TooLarge) => Err(Failed::output(format!("Parsing error: argument too large -- {text}"))),
+        Ok(_) | Err(Fault::TooLarge) => Err(Failed::output(format!("Parsing error: argument too large -- {name}"))),
         Err(Fault::NotASize) if text.strip_prefix('-').is_some_and(|rest| sizes::number(rest).is_ok()) => {
-            Err(Failed::output(format!("Parsing error: argument too large -- {text}")))
+            Err(Failed::output(format!("Parsing error: argument too large -- {name}")))
         }
         Err(Fault::NotASize) => Err(Failed::output(format!(
-            "Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {text}"
+            "Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {name}"
         ))),
     }
 }

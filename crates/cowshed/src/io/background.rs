@@ -85,6 +85,13 @@ pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
 
 pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
     let pattern = arguments.pattern('P')?.unwrap_or(DEFAULT_PATTERN);
+    if arguments.has('i') {
+        shell.console.line("injecting invalid write request");
+        return Ok(());
+    }
+    if arguments.operands.len() < 2 {
+        return Err(Failed::usage());
+    }
     if arguments.has('u') && !arguments.has('z') {
         return Err(Failed::output("-u requires -z to be specified"));
     }
@@ -94,11 +101,11 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
     if arguments.has('z') && arguments.has('r') {
         return Err(Failed::output("cannot combine zero write with registered I/O buffer"));
     }
-    if arguments.has('i') {
-        shell.console.line("injecting invalid write request");
-        return Ok(());
-    }
-    let range = transfer::ranges(&arguments)?;
+    // Zeroes need no buffer.
+    let range = match arguments.has('z') {
+        true => transfer::unbounded_range(&arguments)?,
+        false => transfer::ranges(&arguments)?,
+    };
     let (terse, started) = (shell.manner.terse, Instant::now());
     let ending = Ending { what: "wrote", failed: "aio_write", arguments, range, terse, started };
     start(shell, move |node| async move {
@@ -116,7 +123,7 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
 }
 
 pub(super) async fn discard(shell: &mut Shell, arguments: Arguments) -> Done {
-    let range = transfer::ranges(&arguments)?;
+    let range = transfer::unbounded_range(&arguments)?;
     let (terse, started) = (shell.manner.terse, Instant::now());
     let ending = Ending { what: "discarded ", failed: "aio_discard", arguments, range, terse, started };
     start(shell, move |node| async move {

@@ -29,15 +29,11 @@ pub(super) async fn flush(shell: &mut Shell) -> Done {
 }
 
 pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
-    let preallocation = match arguments.value('m') {
-        None | Some("off") => Preallocation::Off,
-        Some("metadata") => Preallocation::Metadata,
-        Some("falloc") => Preallocation::Falloc,
-        Some("full") => Preallocation::Full,
-        Some(other) => return Err(Failed::complaint(format!("Invalid preallocation mode '{other}'"))),
-    };
+    let preallocation = arguments.value('m').map_or(Ok(Preallocation::Off), arguments::preallocation)?;
     let [size] = &arguments.operands[..] else { return Err(Failed::usage()) };
-    let size = arguments::size(size)?;
+    // As qemu-io, which names the command's first word, where flags come before all else.
+    let first = arguments.first_flags.as_deref().unwrap_or(size);
+    let size = arguments::size_named(size, first)?;
     let node = shell.session()?.node.clone();
     if shell.session()?.image().qcow2().is_some() && !size.is_multiple_of(SECTOR_BYTES) {
         return Err(Failed::complaint("The new size must be a multiple of 512"));

@@ -11,6 +11,7 @@ mod faults;
 mod image;
 mod outcome;
 mod prompt;
+mod reopen;
 mod session;
 mod table;
 mod text;

@@ -9,11 +9,13 @@ use crate::output::{Failure, warning};
 use cowshed_block::{Error, Result};
 use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::node::ChildRole;
-use cowshed_image::open::{CACHE_MODES, Policy};
-use cowshed_image::options::{BlockdevOptions, DriverKind, DriverSchema};
+use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, open as open_image};
 use serde_json::Value;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
 /// The filter that keeps what was read from a backing file.
@@ -54,7 +56,7 @@ pub struct OpenSpec {
 pub struct Session {
     /// The image.
     pub node: Arc<Node>,
-    spec: OpenSpec,
+    pub(super) spec: OpenSpec,
 }
 
 impl Session {
@@ -67,7 +69,7 @@ impl Session {
 
 impl OpenSpec {
     /// Refuses words that no option knows.
-    fn check(&self) -> std::result::Result<(), Failed> {
+    pub(super) fn check(&self) -> std::result::Result<(), Failed> {
         let invalid = |what: &str, word: &str| Err(Failed::complaint(format!("Invalid {what} option: {word}")));
         match (self.cache.as_deref(), self.discard.as_deref(), self.aio.as_deref()) {
             (Some(word), _, _) if !CACHE_MODES.contains(&word) => invalid("cache", word),
@@ -89,45 +91,23 @@ impl OpenSpec {
     fn tree(&self) -> Result<Option<BlockdevOptions>> {
         let path = self.path.as_deref().unwrap_or_default();
         let is_plain = self.options.is_none() && self.aio.is_none() && !self.snapshot && !self.copy_on_read;
-        let mut tree = match BlockdevOptions::from_json_name(path) {
+        let mut tree = match path {
             _ if self.image_opts => BlockdevOptions::from_keyval(path)?,
             _ if is_plain => return Ok(None),
-            Some(options) => options?,
-            None => self.with_path(path),
+            "" => self.options.clone().unwrap_or_default(),
+            name => options_with_name(self.options.clone().unwrap_or_default(), name)?,
         };
         if let Some(format) = self.format.as_deref().filter(|_| tree.get("driver").is_none()) {
             tree.insert("driver", format);
         }
         if let Some(aio) = &self.aio {
-            let mut file = tree.remove("file").unwrap_or(Value::Null);
-            if let Value::Object(file) = &mut file {
-                file.insert("aio".to_owned(), aio.as_str().into());
+            let is_cached = !matches!(self.cache.as_deref(), Some("none" | "off" | "directsync"));
+            if tree.set_aio(aio) && aio == "native" && is_cached {
+                let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
+                return Err(Error::invalid_argument(message));
             }
-            tree.insert("file", file);
         }
         Ok(Some(tree))
-    }
-
-    /// The driver's options with the path where the driver wants it.
-    fn with_path(&self, path: &str) -> BlockdevOptions {
-        let mut tree = self.options.clone().unwrap_or_default();
-        let driver = tree.text("driver").and_then(DriverSchema::find);
-        if path.is_empty() {
-            return tree;
-        }
-        if driver.is_some_and(|driver| driver.kind == DriverKind::Protocol) {
-            tree.insert("filename", path);
-            return tree;
-        }
-        let file = tree.remove("file").unwrap_or_else(|| Value::Object(serde_json::Map::new()));
-        let file = match file {
-            Value::Object(mut file) => {
-                file.insert("filename".to_owned(), path.into());
-                Value::Object(file)
-            }
-            other => other,
-        };
-        tree.with("file", file)
     }
 
     fn request(&self, tree: Option<BlockdevOptions>) -> Result<OpenRequest> {
@@ -149,10 +129,6 @@ async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
     // With -s the writer is the overlay, and what is shared is the image below it.
     if spec.force_share && !spec.read_only && !spec.snapshot {
         return Err(Error::invalid_argument("force-share=on can only be used with read-only images"));
-    }
-    if spec.aio.as_deref() == Some("native") && !matches!(spec.cache.as_deref(), Some("none" | "off" | "directsync")) {
-        let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
-        return Err(Error::invalid_argument(message));
     }
     if spec.copy_on_read && spec.read_only {
         return Err(Error::invalid_argument("Can't use copy-on-read on read-only device"));
@@ -195,7 +171,9 @@ async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<
     let node = open_image(reading.request(Some(base.clone()))?).await?;
     let (size, driver) = (node.size(), node.driver_name());
     node.close().await?;
-    let folder = tempfile::tempdir().map_err(|error| Error::io(&error, "could not make a folder for the overlay"))?;
+    let mut folder = tempfile::Builder::new();
+    let folder = folder.permissions(Permissions::from_mode(0o700)).tempdir();
+    let folder = folder.map_err(|error| Error::io(&error, "could not make a folder for the overlay"))?;
     let path = folder.path().join("overlay.qcow2").display().to_string();
     let request = CreateRequest {
         filename: path.clone(),
@@ -281,71 +259,4 @@ pub(super) async fn close(shell: &mut Shell) -> Done {
     let Some(session) = shell.session.take() else { return Ok(()) };
     let closed = session.node.close().await;
     closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))
-}
-
-pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
-    if !arguments.operands.is_empty() {
-        return Err(Failed::usage());
-    }
-    if arguments.has('r') && arguments.has('w') {
-        return Err(Failed::complaint("Only one -r/-w option may be given"));
-    }
-    let before = shell.session()?.spec.clone();
-    let mut spec = before.clone();
-    spec.read_only = (before.read_only || arguments.has('r')) && !arguments.has('w');
-    if let Some(mode) = arguments.value('c') {
-        spec.cache = Some(mode.to_owned());
-    }
-    spec.check()?;
-    if let Some(text) = arguments.value('o') {
-        let options = BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?;
-        let clash = (arguments.has('r') || arguments.has('w')) && options.get("read-only").is_some();
-        if clash {
-            return Err(Failed::complaint("Cannot set both -r/-w and 'read-only'"));
-        }
-        let driver = shell.session()?.node.driver_name();
-        check_changes(driver, &options)?;
-        spec.add(options)?;
-    }
-    if before.snapshot {
-        return Err(Failed::complaint("an image with a temporary overlay (-s) can't be opened again"));
-    }
-    close(shell).await?;
-    let opened = open(shell, spec).await;
-    if opened.is_err() {
-        // As it was: a reopen that fails changes nothing.
-        open(shell, before).await?;
-    }
-    opened
-}
-
-/// Refuses options that the driver of an open image does not have, or whose values make no sense.
-fn check_changes(driver: &str, options: &BlockdevOptions) -> std::result::Result<(), Failed> {
-    let Some(schema) = DriverSchema::find(driver) else { return Ok(()) };
-    if let Some((key, _)) = options.iter().find(|(key, _)| !schema.knows(key)) {
-        return Err(Failed::complaint(format!("Cannot change the option '{key}'")));
-    }
-    schema.check_values(&mut options.clone()).map_err(|error| Failed::complaint(error.to_string()))
-}
-
-impl OpenSpec {
-    /// Lays options over those that the image was opened with.
-    fn add(&mut self, more: BlockdevOptions) -> std::result::Result<(), Failed> {
-        if let Some((key, _)) = more.iter().find(|(key, _)| ["driver", "file", "node-name"].contains(&key.as_str())) {
-            return Err(Failed::complaint(format!("Cannot change the option '{key}'")));
-        }
-        let mut options = match self.image_opts {
-            true => {
-                let text = self.path.take().unwrap_or_default();
-                self.image_opts = false;
-                BlockdevOptions::from_keyval(&text).map_err(|error| Failed::complaint(error.to_string()))?
-            }
-            false => self.options.take().unwrap_or_default(),
-        };
-        for (key, value) in more.iter() {
-            options.insert(key.clone(), value.clone());
-        }
-        self.options = Some(options);
-        Ok(())
-    }
 }

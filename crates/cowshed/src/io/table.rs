@@ -3,7 +3,7 @@
 
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
-use super::{Shell, background, faults, image, session, transfer, zone};
+use super::{Shell, background, faults, image, reopen, session, transfer, zone};
 use std::pin::Pin;
 
 /// Carries a command out.
@@ -78,7 +78,7 @@ pub const COMMANDS: &[Command] = &[
     Command {
         name: "abort",
         needs_image: false,
-        about: "ends the program at once, as a crash would",
+        about: "simulate a program crash using abort(3)",
         run: |shell, _| Box::pin(image::abort(shell)),
         ..BASE
     },
@@ -89,14 +89,14 @@ pub const COMMANDS: &[Command] = &[
         flags: "Cq",
         writes: true,
         syntax: "[-Cq] off len",
-        about: "gives a range back, in the background",
+        about: "asynchronously discards a number of bytes",
         details: &[REPORT_FLAGS],
         run: |shell, arguments| Box::pin(background::discard(shell, arguments)),
         ..BASE
     },
     Command {
         name: "aio_flush",
-        about: "waits for all requests in the background, and makes what they wrote durable",
+        about: "completes all outstanding aio requests",
         run: |shell, _| Box::pin(background::flush(shell)),
         ..BASE
     },
@@ -106,7 +106,7 @@ pub const COMMANDS: &[Command] = &[
         most: ANY,
         flags: "CiP:qrv",
         syntax: "[-Ciqrv] [-P pattern] off len [len..]",
-        about: "reads in the background",
+        about: "asynchronously reads a number of bytes",
         details: &[READ, REPORT_FLAGS, BACKGROUND],
         run: |shell, arguments| Box::pin(background::read(shell, arguments)),
         ..BASE
@@ -118,7 +118,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "CfiP:qruz",
         writes: true,
         syntax: "[-Cfiqruz] [-P pattern] off len [len..]",
-        about: "writes in the background",
+        about: "asynchronously writes a number of bytes",
         details: &[WRITE, ZERO, REPORT_FLAGS, BACKGROUND],
         run: |shell, arguments| Box::pin(background::write(shell, arguments)),
         ..BASE
@@ -129,7 +129,7 @@ pub const COMMANDS: &[Command] = &[
         least: 1,
         most: 2,
         syntax: "offset [count]",
-        about: "counts the bytes of a range that this layer holds",
+        about: "checks if offset is allocated in the file",
         run: |shell, arguments| Box::pin(image::alloc(shell, arguments)),
         ..BASE
     },
@@ -138,14 +138,14 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "event tag",
-        about: "holds the next request up at an event of the blkdebug driver, and calls it tag",
+        about: "sets a breakpoint on event and tags the stopped request as tag",
         run: |shell, arguments| Box::pin(faults::set_break(shell, arguments)),
         ..BASE
     },
     Command {
         name: "close",
         short: "c",
-        about: "closes the image",
+        about: "close the current open file",
         run: |shell, _| Box::pin(session::close(shell)),
         ..BASE
     },
@@ -157,7 +157,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "Cq",
         writes: true,
         syntax: "[-Cq] off len",
-        about: "gives a range back",
+        about: "discards a number of bytes at a specified offset",
         details: &[REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::discard(shell, arguments)),
         ..BASE
@@ -165,7 +165,7 @@ pub const COMMANDS: &[Command] = &[
     Command {
         name: "flush",
         short: "f",
-        about: "makes everything written durable",
+        about: "flush all in-core file state to disk",
         run: |shell, _| Box::pin(image::flush(shell)),
         ..BASE
     },
@@ -175,27 +175,27 @@ pub const COMMANDS: &[Command] = &[
         most: 1,
         needs_image: false,
         syntax: "[command]",
-        about: "explains the commands, or one of them",
+        about: "help for one or all commands",
         run: |shell, arguments| Box::pin(help(shell, arguments)),
         ..BASE
     },
     Command {
         name: "info",
         short: "i",
-        about: "says what the image is",
+        about: "prints information about the current file",
         run: |shell, _| Box::pin(image::info(shell)),
         ..BASE
     },
     Command {
         name: "length",
         short: "l",
-        about: "prints the size of the disk",
+        about: "gets the length of the current file",
         run: |shell, _| Box::pin(image::length(shell)),
         ..BASE
     },
     Command {
         name: "map",
-        about: "prints which ranges this layer holds",
+        about: "prints the allocated areas of a file",
         run: |shell, _| Box::pin(image::map(shell)),
         ..BASE
     },
@@ -207,7 +207,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "rsCnkUi:t:d:o:",
         needs_image: false,
         syntax: "[-rsCnkU] [-t cache] [-d discard] [-o options] [path]",
-        about: "opens an image",
+        about: "open the file specified by path",
         details: &[" -r  for reading
  -s  with a temporary overlay that takes the writes
  -n  the same as -t none
@@ -226,7 +226,7 @@ pub const COMMANDS: &[Command] = &[
         short: "q",
         most: ANY,
         needs_image: false,
-        about: "ends the shell",
+        about: "exit the program",
         run: |shell, _| Box::pin(image::quit(shell)),
         ..BASE
     },
@@ -237,7 +237,7 @@ pub const COMMANDS: &[Command] = &[
         most: ANY,
         flags: "bCl:pP:qrs:v",
         syntax: "[-abCqrv] [-P pattern [-s off] [-l len]] off len",
-        about: "reads a range",
+        about: "reads a number of bytes at a specified offset",
         details: &[
             READ,
             " -s OFF   with -P: skip so many bytes of what was read
@@ -254,7 +254,7 @@ pub const COMMANDS: &[Command] = &[
         most: ANY,
         flags: "CP:qrv",
         syntax: "[-Cqrv] [-P pattern] off len [len..]",
-        about: "reads a range into several buffers",
+        about: "reads a number of bytes at a specified offset",
         details: &[READ, REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::readv(shell, arguments)),
         ..BASE
@@ -264,7 +264,7 @@ pub const COMMANDS: &[Command] = &[
         least: 1,
         most: 1,
         syntax: "tag",
-        about: "takes a breakpoint away, and lets its request go on",
+        about: "remove a breakpoint by tag",
         run: |shell, arguments| Box::pin(faults::remove_break(shell, arguments)),
         ..BASE
     },
@@ -273,12 +273,12 @@ pub const COMMANDS: &[Command] = &[
         most: ANY,
         flags: "rwc:o:",
         syntax: "[(-r|-w)] [-c cache] [-o options]",
-        about: "opens the image again with other options",
+        about: "reopens an image with new options",
         details: &[" -r  for reading
  -w  for writing
  -c  cache mode
  -o  options of the driver: key=value,key=value"],
-        run: |shell, arguments| Box::pin(session::reopen(shell, arguments)),
+        run: |shell, arguments| Box::pin(reopen::reopen(shell, arguments)),
         ..BASE
     },
     Command {
@@ -286,7 +286,7 @@ pub const COMMANDS: &[Command] = &[
         least: 1,
         most: 1,
         syntax: "tag",
-        about: "lets a request go on that a breakpoint holds up",
+        about: "resumes the request tagged as tag",
         run: |shell, arguments| Box::pin(faults::resume(shell, arguments)),
         ..BASE
     },
@@ -296,7 +296,7 @@ pub const COMMANDS: &[Command] = &[
         most: 1,
         needs_image: false,
         syntax: "signal",
-        about: "sends this process a signal, by its number",
+        about: "raises a signal",
         run: |shell, arguments| Box::pin(image::sigraise(shell, arguments)),
         ..BASE
     },
@@ -305,7 +305,7 @@ pub const COMMANDS: &[Command] = &[
         least: 1,
         most: 1,
         needs_image: false,
-        about: "waits so many milliseconds",
+        about: "waits for the given value in milliseconds",
         run: |shell, arguments| Box::pin(image::sleep(shell, arguments)),
         ..BASE
     },
@@ -317,7 +317,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "m:",
         writes: true,
         syntax: "[-m prealloc_mode] off",
-        about: "changes the size of the disk",
+        about: "truncates the current file at the given offset",
         run: |shell, arguments| Box::pin(image::truncate(shell, arguments)),
         ..BASE
     },
@@ -326,7 +326,7 @@ pub const COMMANDS: &[Command] = &[
         least: 1,
         most: 1,
         syntax: "tag",
-        about: "waits until a breakpoint holds a request up",
+        about: "waits for the suspension of a request",
         run: |shell, arguments| Box::pin(faults::wait_break(shell, arguments)),
         ..BASE
     },
@@ -338,7 +338,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "bcCfnpP:qrs:uz",
         writes: true,
         syntax: "[-bcCfnqruz] [-P pattern | -s source_file] off len",
-        about: "writes a range",
+        about: "writes a number of bytes at a specified offset",
         details: &[
             WRITE,
             ZERO,
@@ -358,7 +358,7 @@ pub const COMMANDS: &[Command] = &[
         flags: "CfP:qr",
         writes: true,
         syntax: "[-Cfqr] [-P pattern] off len [len..]",
-        about: "writes a range from several buffers",
+        about: "writes a number of bytes at a specified offset",
         details: &[WRITE, REPORT_FLAGS],
         run: |shell, arguments| Box::pin(transfer::writev(shell, arguments)),
         ..BASE
@@ -370,7 +370,7 @@ pub const COMMANDS: &[Command] = &[
         most: 4,
         flags: "p",
         syntax: "offset len [len..]",
-        about: "appends to a zone",
+        about: "append write a number of bytes at a specified offset",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::append(shell, arguments)),
         ..BASE
@@ -381,7 +381,7 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "offset len",
-        about: "closes a range of zones",
+        about: "close a range of zones in zone block device",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::manage(shell, "close", arguments)),
         ..BASE
@@ -392,7 +392,7 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "offset len",
-        about: "finishes a range of zones",
+        about: "finish a range of zones in zone block device",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::manage(shell, "finish", arguments)),
         ..BASE
@@ -403,7 +403,7 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "offset len",
-        about: "opens a range of zones",
+        about: "explicit open a range of zones in zone block device",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::manage(shell, "open", arguments)),
         ..BASE
@@ -414,7 +414,7 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "offset number",
-        about: "tells the state of zones",
+        about: "report zone information",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::report(shell, arguments)),
         ..BASE
@@ -425,7 +425,7 @@ pub const COMMANDS: &[Command] = &[
         least: 2,
         most: 2,
         syntax: "offset len",
-        about: "resets the write pointers of a range of zones",
+        about: "reset a zone write pointer in zone block device",
         details: &[ZONES],
         run: |shell, arguments| Box::pin(zone::manage(shell, "reset", arguments)),
         ..BASE

@@ -34,7 +34,7 @@ fn range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
 }
 
 /// As [`range`], without a bound.
-fn unbounded_range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
+pub(super) fn unbounded_range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
     let [offset, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
     Ok(Range { offset: arguments::size(offset)?, len: arguments::size(len)? })
 }
@@ -143,6 +143,9 @@ pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
     }
     if arguments.has('b') {
         check_sectors(range)?;
+        if arguments.has('r') {
+            return Err(Failed::output("I/O buffer registration is not supported when reading from vmstate"));
+        }
     }
     let skip = skip.unwrap_or(0);
     let len = len.unwrap_or(range.len.saturating_sub(skip));
@@ -150,22 +153,29 @@ pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
         return Err(Failed::output("pattern verification range exceeds end of read data"));
     }
     let expected = pattern.map(|byte| Expected { byte, skip, len });
-    read_range(shell, &arguments, range, expected).await
+    read_range(shell, &arguments, range, expected, "read").await
 }
 
 pub(super) async fn readv(shell: &mut Shell, arguments: Arguments) -> Done {
     let pattern = arguments.pattern('P')?;
     let range = ranges(&arguments)?;
     let expected = pattern.map(|byte| Expected { byte, skip: 0, len: range.len });
-    read_range(shell, &arguments, range, expected).await
+    read_range(shell, &arguments, range, expected, "readv").await
 }
 
-async fn read_range(shell: &mut Shell, arguments: &Arguments, range: Range, expected: Option<Expected>) -> Done {
+/// `name`: the command's, for what can't be read.
+async fn read_range(
+    shell: &mut Shell,
+    arguments: &Arguments,
+    range: Range,
+    expected: Option<Expected>,
+    name: &str,
+) -> Done {
     let place = Place::of(shell, arguments)?;
     let started = Instant::now();
     let result = place.read(range).await;
     let elapsed = started.elapsed();
-    let data = result.map_err(|error| Failed::output(format!("read failed: {}", shell.reason(&error))))?;
+    let data = result.map_err(|error| Failed::output(format!("{name} failed: {}", shell.reason(&error))))?;
     let verdict = expected.and_then(|expected| expected.verdict(&data, range.offset));
     if let Some(verdict) = &verdict {
         shell.console.line(verdict);
@@ -190,6 +200,9 @@ fn report(shell: &mut Shell, arguments: &Arguments, what: &str, range: Range, el
 
 pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
     let pattern = arguments.pattern('P')?;
+    if arguments.operands.len() != 2 {
+        return Err(Failed::usage());
+    }
     let has = |flag| arguments.has(flag);
     for (is_wrong, message) in [
         (has('b') && has('z'), "-b and -z cannot be specified at the same time"),

@@ -20,7 +20,13 @@ pub struct Failure {
 }
 
 /// Beginnings of sentences that qemu-img prints without "Could not open" in front.
-const UNFRAMED: &[&str] = &["Unknown file format", "output file is smaller", "Backing file '", "Cluster size must be "];
+const UNFRAMED: &[&str] = &[
+    "Failed to load snapshot: ",
+    "Unknown file format",
+    "output file is smaller",
+    "Backing file '",
+    "Cluster size must be ",
+];
 
 impl Failure {
     /// A failure with exit code 1.

@@ -10,6 +10,9 @@ use std::time::Duration;
 /// The bar is redrawn at most this often each second.
 const REDRAWS_PER_SECOND: u8 = 10;
 
+/// A percentage is printed again when it has changed by so many hundredths.
+const STEP: u64 = 100;
+
 /// Shows how far something is.
 pub enum Progress {
     /// Nothing is shown.
@@ -49,7 +52,11 @@ impl Progress {
             Progress::Hidden => {}
             Progress::Percent { shown } => {
                 let hundredths = hundredths(done, total);
-                if *shown != Some(hundredths) {
+                let is_step = match *shown {
+                    Some(before) => hundredths.abs_diff(before) >= STEP || (hundredths == 10_000 && before != 10_000),
+                    None => true,
+                };
+                if is_step {
                     *shown = Some(hundredths);
                     print_percent(hundredths);
                 }
@@ -75,7 +82,7 @@ impl Progress {
 
     /// Ends the line of a percentage.
     pub fn finish(&mut self) {
-        if let Progress::Percent { shown: Some(_) } = self {
+        if let Progress::Percent { .. } = self {
             end_percent_line();
         }
         *self = Progress::Hidden;
@@ -112,7 +119,10 @@ fn clock(duration: Duration) -> String {
 fn hundredths(done: u64, total: u64) -> u64 {
     match total {
         0 => 10_000,
-        total => u64::try_from(u128::from(done.min(total)) * 10_000 / u128::from(total)).unwrap_or(10_000),
+        total => {
+            let (done, total) = (u128::from(done.min(total)), u128::from(total));
+            u64::try_from((done * 10_000 + total / 2) / total).unwrap_or(10_000)
+        }
     }
 }
 

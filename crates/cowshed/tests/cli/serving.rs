@@ -2,35 +2,43 @@
 //! `serve`, and the command lines of qemu-nbd and qemu-storage-daemon, used by real clients.
 
 use crate::oracle::Oracle;
-use std::io::{BufRead, BufReader, Write};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 
-/// A running daemon; killed if the test ends early.
-pub struct Serving(Child);
+/// A running daemon and what it says on its standard error; killed if the test ends early.
+pub struct Serving(Child, File);
 
 impl Serving {
     pub fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
-        let child = Command::new(COWSHED)
-            .args(arguments)
-            .env_remove("RUST_LOG")
-            // A killed server leaves the folder of its socket.
-            .env("XDG_RUNTIME_DIR", &folder)
-            .current_dir(folder)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn();
-        Serving(child.expect("our own binary runs"))
+        // What is left when it is killed goes with the test's folder.
+        Serving::of(Command::new(COWSHED).args(arguments).env("XDG_RUNTIME_DIR", &folder).current_dir(&folder))
     }
 
-    /// The next line of its output.
+    fn of(command: &mut Command) -> Serving {
+        let errors = tempfile::tempfile().expect("a file");
+        let child = command
+            .env_remove("RUST_LOG")
+            .stdout(Stdio::piped())
+            .stderr(errors.try_clone().expect("a descriptor"))
+            .spawn();
+        Serving(child.expect("our own binary runs"), errors)
+    }
+
+    /// The next line of its output, which has not ended.
+    #[track_caller]
     pub fn line(&mut self) -> String {
         let mut line = String::new();
         let mut output = BufReader::with_capacity(1, self.0.stdout.as_mut().expect("a pipe"));
-        output.read_line(&mut line).expect("text");
+        if output.read_line(&mut line).expect("text") == 0 {
+            let mut errors = String::new();
+            self.1.rewind().and_then(|()| self.1.read_to_string(&mut errors)).expect("text");
+            panic!("the daemon's output has ended ({:?}): {errors}", self.0.try_wait());
+        }
         line.trim_end().to_owned()
     }
 
@@ -73,6 +81,27 @@ fn serve_prints_a_uri_that_clients_use() {
     assert!(!Path::new(&socket).exists() && !Path::new(&socket).parent().expect("a folder").exists());
     oracle.qemu.expect_clean(&oracle.work().join("disk.qcow2"));
     oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 9 1M 2M".into()]);
+}
+
+/// Numbers of processes come again: what a killed daemon left under its number is in no other one's way.
+#[test]
+fn folders_of_killed_daemons_are_in_nobodys_way() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 1M");
+    for number in 0..4000 {
+        let left = oracle.work().join(format!("cowshed-{}", std::process::id() + number));
+        std::fs::create_dir(left).expect("a folder");
+    }
+    let mut command = Command::new(COWSHED);
+    command.args(["serve", "disk.qcow2"]).current_dir(oracle.work()).env("XDG_RUNTIME_DIR", oracle.work());
+    let mut serving = Serving::of(&mut command);
+    let uri = serving.line();
+    oracle.qemu.io(["-f", "raw", "-c", "read 0 1M", &uri]).expect_ok();
+    let folder = Path::new(uri.split("socket=").nth(1).expect("a socket")).parent().expect("a folder").to_owned();
+    let mode = std::os::unix::fs::PermissionsExt::mode(&folder.metadata().expect("it is there").permissions());
+    assert_eq!(mode & 0o777, 0o700);
+    serving.signal("TERM");
+    assert!(serving.wait().success() && !folder.exists());
 }
 
 #[test]

@@ -8,6 +8,8 @@ use std::path::Path;
 
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
+/// What two writers may leave free in the file, in bytes.
+const GROWTH: usize = 512 << 10;
 /// Header fields that say where tables are: their places are the writer's affair.
 const PLACES: [std::ops::Range<usize>; 3] = [40..48, 48..56, 64..72];
 
@@ -45,6 +47,11 @@ fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(St
             of_theirs += &format!("\ncontent: {}{}", said.stdout, said.stderr);
         }
     }
+    // Of qcow2 only a file that is much longer is a difference: clusters that were freed and weren't used again.
+    if their_bytes.starts_with(QCOW2_MAGIC) && our_bytes.len() > their_bytes.len() + GROWTH {
+        of_theirs += &format!("\nlength: {}", their_bytes.len());
+        of_ours += &format!("\nlength: {}", our_bytes.len());
+    }
     if of_theirs == of_ours {
         return None;
     }
@@ -72,23 +79,33 @@ fn layer(format: &str, path: &Path) -> String {
     format!("json:{options}")
 }
 
-/// Length, header and map.
+/// Length, header and map. Where clusters stand, and whether the file has holes in them, is the writer's affair.
 fn describe(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
-    let mut text = format!("{} bytes", bytes.len());
     if !bytes.starts_with(QCOW2_MAGIC) {
-        return text;
+        return format!("{} bytes", bytes.len());
     }
-    text += &header(bytes);
+    let mut text = header(bytes);
     let map = qemu.img(["map", "-U", "--output=json", &layer("qcow2", path)]);
     let map: serde_json::Value = serde_json::from_str(&map.stdout).unwrap_or_default();
+    let mut last: Option<(serde_json::Value, u64, u64)> = None;
+    let line = |(entry, start, end): &(serde_json::Value, u64, u64)| format!("\nmap: {start}-{end} {entry}");
     for entry in map.as_array().into_iter().flatten() {
-        let mut entry = entry.clone();
-        if let Some(object) = entry.as_object_mut() {
-            object.remove("offset");
+        let mut kind = entry.clone();
+        let object = kind.as_object_mut().expect("an object");
+        let mut number = |key| object.remove(key).and_then(|value| value.as_u64()).unwrap_or_default();
+        let (start, length, _) = (number("start"), number("length"), number("offset"));
+        if object.get("data").is_some_and(|data| data == true) {
+            object.remove("zero");
         }
-        text += &format!("\nmap: {entry}");
+        match &mut last {
+            Some((before, _, end)) if *before == kind && *end == start => *end += length,
+            _ => {
+                text += &last.as_ref().map(line).unwrap_or_default();
+                last = Some((kind, start, start + length));
+            }
+        }
     }
-    text
+    text + &last.as_ref().map(line).unwrap_or_default()
 }
 
 /// Fields and extensions of a qcow2 header, one a line, without the places of tables.

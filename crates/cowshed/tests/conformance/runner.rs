@@ -156,7 +156,8 @@ fn masked(text: &str) -> String {
         {
             line = without_number_after(&line, marker);
         }
-        masked += &without_dates(&line);
+        line = without_middle(&line);
+        masked += &without_rates(&without_dates(&line));
     }
     masked
 }
@@ -170,6 +171,27 @@ fn without_number_after(line: &str, marker: &str) -> String {
         kept += part.trim_start_matches(|character: char| character.is_ascii_digit());
     }
     kept
+}
+
+/// Of a percentage that grows only the first and the last one: the steps between are as large as each writer's requests.
+fn without_middle(line: &str) -> String {
+    const END: &str = "/100%)\r";
+    let parts: Vec<&str> = line.split_inclusive(END).collect();
+    match &parts[..] {
+        [first, .., last, rest] if first.ends_with(END) && last.ends_with(END) => format!("{first}{last}{rest}"),
+        _ => line.to_owned(),
+    }
+}
+
+/// The report of qemu-io's `-C` without times and rates: bytes and requests stay.
+fn without_rates(line: &str) -> String {
+    let fields: Vec<&str> = line.trim_end().split(',').collect();
+    match fields[..] {
+        [bytes, requests, time, _, _] if bytes.parse::<u64>().is_ok() && time.contains(':') => {
+            format!("{bytes},{requests},…\n")
+        }
+        _ => line.to_owned(),
+    }
 }
 
 /// `2024-01-31 12:30:59` becomes `DATE`.

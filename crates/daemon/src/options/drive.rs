@@ -175,14 +175,7 @@ impl Drive {
                 self.options.insert("cache", cache);
             }
             "aio" => {
-                let file = self.options.remove("file");
-                match file {
-                    Some(serde_json::Value::Object(mut map)) => {
-                        map.insert("aio".to_owned(), value.into());
-                        self.options.insert("file", map);
-                    }
-                    _ => return Err(Error::invalid_argument("'aio' needs a file")),
-                }
+                self.options.set_aio(value);
             }
             _ => self.options.insert(key, value),
         }

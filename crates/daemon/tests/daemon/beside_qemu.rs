@@ -28,11 +28,13 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 
 impl Theirs {
     /// The daemon and its first client. That client stays: QEMU 7.2 sometimes ends with an assertion when a client
-    /// leaves before its greeting, so the wait doesn't probe the socket with others.
+    /// leaves before its greeting, so the wait doesn't probe the socket with others. It comes when the daemon has
+    /// started, which the file with its process's number shows: the socket listens before the monitor is ready.
     pub(super) fn start() -> (Theirs, Client) {
         let folder = temp_dir();
         let child = Command::new("qemu-storage-daemon")
             .args(["--chardev", "socket,id=m,path=m.sock,server=on,wait=off", "--monitor", "m"])
+            .args(["--pidfile", "pid"])
             .current_dir(folder.path())
             .stdout(Stdio::null())
             .spawn();
@@ -42,13 +44,12 @@ impl Theirs {
         let theirs = Theirs { folder, child };
         let path = theirs.folder.path().join("m.sock");
         let until = Instant::now() + START_LIMIT;
-        let stream = loop {
-            match UnixStream::connect(&path) {
-                Ok(stream) => break stream,
-                Err(error) => assert!(Instant::now() < until, "QEMU's daemon doesn't listen: {error}"),
-            }
+        let number = theirs.folder.path().join("pid");
+        while !std::fs::read_to_string(&number).is_ok_and(|text| text.ends_with('\n')) {
+            assert!(Instant::now() < until, "QEMU's daemon doesn't start");
             std::thread::yield_now();
-        };
+        }
+        let stream = UnixStream::connect(&path).expect("QEMU's daemon listens");
         (theirs, Client::on(stream))
     }
 

@@ -173,7 +173,7 @@ impl Client {
         self.place_files(&mut arguments);
         self.send(&json!({"execute": name, "arguments": arguments, "id": name}).to_string());
         let mut reply = self.reply();
-        assert_eq!(reply["id"], name);
+        assert_eq!(reply["id"], name, "{reply}");
         match reply.get_mut("error") {
             Some(error) => Err(error.take()),
             None => Ok(reply["return"].take()),

@@ -130,7 +130,9 @@ async fn check_backing(
     let format = values.get("backing_fmt").map(str::to_owned);
     let mut below = Vec::new();
     if request.backing_unchecked {
-        if let Some(name) = format.as_deref().filter(|name| !is_driver(name)) {
+        // Without a size that is what is missing first.
+        let has_size = values.get("size").is_some();
+        if let Some(name) = format.as_deref().filter(|name| has_size && !is_driver(name)) {
             let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
             return Err(Error::invalid_argument(message).field("backing_fmt"));
         }

@@ -112,18 +112,6 @@ pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
 impl Qcow2CreateOptions {
     /// From `-o` values and a size in bytes; checks everything that doesn't need a file.
     pub fn from_values(size: u64, values: &OptionValues) -> Result<Self> {
-        let cluster_size = values.number("cluster_size").unwrap_or(65536);
-        let cluster_bits = exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
-            Error::invalid_argument("Cluster size must be a power of two between 512 and 2048k")
-                .field("cluster_size")
-                .value(cluster_size)
-        })?;
-        let refcount_bits = values.number("refcount_bits").unwrap_or(16);
-        let refcount_order = exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
-            Error::invalid_argument("Refcount width must be a power of two and may not exceed 64 bits")
-                .field("refcount_bits")
-                .value(refcount_bits)
-        })?;
         let version = match values.get("compat") {
             None | Some("1.1" | "v3") => 3,
             Some("0.10" | "v2") => 2,
@@ -140,6 +128,19 @@ impl Qcow2CreateOptions {
                 );
             }
         };
+        let preallocation = values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
+        let cluster_size = values.number("cluster_size").unwrap_or(65536);
+        let cluster_bits = exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
+            Error::invalid_argument("Cluster size must be a power of two between 512 and 2048k")
+                .field("cluster_size")
+                .value(cluster_size)
+        })?;
+        let refcount_bits = values.number("refcount_bits").unwrap_or(16);
+        let refcount_order = exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
+            Error::invalid_argument("Refcount width must be a power of two and may not exceed 64 bits")
+                .field("refcount_bits")
+                .value(refcount_bits)
+        })?;
         let text = |key| values.get(key).map(str::to_owned);
         let options = Qcow2CreateOptions {
             size: round_size(size)?,
@@ -149,7 +150,7 @@ impl Qcow2CreateOptions {
             extended_l2: values.switch("extended_l2"),
             lazy_refcounts: values.switch("lazy_refcounts"),
             compression,
-            preallocation: values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?,
+            preallocation,
             data_file: text("data_file"),
             data_file_raw: values.switch("data_file_raw"),
             keep_data_file: values.switch("keep_data_file"),

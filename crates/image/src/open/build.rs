@@ -82,7 +82,11 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     let node = opener.node(options, place).await?;
     if wants_snapshot && node.qcow2().is_none() {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
-        return Err(Error::unsupported(message).file(node.filename()));
+        let sentence = format!(
+            "Failed to load snapshot: Block format '{}' used by device '' does not support temporarily loading internal snapshots",
+            node.driver_name()
+        );
+        return Err(Error::unsupported(message).file(node.filename()).qemu(sentence));
     }
     let user = match request.for_monitor {
         true => Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE },

@@ -250,15 +250,11 @@ impl Opener {
         let Some(name) = header.name.as_ref().filter(|_| !has_place) else { return Ok(options) };
         let driver = options.remove("driver");
         let from_header = self.backing_by_name(name, image, header)?;
-        let mut merged = Value::from(from_header);
-        overlay(&mut merged, Value::from(options));
-        if let (Some(driver), Value::Object(map)) = (driver, &mut merged) {
-            map.insert("driver".to_owned(), driver);
+        let mut merged = from_header.overlaid(options)?;
+        if let Some(driver) = driver {
+            merged.insert("driver", driver);
         }
-        match merged {
-            Value::Object(map) => BlockdevOptions::from_map(map),
-            _ => Err(Error::internal("the options of a backing file are no object")),
-        }
+        Ok(merged)
     }
 }
 
@@ -269,18 +265,6 @@ fn refers_to_node(options: &Value) -> bool {
         Value::String(name) => matches!(key.as_str(), "file" | "backing" | "data-file" | "image") && !name.is_empty(),
         nested => refers_to_node(nested),
     })
-}
-
-/// Lays the keys of `over` onto `under`, nested objects key by key.
-fn overlay(under: &mut Value, over: Value) {
-    match (under, over) {
-        (Value::Object(under), Value::Object(over)) => {
-            for (key, value) in over {
-                overlay(under.entry(key).or_insert(Value::Null), value);
-            }
-        }
-        (under, over) => *under = over,
-    }
 }
 
 /// The path of an image for resolving names; none for `json:` names.

@@ -15,7 +15,7 @@ pub(crate) use build::{Draft, Opener};
 pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;
-pub use names::{check_file_name, resolve as resolve_name};
+pub use names::{check_file_name, options_with_name, resolve as resolve_name};
 pub use nbd::is_nbd_name;
 pub(crate) use nbd::open_nbd_file;
 pub(crate) use permissions::Edge;

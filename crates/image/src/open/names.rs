@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names: pseudo protocols, and names that are relative to the image that holds them.
 
+use super::HostFiles;
 use super::policy::{FileKind, Files};
-use crate::options::{self, BlockdevOptions};
+use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
 use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_storage::path_of_text;
+use serde_json::Value;
 
 /// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.
 pub(super) fn protocol(name: &str) -> Option<&str> {
@@ -72,6 +74,53 @@ fn file_options(driver: &str, path: &str) -> BlockdevOptions {
     BlockdevOptions::new().with("driver", driver).with("filename", path)
 }
 
+/// Options of a node with a file name beside them, as `open -o OPTIONS NAME` of qemu-io takes them. The name, and what its
+/// protocol means, belong to the lowest `file` of the options. Options that are given count more than the name's.
+pub fn options_with_name(mut options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
+    let of_name = match BlockdevOptions::from_json_name(name) {
+        Some(of_name) => of_name.map_err(|error| error.file(name))?,
+        None => {
+            let driver = options.text("driver").and_then(DriverSchema::find);
+            let child = match driver {
+                Some(driver) if driver.name == "blkdebug" && name.starts_with("blkdebug:") => None,
+                Some(driver) if driver.name == "blkdebug" => Some("image"),
+                Some(driver) if driver.kind == DriverKind::Protocol => None,
+                _ => Some("file"),
+            };
+            let Some(child) = child else {
+                return with_protocol_name(options, name);
+            };
+            let nested = match options.remove(child) {
+                None => with_protocol_name(BlockdevOptions::new(), name)?,
+                Some(Value::Object(map)) => {
+                    let nested = BlockdevOptions::from_map(map)?;
+                    match nested.get("driver") {
+                        Some(_) => options_with_name(nested, name)?,
+                        None => with_protocol_name(nested, name)?,
+                    }
+                }
+                // A node by its name takes no file name.
+                Some(other) => return Ok(options.with(child, other)),
+            };
+            return Ok(options.with(child, nested));
+        }
+    };
+    of_name.overlaid(options)
+}
+
+/// The options of a protocol node with those that its name means.
+fn with_protocol_name(options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
+    let of_name = match options.text("driver") {
+        // The driver says how the name is to be read.
+        Some(driver @ ("file" | "host_device")) => {
+            let prefix = format!("{driver}:");
+            BlockdevOptions::new().with("filename", name.strip_prefix(&prefix).unwrap_or(name))
+        }
+        _ => protocol_options(name, &HostFiles)?,
+    };
+    of_name.overlaid(options)
+}
+
 /// The name that an image in file `image` means by `name`. Absolute names and names with a protocol (also `file:`, as
 /// in QEMU) stay as they are; others are relative to the image's folder. `image` is the path of the image file, `None`
 /// where it has none: a relative name means nothing then.
@@ -114,6 +163,48 @@ mod tests {
             let error = check_file_name(name).unwrap_err();
             assert!(error.sentence().starts_with("Unknown protocol '"), "{error}");
             assert!(error.to_string().contains(&format!("'./{name}'")), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_belong_to_the_lowest_file() {
+        for (options, name, expected) in [
+            ("", "a", r#"{"file":{"driver":"file","filename":"a"}}"#),
+            (
+                "driver=qcow2",
+                "blkdebug::a",
+                r#"{"driver":"qcow2","file":{"driver":"blkdebug","image":{"driver":"file","filename":"a"}}}"#,
+            ),
+            (
+                "driver=copy-on-read,file.driver=qcow2",
+                "a",
+                r#"{"driver":"copy-on-read","file":{"driver":"qcow2","file":{"driver":"file","filename":"a"}}}"#,
+            ),
+            (
+                "driver=blkdebug,image.driver=qcow2",
+                "a",
+                r#"{"driver":"blkdebug","image":{"driver":"qcow2","file":{"driver":"file","filename":"a"}}}"#,
+            ),
+            (
+                "driver=raw,file.align=4k",
+                "blkdebug::a",
+                r#"{"driver":"raw","file":{"driver":"blkdebug","image":{"driver":"file","filename":"a"},"align":"4k"}}"#,
+            ),
+            ("driver=file", "file:a", r#"{"filename":"a","driver":"file"}"#),
+            ("file.driver=file", "a:b", r#"{"file":{"filename":"a:b","driver":"file"}}"#),
+            (
+                "driver=qcow2",
+                r#"json:{"driver":"raw","file.filename":"a"}"#,
+                r#"{"driver":"qcow2","file":{"filename":"a"}}"#,
+            ),
+            ("driver=qcow2,file=node", "a", r#"{"driver":"qcow2","file":"node"}"#),
+        ] {
+            let given = match options {
+                "" => BlockdevOptions::new(),
+                text => BlockdevOptions::from_keyval(text).unwrap(),
+            };
+            let expected = BlockdevOptions::from_json(expected).unwrap();
+            assert_eq!(options_with_name(given, name).unwrap(), expected, "{options} {name}");
         }
     }
 

@@ -80,9 +80,37 @@ impl BlockdevOptions {
         self
     }
 
+    /// These options with others laid over them, nested ones key by key.
+    pub fn overlaid(self, over: BlockdevOptions) -> Result<BlockdevOptions> {
+        let mut merged = Value::from(self);
+        overlay(&mut merged, over.into());
+        match merged {
+            Value::Object(map) => Self::from_map(map),
+            _ => Err(Error::internal("options are no object")),
+        }
+    }
+
     /// Takes a key out.
     pub fn remove(&mut self, key: &str) -> Option<Value> {
         self.0.shift_remove(key)
+    }
+
+    /// Sets `aio` at the host file below: the first node from the top on that is one. What stands on no host file stays as it
+    /// is. True where there is one.
+    pub fn set_aio(&mut self, mode: &str) -> bool {
+        let mut node = &mut self.0;
+        loop {
+            let driver = node.get("driver").and_then(Value::as_str);
+            if matches!(driver, Some("file" | "host_device")) || (driver.is_none() && node.contains_key("filename")) {
+                node.insert("aio".to_owned(), mode.into());
+                return true;
+            }
+            let child = if driver == Some("blkdebug") { "image" } else { "file" };
+            match node.get_mut(child) {
+                Some(Value::Object(below)) => node = below,
+                _ => return false,
+            }
+        }
     }
 
     /// True when no key is set.
@@ -107,6 +135,18 @@ impl BlockdevOptions {
     /// As a pseudo file name, `json:{…}`.
     pub fn to_json_name(&self) -> String {
         format!("json:{}", self.to_json())
+    }
+}
+
+/// Lays the keys of `over` onto `under`, nested objects key by key.
+fn overlay(under: &mut Value, over: Value) {
+    match (under, over) {
+        (Value::Object(under), Value::Object(over)) => {
+            for (key, value) in over {
+                overlay(under.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (under, over) => *under = over,
     }
 }
 

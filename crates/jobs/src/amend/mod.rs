@@ -61,6 +61,8 @@ pub async fn run(options: &AmendOptions, job: &JobHandle) -> Result<()> {
             return Err(error);
         }
     };
+    // Nothing of it is done yet.
+    job.set_progress(0, 1);
     let result = amend_bare(&node, options, &wanted, job).await;
     let closed = node.close().await;
     result.and(closed)?;
@@ -141,6 +143,10 @@ async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
 /// Says of an option that only `create` has that it is one.
 fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[String]) -> Error {
     let Err(unknown) = OptionValues::parse(created, lists) else {
+        // Those of the file below are no options of the format.
+        if ["nocow", "extent_size_hint"].iter().any(|option| error.message().contains(option)) {
+            return error;
+        }
         let message = format!("{}\nThis option is only supported for image creation", error.message());
         return Error::new(error.kind(), message);
     };

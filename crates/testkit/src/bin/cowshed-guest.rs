@@ -15,7 +15,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 const DEVICE: &str = "/dev/nbd0";
@@ -261,9 +261,19 @@ fn run(address: &str) -> io::Result<()> {
     }
     say("writes on");
     await_word()?;
-    // The connection is dead by now, and the kernel holds the requests.
-    kernel.hand_over(RECONFIGURE, &Connection::anew(address)?)?;
-    say("has another connection");
+    // The connection is dead by now, and the kernel holds the requests. A kernel that hasn't noticed yet drops the new
+    // connection and reports success, so another one follows where no write goes on.
+    let before = rounds.load(Ordering::SeqCst);
+    let mut connections = 0;
+    while rounds.load(Ordering::SeqCst) == before && !writer.is_finished() {
+        kernel.hand_over(RECONFIGURE, &Connection::anew(address)?)?;
+        connections += 1;
+        let until = Instant::now() + Duration::from_secs(20);
+        while rounds.load(Ordering::SeqCst) == before && !writer.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    say(&format!("has another connection, number {connections}"));
     stop.store(rounds.load(Ordering::SeqCst) + 2, Ordering::SeqCst);
     let last = writer.join().map_err(|_| failed("the writer panicked"))??;
     let mut found = Aligned::new((RUNNING.1 - RUNNING.0) as usize);

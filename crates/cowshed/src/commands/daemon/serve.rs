@@ -11,9 +11,8 @@ use cowshed_storage::SocketAddress;
 use serde_json::json;
 use std::any::Any;
 use std::collections::BTreeSet;
-use std::fs::DirBuilder;
-use std::io::ErrorKind;
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 pub const VERB: Verb = Verb {
@@ -114,33 +113,19 @@ fn arguments(command: clap::Command) -> clap::Command {
     ServeArgs::augment_args(command).mut_arg("untrusted", |argument| argument.help(help))
 }
 
-/// Names that are tried for a folder.
-const FOLDER_ATTEMPTS: u32 = 100;
-
 /// A folder for our socket, that only we can enter; removed in the end.
 struct PrivateFolder(PathBuf);
 
 impl PrivateFolder {
     fn new() -> Result<PrivateFolder, Failure> {
         let parent = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
-        Self::within(&parent, &format!("cowshed-{}", std::process::id()))
-    }
-
-    /// A folder `name`, or `name-1` and so on: a process that was killed leaves its folder, and its number is given out again.
-    fn within(parent: &Path, name: &str) -> Result<PrivateFolder, Failure> {
-        let numbered = (1..FOLDER_ATTEMPTS).map(|number| format!("{name}-{number}"));
-        for name in std::iter::once(name.to_owned()).chain(numbered) {
-            let path = parent.join(name);
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => return Ok(PrivateFolder(path)),
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                Err(error) => {
-                    return Err(Failure::new(format!("{}: could not make a folder: {error}", path.display())));
-                }
-            }
-        }
-        let message = format!("{}: {FOLDER_ATTEMPTS} folders named {name} exist already", parent.display());
-        Err(Failure::new(message))
+        // A killed daemon leaves its folder behind, and its number comes again: the rest of the name is random.
+        let mut folder = tempfile::Builder::new();
+        let prefix = format!("cowshed-{}-", std::process::id());
+        let made = folder.prefix(&prefix).permissions(Permissions::from_mode(0o700)).tempdir_in(&parent);
+        let made =
+            made.map_err(|error| Failure::new(format!("{}: could not make a folder: {error}", parent.display())))?;
+        Ok(PrivateFolder(made.keep()))
     }
 }
 
@@ -330,24 +315,6 @@ mod tests {
         let mut names = BTreeSet::new();
         let made: Vec<String> = (0..3).map(|_| unique(&mut names, "a".to_owned())).collect();
         assert_eq!(made, ["a", "a-2", "a-3"]);
-    }
-
-    #[test]
-    fn folders_that_killed_processes_left_are_passed_by() {
-        let parent = tempfile::tempdir().expect("a folder");
-        let made: Vec<PathBuf> = (0..3)
-            .map(|_| {
-                let folder = PrivateFolder::within(parent.path(), "cowshed-7").expect("a free name");
-                let path = folder.0.clone();
-                std::mem::forget(folder);
-                path
-            })
-            .collect();
-        assert_eq!(made, ["cowshed-7", "cowshed-7-1", "cowshed-7-2"].map(|name| parent.path().join(name)));
-        drop(PrivateFolder(made[0].clone()));
-        assert_eq!(PrivateFolder::within(parent.path(), "cowshed-7").expect("a free name").0, made[0]);
-        let nowhere = parent.path().join("nothing");
-        assert!(PrivateFolder::within(&nowhere, "cowshed-7").is_err(), "only a taken name is passed by");
     }
 
     #[test]

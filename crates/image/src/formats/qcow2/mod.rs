@@ -36,8 +36,8 @@ pub(crate) use chain_map::Place;
 pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;
-pub use bitmaps::{BitmapChange, BitmapStatus};
-pub(crate) use bitmaps::{check_new_bitmap, default_granularity_bytes};
+pub(crate) use bitmaps::default_granularity_bytes;
+pub use bitmaps::{BitmapChange, BitmapStatus, check_new_bitmap};
 
 use super::OpenContext;
 use crate::codec::Codec;

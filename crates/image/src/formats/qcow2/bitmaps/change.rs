@@ -68,7 +68,7 @@ pub(crate) fn default_granularity_bytes(cluster_bytes: u64) -> u64 {
 }
 
 /// Refuses a name or granularity that no bitmap may have; log2 of the granularity.
-pub(crate) fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32> {
+pub fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32> {
     if name.is_empty() {
         return Err(Error::invalid_argument("Bitmap name cannot be empty"));
     }

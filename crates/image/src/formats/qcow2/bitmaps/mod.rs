@@ -11,7 +11,8 @@ mod publish;
 mod record;
 
 pub use change::BitmapChange;
-pub(crate) use change::{check_new_bitmap, default_granularity_bytes};
+pub use change::check_new_bitmap;
+pub(crate) use change::default_granularity_bytes;
 
 use cowshed_layout::qcow2::BitmapEntry;
 use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, FLAG_EXTRA_DATA_COMPATIBLE, FLAG_IN_USE};
