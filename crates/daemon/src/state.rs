@@ -42,6 +42,8 @@ pub(crate) struct Daemon {
     pub untrusted: Untrusted,
     /// Commands that run.
     pub commands: Commands,
+    /// Generated node-names of commands that run.
+    pub given_names: RefCell<Vec<String>>,
     /// Threads that serve clients.
     pub queues: usize,
     /// Memory for the data of all clients' requests, in bytes.
@@ -69,6 +71,7 @@ impl Daemon {
             jobs: Rc::default(),
             untrusted: Untrusted::default(),
             commands: Commands::new(setup.turn_limit),
+            given_names: RefCell::default(),
             queues: setup.queues,
             request_memory_bytes: setup.request_memory_bytes,
             stop_when_idle: setup.stop_when_idle,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commands that wait: each runs in a task of its own, those that change the graph take turns, and whatever takes long is
-//! reported. A disk that never answers so keeps its own command waiting, and no monitor.
+//! Commands that wait: each runs in a task of its own, and whatever takes long is reported. Commands that change the same part of
+//! the graph take turns. A disk that never answers so keeps only the commands for its own part waiting, and no monitor.
 
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::rt::{self, JoinHandle};
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
@@ -89,15 +89,15 @@ impl Commands {
         self.running.borrow().clone()
     }
 
-    /// Waits until no other command changes the graph; in vain for too long it names the command in the way.
-    pub async fn turn<'a>(&'a self, listed: &Listed<'_>) -> QmpResult<Turn<'a>> {
+    /// Waits until no other command changes what this one is about; in vain for too long it names the command in the way.
+    pub async fn turn<'a>(&'a self, listed: &Listed<'_>, scope: Scope<'_>) -> QmpResult<Turn<'a>> {
         listed.running.waits_for_turn.set(true);
-        let turn = within(self.turn_limit, self.turns.take()).await;
+        let name = &listed.running.name;
+        let turn = within(self.turn_limit, self.turns.take(name, scope.clone())).await;
         listed.running.waits_for_turn.set(false);
         turn.ok_or_else(|| {
-            let list = self.list();
-            let other = list.iter().find(|one| !one.waits_for_turn.get() && !Rc::ptr_eq(one, &listed.running));
-            let other = other.map_or_else(|| "another command".to_owned(), |one| format!("'{}'", one.name));
+            let other = self.turns.in_the_way(&scope);
+            let other = other.map_or_else(|| "another command".to_owned(), |name| format!("'{name}'"));
             let (name, seconds) = (&listed.running.name, self.turn_limit.as_secs());
             QmpError::generic(format!(
                 "'{name}' has waited {seconds} s for {other} to end, which waits for I/O; nothing was changed"
@@ -124,56 +124,105 @@ impl Commands {
     }
 }
 
-/// One command after the other, in the order of their coming. All on one thread.
+/// The names that a command is about, with the function that adds those of everything connected with them. Without names it is
+/// about everything.
+#[derive(Clone)]
+pub(crate) struct Scope<'a> {
+    pub names: BTreeSet<String>,
+    pub connected: &'a dyn Fn(&BTreeSet<String>) -> BTreeSet<String>,
+}
+
+impl Scope<'_> {
+    fn reach(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
+        (self.connected)(names)
+    }
+
+    /// True when this scope and the one of an older command have something in common.
+    fn meets(&self, older: &Ticket) -> bool {
+        if self.names.is_empty() || older.names.is_empty() {
+            return true;
+        }
+        let mine = self.reach(&self.names);
+        // Half-way through a command, nodes may have lost their connection that it still works on.
+        !mine.is_disjoint(&older.began_with) || !mine.is_disjoint(&self.reach(&older.names))
+    }
+}
+
+/// Commands with something in common go one after the other, in the order of their coming. All on one thread.
 #[derive(Default)]
 struct Turns(RefCell<Queue>);
 
 #[derive(Default)]
 struct Queue {
-    next_ticket: u64,
-    /// The first one has its turn.
-    tickets: VecDeque<(u64, Option<Waker>)>,
+    next_id: u64,
+    /// The oldest first.
+    tickets: VecDeque<Ticket>,
 }
 
-/// A command's turn, or its place in the queue; the next one is woken when it is dropped.
+struct Ticket {
+    id: u64,
+    command: String,
+    names: BTreeSet<String>,
+    runs: bool,
+    /// What it reached when it began to run.
+    began_with: BTreeSet<String>,
+    waker: Option<Waker>,
+}
+
+/// A command's turn, or its place in the queue; those who wait look again when it is dropped.
 pub(crate) struct Turn<'a> {
     turns: &'a Turns,
-    ticket: u64,
+    id: u64,
 }
 
 impl Turns {
-    async fn take(&self) -> Turn<'_> {
+    async fn take(&self, command: &str, scope: Scope<'_>) -> Turn<'_> {
         let turn = {
             let mut queue = self.0.borrow_mut();
-            let ticket = queue.next_ticket;
-            queue.next_ticket += 1;
-            queue.tickets.push_back((ticket, None));
-            Turn { turns: self, ticket }
+            let id = queue.next_id;
+            queue.next_id += 1;
+            let (command, names) = (command.to_owned(), scope.names.clone());
+            queue.tickets.push_back(Ticket {
+                id,
+                command,
+                names,
+                runs: false,
+                began_with: BTreeSet::new(),
+                waker: None,
+            });
+            Turn { turns: self, id }
         };
         poll_fn(|context| {
             let mut queue = self.0.borrow_mut();
-            if queue.tickets.front().is_some_and(|(first, _)| *first == turn.ticket) {
-                return Poll::Ready(());
+            let Some(at) = queue.tickets.iter().position(|ticket| ticket.id == turn.id) else { return Poll::Ready(()) };
+            let waits = queue.tickets.iter().take(at).any(|older| scope.meets(older));
+            let ticket = &mut queue.tickets[at];
+            if waits {
+                ticket.waker = Some(context.waker().clone());
+                return Poll::Pending;
             }
-            if let Some((_, waker)) = queue.tickets.iter_mut().find(|(ticket, _)| *ticket == turn.ticket) {
-                *waker = Some(context.waker().clone());
-            }
-            Poll::Pending
+            ticket.runs = true;
+            ticket.began_with = scope.reach(&scope.names);
+            Poll::Ready(())
         })
         .await;
         turn
+    }
+
+    /// The name of a command that runs and has something in common with this scope.
+    fn in_the_way(&self, scope: &Scope<'_>) -> Option<String> {
+        let queue = self.0.borrow();
+        queue.tickets.iter().find(|ticket| ticket.runs && scope.meets(ticket)).map(|ticket| ticket.command.clone())
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut queue = self.turns.0.borrow_mut();
-        queue.tickets.retain(|(ticket, _)| *ticket != self.ticket);
-        let next = queue.tickets.front_mut().and_then(|(_, waker)| waker.take());
+        queue.tickets.retain(|ticket| ticket.id != self.id);
+        let waiting: Vec<Waker> = queue.tickets.iter_mut().filter_map(|ticket| ticket.waker.take()).collect();
         drop(queue);
-        if let Some(waker) = next {
-            waker.wake();
-        }
+        waiting.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -181,18 +230,45 @@ impl Drop for Turn<'_> {
 mod tests {
     use super::*;
 
+    fn alone(names: &BTreeSet<String>) -> BTreeSet<String> {
+        names.clone()
+    }
+
+    fn scope(names: &[&str]) -> Scope<'static> {
+        Scope { names: names.iter().map(|name| (*name).to_owned()).collect(), connected: &alone }
+    }
+
+    #[test]
+    fn commands_wait_for_those_they_have_something_in_common_with() {
+        let turns = Turns::default();
+        rt::block_on(async {
+            let first = turns.take("first", scope(&["a", "b"])).await;
+            let _other = turns.take("other", scope(&["c"])).await;
+            for names in [&["b"][..], &["c", "d"], &[]] {
+                let late = within(Duration::from_millis(1), turns.take("late", scope(names))).await;
+                assert!(late.is_none(), "{names:?}");
+            }
+            assert_eq!(turns.in_the_way(&scope(&["c"])).as_deref(), Some("other"));
+            drop(first);
+            drop(turns.take("late", scope(&["b"])).await);
+        });
+    }
+
     #[test]
     fn turns_are_taken_in_order_and_given_up_ones_are_passed_over() {
         let turns = Rc::new(Turns::default());
         let order: Rc<RefCell<Vec<u32>>> = Rc::default();
         rt::block_on(async {
-            let first = turns.take().await;
-            assert!(within(Duration::from_millis(1), turns.take()).await.is_none(), "the turn is another one's");
+            let first = turns.take("one", scope(&[])).await;
+            assert!(
+                within(Duration::from_millis(1), turns.take("two", scope(&[]))).await.is_none(),
+                "the turn is another one's"
+            );
             let tasks: Vec<JoinHandle<()>> = (0..3)
                 .map(|number| {
                     let (turns, order) = (Rc::clone(&turns), Rc::clone(&order));
                     rt::spawn(async move {
-                        let _turn = turns.take().await;
+                        let _turn = turns.take("more", scope(&[])).await;
                         rt::yield_now().await;
                         order.borrow_mut().push(number);
                     })

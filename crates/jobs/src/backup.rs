@@ -26,7 +26,7 @@ const STATUS_RUNS: usize = 64;
 pub struct BackupRequest {
     /// The disk.
     pub source: Arc<Node>,
-    /// Where it goes: writable, of the same size, used by nobody.
+    /// Where it goes: writable, of the same size.
     pub target: Arc<Node>,
     /// What is copied; with `None` only what is overwritten, until the job is cancelled.
     pub sync: Sync,
@@ -89,13 +89,13 @@ impl Backup {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: BackupRequest) -> Result<Backup> {
         let BackupRequest { source, target, .. } = &request;
         if source.size() != target.size() {
-            return Err(Error::invalid_argument("Source and target image have different sizes").value(target.size()));
+            return Err(Error::invalid_argument("Source and target image have different sizes"));
         }
         if Arc::ptr_eq(source, target) {
             return Err(Error::invalid_argument("Source and target cannot be the same"));
         }
-        if !target.user_names().is_empty() {
-            return Err(Error::new(ErrorKind::Busy, format!("the target '{}' is in use", target.name())));
+        if target.is_read_only() {
+            return Err(Error::new(ErrorKind::ReadOnly, "Could not create node: Block node is read-only"));
         }
         check_apart(target, [source])?;
         if request.compress && target.qcow2().is_none() {
@@ -117,7 +117,14 @@ impl Backup {
             .with("node-name", request.filter_name.as_str())
             .with("target", target.name())
             .with("on-cbw-error", if request.breaks_writes { "break-guest-write" } else { "break-snapshot" });
-        let filter = graph.insert_filter(source, options).await?;
+        let added = graph.add(options.with("file", source.name())).await;
+        let filter = added.map_err(|error| error.context("Could not create node"))?;
+        if let Err(error) = graph.replace(source, &filter).await {
+            if let Err(error) = graph.delete(filter.name()).await {
+                tracing::warn!("{error}");
+            }
+            return Err(error.context("Could not replace node"));
+        }
         drop(drained);
         let permissions = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         match graph.attach(&filter, AttachRequest::job(format!("{id}-backup"), permissions)).await {
@@ -127,7 +134,7 @@ impl Backup {
                 backup.saver()?.set_discard_source(backup.request.discard_source);
                 Ok(backup)
             }
-            Err(error) => graph.remove_filter(&filter).await.and(Err(error)),
+            Err(error) => graph.remove_filter(&filter).await.and(Err(error.context("Could not replace node"))),
         }
     }
 

@@ -113,7 +113,8 @@ impl Writer {
 /// What the job wants of its target, under this name.
 fn writer_of(name: String) -> AttachRequest {
     let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
-    AttachRequest::job(name, Permissions { used, ..Permissions::READ })
+    // An incomplete copy is nothing to read.
+    AttachRequest::job(name, Permissions { used, shared: PermissionSet::WRITE_UNCHANGED })
 }
 
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
@@ -169,9 +170,8 @@ impl Mirror {
             let message = format!("the target '{}' must be as large as '{}'", target.name(), source.name());
             return Err(Error::invalid_argument(message).value(target.size()));
         }
-        if Arc::ptr_eq(source, target) || !target.user_names().is_empty() {
-            let message = format!("the target '{}' is in use", target.name());
-            return Err(Error::new(ErrorKind::Busy, message));
+        if Arc::ptr_eq(source, target) {
+            return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
         }
         check_apart(target, [source])?;
         let writer = match &options.write_blocking {
@@ -475,7 +475,7 @@ impl Mirror {
             result => result,
         };
         let closed = match &self.opened {
-            Some(opened) if pivot && result.is_ok() => opened.release().await,
+            Some(opened) if pivot && result.is_ok() => opened.release(),
             Some(opened) => opened.close().await,
             None => Ok(()),
         };

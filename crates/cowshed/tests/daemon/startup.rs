@@ -507,7 +507,7 @@ fn a_refused_command_changes_nothing_and_says_why() {
             json!({"node-name": "nobody", "snapshot-file": "new.qcow2", "snapshot-node-name": "n"}),
             "nobody",
         ),
-        ("blockdev-snapshot", json!({"node": "small", "overlay": "disk"}), "disk"),
+        ("blockdev-snapshot", json!({"node": "small", "overlay": "disk"}), "The overlay is already in use"),
         (
             "transaction",
             json!({"actions": [

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Dirty bitmaps of nodes.
 
-use super::snapshot::{Action, carry_out, image_of};
+use super::names;
+use super::snapshot::{Action, carry_out};
 use super::{Arguments, Group, change};
 use crate::state::Daemon;
 use cowshed_block::Error;
@@ -110,12 +111,32 @@ fn worded(error: Error) -> QmpError {
 
 fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
     daemon.inactive.check(name)?;
-    image_of(daemon, name).map_err(|_| QmpError::generic(format!("Node '{name}' not found")))
+    let not_found = |_| QmpError::generic(format!("Node '{name}' not found"));
+    names::lookup(daemon, None, Some(name)).map(|found| found.image()).map_err(not_found)
+}
+
+/// The node that is to get a bitmap.
+fn node_for_new(daemon: &Daemon, name: &str, persistent: bool) -> QmpResult<Arc<Node>> {
+    daemon.inactive.check(name)?;
+    let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
+    let found = names::lookup(daemon, None, Some(name)).map_err(not_found)?;
+    if persistent && found.node().qcow2().is_none() {
+        let message = format!("Can't store persistent bitmaps to {name}: Operation not supported");
+        return Err(QmpError::generic(message));
+    }
+    if persistent && found.node().is_read_only() {
+        let message = format!("Cannot add a persistent bitmap to read-only or inactive node '{name}'");
+        return Err(QmpError::generic(message));
+    }
+    Ok(found.image())
 }
 
 /// An action from the arguments of the command of the same name.
 pub(super) fn prepare(daemon: &Daemon, kind: &str, arguments: &Arguments) -> QmpResult<BitmapAction> {
-    let node = node_of(daemon, arguments.text("node"))?;
+    let node = match kind {
+        "block-dirty-bitmap-add" => node_for_new(daemon, arguments.text("node"), arguments.flag("persistent", false))?,
+        _ => node_of(daemon, arguments.text("node"))?,
+    };
     let name = arguments.maybe_text("name").unwrap_or(arguments.text("target")).to_owned();
     let of = |change: fn(String) -> BitmapChange| What::Change { change: change(name.clone()), persistent: false };
     let what = match kind {
@@ -170,6 +191,12 @@ impl BitmapAction {
 
     /// Carries it out, or leaves everything as it was. No request runs.
     pub async fn run(self) -> QmpResult<BitmapChanged> {
+        if matches!(&self.what, What::Change { change: BitmapChange::Remove(_), .. }) {
+            let bitmaps = self.node.bitmaps().await.map_err(worded)?;
+            if !bitmaps.iter().any(|bitmap| bitmap.name == self.name) {
+                return Err(QmpError::generic(format!("Dirty bitmap '{}' not found", self.name)));
+            }
+        }
         let saved = self.node.save_bitmap(&self.name).await.map_err(worded)?;
         match self.what {
             What::Change { change, persistent } => {

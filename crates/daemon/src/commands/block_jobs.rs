@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Starting the jobs that move data between nodes.
 
-use super::snapshot::{free_name, image_of};
+use super::names;
+use super::snapshot::free_name;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream, then_close};
 use crate::state::Daemon;
@@ -85,16 +86,15 @@ pub(super) fn on_error(arguments: &Arguments, key: &str) -> OnError {
     arguments.maybe_text(key).and_then(OnError::parse).unwrap_or_default()
 }
 
-/// The node of this name, or QEMU's words for its lack.
-pub(super) fn node_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
-    daemon.inactive.check(name)?;
-    let not_found = || QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
-    daemon.graph.find(name).ok_or_else(not_found)
+/// The node that a job is to fill.
+fn target_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    names::device(daemon, name).map(|found| found.node())
 }
 
 async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let source = image_of(&daemon, arguments.text("device"))?;
-    let target = node_named(&daemon, arguments.text("target"))?;
+    let source = names::root(&daemon, arguments.text("device"))?.image();
+    let target = target_named(&daemon, arguments.text("target"))?;
+    names::check_no_overlay(&daemon, &target)?;
     mirror_to(&daemon, &arguments, &source, &target, false).await
 }
 
@@ -151,6 +151,7 @@ fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpRe
     let Some(name) = arguments.maybe_text("replaces") else { return Ok(None) };
     let node = daemon.node(name)?;
     daemon.jobs.check_free(&node)?;
+    names::check_no_overlay(daemon, &node)?;
     match Arc::ptr_eq(&below_filters(&node), source) {
         true => Ok(Some(node)),
         false => Err(QmpError::generic(format!(
@@ -186,7 +187,9 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let name = arguments.text("device");
     // Of all commands this one has the older class for it.
     let not_found = |_| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{name}' not found"));
-    let device = image_of(&daemon, name).map_err(not_found)?;
+    names::device(&daemon, name).map_err(not_found)?;
+    let named = names::root(&daemon, name)?;
+    let device = named.image();
     let layers = Chain::between(&device, None).map_err(failed)?.layers().to_vec();
     let top = match one_of(&daemon, &arguments, &layers, "top")? {
         Some(top) => top,
@@ -198,7 +201,11 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         (None, None) => return Err(QmpError::generic("a chain without layers")),
     };
     if Arc::ptr_eq(&top, &base) {
-        return Err(QmpError::generic("cannot commit an image into itself"));
+        let message = match named.node().is_filter() {
+            true => "Can't mirror node into itself",
+            false => "cannot commit an image into itself",
+        };
+        return Err(QmpError::generic(message));
     }
     let chain = Chain::between(&top, Some(&base)).map_err(failed)?;
     for node in chain.nodes() {
@@ -206,7 +213,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     let common = Common::of(&daemon, &arguments)?;
     let policy = on_error(&arguments, "on-error");
-    let Some(overlay) = overlay_of(&daemon, &top) else {
+    let above_top = layers.iter().position(|layer| Arc::ptr_eq(layer, &top)).and_then(|at| at.checked_sub(1));
+    let Some(overlay) = above_top.and_then(|at| layers.get(at)).cloned() else {
         if arguments.maybe_text("backing-file").is_some() {
             return Err(QmpError::generic("'backing-file' specified, but 'top' is the active layer"));
         }
@@ -225,14 +233,11 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 }
 
 async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let node = image_of(&daemon, arguments.text("device"))?;
+    let node = names::device(&daemon, arguments.text("device"))?.image();
     let layers = Chain::between(&node, None).map_err(failed)?.layers().to_vec();
     let base = stream_base(&daemon, &arguments, &layers)?;
     if base.is_none() && arguments.maybe_text("backing-file").is_some() {
         return Err(QmpError::generic("backing file specified, but streaming the entire chain"));
-    }
-    if base.as_ref().is_some_and(|base| Arc::ptr_eq(base, &node)) {
-        return Err(QmpError::generic(format!("Can't find '{}' below '{}'", node.name(), node.name())));
     }
     for node in Chain::between(&node, base.as_ref()).map_err(failed)?.nodes() {
         daemon.jobs.check_free(&node)?;
@@ -252,14 +257,26 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 
 /// The layer that a streamed image is to stand on.
 fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> QmpResult<Option<Arc<Node>>> {
-    let Some(name) = arguments.maybe_text("bottom") else { return one_of(daemon, arguments, layers, "base") };
+    let top = layers.first().map(|top| top.name().to_owned()).unwrap_or_default();
+    let Some(name) = arguments.maybe_text("bottom") else {
+        if let (Some(name), None) = (arguments.maybe_text("base-node"), arguments.maybe_text("base")) {
+            let wanted = below_filters(&names::node(daemon, name)?);
+            let found = layers.iter().skip(1).find(|layer| Arc::ptr_eq(layer, &wanted)).cloned();
+            let refused = || QmpError::generic(format!("Node '{name}' is not a backing image of '{top}'"));
+            return found.ok_or_else(refused).map(Some);
+        }
+        return one_of(daemon, arguments, layers, "base");
+    };
     if arguments.maybe_text("base").is_some() || arguments.maybe_text("base-node").is_some() {
         return Err(QmpError::generic("'base'/'base-node' and 'bottom' are mutually exclusive"));
     }
-    let wanted = node_named(daemon, name)?;
+    let wanted = names::node(daemon, name)?;
+    if wanted.is_filter() {
+        return Err(QmpError::generic(format!("Node '{name}' is a filter, use a non-filter node as 'bottom'")));
+    }
     match layers.iter().position(|layer| Arc::ptr_eq(layer, &wanted)) {
         Some(at) => Ok(layers.get(at + 1).cloned()),
-        None => Err(QmpError::generic(format!("Can't find '{name}' in the backing chain"))),
+        None => Err(QmpError::generic(format!("Node '{name}' is not in a chain starting from '{top}'"))),
     }
 }
 
@@ -288,8 +305,8 @@ pub(super) struct BackupStarted {
 }
 
 pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<BackupPlan> {
-    let source = image_of(daemon, arguments.text("device"))?;
-    let target = node_named(daemon, arguments.text("target"))?;
+    let source = names::device(daemon, arguments.text("device"))?.image();
+    let target = target_named(daemon, arguments.text("target"))?;
     let sync = match arguments.text("sync") {
         "full" => Sync::Full,
         "top" => Sync::Top,
@@ -386,12 +403,6 @@ impl BackupStarted {
     }
 }
 
-/// The image that stands on `top`.
-pub(super) fn overlay_of(daemon: &Daemon, top: &Arc<Node>) -> Option<Arc<Node>> {
-    let stands = |node: &Arc<Node>| node.backing().is_some_and(|below| Arc::ptr_eq(&below_filters(&below), top));
-    daemon.graph.snapshot().nodes().find(stands)
-}
-
 /// The layer that `KEY-node` names, or `KEY` by its file.
 pub(super) fn one_of(
     daemon: &Daemon,
@@ -406,14 +417,21 @@ pub(super) fn one_of(
         }
         (None, None) => return Ok(None),
         (Some(name), None) => {
-            let wanted = below_filters(&node_named(daemon, name)?);
-            (name, layers.iter().find(|layer| Arc::ptr_eq(layer, &wanted)))
+            let wanted = below_filters(&names::node(daemon, name)?);
+            let refused = format!("'{name}' is not in this backing file chain");
+            (layers.iter().find(|layer| Arc::ptr_eq(layer, &wanted)), refused)
         }
-        (None, Some(file)) => (file, layers.iter().find(|layer| is_file(layer, file))),
+        (None, Some(file)) => {
+            let refused = match key {
+                "top" => format!("Top image file {file} not found"),
+                _ => format!("Can't find '{file}' in the backing chain"),
+            };
+            (layers.iter().find(|layer| is_file(layer, file)), refused)
+        }
     };
     match found {
-        (_, Some(layer)) => Ok(Some(Arc::clone(layer))),
-        (name, None) => Err(QmpError::generic(format!("Can't find '{name}' in the backing chain"))),
+        (Some(layer), _) => Ok(Some(Arc::clone(layer))),
+        (None, refused) => Err(QmpError::generic(refused)),
     }
 }
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Creating files and images, as a job.
 
+use super::names;
 use super::snapshot::free_name;
 use super::{Arguments, Group, command, nothing};
 use crate::jobs::{Finish, JobSpec};
 use crate::state::Daemon;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::Node;
 use cowshed_image::create::{CreateRequest, prepare};
 use cowshed_image::graph::AttachRequest;
 use cowshed_image::options::BlockdevOptions;
@@ -13,6 +15,7 @@ use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{PermissionSet, Permissions};
 use serde_json::Value;
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -139,10 +142,15 @@ fn assignment(name: &str, value: &Value) -> String {
     }
 }
 
+fn named(daemon: &Daemon, name: &str) -> Result<Arc<Node>> {
+    let found = names::device(daemon, name);
+    found.map(|found| found.node()).map_err(|error| Error::new(ErrorKind::NotFound, error.description))
+}
+
 /// Creates an image in the file of a node: one that is there, or one that is opened for this.
 async fn create_in(daemon: &Rc<Daemon>, file: &Value, request: CreateRequest) -> Result<()> {
     let (node, opened) = match file {
-        Value::String(name) => (daemon.graph.node(name)?, false),
+        Value::String(name) => (named(daemon, name)?, false),
         other => {
             let mut map = other.as_object().cloned().unwrap_or_default();
             map.entry("node-name").or_insert_with(|| free_name(daemon, "create").into());

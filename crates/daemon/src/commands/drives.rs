@@ -3,7 +3,7 @@
 //! there, and closed again when the job ends.
 
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_sync, mirror_to, plan_backup};
-use super::snapshot::image_of;
+use super::names;
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -136,7 +136,7 @@ pub(super) struct DriveStarted {
 }
 
 pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult<DrivePlan> {
-    let source = image_of(daemon, arguments.text("device"))?;
+    let source = names::device(daemon, arguments.text("device"))?.image();
     daemon.jobs.check_free(&source)?;
     let target = Target::open(daemon, &source, &arguments).await?;
     match plan_backup(daemon, &with_node(arguments, &target)) {
@@ -189,7 +189,7 @@ async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 }
 
 async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let source = image_of(&daemon, arguments.text("device"))?;
+    let source = names::root(&daemon, arguments.text("device"))?.image();
     daemon.jobs.check_free(&source)?;
     mirror_sync(&arguments)?;
     let target = Target::open(&daemon, &source, &arguments).await?;

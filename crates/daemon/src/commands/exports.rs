@@ -212,7 +212,8 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
         name,
         description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
         // As QEMU does here, and only here.
-        writable: arguments.flag("writable", false),
+        writable: arguments.flag("writable", false)
+            && !daemon.graph.find(&device).is_some_and(|node| node.is_read_only()),
         writethrough: arguments.flag("writethrough", false),
         allocation_depth: false,
         bitmaps: Vec::new(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Internal snapshots of images in use.
 
-use super::snapshot::image_of;
+use super::names;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
 use cowshed_block::Result;
@@ -41,7 +41,7 @@ pub(super) struct InternalTaken {
 }
 
 pub(super) fn plan(daemon: &Daemon, arguments: &Arguments) -> QmpResult<InternalPlan> {
-    let node = image_of(daemon, arguments.text("device"))?;
+    let node = names::root(daemon, arguments.text("device"))?.image();
     daemon.jobs.check_free(&node)?;
     Ok(InternalPlan { node, name: arguments.text("name").to_owned() })
 }
@@ -71,7 +71,7 @@ async fn take(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
 }
 
 async fn delete(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let node = image_of(&daemon, arguments.text("device"))?;
+    let node = names::root(&daemon, arguments.text("device"))?.image();
     daemon.jobs.check_free(&node)?;
     let wanted = match (arguments.maybe_text("id"), arguments.maybe_text("name")) {
         (Some(id), Some(name)) => SnapshotName::of_id_and_name(id, name),

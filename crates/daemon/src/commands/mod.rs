@@ -12,6 +12,7 @@ mod exports;
 mod general;
 mod internal;
 mod jobs;
+mod names;
 mod new_file;
 mod nodes;
 mod objects;
@@ -29,9 +30,11 @@ pub(crate) use stats::set_budget;
 pub(crate) use throttle::{InsertedFilters, throttle_export};
 
 use crate::state::Daemon;
+use crate::waiting::Scope;
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{Command, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 /// Carries a command out. It changes nothing when it fails.
@@ -41,8 +44,8 @@ type Handler = fn(Rc<Daemon>, Arguments) -> LocalFuture<'static, QmpResult<Value
 pub(crate) struct CommandInfo {
     pub name: &'static str,
     pub run: Handler,
-    /// It changes the graph: one at a time. The others run whatever waits, so they change nothing across an `.await` that a
-    /// change depends on.
+    /// It changes the graph: one at a time of those that are about the same nodes. The others run whatever waits, so they change
+    /// nothing across an `.await` that a change depends on.
     pub is_change: bool,
 }
 
@@ -97,8 +100,12 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Valu
     let Command { name, arguments, .. } = command;
     let listed = daemon.commands.begin(&name);
     let work = async {
+        let connected = |names: &BTreeSet<String>| names::connected(daemon, names);
         let _turn = match find(&name).is_some_and(|found| found.is_change) {
-            true => Some(daemon.commands.turn(&listed).await?),
+            true => {
+                let names = names::named(daemon, &arguments);
+                Some(daemon.commands.turn(&listed, Scope { names, connected: &connected }).await?)
+            }
             false => None,
         };
         call(daemon, &name, arguments).await

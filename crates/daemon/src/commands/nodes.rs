@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes: adding, deleting, listing, resizing.
 
-use super::{Arguments, Group, activity, change, command, failed, nothing};
+use super::{Arguments, Group, activity, change, command, failed, names, nothing};
 use crate::state::Daemon;
 use crate::untrusted;
 use crate::waiting::within;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::graph::nodes_below;
+use cowshed_image::graph::{Attachment, nodes_below};
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
@@ -24,6 +24,8 @@ command blockdev-add(BlockdevOptions)
 command blockdev-del: node-name: str
 command block_resize: device?: str, node-name?: str, size: int
 command blockdev-reopen: options: [BlockdevOptions]
+command x-blockdev-insert: node-name: str
+command x-blockdev-remove: node-name: str
 object BlockdevChild: child: str, node-name: str
 object BlockdevCacheInfo: writeback: bool, direct: bool, no-flush: bool
 object BlockDeviceInfo: file: str, node-name: str, ro: bool, drv: str, backing_file?: str, backing_file_depth: int
@@ -40,6 +42,8 @@ command query-named-block-nodes: flat?: bool -> [BlockDeviceInfo]
         change!("blockdev-del", blockdev_del),
         change!("block_resize", block_resize),
         change!("blockdev-reopen", blockdev_reopen),
+        change!("x-blockdev-insert", insert),
+        change!("x-blockdev-remove", remove),
         command!("query-named-block-nodes", query_named_block_nodes),
     ],
 };
@@ -94,7 +98,7 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         return nothing();
     }
     let node = daemon.node(arguments.text("node-name"))?;
-    daemon.jobs.check_free(&node)?;
+    check_deletable(&daemon, &node)?;
     let deleted = daemon.graph.delete(node.name()).await.map_err(failed);
     if daemon.graph.find(node.name()).is_none() {
         daemon.untrusted.forget(node.name());
@@ -103,18 +107,28 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     nothing()
 }
 
-/// The node that `device` or `node-name` means.
-pub(crate) fn find(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> {
-    let device = arguments.maybe_text("device").unwrap_or_default();
-    let name = arguments.maybe_text("node-name").unwrap_or_default();
-    daemon.inactive.check(device)?;
-    daemon.inactive.check(name)?;
-    let found = [device, name].into_iter().filter(|name| !name.is_empty()).find_map(|name| daemon.graph.find(name));
-    found.ok_or_else(|| QmpError::generic(format!("Cannot find device='{device}' nor node-name='{name}'")))
+/// Refuses to delete a node that is in use, in QEMU's order of reasons.
+fn check_deletable(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
+    let name = node.name();
+    let uses = |attachment: &Arc<Attachment>| {
+        (attachment.is_export() || attachment.is_writable()) && Arc::ptr_eq(&attachment.node(), node)
+    };
+    if daemon.graph.attachments().iter().any(uses) {
+        return Err(QmpError::generic(format!("Node {name} is in use")));
+    }
+    daemon.jobs.check_free(node)?;
+    names::check_no_overlay(daemon, node)?;
+    if !daemon.graph.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node)) {
+        return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
+    }
+    if !names::parents(daemon, node).is_empty() {
+        return Err(QmpError::generic(format!("Block device {name} is in use")));
+    }
+    Ok(())
 }
 
 async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let node = find(&daemon, &arguments)?;
+    let node = names::lookup(&daemon, arguments.maybe_text("device"), arguments.maybe_text("node-name"))?.node();
     daemon.jobs.check_free(&node)?;
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
@@ -127,7 +141,7 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let result = node.resize(size, Preallocation::Off).await;
     drop(drained);
     result.map_err(|error| match error.kind() {
-        ErrorKind::ReadOnly => QmpError::generic(format!("node '{}' is read-only", node.name())),
+        ErrorKind::ReadOnly => QmpError::generic("Image is read-only"),
         _ => failed(error),
     })?;
     nothing()
@@ -202,6 +216,32 @@ async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     nothing()
 }
 
+/// Puts a filter between the node that it stands on and that node's users.
+async fn insert(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let filter = filter_named(&daemon, arguments.text("node-name"))?;
+    let below = filter.child(ChildRole::File).ok_or_else(|| QmpError::generic("a filter without a file"))?;
+    daemon.jobs.check_free(&below)?;
+    daemon.graph.replace(&below, &filter).await.map_err(failed)?;
+    nothing()
+}
+
+/// Takes a filter out from between a node and its users, and deletes it.
+async fn remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let filter = filter_named(&daemon, arguments.text("node-name"))?;
+    daemon.graph.remove_filter(&filter).await.map_err(failed)?;
+    nothing()
+}
+
+/// A filter that the user added and that no job has.
+fn filter_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    let filter = names::node(daemon, name)?;
+    if !filter.is_filter() {
+        return Err(QmpError::generic(format!("Node '{name}' is not a filter")));
+    }
+    daemon.jobs.check_free(&filter)?;
+    Ok(filter)
+}
+
 async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let flat = arguments.flag("flat", false);
     let nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
@@ -216,7 +256,10 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
 /// A `BlockDeviceInfo`. `flat`: without the images below.
 pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
     let image = image_in_time(node).await?;
-    let depth = std::iter::successors(node.backing(), |node| node.backing()).count();
+    let depth = match flat {
+        true => 0,
+        false => std::iter::successors(node.backing(), |node| node.backing()).count(),
+    };
     let children: Vec<Value> = node
         .children()
         .iter()

@@ -5,11 +5,11 @@ use super::bitmaps::{self, BitmapAction, BitmapChanged};
 use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
+use super::names;
 use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::create::CreateRequest;
-use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value, json};
@@ -228,6 +228,12 @@ pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpR
         match one {
             Done::Snapshot(one) => {
                 tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
+                // The monitor owns only what `blockdev-add` made.
+                if one.opened
+                    && let Err(error) = daemon.graph.disown(&one.overlay).await
+                {
+                    tracing::warn!(%error, overlay = one.overlay.name(), "could not close an overlay that nobody uses");
+                }
             }
             Done::Backup(started) => started.run(daemon),
             Done::Drive(started) => started.run(daemon),
@@ -239,15 +245,21 @@ pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpR
 
 /// Names another backing file in an image's header; what is open stays as it is.
 async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let top = image_of(&daemon, arguments.text("device"))?;
-    let name = arguments.text("image-node-name");
-    let mut chain = std::iter::successors(Some(top), |node| node.backing());
-    let Some(node) = chain.find(|node| node.name() == name) else {
-        return Err(QmpError::generic(format!("Node '{name}' is not in the chain of '{}'", arguments.text("device"))));
-    };
+    let device = arguments.text("device");
+    let named = names::root(&daemon, device)?;
+    let node = names::node(&daemon, arguments.text("image-node-name"))?;
+    if node.backing().is_none() && !node.is_filter() {
+        let message = "not allowing backing file change on an image without a backing file";
+        return Err(QmpError::generic(message));
+    }
+    let mut chain = std::iter::successors(Some(named.image()), |node| node.backing());
+    if !chain.any(|layer| Arc::ptr_eq(&layer, &node)) && !Arc::ptr_eq(&named.node(), &node) {
+        return Err(QmpError::generic(format!("'{device}' and image file are not in the same chain")));
+    }
     daemon.jobs.check_free(&node)?;
-    let (Some(qcow2), Some(_)) = (node.qcow2(), node.backing()) else {
-        return Err(QmpError::generic(format!("Node '{name}' has no backing file")));
+    let Some(qcow2) = node.qcow2() else {
+        let file = arguments.text("backing-file");
+        return Err(QmpError::generic(format!("Could not change backing file to '{file}': Operation not supported")));
     };
     let drained = daemon.graph.drain(&[&node]).await;
     let was_read_only = node.is_read_only();
@@ -265,39 +277,25 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     nothing()
 }
 
-/// What an export, or a node-name, stores its data in: the node below the filters.
-pub(super) fn image_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
-    daemon.inactive.check(name)?;
-    let export = daemon.find_export(name).map(|export| export.attachment.node());
-    let Some(mut node) = export.or_else(|| daemon.graph.find(name)) else {
-        return Err(QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'")));
-    };
-    while node.is_filter() {
-        match node.child(ChildRole::File) {
-            Some(child) => node = child,
-            None => break,
-        }
-    }
-    Ok(node)
-}
-
 fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
-    let node = image_of(daemon, arguments.text("node"))?;
+    let name = arguments.text("node");
+    // An export is no node, but the words are those for both.
+    let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
+    let node = names::lookup(daemon, None, Some(name)).map_err(not_found)?.image();
     daemon.jobs.check_free(&node)?;
-    let overlay = arguments.text("overlay");
-    let not_found = || QmpError::generic(format!("Cannot find device='{overlay}' nor node-name='{overlay}'"));
-    let overlay = daemon.graph.find(overlay).ok_or_else(not_found)?;
+    names::check_no_overlay(daemon, &node)?;
+    let overlay = names::device(daemon, arguments.text("overlay"))?.node();
     Ok(Prepared { node, overlay, opened: false, created: None })
 }
 
 async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
-    let name = match (arguments.maybe_text("device"), arguments.maybe_text("node-name")) {
-        (Some(name), None) | (None, Some(name)) => name,
-        (None, None) => return Err(QmpError::generic("Cannot find device='' nor node-name=''")),
-        (Some(_), Some(_)) => return Err(QmpError::generic("'device' and 'node-name' are mutually exclusive")),
-    };
-    let node = image_of(daemon, name)?;
+    let (device, name) = (arguments.maybe_text("device"), arguments.maybe_text("node-name"));
+    if name.is_some() && arguments.maybe_text("snapshot-node-name").is_none() {
+        return Err(QmpError::generic("New overlay node-name missing"));
+    }
+    let node = names::lookup(daemon, device, name)?.image();
     daemon.jobs.check_free(&node)?;
+    names::check_no_overlay(daemon, &node)?;
     let (file, format) = (arguments.text("snapshot-file"), arguments.maybe_text("format").unwrap_or("qcow2"));
     let overlay_name = match arguments.maybe_text("snapshot-node-name") {
         Some(name) if daemon.graph.find(name).is_some() => {
@@ -346,10 +344,17 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
     Ok(file.to_owned())
 }
 
-/// A node-name that nobody has.
+/// A node-name that nobody has, and that no other command that runs was given.
 pub(crate) fn free_name(daemon: &Daemon, stem: &str) -> String {
+    let mut given = daemon.given_names.borrow_mut();
+    if daemon.commands.list().len() <= 1 {
+        given.clear();
+    }
     let mut names = (0..).map(|n| format!("{stem}{n}"));
-    names.find(|name| daemon.graph.find(name).is_none()).unwrap_or_else(|| stem.to_owned())
+    let is_free = |name: &String| daemon.graph.find(name).is_none() && !given.contains(name);
+    let name = names.find(is_free).unwrap_or_else(|| stem.to_owned());
+    given.push(name.clone());
+    name
 }
 
 async fn take_back(daemon: &Rc<Daemon>, one: &Prepared) -> cowshed_block::Result<()> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Statistics and latency histograms.
 
+use super::names::{self, Named};
 use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::Exported;
 use crate::state::Daemon;
@@ -96,9 +97,11 @@ enum Observed {
 }
 
 fn observed(daemon: &Daemon, id: &str) -> QmpResult<Observed> {
-    let export = daemon.find_export(id).map(Observed::Export);
-    let found = export.or_else(|| daemon.graph.find(id).map(Observed::Node));
-    found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found")))
+    match names::device(daemon, id) {
+        Ok(Named::Export(export)) => Ok(Observed::Export(export)),
+        Ok(Named::Node(node)) => Ok(Observed::Node(node)),
+        Err(_) => Err(QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found"))),
+    }
 }
 
 impl Observed {
@@ -183,7 +186,8 @@ pub(crate) fn set_budget(limit_bytes: u64) -> cowshed_block::Result<()> {
 
 /// One threshold for each node; it is off again when a write has crossed it.
 async fn set_write_threshold(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let node = daemon.node(arguments.text("node-name"))?;
+    let name = arguments.text("node-name");
+    let node = names::node(&daemon, name).map_err(|_| QmpError::generic(format!("Device '{name}' not found")))?;
     node.set_write_threshold(arguments.number("write-threshold")?.unwrap_or(0));
     nothing()
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `block_set_io_throttle`: limits for an export or a node, with a throttle filter put in where there is none.
 
+use super::names::{self, Named};
 use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -52,9 +53,11 @@ enum Target {
 }
 
 fn target(daemon: &Daemon, name: &str) -> QmpResult<Target> {
-    let export = daemon.find_export(name).map(|export| Target::Export(export.attachment));
-    let found = export.or_else(|| daemon.graph.find(name).map(Target::Node));
-    found.ok_or_else(|| QmpError::new(cowshed_qmp::ErrorClass::DeviceNotFound, format!("Device '{name}' not found")))
+    match names::device(daemon, name) {
+        Ok(Named::Export(export)) => Ok(Target::Export(export.attachment)),
+        Ok(Named::Node(node)) => Ok(Target::Node(node)),
+        Err(_) => Err(QmpError::new(cowshed_qmp::ErrorClass::DeviceNotFound, format!("Device '{name}' not found"))),
+    }
 }
 
 impl Target {

@@ -101,6 +101,11 @@ impl Job {
         *self.lacking.borrow_mut() = lacking;
     }
 
+    /// The nodes that it works on.
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        self.nodes.borrow().clone()
+    }
+
     /// It works on these nodes now.
     fn work_on(&self, nodes: Vec<Arc<Node>>) {
         *self.nodes.borrow_mut() = nodes;

@@ -84,10 +84,8 @@ pub(crate) async fn then_close(
     let finish: Finish = Box::new(move |complete| {
         Box::pin(async move {
             let finished = finish(complete).await;
-            match node.user_names().is_empty() {
-                true => finished.and(graph.delete(node.name()).await),
-                false => finished,
-            }
+            // Its users keep it, or else it is closed.
+            finished.and(graph.disown(&node).await)
         })
     });
     (result, finish)

@@ -74,7 +74,10 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
     for (command, arguments) in [
         ("block_resize", json!({"node-name": "q", "size": 32 << 20})),
         ("blockdev-mirror", json!({"device": "q", "target": "q", "sync": "full"})),
-        ("blockdev-snapshot-sync", json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2")})),
+        (
+            "blockdev-snapshot-sync",
+            json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2"), "snapshot-node-name": "o"}),
+        ),
         ("blockdev-reopen", json!({"options": [node(&path, "q")]})),
         ("block-dirty-bitmap-add", json!({"node": "q", "name": "c"})),
     ] {
@@ -128,8 +131,12 @@ fn what_an_inactive_node_stands_on_is_inactive_too() {
     let (qemu, base) = (Qemu::system(), daemon.path("a.qcow2"));
     export(&mut client, "e", "q");
     io(&daemon, "q", "write -P 1 0 1M");
-    let overlay = json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2"), "snapshot-node-name": "o"});
-    client.command("blockdev-snapshot-sync", overlay);
+    let over = daemon.path("o.qcow2");
+    qemu.img(["create", "-q", "-f", "qcow2", "-b", "a.qcow2", "-F", "qcow2", over.to_str().expect("text")]).expect_ok();
+    let mut overlay = node(&over, "o");
+    overlay["backing"] = Value::Null;
+    client.command("blockdev-add", overlay);
+    client.command("blockdev-snapshot", json!({"node": "q", "overlay": "o"}));
     io(&daemon, "q", "write -P 2 512k 64k");
     unexport(&mut client, "e");
     client.command("blockdev-add", json!({"driver": "null-co", "node-name": "n"}));

@@ -36,7 +36,11 @@ fn a_backup_holds_the_disk_as_it_was() {
             client.command("blockdev-backup", arguments);
             let load = Load::start(&uri(&daemon, "t"), &mut model, 100 + number as u64);
             let past = json!({"type": "nbd", "id": "past", "node-name": "t", "name": "past", "writable": true});
-            assert!(client.refusal("block-export-add", past).contains("doesn't share"));
+            assert!(
+                client
+                    .refusal("block-export-add", past)
+                    .contains("Permission conflict on node 't': permissions 'write'")
+            );
             assert!(client.refusal("blockdev-del", json!({"node-name": "copy"})).contains("in use"));
             load.join();
             // The clients may have seen to the rest already.
@@ -178,7 +182,7 @@ fn backups_that_cannot_be_are_refused_by_name() {
         ("incremental", "copy", "must provide a valid bitmap name for 'incremental' sync mode"),
         ("bitmap", "copy", "must provide a valid bitmap name for 'bitmap' sync mode"),
         ("full", "t", "Source and target cannot be the same"),
-        ("full", "m", "in use"),
+        ("full", "m", "Could not create node: Block node is read-only"),
         ("full", "none", "Cannot find device='none' nor node-name='none'"),
     ] {
         let refusal = client.refusal("blockdev-backup", json!({"device": "t", "target": target, "sync": sync}));

@@ -31,8 +31,17 @@ impl Theirs {
     /// leaves before its greeting, so the wait doesn't probe the socket with others. It comes when the daemon has
     /// started, which the file with its process's number shows: the socket listens before the monitor is ready.
     pub(super) fn start() -> (Theirs, Client) {
+        Self::start_of(&Qemu::system())
+    }
+
+    /// As [`Theirs::start`], of the newest QEMU.
+    pub(super) fn start_newest() -> (Theirs, Client) {
+        Self::start_of(&Qemu::newest())
+    }
+
+    fn start_of(qemu: &Qemu) -> (Theirs, Client) {
         let folder = temp_dir();
-        let child = Command::new("qemu-storage-daemon")
+        let child = Command::new(qemu.program("qemu-storage-daemon"))
             .args(["--chardev", "socket,id=m,path=m.sock,server=on,wait=off", "--monitor", "m"])
             .args(["--pidfile", "pid"])
             .current_dir(folder.path())

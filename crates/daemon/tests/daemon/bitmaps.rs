@@ -149,7 +149,7 @@ fn bitmaps_that_cannot_be_are_refused_by_name() {
         ("block-dirty-bitmap-add", on("a"), "Bitmap already exists: a"),
         ("block-dirty-bitmap-add", json!({"node": "t", "name": ""}), "cannot be empty"),
         ("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "granularity": 1000}), "power of 2"),
-        ("block-dirty-bitmap-add", json!({"node": "x", "name": "b"}), "Node 'x' not found"),
+        ("block-dirty-bitmap-add", json!({"node": "x", "name": "b"}), "Cannot find device='x' nor node-name='x'"),
         ("block-dirty-bitmap-clear", on("b"), "Dirty bitmap 'b' not found"),
         (
             "block-dirty-bitmap-merge",

@@ -239,13 +239,17 @@ fn commits_that_cannot_be_are_refused_by_name() {
     client.command("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "l", "name": "low"}));
     for (arguments, words) in [
         (json!({"device": "t", "base-node": "t"}), "cannot commit an image into itself"),
-        (json!({"device": "t", "base-node": "none"}), "Cannot find device='none'"),
-        (json!({"device": "m", "base-node": "t"}), "Can't find 't' in the backing chain"),
+        (json!({"device": "t", "base-node": "none"}), "Cannot find device='' nor node-name='none'"),
+        (json!({"device": "m", "base-node": "t"}), "Need a root block node"),
+        (json!({"device": "t", "top-node": "m", "base-node": "t"}), "'t' is not in the backing chain of 'm'"),
         (json!({"device": "t", "base": "nowhere"}), "Can't find 'nowhere' in the backing chain"),
         (json!({"device": "t", "base": "x", "base-node": "b"}), "mutually exclusive"),
         (json!({"device": "t", "backing-file": "x", "base-node": "m"}), "but 'top' is the active layer"),
-        (json!({"device": "t", "top-node": "m", "base-node": "b"}), "in use by 'attachment:f'"),
-        (json!({"device": "b"}), "cannot commit an image into itself"),
+        (
+            json!({"device": "t", "top-node": "m", "base-node": "b"}),
+            "Permission conflict on node 'l': permissions 'consistent read'",
+        ),
+        (json!({"device": "b"}), "Need a root block node"),
     ] {
         let refusal = client.refusal("block-commit", arguments);
         assert!(refusal.contains(words), "{words}: {refusal}");

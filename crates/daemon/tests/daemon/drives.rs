@@ -98,7 +98,7 @@ fn a_drive_mirror_that_ends_as_a_copy_is_closed_and_one_that_cannot_start_leaves
         (json!({"granularity": 1000}), "power of two"),
         (json!({"format": "nosuch"}), "nosuch"),
         (json!({"node-name": "b"}), "Duplicate"),
-        (json!({"replaces": "b"}), "cannot be guaranteed"),
+        (json!({"replaces": "b"}), "Node 'b' is busy: node is used as backing hd of 'l'"),
         (json!({"mode": "existing"}), "copy"),
     ] {
         let refusal = client.refusal("drive-mirror", arguments(more));

@@ -126,8 +126,8 @@ fn internal_snapshots_that_cannot_be_are_refused_by_name() {
         assert!(refusal.contains(reason), "{refusal}");
     }
     for (which, reason) in [
-        (json!({"name": "t"}), "name 't' does not exist"),
-        (json!({"id": "7"}), "id '7' does not exist"),
+        (json!({"name": "t"}), "id 'null' and name 't' does not exist"),
+        (json!({"id": "7"}), "id '7' and name 'null' does not exist"),
         (json!({"id": "2", "name": "s"}), "does not exist"),
         (json!({}), "must be provided"),
     ] {
@@ -141,7 +141,7 @@ fn internal_snapshots_that_cannot_be_are_refused_by_name() {
     let impossible = json!({"type": "blockdev-snapshot-internal-sync", "data": {"device": "q", "name": "s"}});
     client.refusal("transaction", json!({"actions": [internal, impossible]}));
     let overlay = json!({"type": "blockdev-snapshot-sync",
-                         "data": {"node-name": "q", "snapshot-file": daemon.path("x.qcow2")}});
+                         "data": {"node-name": "q", "snapshot-node-name": "x", "snapshot-file": daemon.path("x.qcow2")}});
     client.command("transaction", json!({"actions": [internal, overlay]}));
     let (folder, stopped) = daemon.keep_after_stop();
     stopped.expect("stopped in order");

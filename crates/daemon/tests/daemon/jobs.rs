@@ -34,7 +34,7 @@ fn a_mirror_under_a_writing_client_takes_over_complete() {
     let jobs = client.command("query-block-jobs", json!({}));
     assert_eq!((&jobs[0]["type"], &jobs[0]["ready"]), (&json!("mirror"), &json!(true)));
     // What works on the same nodes is refused meanwhile.
-    let overlay = json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2")});
+    let overlay = json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2"), "snapshot-node-name": "o"});
     assert!(client.refusal("blockdev-snapshot-sync", overlay).contains("in use by block job: mirror"));
     client.command("job-complete", json!({"id": "m"}));
     let completed = client.event("BLOCK_JOB_COMPLETED");
@@ -181,8 +181,9 @@ fn jobs_pause_slow_down_and_are_cancelled() {
     let (daemon, mut client) = with_target();
     let mirror = json!({"job-id": "m", "device": "q", "target": "t", "sync": "full", "speed": 1 << 20});
     client.command("blockdev-mirror", mirror.clone());
+    assert_eq!(client.refusal("blockdev-mirror", mirror), "Need a root block node");
     assert_eq!(
-        client.refusal("blockdev-mirror", mirror),
+        client.refusal("block-stream", json!({"job-id": "s", "device": "q"})),
         "Node 'q' is busy: block device is in use by block job: mirror"
     );
     client.command("job-pause", json!({"id": "m"}));
@@ -253,9 +254,9 @@ fn images_are_created_in_the_files_of_nodes() {
         "blockdev-create",
         json!({"job-id": "c", "options": {"driver": "qcow2", "file": "file", "size": 512}}),
     );
-    assert!(concluded(&mut client, "c").expect("is refused").contains("conflicting use of node 'file'"));
+    assert!(concluded(&mut client, "c").expect("is refused").contains("Permission conflict on node 'file'"));
     for (options, words) in [
-        (json!({"driver": "qcow2", "file": "none", "size": 512}), "Failed to find node with node-name='none'"),
+        (json!({"driver": "qcow2", "file": "none", "size": 512}), "Cannot find device='none' nor node-name='none'"),
         (json!({"driver": "qcow2", "file": "q", "size": 512}), "not a plain file"),
     ] {
         client.command("blockdev-create", json!({"job-id": "w", "options": options}));

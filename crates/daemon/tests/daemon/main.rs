@@ -2,6 +2,7 @@
 //! The daemon as its clients see it.
 
 mod activity;
+mod after_jobs;
 mod authorization;
 mod backups;
 mod beside_qemu;
@@ -14,12 +15,14 @@ mod exports;
 mod fleecing;
 mod internal;
 mod jobs;
+mod kinds;
 mod limits;
 mod load;
 mod locks;
 mod monitors;
 mod nodes;
 mod onto_itself;
+mod pull_backup;
 mod python;
 mod running;
 mod snapshots;

@@ -119,7 +119,8 @@ fn commands_of_a_client_that_has_gone_are_not_run() {
     await_turns(&mut other, 0);
     drop(leaving);
     drop(silent);
-    // A command that changes the graph comes after all that were begun before it.
+    // This one is about all nodes, so it comes after all that were begun before it.
+    other.command("blockdev-set-active", json!({"active": true}));
     for n in 0..50 {
         other.command("blockdev-add", null(&format!("other{n}")));
     }
@@ -140,7 +141,7 @@ fn a_command_that_waits_too_long_for_its_turn_is_refused() {
     stuck.send(&json!({"execute": "blockdev-add", "arguments": silent.disk()}).to_string());
     await_turns(&mut other, 0);
     let started = Instant::now();
-    let refused = waiting.refusal("blockdev-add", null("late"));
+    let refused = waiting.refusal("blockdev-add", silent.disk());
     assert!(started.elapsed() >= Duration::from_secs(1), "{:?}", started.elapsed());
     let wanted = "'blockdev-add' has waited 1 s for 'blockdev-add' to end, which waits for I/O; nothing was changed";
     assert_eq!(refused, wanted);

@@ -208,7 +208,7 @@ fn a_filter_stands_between_an_image_and_its_file() {
     let stats = stats.as_array().expect("a list").iter().find(|node| node["node-name"] == "t").expect("the filter");
     assert!(stats["stats"]["wr_bytes"].as_u64().expect("a number") >= 3 << 20, "{stats}");
     // It stays where it is when the image gets an overlay.
-    client.command("blockdev-snapshot-sync", json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2")}));
+    client.command("blockdev-snapshot-sync", json!({"device": "e", "snapshot-file": daemon.path("o.qcow2")}));
     qemu.io(["-f", "raw", "-c", "write -P 8 2M 64k", "-c", "read -P 7 1M 1M", &uri]).expect_ok();
     assert!(client.refusal("blockdev-del", json!({"node-name": "t"})).contains("in use"));
     let (_folder, stopped) = daemon.keep_after_stop();

@@ -157,7 +157,10 @@ impl Client {
             Value::Object(map) => {
                 for (key, value) in map {
                     match value {
-                        Value::String(name) if matches!(key.as_str(), "filename" | "path" | "snapshot-file") => {
+                        Value::String(name)
+                            if matches!(key.as_str(), "filename" | "path" | "snapshot-file")
+                                || (key == "target" && name.ends_with(".qcow2")) =>
+                        {
                             *name = folder.join(&*name).to_str().expect("text").to_owned();
                         }
                         other => self.place_files(other),

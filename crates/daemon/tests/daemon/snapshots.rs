@@ -90,6 +90,7 @@ fn a_transaction_takes_all_or_none() {
     let (daemon, mut client) = serving();
     Qemu::system().create(&daemon.path("b.qcow2"), "qcow2", "", 1 << 20);
     client.command("blockdev-add", node(&daemon.path("b.qcow2"), "b"));
+    client.command("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "b"}));
     let snapshot = |name: &str, file: &str| {
         json!({"type": "blockdev-snapshot-sync", "data": {"node-name": name, "snapshot-file": daemon.path(file),
                "snapshot-node-name": format!("over-{name}")}})
@@ -108,7 +109,7 @@ fn a_transaction_takes_all_or_none() {
     client.command("transaction", both);
     let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
     let over = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "over-b").expect("is there");
-    assert_eq!(over["backing_file_depth"], 1);
+    assert_eq!(over["backing_file"], json!(daemon.path("b.qcow2")));
     daemon.stop().expect("stopped in order");
 }
 
@@ -116,7 +117,7 @@ fn a_transaction_takes_all_or_none() {
 fn a_file_that_is_there_is_not_overwritten() {
     let (daemon, mut client) = serving();
     std::fs::write(daemon.path("precious"), "data").expect("a file");
-    let arguments = json!({"node-name": "q", "snapshot-file": daemon.path("precious")});
+    let arguments = json!({"node-name": "q", "snapshot-file": daemon.path("precious"), "snapshot-node-name": "o"});
     assert!(client.refusal("blockdev-snapshot-sync", arguments).contains("already"));
     assert_eq!(std::fs::read_to_string(daemon.path("precious")).expect("a file"), "data");
     daemon.stop().expect("stopped in order");
@@ -126,14 +127,100 @@ fn a_file_that_is_there_is_not_overwritten() {
 fn a_header_names_another_backing_file() {
     let (daemon, mut client) = serving();
     let over = daemon.path("over.qcow2");
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
     let snapshot = json!({"node-name": "q", "snapshot-file": over, "snapshot-node-name": "over"});
     client.command("blockdev-snapshot-sync", snapshot);
     let change = |node: &str| json!({"device": "over", "image-node-name": node, "backing-file": "a.qcow2"});
-    assert!(client.refusal("change-backing-file", change("z")).contains("not in the chain"));
-    assert!(client.refusal("change-backing-file", change("q")).contains("no backing file"));
+    assert!(client.refusal("change-backing-file", change("z")).contains("Cannot find device='' nor node-name='z'"));
+    assert!(client.refusal("change-backing-file", change("q")).contains("an image without a backing file"));
     client.command("change-backing-file", change("over"));
     let (_folder, stopped) = daemon.keep_after_stop();
     stopped.expect("stopped in order");
     let info = Qemu::system().info(&over, "qcow2");
     assert_eq!((&info["backing-filename"], &info["backing-filename-format"]), (&json!("a.qcow2"), &json!("qcow2")));
+}
+
+/// The nodes and the files that this process has open, without those of other tests.
+fn open_now(client: &mut super::running::Client, folder: &std::path::Path) -> (Vec<String>, Vec<String>) {
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let names = nodes.as_array().expect("a list").iter().filter_map(|node| node["node-name"].as_str());
+    let names = names.filter(|name| !name.starts_with('#')).map(str::to_owned).collect();
+    let links =
+        std::fs::read_dir("/proc/self/fd").expect("a folder").filter_map(|entry| entry.ok()?.path().read_link().ok());
+    let mut files: Vec<String> = links
+        .filter(|file| file.starts_with(folder) && file.extension().is_some_and(|end| end == "qcow2"))
+        .map(|file| file.display().to_string())
+        .collect();
+    files.sort();
+    (names, files)
+}
+
+#[test]
+fn each_night_a_snapshot_is_taken_and_committed_and_nothing_is_left_behind() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
+    let before = open_now(&mut client, daemon.folder.path());
+    for night in 0..3 {
+        let overlay = daemon.path("night.qcow2");
+        let arguments = json!({"device": "e", "snapshot-file": overlay, "snapshot-node-name": "night"});
+        client.command("blockdev-snapshot-sync", arguments);
+        let write = format!("write -P {} {night}M 1M", night + 1);
+        qemu.io(["-f", "raw", "-c", &write, &uri]).expect_ok();
+        client.command("block-commit", json!({"device": "e", "job-id": "c"}));
+        client.event("BLOCK_JOB_READY");
+        client.command("job-complete", json!({"id": "c"}));
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert!(completed.get("error").is_none(), "{completed}");
+        assert_eq!(open_now(&mut client, daemon.folder.path()), before, "night {night}");
+        std::fs::remove_file(overlay).expect("it is closed");
+    }
+    let path = daemon.path("a.qcow2");
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    qemu.expect_clean(&path);
+    let reads = (0..3).map(|night| format!("read -P {} {night}M 1M", night + 1)).collect::<Vec<_>>();
+    let said = qemu.io_commands(&path, "qcow2", &reads).expect_ok();
+    assert!(!said.stdout.contains("failed"), "{}", said.stdout);
+}
+
+/// `device` means the disk of the export, wherever that is now; `node-name` means the node.
+#[test]
+fn a_device_is_where_its_export_is_in_every_command() {
+    let (daemon, mut client) = serving();
+    client.command("block-export-add", json!({"type": "nbd", "id": "q", "node-name": "q", "writable": true}));
+    let target = daemon.path("t.qcow2");
+    Qemu::system().create(&target, "qcow2", "", 16 << 20);
+    client.command("blockdev-add", node(&target, "t"));
+    client.command("blockdev-mirror", json!({"device": "q", "target": "t", "sync": "full", "job-id": "m"}));
+    client.event("BLOCK_JOB_READY");
+    client.command("job-complete", json!({"id": "m"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    let size = |client: &mut super::running::Client, name: &str| {
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let found = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name).expect("is there");
+        found["image"]["virtual-size"].as_u64().expect("a size")
+    };
+    client.command("block_resize", json!({"device": "q", "size": 20 << 20}));
+    assert_eq!((size(&mut client, "q"), size(&mut client, "t")), (16 << 20, 20 << 20));
+    client.command("block_resize", json!({"node-name": "q", "size": 18 << 20}));
+    assert_eq!((size(&mut client, "q"), size(&mut client, "t")), (18 << 20, 20 << 20));
+    // Each of these works on the export's disk, `t`.
+    let on_disk = |client: &mut super::running::Client| {
+        let blocks = client.command("query-named-block-nodes", json!({"flat": true}));
+        let found = blocks.as_array().expect("a list").iter().find(|node| node["node-name"] == "t").expect("is there");
+        found.clone()
+    };
+    client.command("blockdev-snapshot-internal-sync", json!({"device": "q", "name": "s"}));
+    assert_eq!(on_disk(&mut client)["image"]["snapshots"][0]["name"], "s");
+    client.command("blockdev-snapshot-delete-internal-sync", json!({"device": "q", "name": "s"}));
+    assert_eq!(on_disk(&mut client)["image"].get("snapshots"), None);
+    client.command("block-latency-histogram-set", json!({"id": "q", "boundaries": [10, 20]}));
+    let limits = json!({"device": "q", "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 1000, "iops_rd": 0, "iops_wr": 0});
+    client.command("block_set_io_throttle", limits);
+    client.command("blockdev-snapshot-sync", json!({"device": "q", "snapshot-file": daemon.path("s.qcow2")}));
+    assert_eq!(on_disk(&mut client)["ro"], true);
+    client.command("block-stream", json!({"device": "q", "job-id": "s"}));
+    client.event("BLOCK_JOB_COMPLETED");
+    daemon.stop().expect("stopped in order");
 }

@@ -2,9 +2,11 @@
 //! Copy-before-write: the disk as it was when the filter came goes to a target, part by part: what is about to be
 //! overwritten at once, the rest when a job asks for it.
 
+use super::ranges::Readers;
 use super::saver::Saver;
 use super::{Below, CopyFailure};
 use crate::events::Events;
+use crate::graph::nodes_below;
 use crate::node::{ChildRole, Link, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_qcow2::DirtyBits;
@@ -36,6 +38,8 @@ pub struct CopyBeforeWrite {
     saver: Arc<Saver>,
     breaks_writes: bool,
     timeout: Option<Duration>,
+    /// Those who read the target, where it reads from the disk what it lacks.
+    target_readers: Option<Arc<Readers>>,
 }
 
 /// What became of a copy that goes on by itself.
@@ -65,10 +69,16 @@ impl Attempt {
 impl CopyBeforeWrite {
     pub(crate) fn new(below: Below, target: Arc<Link>, options: SavingOptions) -> Result<CopyBeforeWrite> {
         let cluster_bytes = target.get().map_or(0, |node| cluster_bytes(&node));
+        let target_readers = match (target.get(), below.node()) {
+            (Some(target), Ok(disk)) if nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {
+                Some(Arc::clone(target.note_readers()))
+            }
+            _ => None,
+        };
         let part_bytes = cluster_bytes.max(LEAST_PART_BYTES).max(options.least_part_bytes);
         let saver = Saver::new(below, target, (part_bytes, cluster_bytes), options.bits.as_deref())?;
         let SavingOptions { breaks_writes, timeout, .. } = options;
-        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout })
+        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout, target_readers })
     }
 
     pub(crate) fn below(&self) -> &Below {
@@ -169,6 +179,10 @@ impl CopyBeforeWrite {
             }
         }
         self.saver.readers_left(offset, len).await;
+        // Those who found nothing on the target read the disk now. Later ones find what was saved.
+        if let Some(readers) = &self.target_readers {
+            readers.left(offset, len).await;
+        }
         Ok(())
     }
 

@@ -14,6 +14,7 @@ pub use copy_before_write::CopyBeforeWrite;
 pub(crate) use copy_before_write::SavingOptions;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
+pub(crate) use ranges::{Readers, Reading};
 pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};

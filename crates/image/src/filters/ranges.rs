@@ -52,7 +52,7 @@ impl Ranges {
 
 /// Who reads which ranges, several at the same time.
 #[derive(Default)]
-pub(super) struct Readers {
+pub(crate) struct Readers {
     /// How many there are: without any, nobody takes the lock.
     count: AtomicUsize,
     list: Mutex<ReaderList>,
@@ -66,14 +66,14 @@ struct ReaderList {
 }
 
 /// A reader, until dropped.
-pub(super) struct Reading {
+pub(crate) struct Reading {
     readers: Arc<Readers>,
     id: u64,
 }
 
 impl Reading {
     /// It goes no further than `end` (bytes).
-    pub(super) fn up_to(self, end: u64) -> Reading {
+    pub(crate) fn up_to(self, end: u64) -> Reading {
         if let Some(range) = self.readers.list().ranges.get_mut(&self.id) {
             range.end = range.end.min(end);
         }
@@ -95,7 +95,7 @@ impl Readers {
     }
 
     /// Notes a reader of a range of bytes.
-    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64) -> Reading {
+    pub(crate) fn enter(self: &Arc<Self>, start: u64, end: u64) -> Reading {
         self.count.fetch_add(1, Ordering::SeqCst);
         let mut list = self.list();
         let id = list.next_id;
@@ -106,7 +106,7 @@ impl Readers {
     }
 
     /// Waits until those have left who are in a range of bytes now.
-    pub(super) async fn left(&self, offset: u64, len: u64) {
+    pub(crate) async fn left(&self, offset: u64, len: u64) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;
         }

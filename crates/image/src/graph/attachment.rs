@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Attachments: what an export or a job holds of the graph. Its requests go to whatever node stands at its place now.
 
+use super::changes::Scope;
 use super::gate::{Gate, Lane};
 use super::queue::Queue;
 use super::{Drained, Graph};
@@ -79,12 +80,26 @@ struct Past {
 
 /// The user of a node that stands for an attachment.
 fn user_of(name: &str) -> String {
-    format!("attachment:{name}")
+    format!("{USER_PREFIX}{name}")
+}
+
+const USER_PREFIX: &str = "attachment:";
+
+/// True when the user of a node is an attachment.
+pub(super) fn is_attachment(user: &str) -> bool {
+    user.starts_with(USER_PREFIX)
 }
 
 impl Attachment {
     pub(super) fn new(graph: &Arc<Graph>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
-        node.attach(Edge { user: user_of(&request.name), permissions: request.permissions })?;
+        let user = user_of(&request.name);
+        node.attach(Edge::new(&user, request.permissions))?;
+        if request.export
+            && let Err(error) = node.check_length_kept()
+        {
+            node.release(&user);
+            return Err(error);
+        }
         Ok(Arc::new(Attachment {
             name: request.name,
             graph: Arc::clone(graph),
@@ -152,7 +167,7 @@ impl Attachment {
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
         // In this order, or a request that never ends would keep every other change of the graph waiting.
         let drained = self.drain().await;
-        let one_change = self.graph.changing().await;
+        let one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;

@@ -3,10 +3,10 @@
 //! others needs of those others.
 
 use super::Graph;
+use super::attachment::is_attachment;
 use super::owned::quoted;
 use crate::node::{ChildRole, Node};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::Permissions;
 use std::sync::Arc;
 
 /// The images of a chain from a top down to the one above a base, with the filters between them.
@@ -106,16 +106,26 @@ impl Chain {
         self.base.is_some() || top.is_some_and(|top| top.header().version >= 3)
     }
 
-    /// Refuses when somebody beside the chain itself uses a node below its top: a job that writes there would change what
-    /// that one sees.
-    pub fn check_private(&self) -> Result<()> {
+    /// Refuses the commit job `id` when another node stands on a node below the chain's top: the job would change the content of
+    /// that node. Exports may read the base, not the layers between.
+    pub fn check_private(&self, id: &str) -> Result<()> {
         let nodes = self.nodes();
         let top = self.layers.first();
         for node in nodes.iter().filter(|node| top.is_none_or(|top| !Arc::ptr_eq(top, node))) {
+            let name = node.name();
             let known = |user: &String| nodes.iter().any(|known| known.name() == user);
-            let others: Vec<String> = node.user_names().into_iter().filter(|user| !known(user)).collect();
+            let others = node.user_names().into_iter().filter(|user| !known(user));
+            let (exports, others): (Vec<_>, Vec<_>) = others.partition(|user| is_attachment(user));
             if !others.is_empty() {
-                let message = format!("node '{}' is in use by {} too", node.name(), quoted(&others));
+                let message = format!("node '{name}' is in use by {} too", quoted(&others));
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+            if !exports.is_empty() && self.base.as_ref().is_none_or(|base| !Arc::ptr_eq(base, node)) {
+                let message = format!(
+                    "Permission conflict on node '{name}': permissions 'consistent read' are both required by an unnamed block \
+                     device (uses node '{name}' as 'root' child) and unshared by commit job '{id}' (uses node '{name}' as \
+                     'intermediate node' child)."
+                );
                 return Err(Error::new(ErrorKind::Busy, message));
             }
         }
@@ -127,16 +137,15 @@ impl Graph {
     /// Lets others write to and resize the backing node of `overlay` while it stands there (`writes`), or not any more.
     /// The one who does must leave what the overlay reads as it is.
     pub fn share_backing(&self, overlay: &Arc<Node>, writes: bool) -> Result<()> {
-        let Some(backing) = overlay.backing() else {
+        if overlay.backing().is_none() {
             return Err(Error::internal(format!("node '{}' has no backing node", overlay.name())));
-        };
-        let permissions = if writes { Permissions::READ.sharing_all() } else { Permissions::READ };
-        backing.change_user(overlay.name(), permissions)
+        }
+        overlay.lend_backing(writes)
     }
 
     /// Closes a node that nobody uses any more and nobody added by name.
     pub async fn close_unused(self: &Arc<Self>, node: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing([node]).await;
         if node.is_unused() { node.close().await } else { Ok(()) }
     }
 }

@@ -3,7 +3,7 @@
 
 use super::Graph;
 use super::attachment::Attachment;
-use crate::node::Node;
+use crate::node::{ChildRole, Node};
 use std::sync::Arc;
 
 /// While it lives, the drained attachments let no request in; those that come wait and go on afterwards.
@@ -63,6 +63,22 @@ pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
         seen.push(node);
     }
     seen
+}
+
+/// A node and what it is stored in: all below it but backing files.
+pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut found = vec![Arc::clone(top)];
+    let mut at = 0;
+    while let Some(node) = found.get(at).cloned() {
+        let stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+        for child in stored {
+            if !found.iter().any(|known| Arc::ptr_eq(known, &child.node)) {
+                found.push(child.node);
+            }
+        }
+        at += 1;
+    }
+    found
 }
 
 /// True when `node` is `top` or below it.

@@ -20,7 +20,7 @@ impl Graph {
         if name.is_empty() {
             return Err(Error::invalid_argument("Name is empty"));
         }
-        let one_change = self.changing().await;
+        let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;
         let (node, name) = (Arc::clone(node), name.to_owned());
         rt::to_completion(async move {
@@ -37,7 +37,7 @@ impl Graph {
         node: &Arc<Node>,
         wanted: &SnapshotName,
     ) -> Result<Snapshot> {
-        let one_change = self.changing().await;
+        let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;
         let (node, wanted) = (Arc::clone(node), wanted.clone());
         rt::to_completion(async move {
@@ -61,11 +61,15 @@ async fn take(node: &Node, name: &str) -> Result<String> {
 
 /// No request runs.
 async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
-    let (qcow2, options) = writable(node)?;
-    if wanted.find(&qcow2.internal_snapshots().await?).is_none() {
-        let message = format!("Snapshot with {wanted} does not exist on device '{}'", node.name());
+    if let Some(qcow2) = node.qcow2()
+        && wanted.find(&qcow2.internal_snapshots().await?).is_none()
+    {
+        let (id, name) = wanted.parts();
+        let (id, name) = (id.unwrap_or("null"), name.unwrap_or("null"));
+        let message = format!("Snapshot with id '{id}' and name '{name}' does not exist on device '{}'", node.name());
         return Err(Error::new(ErrorKind::NotFound, message));
     }
+    let (qcow2, options) = writable(node)?;
     qcow2.delete_internal_snapshot(wanted, &options).await
 }
 

@@ -20,7 +20,7 @@ impl Graph {
         name: &str,
     ) -> Result<Arc<Node>> {
         let filter = self.build_write_blocking(source, target, name)?;
-        filter.attach(Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE })?;
+        filter.attach(Edge::new(MONITOR, Permissions::NONE))?;
         self.adopt(&filter);
         if let Err(error) = self.replace(source, &filter).await {
             if let Err(error) = self.delete(name).await {
@@ -35,11 +35,13 @@ impl Graph {
         let reservation = self.reserve(Some(name))?;
         let children = Children::of(name);
         // A filter asks for what its users ask of it, and so far it has none.
-        source.attach(Edge { user: name.to_owned(), permissions: Permissions::NONE })?;
+        source.attach(Edge::new(name, Permissions::NONE).with_role(ChildRole::File))?;
         let (file, copy) = (Link::to(Some(Arc::clone(source))), Link::to(Some(Arc::clone(target))));
         children.push(ChildRole::File, Arc::clone(&file));
         let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
-        target.attach(Edge { user: name.to_owned(), permissions: Permissions { used, ..Permissions::READ } })?;
+        target.attach(
+            Edge::new(name, Permissions { used, shared: PermissionSet::WRITE_UNCHANGED }).with_role(ChildRole::Target),
+        )?;
         children.push(ChildRole::Target, Arc::clone(&copy));
         let node = Node::new(NodeParts {
             name: name.to_owned(),

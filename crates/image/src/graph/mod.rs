@@ -6,6 +6,7 @@
 
 mod attachment;
 mod chain;
+mod changes;
 mod corruption;
 mod credentials;
 mod drain;
@@ -25,6 +26,7 @@ mod writing;
 pub use attachment::{AttachRequest, Attachment};
 pub use chain::{Chain, Holder, below_filters};
 pub use corruption::{Corruption, CorruptionObserver, print_corruptions};
+pub(crate) use drain::storage_of;
 pub use drain::{Drained, nodes_below};
 pub use failed::FailedRequest;
 pub(crate) use files::check_children;
@@ -62,8 +64,8 @@ pub struct Graph {
     on_failed: OnceLock<failed::Listener>,
     observers: corruption::Observers,
     threshold_observers: threshold::Observers,
-    /// Held for the time of a change: one at a time.
-    change: Arc<futures_util::lock::Mutex<()>>,
+    /// The turns of changes.
+    changes: changes::Changes,
     /// Users move from node to node: no file gives locks back meanwhile.
     keep_locks: AtomicU32,
 }
@@ -138,11 +140,6 @@ impl Graph {
 
     pub(crate) fn keeps_locks(&self) -> bool {
         self.keep_locks.load(Ordering::Acquire) != 0
-    }
-
-    /// Waits until no other change of the graph is under way.
-    async fn changing(&self) -> futures_util::lock::OwnedMutexGuard<()> {
-        Arc::clone(&self.change).lock_owned().await
     }
 
     /// Builds the next snapshot and swaps it in.

@@ -46,7 +46,7 @@ impl Graph {
     /// Puts `new` in the place of `old` for all users of `old`, but for those that `new` itself stands on. While they
     /// are moved their requests wait.
     pub async fn replace(self: &Arc<Self>, old: &Arc<Node>, new: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing([old, new]).await;
         let _drained = self.drain(&[old, new]).await;
         self.move_users(old, new)
     }
@@ -90,13 +90,12 @@ impl Graph {
 
     /// Moves one attachment to another node, or leaves it where it is.
     async fn move_attachment(self: &Arc<Self>, attachment: &Arc<Attachment>, new: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing([&attachment.node(), new]).await;
         let _drained = self.drain(&[&attachment.node(), new]).await;
         let (old, user) = (attachment.node(), attachment.user());
-        let Some(permissions) = old.permissions_of(&user) else {
+        let Some(edge) = old.edge_of(&user) else {
             return Err(Error::invalid_argument(format!("'{}' was detached", attachment.name())));
         };
-        let edge = Edge { user, permissions };
         let _locked = self.keep_locks();
         // It leaves before it comes: `new` passes what it grants on to `old`.
         old.release(&edge.user);
@@ -113,7 +112,7 @@ impl Graph {
 
     /// Takes a filter out: its users go on with the node behind it, and the filter is closed.
     pub async fn remove_filter(self: &Arc<Self>, filter: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing([filter]).await;
         let child = match filter.child(ChildRole::File) {
             Some(child) if filter.is_filter() => child,
             _ => {
@@ -133,7 +132,7 @@ impl Graph {
 
     /// Gives an image another backing file, or none, without writing that into its header.
     pub async fn set_backing(self: &Arc<Self>, node: &Arc<Node>, backing: Option<&Arc<Node>>) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing(backing.into_iter().chain([node])).await;
         let _drained = self.drain(&[node]).await;
         let unused = self.set_backing_drained(node, backing)?;
         match unused {
@@ -163,13 +162,13 @@ impl Graph {
                 return Ok(None);
             }
             if reaches(backing, node) {
-                let message = format!("making '{}' a backing file of '{name}' would make a loop", backing.name());
+                let message = format!("Making '{}' a backing child of '{name}' would create a cycle", backing.name());
                 return Err(Error::invalid_argument(message));
             }
             if !node.is_read_only() {
                 check_backing(&node.children(), backing)?;
             }
-            backing.attach(Edge { user: name.to_owned(), permissions: Permissions::READ })?;
+            backing.attach(node.backing_edge())?;
         }
         qcow2.set_backing(backing.cloned());
         node.set_option("backing", backing.map_or(Value::Null, |backing| Value::from(backing.name())));
@@ -186,10 +185,10 @@ impl Graph {
             None => return Err(Error::internal(format!("node '{name}' has no file"))),
         };
         if reaches(new, filter) {
-            let message = format!("putting '{name}' above '{}' would make a loop", new.name());
+            let message = format!("Making '{}' a file child of '{name}' would create a cycle", new.name());
             return Err(Error::invalid_argument(message));
         }
-        let edge = Edge { user: name.to_owned(), permissions: old.permissions_of(name).unwrap_or(Permissions::NONE) };
+        let edge = old.edge_of(name).unwrap_or_else(|| Edge::new(name, Permissions::NONE).with_role(ChildRole::File));
         let _locked = self.keep_locks();
         // It leaves before it comes: `new` may pass what it grants on to `old`.
         old.release(name);
@@ -255,8 +254,8 @@ impl Graph {
         }
         let users = self.movable_users(old, new)?;
         let edge = |user: &User| {
-            let permissions = old.permissions_of(&user.name()).unwrap_or(Permissions::NONE);
-            Edge { user: user.name(), permissions }
+            let name = user.name();
+            old.edge_of(&name).unwrap_or_else(|| Edge::new(&name, Permissions::NONE))
         };
         let edges: Vec<Edge> = users.iter().map(edge).collect();
         let _locked = self.keep_locks();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a graph holds itself: nodes that were added by name, and the list of attachments.
 
+use super::changes::Scope;
 use super::{AttachRequest, Attachment, Graph};
-use crate::node::Node;
+use crate::node::{MONITOR, Node};
 use crate::open::{OpenRequest, open};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -32,7 +33,7 @@ impl Graph {
         if !request.has_node_name() {
             return Err(Error::invalid_argument("'node-name' must be specified for the root node"));
         }
-        let _one_change = self.changing().await;
+        let _one_change = self.changing_named(&request.texts()).await;
         let node = open(request.for_monitor(self)).await?;
         self.owned().nodes.insert(node.name().to_owned(), Arc::clone(&node));
         Ok(node)
@@ -45,7 +46,7 @@ impl Graph {
 
     /// Closes a node that was added by name. Refused while somebody uses it.
     pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing_named(&[name.to_owned()]).await;
         self.delete_locked(name).await
     }
 
@@ -67,6 +68,22 @@ impl Graph {
         node.close().await
     }
 
+    /// Gives a node that was added by name to its users: it is closed with the last one, at once where there is none.
+    pub async fn disown(self: &Arc<Self>, node: &Arc<Node>) -> Result<()> {
+        let _one_change = self.changing([node]).await;
+        let known = {
+            let mut owned = self.owned();
+            match owned.nodes.get(node.name()) {
+                Some(known) if Arc::ptr_eq(known, node) => owned.nodes.remove(node.name()),
+                _ => None,
+            }
+        };
+        if known.is_some() && node.release(MONITOR) {
+            return node.close().await;
+        }
+        Ok(())
+    }
+
     /// The nodes that were added by name.
     pub fn owned_nodes(&self) -> Vec<Arc<Node>> {
         self.owned().nodes.values().cloned().collect()
@@ -74,7 +91,7 @@ impl Graph {
 
     /// Attaches an export or a job to a node. Its name must be new among the attachments.
     pub async fn attach(self: &Arc<Self>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
-        let _one_change = self.changing().await;
+        let _one_change = self.changing([node]).await;
         if let Some(known) = self.find_attachment(request.name()) {
             let message = format!("there is an attachment '{}' already", known.name());
             return Err(Error::new(ErrorKind::Busy, message));
@@ -110,7 +127,7 @@ impl Graph {
     /// Closes every node that was added by name, users first. The first error is returned, after all were tried. Once it has
     /// begun, it ends even when the future is dropped.
     pub async fn close_all(self: &Arc<Self>) -> Result<()> {
-        let one_change = self.changing().await;
+        let one_change = self.changing_in(Scope::All).await;
         let graph = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;

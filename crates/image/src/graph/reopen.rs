@@ -81,7 +81,7 @@ impl Graph {
     /// which stay. What can't change is refused by name. Either all nodes are reopened or none. A future that is dropped while
     /// it waits for requests changes nothing; later, the nodes are reopened all the same.
     pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
-        let one_change = self.changing().await;
+        let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
         let mut plans = Vec::with_capacity(list.len());
         for options in list {
             plans.push(self.plan_reopen(options)?);
@@ -164,8 +164,8 @@ impl Graph {
         let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         options.insert("driver", driver);
         for (key, value) in old.iter() {
-            // Children stay where nothing is said of them.
-            if is_child(key) && options.get(key).is_none() {
+            // Children stay where nothing is said of them. A backing file must be named.
+            if is_child(key) && key != ChildRole::Backing.as_str() && options.get(key).is_none() {
                 options.insert(key.clone(), value.clone());
             }
         }
@@ -213,10 +213,13 @@ impl Graph {
             return Ok(Backing::Keep);
         }
         match options.get("backing") {
+            None if node.backing().is_some() => {
+                Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())))
+            }
             None => Ok(Backing::Keep),
             Some(Value::Null) => Ok(Backing::None),
             Some(Value::String(name)) if name.is_empty() => Ok(Backing::None),
-            Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_node(name))?)),
+            Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_child(name))?)),
             // By its options, as it was when the node was added.
             Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),
             Some(_) => Err(cannot_change("backing")),
@@ -230,7 +233,7 @@ impl Graph {
         if !moves_freely(node) || node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
             return Ok(None);
         }
-        self.find(name).ok_or_else(|| no_such_node(name)).map(Some)
+        self.find(name).ok_or_else(|| no_such_child(name)).map(Some)
     }
 
     fn link_back(&self, relinked: Vec<Relinked>) {
@@ -339,6 +342,10 @@ fn wanted_window(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions)
     Ok(Some(wanted))
 }
 
+fn no_such_child(name: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("Cannot find device='' nor node-name='{name}'"))
+}
+
 fn cannot_change(key: &str) -> Error {
     Error::invalid_argument(format!("Cannot change the option '{key}'"))
 }
@@ -375,6 +382,19 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
 
 /// A child may be named by its node-name where it was given by its options, and the other way round only unchanged.
 fn is_same_child(node: &Arc<Node>, key: &str, value: Option<&Value>) -> bool {
-    let Some(Value::String(name)) = value else { return false };
-    node.children().iter().any(|child| child.role.as_str() == key && child.node.name() == name)
+    match value {
+        Some(Value::String(name)) => {
+            node.children().iter().any(|child| child.role.as_str() == key && child.node.name() == name)
+        }
+        // The name of a described child may be left out.
+        Some(Value::Object(new)) if !new.contains_key("node-name") => match node.options().get(key) {
+            Some(Value::Object(old)) => {
+                let mut old = old.clone();
+                old.shift_remove("node-name");
+                old == *new
+            }
+            _ => false,
+        },
+        _ => false,
+    }
 }

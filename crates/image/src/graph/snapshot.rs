@@ -3,7 +3,6 @@
 
 use super::Graph;
 use super::drain::reaches;
-use super::owned::quoted;
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
@@ -17,7 +16,7 @@ impl Graph {
     /// that nobody uses; its header isn't changed. On an error everything is as before. A future that is dropped while it waits
     /// for requests changes nothing; later, the snapshot is taken all the same.
     pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
-        let one_change = self.changing().await;
+        let one_change = self.changing([node, overlay]).await;
         check_overlay(node, overlay)?;
         let drained = self.drain(&[node, overlay]).await;
         let (graph, node, overlay) = (Arc::clone(self), Arc::clone(node), Arc::clone(overlay));
@@ -52,20 +51,22 @@ impl Graph {
 fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     let refuse = |kind: ErrorKind, message: String| Err(Error::new(kind, message));
     let name = overlay.name();
-    if overlay.qcow2().is_none() {
-        let message = format!("the overlay '{name}' ({}) can't have a backing file", overlay.driver_name());
-        return refuse(ErrorKind::InvalidArgument, message);
-    }
     if reaches(node, overlay) {
         return refuse(ErrorKind::InvalidArgument, format!("the overlay '{name}' is in use below '{}'", node.name()));
     }
     let users = overlay.user_names();
     if !users.is_empty() {
-        return refuse(ErrorKind::Busy, format!("the overlay '{name}' is already in use by {}", quoted(&users)));
+        return refuse(ErrorKind::Busy, "The overlay is already in use".to_owned());
     }
-    if let Some(backing) = overlay.backing() {
-        let message = format!("the overlay '{name}' already has a backing image, '{}'", backing.name());
+    if overlay.is_filter() {
+        return refuse(ErrorKind::InvalidArgument, "Filters cannot be used as overlays".to_owned());
+    }
+    if overlay.qcow2().is_none() {
+        let message = format!("the overlay '{name}' ({}) can't have a backing file", overlay.driver_name());
         return refuse(ErrorKind::InvalidArgument, message);
+    }
+    if overlay.backing().is_some() {
+        return refuse(ErrorKind::InvalidArgument, "The overlay already has a backing image".to_owned());
     }
     if overlay.is_read_only() && !node.is_read_only() {
         return refuse(ErrorKind::ReadOnly, format!("the overlay '{name}' is read-only"));

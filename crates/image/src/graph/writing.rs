@@ -14,7 +14,7 @@ impl Graph {
     /// its file may not be written. A future that is dropped while it waits for requests changes nothing; later, the change is
     /// made all the same.
     pub async fn set_read_only(self: &Arc<Self>, node: &Arc<Node>, read_only: bool) -> Result<()> {
-        let one_change = self.changing().await;
+        let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;
         let (graph, node) = (Arc::clone(self), Arc::clone(node));
         rt::to_completion(async move {

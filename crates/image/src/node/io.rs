@@ -3,7 +3,7 @@
 
 use super::driver::{Driver, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
-use crate::filters::SnapshotAccess;
+use crate::filters::{Reading, SnapshotAccess};
 use crate::formats::qcow2::Place;
 use crate::formats::{self, raw};
 use crate::graph::{Corruption, outcome_of};
@@ -111,7 +111,11 @@ impl Node {
             return (Err(error), buf);
         }
         let (result, mut buf) = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.read(offset, buf).await,
+            Driver::Qcow2(qcow2) if self.readers.get().is_none() => qcow2.read(offset, buf).await,
+            Driver::Qcow2(qcow2) => {
+                let _reading = self.reading(offset, len);
+                Box::pin(qcow2.read(offset, buf)).await
+            }
             // Boxed, so that the future of the others stays small: it is moved with every request.
             Driver::Mapped(mapped) => Box::pin(mapped.read(offset, buf)).await,
             Driver::Luks(luks) => Box::pin(luks.read(offset, buf)).await,
@@ -125,6 +129,11 @@ impl Node {
             buf.forget();
         }
         (result, buf)
+    }
+
+    /// Notes a reader of a range, where a write below is to wait for it.
+    pub(super) fn reading(&self, offset: u64, len: u64) -> Option<Reading> {
+        self.readers.get().map(|readers| readers.enter(offset, offset.saturating_add(len)))
     }
 
     /// As [`Node::read`], in a box: for drivers that read from another node.

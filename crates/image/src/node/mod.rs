@@ -28,7 +28,7 @@ use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
 use crate::events::Events;
-use crate::filters::Filter;
+use crate::filters::{Filter, Readers};
 use crate::formats::luks::LuksDriver;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::graph::{Corruption, Graph};
@@ -39,7 +39,7 @@ use cowshed_block::{Error, Result};
 use cowshed_storage::File;
 use cowshed_storage::fault::Faults;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,6 +148,10 @@ pub struct Node {
     closed: AtomicBool,
     /// The image was found to be corrupt by a request, and that was told.
     told_corrupt: Arc<AtomicBool>,
+    /// Others may write to the backing node whatever the users of this node share.
+    lends_backing: AtomicBool,
+    /// Those who read it, once each write below it is to wait for them.
+    readers: OnceLock<Arc<Readers>>,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
@@ -230,6 +234,8 @@ impl Node {
             deadline: parts.deadline,
             closed: AtomicBool::new(false),
             told_corrupt,
+            lends_backing: AtomicBool::new(false),
+            readers: OnceLock::new(),
         }))
     }
 
@@ -367,6 +373,11 @@ impl Node {
             Driver::Filter(Filter::CopyBeforeWrite(copy)) => Some(copy),
             _ => None,
         }
+    }
+
+    /// From now on each read notes itself here before it looks at the mapping.
+    pub(crate) fn note_readers(&self) -> &Arc<Readers> {
+        self.readers.get_or_init(Arc::default)
     }
 
     /// Waits for what goes on behind requests that have ended.

@@ -44,6 +44,7 @@ impl Node {
     pub async fn block_status_chain(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         self.check_range(offset, len)?;
         let max_runs = max_runs.max(1);
+        let _reading = self.reading(offset, len);
         let mut runs: Vec<StatusExtent> = Vec::new();
         for run in self.block_status(offset, len, max_runs).await? {
             if runs.len() >= max_runs {

@@ -27,6 +27,11 @@ fn sum(users: &[Edge]) -> Permissions {
     })
 }
 
+/// The rights that all these users keep from other processes.
+fn held(users: &[Edge]) -> PermissionSet {
+    users.iter().fold(PermissionSet::NONE, |sum, edge| sum | edge.held)
+}
+
 /// A file whose length changes: the lock says so until this is dropped.
 pub(super) struct Resizing<'a>(&'a Node);
 
@@ -49,6 +54,15 @@ impl Node {
     /// True when nobody uses the node, and nobody added it by name.
     pub(crate) fn is_unused(&self) -> bool {
         self.users().is_empty()
+    }
+
+    /// Refuses an export of a node whose length changes as its parent needs it, such as the file of an image.
+    pub(crate) fn check_length_kept(&self) -> Result<()> {
+        let permissions =
+            Permissions { used: PermissionSet::NONE, shared: PermissionSet::ALL & !PermissionSet::RESIZE };
+        let export = Edge::new("", permissions);
+        let users = self.users();
+        users.iter().filter(|edge| edge.is_parent()).try_for_each(|edge| edge.check_against(&export, &self.name))
     }
 
     /// True when somebody may write to the node now.
@@ -78,28 +92,33 @@ impl Node {
 
     /// Changes the permissions of a user that is attached already.
     pub(crate) fn change_user(&self, user: &str, permissions: Permissions) -> Result<()> {
+        self.change_edge(user, permissions, None)
+    }
+
+    /// As [`Node::change_user`], with other rights that are kept from other processes.
+    fn change_edge(&self, user: &str, permissions: Permissions, held: Option<PermissionSet>) -> Result<()> {
         let before = {
             let mut users = self.users();
             let Some(at) = users.iter().position(|edge| edge.user == user) else {
                 return Err(Error::internal(format!("'{user}' does not use node '{}'", self.name)));
             };
-            let edge = Edge { user: user.to_owned(), permissions };
+            let edge = Edge { permissions, held: held.unwrap_or(users[at].held), ..users[at].clone() };
             self.check_edge(&users, &edge, Some(at))?;
-            std::mem::replace(&mut users[at].permissions, permissions)
+            std::mem::replace(&mut users[at], edge)
         };
         let passed = self.pass_permissions();
         if passed.is_err() {
             if let Some(edge) = self.users().iter_mut().find(|edge| edge.user == user) {
-                edge.permissions = before;
+                *edge = before;
             }
             let _ = self.pass_permissions();
         }
         passed
     }
 
-    /// The permissions of a user.
-    pub(crate) fn permissions_of(&self, user: &str) -> Option<Permissions> {
-        self.users().iter().find(|edge| edge.user == user).map(|edge| edge.permissions)
+    /// The edge of a user.
+    pub(crate) fn edge_of(&self, user: &str) -> Option<Edge> {
+        self.users().iter().find(|edge| edge.user == user).cloned()
     }
 
     fn check_edge(&self, users: &[Edge], edge: &Edge, except: Option<usize>) -> Result<()> {
@@ -109,7 +128,7 @@ impl Node {
             }
         }
         if edge.permissions.used.contains(PermissionSet::WRITE) && self.is_read_only() {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("node '{}' is read-only", self.name)));
+            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
         }
         Ok(())
     }
@@ -123,18 +142,66 @@ impl Node {
         }
     }
 
-    /// Has what the users ask reach the node below, or the locks of the file.
+    /// Has what the users ask reach the nodes below, or the locks of the file.
     pub(crate) fn pass_permissions(&self) -> Result<()> {
         if let Driver::File(file) = &self.driver {
             return self.lock_file(file);
         }
         let child = self.child(ChildRole::File).filter(|_| self.passes_permissions());
-        match child {
-            Some(child) if child.permissions_of(&self.name).is_some() => {
-                child.change_user(&self.name, self.asked_of_child())
-            }
-            _ => Ok(()),
+        if let Some(child) = child.filter(|child| child.edge_of(&self.name).is_some()) {
+            let held = held(&self.users());
+            child.change_edge(&self.name, self.asked_of_child(), Some(held))?;
         }
+        if self.settings.locks() == LockSource::Opening {
+            return Ok(());
+        }
+        match self.backing().filter(|backing| backing.edge_of(&self.name).is_some()) {
+            Some(backing) => backing.change_user(&self.name, self.asked_of_backing()),
+            None => Ok(()),
+        }
+    }
+
+    /// What the node asks of its backing node. In a daemon's graph others may write there as long as no user of this node forbids
+    /// it, and nothing is asked while the node has no users.
+    pub(crate) fn asked_of_backing(&self) -> Permissions {
+        let share_all = match self.settings.locks() {
+            LockSource::Opening => false,
+            LockSource::Users { share_all } => {
+                let wanted = sum(&self.users());
+                if wanted.used.is_empty() && wanted.shared == PermissionSet::ALL {
+                    return Permissions::NONE;
+                }
+                share_all || wanted.shared.contains(PermissionSet::WRITE)
+            }
+        };
+        match share_all || self.lends_backing.load(Ordering::Acquire) {
+            true => Permissions::READ.sharing_all(),
+            false => Permissions::READ,
+        }
+    }
+
+    /// The node's edge on a backing node, as [`Node::asked_of_backing`] says.
+    pub(crate) fn backing_edge(&self) -> Edge {
+        let held = match self.settings.locks() {
+            LockSource::Users { share_all: false } => !Permissions::READ.shared,
+            _ => PermissionSet::NONE,
+        };
+        Edge { held, ..Edge::new(&self.name, self.asked_of_backing()).with_role(ChildRole::Backing) }
+    }
+
+    /// Lets others write to the backing node whatever the users of this node share, or not any more.
+    pub(crate) fn lend_backing(&self, lends: bool) -> Result<()> {
+        let before = self.lends_backing.swap(lends, Ordering::AcqRel);
+        let passed = match (self.settings.locks(), self.backing()) {
+            (LockSource::Opening, Some(backing)) => backing.change_user(&self.name, self.asked_of_backing()),
+            _ => self.pass_permissions(),
+        };
+        if passed.is_err() {
+            self.lends_backing.store(before, Ordering::Release);
+            // What was granted before is granted again.
+            let _ = self.pass_permissions();
+        }
+        passed
     }
 
     fn asked_of_child(&self) -> Permissions {
@@ -164,6 +231,7 @@ impl Node {
     fn locks_of(&self, users: &[Edge], file: &FileDriver) -> Option<Permissions> {
         let LockSource::Users { share_all } = self.settings.locks() else { return None };
         let wanted = sum(users);
+        let wanted = Permissions { shared: wanted.shared & !held(users), ..wanted };
         let wanted = match share_all {
             true => wanted.sharing_all(),
             // Clients and jobs rely on the size that they were told.
@@ -197,7 +265,7 @@ impl Node {
     pub(super) fn resizing<'a>(&'a self, file: &FileDriver) -> Result<Resizing<'a>> {
         let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
         // Not against its own users: they follow the new size.
-        self.users().push(Edge { user: RESIZING.to_owned(), permissions });
+        self.users().push(Edge::new(RESIZING, permissions));
         let resizing = Resizing(self);
         self.lock_file(file)?;
         Ok(resizing)

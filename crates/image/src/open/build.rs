@@ -10,7 +10,7 @@ use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, Snapshot
 use crate::formats;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
-use crate::graph::{Graph, check_children, nodes_below};
+use crate::graph::{Graph, check_children, storage_of};
 use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
     NodeSettings,
@@ -89,7 +89,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         return Err(Error::unsupported(message).file(node.filename()).qemu(sentence));
     }
     let user = match request.for_monitor {
-        true => Edge { user: MONITOR.to_owned(), permissions: Permissions::NONE },
+        true => Edge::new(MONITOR, Permissions::NONE),
         false => Edge::of(ROOT, writable && !node.is_read_only(), share_all),
     };
     node.attach(user)?;
@@ -179,7 +179,7 @@ pub(crate) struct Opener {
     /// Who shares a raw image may not change its size.
     keeps_size: bool,
     /// The locks of files follow from what the users of their nodes do.
-    locks_by_users: bool,
+    pub(super) locks_by_users: bool,
     pub backing: BackingPolicy,
     pub check: bool,
     /// Keys that are given must fit, also where nothing is decrypted.
@@ -376,7 +376,7 @@ impl Opener {
         if shared_writes && !draft.place.force_share {
             // Opened by the probe, for a format that bears writers; this one doesn't.
             child.release(&draft.name);
-            let edge = Edge::of(&draft.name, !draft.settings.read_only, false);
+            let edge = Edge::of(&draft.name, !draft.settings.read_only, false).with_role(ChildRole::File);
             let permissions = edge.permissions;
             child.attach(edge)?;
             if let (Some(file), Some(Value::Object(_))) = (child.bottom_file(), draft.options.get("file")) {
@@ -398,8 +398,12 @@ impl Opener {
         let node = match spec {
             Value::String(name) => self.graph.find(&name).ok_or_else(|| {
                 let path = place.path.trim_end_matches('.');
-                Error::new(ErrorKind::NotFound, format!("option '{path}': there is no node '{name}'"))
-                    .qemu(format!("Cannot find device='{name}' nor node-name='{name}'"))
+                let sentence = format!("Cannot find device='{name}' nor node-name='{name}'");
+                match self.locks_by_users {
+                    true => Error::new(ErrorKind::NotFound, sentence),
+                    false => Error::new(ErrorKind::NotFound, format!("option '{path}': there is no node '{name}'"))
+                        .qemu(sentence),
+                }
             })?,
             Value::Object(map) => self.node(BlockdevOptions::from_map(map)?, place).await?,
             other => {
@@ -421,6 +425,11 @@ impl Opener {
             Some(permissions) => Edge { permissions, ..edge },
             None => edge,
         };
+        let edge = match role {
+            ChildRole::Backing if self.locks_by_users => edge.without_users(),
+            _ => edge,
+        };
+        let edge = edge.with_role(role);
         let was_unlocked = self.locks_by_users && node.is_unlocked();
         node.attach(edge)?;
         draft.children.push(role, Link::to(Some(Arc::clone(&node))));
@@ -512,10 +521,9 @@ impl Opener {
         let child = self.file_child(draft).await?;
         let spec = draft.options.get("target").cloned().unwrap_or(Value::Null);
         let target = self.child(draft, ChildRole::Target, spec, draft.place.storage("target", true)).await?;
-        if nodes_below(&target).iter().any(|below| Arc::ptr_eq(below, &child)) {
+        if storage_of(&target).iter().any(|below| Arc::ptr_eq(below, &child)) {
             let message = format!(
-                "the target '{}' stands on '{}', whose past it is to keep: it needs storage of its own, and 'snapshot-access' \
-                 reads the past",
+                "the target '{}' is stored in '{}', whose past it is to keep: it needs storage of its own",
                 target.name(),
                 child.name()
             );
@@ -526,7 +534,8 @@ impl Opener {
             return Err(Error::invalid_argument(message).value(target.size()));
         }
         let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
-        target.change_user(&draft.name, Permissions { used, ..Permissions::READ })?;
+        let shared = PermissionSet::ALL & !PermissionSet::RESIZE;
+        target.change_user(&draft.name, Permissions { used, shared })?;
         let bits = self.kept_bits(draft, child.size()).await?;
         let options = options::saving_options(&draft.options, &draft.place.path, bits)?;
         let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());

@@ -217,7 +217,11 @@ impl Opener {
             is_metadata: draft.is_metadata,
             ..draft.place.clone()
         };
+        let is_named = spec.is_string();
         let node = self.child(draft, ChildRole::Backing, spec, place).await.map_err(|error| {
+            if is_named && self.locks_by_users {
+                return error.context("Could not open backing file");
+            }
             let error = if error.file_name().is_none() { error.file(name) } else { error };
             error.context(format!("could not open the backing file of '{image}'"))
         })?;

@@ -260,6 +260,14 @@ impl OpenRequest {
         matches!(&self.source, Source::Options(options) if options.text("node-name").is_some())
     }
 
+    /// All texts in the options: among them are the names of the nodes that the options refer to.
+    pub(crate) fn texts(&self) -> Vec<String> {
+        match &self.source {
+            Source::Name(_) => Vec::new(),
+            Source::Options(options) => options.texts(),
+        }
+    }
+
     /// Where protocol nodes get their files from.
     #[must_use]
     pub fn files(mut self, files: Arc<dyn Files>) -> Self {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Who may do what with a node: one edge per user.
 
+use crate::node::ChildRole;
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions};
@@ -11,7 +12,14 @@ pub(crate) struct Edge {
     /// The parent's node-name, or what else uses the node.
     pub user: String,
     pub permissions: Permissions,
+    /// The node's role for the user, for messages.
+    pub role: &'static str,
+    /// Rights that the locks of files keep from other processes, beside those that `permissions` doesn't share.
+    pub held: PermissionSet,
 }
+
+/// The role of a node for an export, a job or the monitor.
+const ROOT_ROLE: &str = "root";
 
 impl Edge {
     /// The edge of a user that reads, or reads, writes and resizes. Nobody else may write or resize meanwhile, unless
@@ -19,7 +27,36 @@ impl Edge {
     pub(crate) fn of(user: &str, writable: bool, share_all: bool) -> Edge {
         let permissions = if writable { Permissions::WRITE } else { Permissions::READ };
         let permissions = if share_all { permissions.sharing_all() } else { permissions };
-        Edge { user: user.to_owned(), permissions }
+        Edge::new(user, permissions)
+    }
+
+    /// The edge of an export, a job or the monitor.
+    pub(crate) fn new(user: &str, permissions: Permissions) -> Edge {
+        Edge { user: user.to_owned(), permissions, role: ROOT_ROLE, held: PermissionSet::NONE }
+    }
+
+    /// The edge of a parent node whose child has this role.
+    pub(crate) fn with_role(self, role: ChildRole) -> Edge {
+        Edge { role: role.as_str(), ..self }
+    }
+
+    /// The edge on a backing node while the overlay has no users. Other processes leave the file as it is all the same.
+    pub(crate) fn without_users(self) -> Edge {
+        Edge { held: !self.permissions.shared, permissions: Permissions::NONE, ..self }
+    }
+
+    /// True for the edge of a parent node.
+    pub(crate) fn is_parent(&self) -> bool {
+        self.role != ROOT_ROLE
+    }
+
+    /// The user in QEMU's words.
+    fn described(&self, node: &str) -> String {
+        let user = match self.role {
+            ROOT_ROLE => "an unnamed block device".to_owned(),
+            _ => format!("node '{}'", self.user),
+        };
+        format!("{user} (uses node '{node}' as '{}' child)", self.role)
     }
 
     /// An error when the two can't use `node` at the same time.
@@ -27,15 +64,13 @@ impl Edge {
         for (one, two) in [(self, other), (other, self)] {
             let conflict = one.permissions.used & !two.permissions.shared;
             if !conflict.is_empty() {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!(
-                        "conflicting use of node '{node}': '{}' needs permission to {}, which '{}' doesn't share",
-                        one.user,
-                        names(conflict),
-                        two.user
-                    ),
-                ));
+                let message = format!(
+                    "Permission conflict on node '{node}': permissions '{}' are both required by {} and unshared by {}.",
+                    names(conflict),
+                    one.described(node),
+                    two.described(node)
+                );
+                return Err(Error::new(ErrorKind::Busy, message));
             }
         }
         Ok(())
@@ -44,13 +79,13 @@ impl Edge {
 
 fn names(set: PermissionSet) -> String {
     let all = [
-        (PermissionSet::CONSISTENT_READ, "read"),
+        (PermissionSet::CONSISTENT_READ, "consistent read"),
         (PermissionSet::WRITE, "write"),
-        (PermissionSet::WRITE_UNCHANGED, "write unchanged data"),
+        (PermissionSet::WRITE_UNCHANGED, "write unchanged"),
         (PermissionSet::RESIZE, "resize"),
     ];
     let names: Vec<&str> = all.into_iter().filter(|(one, _)| set.contains(*one)).map(|(_, name)| name).collect();
-    names.join(" and ")
+    names.join(", ")
 }
 
 /// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
@@ -85,7 +120,7 @@ mod tests {
         for (one, two) in [(&reader, &writer), (&writer, &reader), (&writer, &writer)] {
             let error = one.check_against(two, "n").unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Busy);
-            assert!(error.to_string().contains("write and resize"), "{error}");
+            assert!(error.to_string().contains("permissions 'write, resize'"), "{error}");
         }
         // A force-sharing reader doesn't mind the writer, and the writer lets others read.
         assert!(careless.check_against(&writer, "n").is_ok());

@@ -24,6 +24,21 @@ impl BlockdevOptions {
     pub(crate) fn number(&self, key: &str) -> Option<u64> {
         self.get(key).and_then(Value::as_u64)
     }
+
+    /// All texts in it.
+    pub(crate) fn texts(&self) -> Vec<String> {
+        fn collect(value: &Value, found: &mut Vec<String>) {
+            match value {
+                Value::String(text) => found.push(text.clone()),
+                Value::Array(list) => list.iter().for_each(|one| collect(one, found)),
+                Value::Object(map) => map.values().for_each(|one| collect(one, found)),
+                _ => {}
+            }
+        }
+        let mut found = Vec::new();
+        self.iter().for_each(|(_, value)| collect(value, &mut found));
+        found
+    }
 }
 
 /// What becomes of zeroes in a node that passes discards on (`discard`) or not. `path` is for messages.

@@ -96,6 +96,15 @@ pub struct SnapshotName {
 }
 
 impl SnapshotName {
+    /// The ID and the name, where they are wanted.
+    pub fn parts(&self) -> (Option<&str>, Option<&str>) {
+        match self.lookup {
+            Lookup::Id => (Some(&self.name), None),
+            Lookup::IdOrName => (Some(&self.name), Some(&self.name)),
+            Lookup::Name => (self.id.as_deref(), Some(&self.name)),
+        }
+    }
+
     /// The first snapshot of this name.
     pub fn of_name(name: impl Into<String>) -> SnapshotName {
         SnapshotName { name: name.into(), lookup: Lookup::Name, id: None }

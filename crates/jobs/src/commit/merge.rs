@@ -50,7 +50,7 @@ impl Merge {
     /// Starts it. The layers from `top` to `base` must have no users but each other.
     pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
         let chain = Chain::between(&request.top, Some(&request.base))?;
-        Chain::between(&request.overlay, Some(&request.base))?.check_private()?;
+        Chain::between(&request.overlay, Some(&request.base))?.check_private(id)?;
         let reader = AttachRequest::job(format!("{id}-source"), Permissions::READ);
         let reader = graph.attach(&request.top, reader).await?;
         match OpenedBase::open(graph, id, chain, request.top.size()).await {

@@ -21,7 +21,7 @@ impl OpenedBase {
     pub async fn open(graph: &Arc<Graph>, id: &str, chain: Chain, size: u64) -> Result<OpenedBase> {
         let base = chain.base().cloned().ok_or_else(|| Error::internal("a commit without a base"))?;
         let lowest = chain.lowest().cloned().ok_or_else(|| Error::internal("a chain without layers"))?;
-        chain.check_private()?;
+        chain.check_private(id)?;
         check_layers(&base, chain.layers())?;
         let was_read_only = base.is_read_only();
         graph.set_read_only(&base, false).await?;
@@ -86,11 +86,12 @@ impl OpenedBase {
         detached.and(unshared).and(restored)
     }
 
-    /// Takes the lowest layer off the base, which stays writable: it is others' by now, and the writer is detached.
-    pub async fn release(&self) -> Result<()> {
+    /// Ends while the base stays writable: it is others' by now, and the writer is detached. The layers still stand on it, and
+    /// their users decide about writes to it again.
+    pub fn release(&self) -> Result<()> {
         match self.chain.lowest() {
-            Some(lowest) => self.graph.set_backing(lowest, None).await,
-            None => Ok(()),
+            Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
+            _ => Ok(()),
         }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Commands that take exports from under their clients, and moments at which the whole disk is compared.
 
-use super::commander::Commander;
+use super::commander::{Commander, node_options};
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -77,6 +77,9 @@ impl Commander<'_> {
                 Some(false) if self.tally.last_refusal().contains("already in use") && !self.is_going(&id)? => {
                     return Ok(true);
                 }
+                Some(false) if self.tally.last_refusal().contains("Cannot find") && !self.add_missing()? => {
+                    return Ok(false);
+                }
                 Some(false) => {}
                 None => return Ok(false),
             }
@@ -84,6 +87,25 @@ impl Commander<'_> {
                 return Err(format!("the export {id} can't be made again: {}", self.tally.last_refusal()));
             }
             std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(true)
+    }
+
+    /// Adds the layers again that went with the export: the daemon owns no overlay that a snapshot made.
+    fn add_missing(&mut self) -> Result<bool, String> {
+        let nodes = match self.monitor.command("query-named-block-nodes", &json!({"flat": true}))? {
+            super::monitor::Answer::Done(nodes) => nodes,
+            _ => return Ok(false),
+        };
+        let is_there =
+            |name: &str| nodes.as_array().is_some_and(|nodes| nodes.iter().any(|node| node["node-name"] == name));
+        let layers = self.chain.clone();
+        for (at, layer) in layers.iter().enumerate().filter(|(_, layer)| !is_there(&layer.node)) {
+            let below = at.checked_sub(1).and_then(|below| layers.get(below));
+            let writable = at + 1 == layers.len();
+            if self.run("blockdev-add", &node_options(layer, below, writable))?.is_none() {
+                return Ok(false);
+            }
         }
         Ok(true)
     }
