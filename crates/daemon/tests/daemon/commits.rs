@@ -233,6 +233,26 @@ fn backing_of_live(client: &mut Client, name: &str) -> Value {
     found.expect("the node")["backing_file"].clone()
 }
 
+/// As in QEMU, an export may read the base of a commit, and goes on afterwards.
+#[test]
+fn an_export_reads_the_base_of_a_commit() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    client.command("block-export-add", json!({"type": "nbd", "id": "r", "node-name": "b", "name": "reader"}));
+    client.command("block-commit", json!({"job-id": "c", "device": "e", "top-node": "m", "base-node": "b"}));
+    assert!(client.event("BLOCK_JOB_COMPLETED").get("error").is_none());
+    for name in ["m", "l"] {
+        client.command("blockdev-del", json!({"node-name": name}));
+    }
+    client.command("block-commit", json!({"job-id": "c", "device": "e"}));
+    client.event("BLOCK_JOB_READY");
+    client.command("job-complete", json!({"id": "c"}));
+    assert!(client.event("BLOCK_JOB_COMPLETED").get("error").is_none());
+    let read = ["-r", "-f", "raw", "-c", "read -P 6 512 1024", &uri(&daemon, "reader")];
+    let said = Qemu::system().io(read).expect_ok();
+    assert!(!said.stdout.contains("failed"), "{}", said.stdout);
+    expect_content(daemon, "b", &model);
+}
+
 #[test]
 fn commits_that_cannot_be_are_refused_by_name() {
     let (daemon, mut client, _) = chain("cluster_size=64k");
