@@ -36,7 +36,12 @@ impl Persona {
 pub fn has_name_of_qemu() -> bool {
     let program = std::env::args_os().next().unwrap_or_default();
     let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
-    TOOLS.iter().any(|tool| name.as_deref() == Some(tool.name))
+    name.is_some_and(|name| TOOLS.iter().any(|tool| is_called(&name, tool.name)))
+}
+
+/// True of a program's name, also with what diversions, alternatives and versions append: `qemu-img.distrib`, `qemu-img-11`.
+fn is_called(name: &str, program: &str) -> bool {
+    name.strip_prefix(program).is_some_and(|rest| rest.is_empty() || rest.starts_with(['-', '.']))
 }
 
 /// The command line, taken apart as far as the name decides.
@@ -58,8 +63,12 @@ impl Invocation {
         let name = Path::new(&program).file_name().map(|name| name.to_string_lossy().into_owned());
         let tool = |name: &str| TOOLS.iter().find(|tool| tool.name == name).map(|tool| Persona::Tool(tool.name));
         let mut persona = match name.as_deref() {
-            Some("qemu-img") => Persona::QemuImg,
-            name => name.and_then(tool).unwrap_or(Persona::Cowshed),
+            Some(name) if is_called(name, "qemu-img") => Persona::QemuImg,
+            Some(name) => {
+                let called = TOOLS.iter().find(|tool| is_called(name, tool.name));
+                called.map_or(Persona::Cowshed, |tool| Persona::Tool(tool.name))
+            }
+            None => Persona::Cowshed,
         };
         let mut arguments: Vec<String> = argv.map(|argument| text_of_name(argument.as_bytes()).into_owned()).collect();
         if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img") {
@@ -86,6 +95,9 @@ mod tests {
     #[test]
     fn the_name_decides_the_manners() {
         assert_eq!(invocation(&["/usr/bin/qemu-img", "info"]).persona, Persona::QemuImg);
+        assert_eq!(invocation(&["/usr/bin/qemu-img.distrib", "info"]).persona, Persona::QemuImg);
+        assert_eq!(invocation(&["qemu-nbd-11.1", "a"]).persona, Persona::Tool("qemu-nbd"));
+        assert_eq!(invocation(&["qemu-imgx", "info"]).persona, Persona::Cowshed);
         assert_eq!(invocation(&["./cowshed", "info"]).persona, Persona::Cowshed);
         assert_eq!(invocation(&[]).persona, Persona::Cowshed);
         let nested = invocation(&["cowshed", "img", "info", "a"]);

@@ -63,6 +63,9 @@ async fn rebase(
     if let (Some(name), false) = (&options.base, options.only_name) {
         opened.push(open_base(image, name, options).await?);
     }
+    if options.compressed && image.qcow2().is_none() {
+        return Err(Error::unsupported("Compression not supported for this file format"));
+    }
     check_name(options).map_err(cannot)?;
     if image.qcow2().is_none() {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());

@@ -75,7 +75,8 @@ impl LuksHeader {
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let short = || Error::invalid_image("luks_header", bytes.len(), "the LUKS header is cut short");
         if !bytes.starts_with(MAGIC) {
-            return Err(Error::invalid_image("luks_magic", "another", "there is no LUKS header"));
+            return Err(Error::invalid_image("luks_magic", "another", "there is no LUKS header")
+                .qemu("Volume is not in LUKS format"));
         }
         let version = be16_at(bytes, 6).ok_or_else(short)?;
         if version != 1 {

@@ -3,7 +3,7 @@
 
 use super::arguments::{NamingArgs, cache_mode};
 use super::untrusted::Use;
-use super::{Verb, create_options, sizes, work};
+use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
@@ -31,7 +31,7 @@ pub const VERB: Verb = Verb {
     about: "Copy images into a new one, in another format",
     operands: "SRC_FILE... TGT_FILE",
     details: "Reads SRC_FILE, or several one after the other as one disk, and writes TGT_FILE. Holes and zeroes of the \
-              source stay holes in the target. TGT_FILE is overwritten.",
+              source stay holes in the target. An existing TGT_FILE is overwritten with --force only, or written into with -n.",
     examples: "  cowshed convert -p -O qcow2 disk.raw disk.qcow2
   cowshed convert -c -O qcow2 -o compression_type=zstd disk.raw small.qcow2
       Compressed.
@@ -78,7 +78,7 @@ struct ConvertArgs {
     /// Convert unreadable parts to zeroes instead of giving up
     #[arg(long)]
     salvage: bool,
-    /// Format of the target (default: raw)
+    /// Format of the target [default: what the ending of TGT_FILE means, else raw]
     #[arg(short = 'O', long, value_name = "TGT_FMT")]
     target_format: Option<String>,
     /// TGT_FILE is an option string (driver=…,file.filename=…), not a file name; needs -n
@@ -99,6 +99,9 @@ struct ConvertArgs {
     /// Shorter runs of zeroes are written as data; 0: write everything [default: 4k]
     #[arg(short = 'S', long, value_name = "SPARSE_SIZE")]
     sparse_size: Option<String>,
+    /// Overwrite a TGT_FILE that exists
+    #[arg(long)]
+    force: bool,
     /// Write into a target that exists already
     #[arg(short, long)]
     no_create: bool,
@@ -145,15 +148,20 @@ struct ConvertArgs {
 }
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
-    let args = ConvertArgs::from_arg_matches(matches)?;
+    let mut args = ConvertArgs::from_arg_matches(matches)?;
     if create_options::asks_for_help(&args.options) {
         let format = args.target_format.as_deref().unwrap_or("raw");
         return create_options::print_help(format, args.files.len() > 1, console);
     }
-    let Some((target, sources)) = args.files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
+    let files = args.files.clone();
+    let Some((target, sources)) = files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
         return Err(Failure::new("Must specify image file name"));
     };
     check_combination(&args, sources.len())?;
+    if !args.no_create {
+        args.target_format = Some(new_image::format(args.target_format.as_deref(), target, "-O", console)?);
+        new_image::check_absent(target, args.force, console)?;
+    }
     let mut options = options(&args, sources, target)?;
     let later = check_target(&args).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
@@ -374,6 +382,15 @@ fn requests(text: &str) -> Result<usize, Failure> {
 /// An error names its file; where that is the target, qemu-img words it differently.
 fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure {
     let target = &options.target;
+    let sentence = error.sentence();
+    if let (Persona::QemuImg, Some(reason)) = (persona, sentence.strip_prefix("could not open the backing image: ")) {
+        let backing = error.file_name().unwrap_or_default();
+        let reason = match reason.strip_prefix("could not open: ") {
+            Some(reason) => format!("Could not open '{backing}': {reason}"),
+            None => reason.to_owned(),
+        };
+        return Failure::new(format!("Could not open '{}': Could not open backing file: {reason}", target.name));
+    }
     let about_target = error.file_name() == Some(target.name.as_str());
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");

@@ -2,7 +2,7 @@
 //! `create`: makes a new image.
 
 use super::arguments::secrets;
-use super::{Verb, create_options, sizes, work};
+use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -15,7 +15,7 @@ pub const VERB: Verb = Verb {
     about: "Create an image",
     operands: "FILE [SIZE]",
     details: "Writes an empty image of SIZE bytes to FILE, or with -b an overlay that starts out with the content of \
-              another image and takes its size. An existing FILE is overwritten.",
+              another image and takes its size. An existing FILE is overwritten with --force only.",
     examples: "  cowshed create -f qcow2 disk.qcow2 20G
       An empty disk of 20 GiB.
   cowshed create -f qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2
@@ -33,9 +33,12 @@ pub const VERB: Verb = Verb {
 
 #[derive(Args, Clone, Debug)]
 struct CreateArgs {
-    /// Format of the new image
-    #[arg(short, long, value_name = "FMT", default_value = "raw")]
-    format: String,
+    /// Format of the new image [default: what the ending of FILE means, else raw]
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
+    /// Overwrite a FILE that exists
+    #[arg(long)]
+    force: bool,
     /// Options of the format: key=value,key=value ("help" lists them)
     #[arg(short = 'o', long, value_name = "FMT_OPTS")]
     options: Vec<String>,
@@ -62,7 +65,8 @@ struct CreateArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CreateArgs::from_arg_matches(matches)?;
     if create_options::asks_for_help(&args.options) {
-        return create_options::print_help(&args.format, !args.operands.is_empty(), console);
+        let format = args.format.as_deref().unwrap_or("raw");
+        return create_options::print_help(format, !args.operands.is_empty(), console);
     }
     let (file, size) = match args.operands.as_slice() {
         [] => return Err(Failure::usage("Expecting image file name")),
@@ -70,12 +74,14 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [file, size] => (file, Some(sizes::size("image size", size)?)),
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
-    if console.persona == Persona::QemuImg && options_of(&args.format).is_none() {
-        return Err(Failure::new(format!("{file}: Unknown file format '{}'", args.format)));
+    let format = new_image::format(args.format.as_deref(), file, "-f", console)?;
+    if console.persona == Persona::QemuImg && options_of(&format).is_none() {
+        return Err(Failure::new(format!("{file}: Unknown file format '{format}'")));
     }
+    new_image::check_absent(file, args.force, console)?;
     let request = CreateRequest {
         filename: file.clone(),
-        format: args.format,
+        format,
         size,
         options: args.options,
         backing_file: args.backing,
@@ -119,6 +125,7 @@ fn failed_with(persona: Persona, file: &str, error: &Error) -> Failure {
             let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
             Failure::new(format!("{file}: Could not open '{backing}': {reason}\nCould not open backing image."))
         }
+        (Persona::QemuImg, None) if text.starts_with("Invalid option list") => Failure::new(text),
         _ => Failure::about(persona, file, error),
     }
 }

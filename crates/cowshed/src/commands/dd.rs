@@ -3,7 +3,7 @@
 
 use super::arguments::NamingArgs;
 use super::untrusted::Use;
-use super::{Verb, sizes, work};
+use super::{Verb, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
@@ -39,9 +39,12 @@ struct DdArgs {
     format: Option<String>,
     #[command(flatten)]
     naming: NamingArgs,
-    /// Format of OUTPUT
-    #[arg(short = 'O', long, value_name = "OUTPUT_FMT", default_value = "raw")]
-    output_format: String,
+    /// Format of OUTPUT [default: what the ending of OUTPUT means, else raw]
+    #[arg(short = 'O', long, value_name = "OUTPUT_FMT")]
+    output_format: Option<String>,
+    /// Overwrite an OUTPUT that exists
+    #[arg(long)]
+    force: bool,
     /// Open INPUT even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -83,6 +86,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let (Some(input), Some(output)) = (operands.input, operands.output) else {
         return Err(Failure::new("Must specify both input and output files"));
     };
+    let format = new_image::format(args.output_format.as_deref(), &output, "-O", console)?;
+    new_image::check_absent(&output, args.force, console)?;
     let options = DdOptions {
         // Not shared even where it is raw: what is copied onto itself would be lost.
         source: ImageSpec {
@@ -93,7 +98,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         target: ImageSpec {
             shares_raw: true,
             secrets: args.naming.secrets()?,
-            ..ImageSpec::file(&output).format(args.output_format)
+            ..ImageSpec::file(&output).format(format)
         },
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
         count: operands.count,

@@ -21,6 +21,7 @@ pub mod io;
 pub mod man;
 pub mod map;
 pub mod measure;
+mod new_image;
 pub mod parser;
 pub mod rebase;
 pub mod rescue;
@@ -112,6 +113,14 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
     }
     if let Some(name) = verb_word(&invocation.arguments).filter(|word| NOT_YET.contains(word)) {
         return Err(Failure::new(format!("the command '{name}' is not yet supported")));
+    }
+    if invocation.persona == Persona::Cowshed && invocation.arguments.is_empty() {
+        let help = parser::root(invocation.persona).render_help();
+        match console.colour() {
+            true => console.print(help.ansi()),
+            false => console.print(help),
+        }
+        return Ok(None);
     }
     let arguments = parser::shield_negative_size(&invocation.arguments);
     let argv = || std::iter::once(invocation.persona.name()).chain(arguments.iter().map(String::as_str));

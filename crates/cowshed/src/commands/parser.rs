@@ -76,7 +76,11 @@ fn takes_value(arg: &clap::Arg) -> bool {
 pub fn tool(tool: &Verb) -> Command {
     command(tool, Persona::Tool(tool.name))
         .override_usage(format!("{} [OPTIONS] {}", tool.name, tool.operands).trim_end().to_owned())
-        .version(version(Persona::QemuImg))
+        .version(match tool.name {
+            // The only one without the word.
+            "qemu-nbd" => version(Persona::QemuImg).replace("version ", ""),
+            _ => version(Persona::QemuImg),
+        })
 }
 
 /// What `--version` prints after the name.
@@ -137,7 +141,13 @@ pub fn explain(
             Some(short) if !short.starts_with('-') => {
                 format!("invalid option -- '{}'", short.chars().next().unwrap_or('-'))
             }
-            _ => format!("unrecognized option '{}'", argument()),
+            _ => {
+                // With its value, as it stands there.
+                let option = argument();
+                let start = format!("{option}=");
+                let given = arguments.iter().find(|word| word.starts_with(&start)).cloned();
+                format!("unrecognized option '{}'", given.unwrap_or(option))
+            }
         })),
         ErrorKind::InvalidValue if value().is_empty() && console.persona == Persona::Cowshed => {
             Err(Failure::usage(format!("the option '{}' requires an argument", argument())))

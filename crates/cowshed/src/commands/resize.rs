@@ -120,7 +120,11 @@ fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {
         Err(sizes::Fault::NotASize) => {
             return Err(Failure::new(match persona {
                 Persona::Cowshed | Persona::Tool(_) => {
-                    format!("Invalid size '{text}': expected a number with an optional suffix k, M, G, T, P or E")
+                    let right = sizes::right_spelling(digits).map(|right| format!(" ('{right}' in powers of 1024)"));
+                    let right = right.unwrap_or_default();
+                    format!(
+                        "Invalid size '{text}': expected a number with an optional suffix k, M, G, T, P or E{right}"
+                    )
                 }
                 Persona::QemuImg => "Parameter 'size' expects a non-negative number below 2^64\n\
                      Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\

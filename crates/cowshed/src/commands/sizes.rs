@@ -21,8 +21,21 @@ pub fn size_between(what: &str, text: &str, least: u64, most: u64) -> Result<u64
     match number(text) {
         Ok(bytes) if (least..=most).contains(&bytes) => Ok(bytes),
         Ok(_) | Err(Fault::TooLarge) => Err(refused()),
-        Err(Fault::NotASize) => Err(Failure::new(format!("Invalid {what} specified: '{text}'"))),
+        Err(Fault::NotASize) => {
+            let failure = Failure::new(format!("Invalid {what} specified: '{text}'"));
+            Err(match right_spelling(text) {
+                Some(right) => failure.hint(&format!(" (sizes are written '{right}', in powers of 1024)")),
+                None => failure,
+            })
+        }
     }
+}
+
+/// `10G` for `10GB` and `10GiB`.
+pub fn right_spelling(text: &str) -> Option<&str> {
+    let text = text.trim_end();
+    let right = ["iB", "ib", "IB", "B", "i"].iter().find_map(|end| text.strip_suffix(end))?;
+    (right.ends_with(|last: char| last.is_ascii_alphabetic()) && number(right).is_ok()).then_some(right)
 }
 
 /// Why a text is no size.
@@ -71,6 +84,11 @@ mod tests {
 
     #[test]
     fn wrong_sizes_are_named() {
+        for (text, right) in
+            [("10GB", Some("10G")), ("1.5TiB", Some("1.5T")), ("10B", None), ("xGB", None), ("10Q", None)]
+        {
+            assert_eq!(right_spelling(text), right, "{text}");
+        }
         assert_eq!(size("image size", "10Q").unwrap_err().message, "Invalid image size specified: '10Q'");
         for text in ["-5", "100E"] {
             assert_eq!(

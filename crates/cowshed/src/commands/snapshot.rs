@@ -91,8 +91,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 fn list(image: &ImageSpec, file: &str, console: &mut Console) -> Result<u8, Failure> {
     let listed = work::run_quietly(async |_| snapshot::list(image).await);
     let snapshots = listed.map_err(|error| Failure::open(console.persona, file, &error))?;
-    if !snapshots.is_empty() {
-        console.line(info::snapshot_table(&snapshots).trim_end());
+    match snapshots.is_empty() {
+        false => console.line(info::snapshot_table(&snapshots).trim_end()),
+        true if console.persona == Persona::Cowshed => console.line(format_args!("{file}: no internal snapshots")),
+        true => {}
     }
     Ok(0)
 }

@@ -22,6 +22,7 @@ pub struct Failure {
 /// Beginnings of sentences that qemu-img prints without "Could not open" in front.
 const UNFRAMED: &[&str] = &[
     "Failed to load snapshot: ",
+    "Compression not supported for this file format",
     "Unknown file format",
     "output file is smaller",
     "Backing file '",

@@ -173,7 +173,7 @@ fn few_file_descriptors_are_an_error_and_no_panic() {
     assert!(bench.run("create -f qcow2 -b base.qcow2 -F qcow2 a.qcow2").status.success());
     let binary = env!("CARGO_BIN_EXE_cowshed");
     for words in
-        ["info a.qcow2", "check a.qcow2", "convert -m 8 -O qcow2 a.qcow2 b.qcow2", "compare a.qcow2 base.qcow2"]
+        ["info a.qcow2", "check a.qcow2", "convert --force -m 8 -O qcow2 a.qcow2 b.qcow2", "compare a.qcow2 base.qcow2"]
     {
         let mut results = [0; 2];
         for limit in 4..24 {

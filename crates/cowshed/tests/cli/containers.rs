@@ -100,7 +100,7 @@ fn a_fixed_vhd_is_known_by_its_footer() {
         let output = cowshed(&folder, &format!("info --output=json {name}"));
         let info: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
         assert_eq!((&info["format"], &info["virtual-size"]), (&"vpc".into(), &size.into()), "{info}");
-        assert!(cowshed(&folder, &format!("convert -O raw {name} out")).status.success());
+        assert!(cowshed(&folder, &format!("convert --force -O raw {name} out")).status.success());
         assert_eq!(std::fs::metadata(folder.join("out")).expect("it was made").len(), size as u64);
         assert!(oracle.qemu.is_equal((&folder.join(name), "vpc"), (&folder.join("out"), "raw")));
     }

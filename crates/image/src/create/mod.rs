@@ -306,7 +306,9 @@ impl CreatePlan {
         let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
         if preallocation == Preallocation::Metadata {
             let message = format!("Unsupported preallocation mode: metadata (a {} image has no metadata)", self.format);
-            return Err(Error::unsupported(message).field("preallocation"));
+            return Err(Error::unsupported(message)
+                .field("preallocation")
+                .qemu("Unsupported preallocation mode: metadata"));
         }
         Ok(preallocation)
     }

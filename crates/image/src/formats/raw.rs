@@ -50,8 +50,10 @@ impl RawDriver {
     /// Refuses a window that isn't inside of the child.
     pub(crate) fn check_window(child: &Node, offset: u64, size: Option<u64>) -> Result<()> {
         let available = child.size().checked_sub(offset).ok_or_else(|| {
-            Error::invalid_argument(format!("'offset' is past the end of the file ({} bytes)", child.size()))
+            let size = child.size();
+            Error::invalid_argument(format!("'offset' is past the end of the file ({size} bytes)"))
                 .value(offset)
+                .qemu(format!("Offset ({offset}) cannot be greater than size of the containing file ({size})"))
         })?;
         if let Some(size) = size
             && size > available
@@ -60,7 +62,11 @@ impl RawDriver {
                 "'offset' + 'size' is past the end of the file ({} bytes)",
                 child.size()
             ))
-            .value(size));
+            .value(size)
+            .qemu(format!(
+                "The sum of offset ({offset}) and size ({size}) has to be smaller or equal to the  actual size of the containing file ({})",
+                child.size()
+            )));
         }
         Ok(())
     }

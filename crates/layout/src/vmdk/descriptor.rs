@@ -114,6 +114,7 @@ impl Descriptor {
             Error::unsupported("VMDK descriptors in an encoding other than UTF-8 are not supported")
                 .field("encoding")
                 .offset(error.valid_up_to() as u64)
+                .qemu("invalid VMDK image descriptor")
         })?;
         let mut keys = Keys::default();
         let mut extents = Vec::new();
@@ -189,6 +190,7 @@ impl Keys {
         let create_type = self.create_type.filter(|name| !name.is_empty());
         let create_type = create_type.ok_or_else(|| {
             Error::invalid_image("createType", "missing", "there is no VMDK descriptor, or no whole one")
+                .qemu("invalid VMDK image descriptor")
         })?;
         let parent_cid = number("parentCID", self.parent_cid.as_deref())?.unwrap_or(NO_PARENT);
         let parent_hint = self.parent_hint.filter(|name| !name.is_empty() && parent_cid != NO_PARENT);

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What our own name asks of an image that is about to be made: its format where the user gives none, and that nothing is
+//! there yet. Under QEMU's name the format is raw, and what is there is overwritten.
+
+use crate::invocation::Persona;
+use crate::output::{Console, Failure};
+use cowshed_image::create::schema::options_of;
+use cowshed_storage::path_of_text;
+use std::path::Path;
+
+/// Formats by the ending of a file's name.
+const ENDINGS: &[(&str, &str)] = &[
+    ("qcow2", "qcow2"),
+    ("qcow", "qcow2"),
+    ("raw", "raw"),
+    ("img", "raw"),
+    ("luks", "luks"),
+    ("vmdk", "vmdk"),
+    ("vdi", "vdi"),
+    ("vhd", "vpc"),
+    ("vhdx", "vhdx"),
+    ("qed", "qed"),
+];
+
+/// The format of a new image: the one that is given, else under our own name the one that the name's ending means, which a line
+/// says, else raw. `option` names the option that gives one.
+pub fn format(given: Option<&str>, name: &str, option: &str, console: &mut Console) -> Result<String, Failure> {
+    if let (None, Persona::Cowshed) = (given, console.persona)
+        && let Some((ending, format)) = by_ending(name)
+    {
+        if options_of(format).is_none() {
+            return Err(Failure::new(format!(
+                "{name}: the ending '.{ending}' means the format '{format}', which can't be written; {option} names another"
+            )));
+        }
+        if format != "raw" {
+            console
+                .complain(format_args!("the format of '{name}' is {format}, by its ending ({option} names another)"));
+        }
+        return Ok(format.to_owned());
+    }
+    Ok(given.unwrap_or("raw").to_owned())
+}
+
+fn by_ending(name: &str) -> Option<(&'static str, &'static str)> {
+    let ending = Path::new(name).extension()?.to_str()?.to_ascii_lowercase();
+    ENDINGS.iter().find(|(known, _)| *known == ending).copied()
+}
+
+/// Refuses a file that is there already, under our own name and without `--force`. Devices are there always.
+pub fn check_absent(name: &str, force: bool, console: &Console) -> Result<(), Failure> {
+    let path = path_of_text(name.strip_prefix("file:").unwrap_or(name));
+    if force || console.persona != Persona::Cowshed || !path.is_file() {
+        return Ok(());
+    }
+    Err(Failure::new(format!("{name}: the file exists already; --force overwrites it")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endings_mean_formats() {
+        for (name, format) in [
+            ("a.qcow2", Some("qcow2")),
+            ("a.b/c.IMG", Some("raw")),
+            ("a.vhd", Some("vpc")),
+            ("a", None),
+            ("a.b/c", None),
+            (".qcow2", None),
+            ("nbd://host/x", None),
+        ] {
+            assert_eq!(by_ending(name).map(|(_, format)| format), format, "{name}");
+        }
+    }
+}
