@@ -18,6 +18,12 @@ pub fn vec_for<T>(len: usize) -> Result<Vec<T>> {
     }
 }
 
+/// Whether there is memory for so many bytes, for what is made of many small pieces: none of them is tried alone. `ENOMEM`
+/// where there is none.
+pub fn expect_memory(bytes: usize) -> Result<()> {
+    vec_for::<u8>(bytes).map(drop)
+}
+
 /// Collects items of a known number. `ENOMEM` where there is no memory.
 pub fn try_collect<T>(items: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut all = vec_for(items.len())?;
@@ -35,6 +41,7 @@ mod tests {
         assert_eq!(error.errno(), Errno::ENOMEM);
         assert!(error.to_string().contains("bytes"), "{error}");
         assert!(vec_for::<u8>(usize::MAX).is_err());
+        assert!(expect_memory(4096).is_ok() && expect_memory(usize::MAX / 2).is_err());
         assert_eq!(try_collect([1, 2, 3].into_iter()).expect("three"), [1, 2, 3]);
     }
 }

@@ -9,8 +9,14 @@ mod output;
 use invocation::Invocation;
 use output::Console;
 use std::process::ExitCode;
+use std::sync::Arc;
+
+/// The signal of a write or a change of length past the limit of file sizes (`ulimit -f`).
+const SIGXFSZ: i32 = 25;
 
 fn main() -> ExitCode {
+    // With a handler the operation fails with EFBIG; the signal's default would end the process with all that isn't flushed.
+    let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
     let invocation = Invocation::from_argv(std::env::args_os());
     let mut console = Console::new(invocation.persona);
     let code = commands::dispatch(&invocation, &mut console);

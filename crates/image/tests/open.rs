@@ -384,3 +384,22 @@ fn a_file_that_may_not_be_written_is_read_where_that_is_allowed() {
     let node = open_now(request("read-only=on,")).unwrap();
     assert!(node.is_read_only());
 }
+
+#[test]
+fn lazy_refcounts_need_version_3() {
+    const SENTENCE: &str = "Lazy refcounts require a qcow2 image with at least qemu 1.1 compatibility level";
+    let folder = folder();
+    qemu_img(folder.path(), &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "old.qcow2", "1M"]);
+    qemu_img(folder.path(), &["create", "-q", "-f", "qcow2", "new.qcow2", "1M"]);
+    let request = |name: &str, lazy: &str, writable: bool| {
+        let options = format!("driver=qcow2,lazy-refcounts={lazy},file.filename={}", path(&folder, name));
+        OpenRequest::image_opts(&options).unwrap().writable(writable)
+    };
+    for writable in [false, true] {
+        let error = open_now(request("old.qcow2", "on", writable)).unwrap_err();
+        assert_eq!(error.sentence(), SENTENCE);
+        for (name, lazy) in [("old.qcow2", "off"), ("new.qcow2", "on")] {
+            rt::block_on(open_now(request(name, lazy, writable)).unwrap().close()).unwrap();
+        }
+    }
+}

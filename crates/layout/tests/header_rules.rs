@@ -89,6 +89,13 @@ fn backing_file_names() {
     refused(&patched(at, &name(0x8000, u32::MAX)), "backing_file_size", "1023");
     refused(&patched(at, &name(65530, 10)), "backing_file_offset", "outside of the first cluster");
     refused(&patched(at, &name(u64::MAX, 10)), "backing_file_offset", "outside of the first cluster");
+    // Also of a name without bytes, as QEMU does.
+    for start in [65537, 0xdead_0000_0000_0000] {
+        refused(&patched(at, &name(start, 0)), "backing_file_offset", "outside of the first cluster");
+        let error = Header::parse_to_check(&patched(at, &name(start, 0))).unwrap_err();
+        assert_eq!(error.sentence(), "Invalid backing file offset");
+    }
+    assert_eq!(Header::parse(&patched(at, &name(65536, 0))).unwrap().backing_file, None);
     refused(&patched(at, &name(80, 4)), "backing_file_offset", "inside of the header");
     refused(&patched(at, &name(0x8000, 4))[..0x8002], "backing_file_offset", "past the end of the file");
     refused(&patched(at, &name(0x8000, 4)), "backing_file", "NUL");

@@ -7,11 +7,15 @@
 use crate::interleaving;
 use crate::slice::Slice;
 use arc_swap::{ArcSwap, ArcSwapOption};
+use cowshed_block::Result;
+use cowshed_block::memory::expect_memory;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// L1 entries per chunk.
 const CHUNK: usize = 256;
+/// What a chunk takes, with its place in the directory and what an allocator adds.
+const CHUNK_BYTES: usize = CHUNK * size_of::<Table>() + 160;
 
 type Slices = Box<[ArcSwapOption<Slice>]>;
 
@@ -36,36 +40,41 @@ fn new_chunk() -> Arc<Chunk> {
 
 impl Directory {
     /// From the L1 table of the image.
-    pub(crate) fn new(l1: &[u64], slices_per_table: usize) -> Self {
+    pub(crate) fn new(l1: &[u64], slices_per_table: usize) -> Result<Self> {
         let directory = Directory {
             chunks: ArcSwap::from_pointee(Vec::new()),
             slices_per_table: AtomicUsize::new(slices_per_table),
         };
-        directory.fill(l1);
-        directory
+        directory.fill(l1)?;
+        Ok(directory)
     }
 
     /// Begins anew with this L1 table and no slice. Only the owner calls this, while nobody looks.
-    pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) {
+    pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) -> Result<()> {
         self.chunks.store(Arc::new(Vec::new()));
         self.slices_per_table.store(slices_per_table, Ordering::Release);
-        self.fill(l1);
+        self.fill(l1)
     }
 
-    fn fill(&self, l1: &[u64]) {
-        self.grow(l1.len());
+    fn fill(&self, l1: &[u64]) -> Result<()> {
+        self.grow(l1.len())?;
         for (index, entry) in l1.iter().enumerate() {
             self.set_l1(index, *entry);
         }
+        Ok(())
     }
 
-    /// Makes room for `l1_entries` entries. Only the owner calls this.
-    pub(crate) fn grow(&self, l1_entries: usize) {
-        let mut chunks = Vec::clone(&self.chunks.load());
+    /// Makes room for `l1_entries` entries. Only the owner calls this. `ENOMEM` where there is no memory.
+    pub(crate) fn grow(&self, l1_entries: usize) -> Result<()> {
+        let before = self.chunks.load_full();
+        let new = l1_entries.div_ceil(CHUNK).saturating_sub(before.len());
+        expect_memory(new.saturating_mul(CHUNK_BYTES).saturating_add(before.len() * size_of::<Arc<Chunk>>()))?;
+        let mut chunks = Vec::clone(&before);
         while chunks.len() * CHUNK < l1_entries {
             chunks.push(new_chunk());
         }
         self.chunks.store(Arc::new(chunks));
+        Ok(())
     }
 
     fn with_table<T>(&self, index: usize, look: impl FnOnce(&Table) -> T) -> Option<T> {

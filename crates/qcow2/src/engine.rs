@@ -170,7 +170,8 @@ pub struct Engine {
 
 impl Engine {
     /// From the header's facts and the active L1 table.
-    pub fn new(config: Config, l1: &[u64]) -> Self {
+    /// `ENOMEM` where there is no memory for it.
+    pub fn new(config: Config, l1: &[u64]) -> Result<Self, Error> {
         let geometry = config.geometry();
         let slices_per_table = (geometry.cluster_size() / config.l2_slice_bytes) as usize;
         let state = State {
@@ -196,7 +197,7 @@ impl Engine {
         };
         let engine = Engine {
             geometry,
-            directory: Directory::new(l1, slices_per_table),
+            directory: Directory::new(l1, slices_per_table)?,
             pins: Pins::new(),
             size: AtomicU64::new(config.size),
             metadata: MetadataMap::default(),
@@ -209,7 +210,7 @@ impl Engine {
         let mut state = engine.own();
         state.overlapping_tables = engine.mark_known(&state, l1);
         drop(state);
-        engine
+        Ok(engine)
     }
 
     /// Becomes the owner. A panic of an owner is a bug; the state behind it can't be trusted any more.

@@ -7,6 +7,7 @@
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;
 use crate::writeback::MetaWrite;
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, HostOffset};
 use cowshed_layout::qcow2::refcount;
 
@@ -64,8 +65,10 @@ impl Engine {
         if end > state.refcounts.limit {
             return Err(Stall::Full);
         }
-        let mut table = table.clone();
-        table.resize((clusters * size / 8) as usize, 0);
+        let mut larger = vec_for((clusters * size / 8) as usize)?;
+        larger.extend_from_slice(table);
+        larger.resize((clusters * size / 8) as usize, 0);
+        let mut table = larger;
         let mut growth = RefcountGrowth {
             writes: Vec::new(),
             table_offset: HostOffset((start + blocks) << bits),
@@ -84,7 +87,8 @@ impl Engine {
             growth.writes.push(MetaWrite { host: HostOffset((start + number) << bits), bytes: bytes.clone() });
             growth.blocks.push((index, bytes));
         }
-        let bytes = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let mut bytes = vec_for(table.len() * 8)?;
+        bytes.extend(table.iter().flat_map(|entry| entry.to_be_bytes()));
         growth.writes.push(MetaWrite { host: growth.table_offset, bytes });
         growth.table = table;
         state.refcounts.high_water = state.refcounts.high_water.max(end << bits);

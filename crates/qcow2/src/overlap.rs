@@ -226,10 +226,8 @@ impl Engine {
             // Tables past the end of the file are refused where they are used.
             let table_of =
                 |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..state.refcounts.high_water).contains(o));
-            let tables: Vec<(usize, u64)> =
-                l1.iter().enumerate().filter_map(|(index, entry)| Some((index, table_of(entry)? >> bits))).collect();
-            let ranges = tables.iter().map(|(_, cluster)| *cluster..*cluster + 1);
-            self.metadata.insert_all(ranges, |item| overlapping.push(tables[item].0));
+            let ranges = l1.iter().map(|entry| table_of(entry).map_or(0..0, |host| host >> bits..(host >> bits) + 1));
+            self.metadata.insert_all(ranges, |l1_index| overlapping.push(l1_index));
         }
         overlapping
     }

@@ -184,12 +184,10 @@ impl Engine {
         if !self.overlap_set().contains(Structure::RefcountBlock) {
             return;
         }
-        let table = state.refcounts.table.as_deref().unwrap_or_default().iter();
-        let blocks: Vec<(usize, u64)> =
-            table.enumerate().filter(|(_, block)| **block != 0).map(|(index, block)| (index, block >> bits)).collect();
-        let ranges = blocks.iter().map(|(_, cluster)| *cluster..*cluster + 1);
-        self.metadata.insert_all(ranges, |item| {
-            state.refcounts.overlapping.insert(blocks[item].0 as u64);
+        let Refcounts { table, overlapping, .. } = &mut state.refcounts;
+        let clusters = |block: &u64| if *block == 0 { 0..0 } else { block >> bits..(block >> bits) + 1 };
+        self.metadata.insert_all(table.as_deref().unwrap_or_default().iter().map(clusters), |index| {
+            overlapping.insert(index as u64);
         });
     }
 

@@ -8,6 +8,9 @@ use crate::writeback::MetaWrite;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
 
+/// L1 entries without a table that are passed over in one critical section.
+const ENTRIES_AT_ONCE: usize = 1 << 16;
+
 /// A longer L1 table in the making.
 #[derive(Debug)]
 pub struct L1Growth {
@@ -33,6 +36,7 @@ impl Engine {
             let message = "the virtual size is too large for this cluster size";
             return Err(Error::new(ErrorKind::InvalidArgument, message).field("size").value(size).into());
         }
+        self.directory.grow(entries as usize)?;
         let clusters = (entries * 8).div_ceil(self.geometry.cluster_size());
         let first = self.allocate_contiguous(&mut state, clusters)?;
         let offset = HostOffset(first << self.geometry.cluster_bits());
@@ -51,6 +55,13 @@ impl Engine {
         MetaWrite { host: growth.offset, bytes }
     }
 
+    /// Gives the growth up before anything of the header was written: the space goes back.
+    pub fn abort_l1_growth(&self, growth: L1Growth) {
+        let mut state = self.own();
+        let first = self.geometry.host_cluster(growth.offset);
+        (first..first + growth.clusters).for_each(|cluster| self.release(&mut state, cluster));
+    }
+
     /// Ends the growth: with `success` the header points to the new table, durably.
     pub fn end_l1_growth(&self, growth: L1Growth, success: bool) {
         let mut state = self.own();
@@ -67,7 +78,6 @@ impl Engine {
         self.mark(Structure::ActiveL1, new..new + growth.clusters);
         state.tables.l1_offset = growth.offset.0;
         state.tables.l1_len = growth.entries as usize;
-        self.directory.grow(growth.entries as usize);
         if first > 0 {
             self.give_back(state, first..first + old_clusters);
         }
@@ -104,11 +114,15 @@ impl Engine {
         if l1_index >= state.tables.l1_len {
             return Ok(true);
         }
-        let next_table = GuestOffset((l1_index as u64 + 1) << self.geometry.l2_coverage_bits());
+        let table_at = |index: usize| GuestOffset((index as u64) << self.geometry.l2_coverage_bits());
         if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 {
-            *cursor = next_table;
+            // A large disk has millions of them.
+            let end = state.tables.l1_len.min(l1_index + ENTRIES_AT_ONCE);
+            let next = (l1_index..end).find(|index| L1Entry(self.directory.l1(*index)).offset().0 != 0);
+            *cursor = table_at(next.unwrap_or(end));
             return Ok(false);
         }
+        let next_table = table_at(l1_index + 1);
         self.own_table(state, l1_index, Edit::Empty)?;
         let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
         let step = self.geometry.l2_entry_size() as usize / 8;

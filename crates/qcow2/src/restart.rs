@@ -33,7 +33,7 @@ impl Engine {
         self.check_at_rest(state)?;
         self.note_slice_bytes(bytes);
         let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
-        self.restart_tables(state, &self.config_now(state), &l1);
+        self.restart_tables(state, &self.config_now(state), &l1)?;
         self.account(state);
         Ok(())
     }
@@ -50,7 +50,7 @@ impl Engine {
             file_len: facts.file_len,
             ..self.config_now(state)
         };
-        self.restart_tables(state, &config, l1);
+        self.restart_tables(state, &config, l1)?;
         state.refcounts = Refcounts::new(&config);
         state.room = Room::default();
         state.other_metadata = facts.other_metadata;
@@ -61,9 +61,10 @@ impl Engine {
         Ok(())
     }
 
-    fn restart_tables(&self, state: &mut State, config: &Config, l1: &[u64]) {
-        self.directory.restart(l1, self.slices_per_table() as usize);
+    fn restart_tables(&self, state: &mut State, config: &Config, l1: &[u64]) -> Result<()> {
+        self.directory.restart(l1, self.slices_per_table() as usize)?;
         state.tables = Tables::new(config, l1.len());
+        Ok(())
     }
 
     /// The facts of the opening, with what has changed since.

@@ -91,7 +91,7 @@ impl Engine {
     }
 
     /// Gives back a cluster that nothing has ever pointed to: it may be used again at once.
-    fn release(&self, state: &mut State, cluster: u64) {
+    pub(crate) fn release(&self, state: &mut State, cluster: u64) {
         if let Err(stall) = self.lower(state, cluster, 1) {
             self.withdraw(state, &stall);
             self.give_back(state, [cluster]);

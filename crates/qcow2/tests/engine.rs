@@ -20,7 +20,7 @@ struct Disk {
 }
 
 fn engine_of(config: &Config, l1: &[u64], budget: &Arc<Budget>) -> Arc<Engine> {
-    let engine = Arc::new(Engine::new(config.clone(), l1));
+    let engine = Arc::new(Engine::new(config.clone(), l1).unwrap());
     engine.join_budget(budget);
     engine
 }
@@ -635,4 +635,30 @@ fn a_cluster_that_two_reclaim_at_once_is_a_hole_of_one_of_them() {
         assert!(disk.read(0, 8192) == [[5; 4096], [6; 4096]].concat());
         disk.check();
     }
+}
+
+/// A growth to a petabyte looks for mappings behind the old end in two million entries.
+#[test]
+fn entries_without_a_table_are_passed_over_together() {
+    let shape = Shape {
+        cluster_bits: 16,
+        refcount_order: 4,
+        extended_l2: false,
+        version: 3,
+        size: 1 << 50,
+        backing_size: None,
+        slice_bytes: 4096,
+        l2_cache_bytes: 1 << 20,
+        budget_bytes: 1 << 30,
+    };
+    let mut disk = Disk::new(shape);
+    // A table in the middle is found all the same.
+    let at = (1 << 49) + (3 << 29);
+    disk.write(at, &[7; 512]);
+    let mut cursor = GuestOffset(65536);
+    let steps = (1..).find(|_| disk.plan(|engine| engine.unmap_tail(&mut cursor))).unwrap();
+    assert!(steps < 200, "{steps} steps");
+    assert_eq!(disk.read(at, 512), [0; 512]);
+    disk.flush();
+    assert!(disk.l1().iter().all(|entry| *entry == 0));
 }

@@ -4,7 +4,7 @@
 //! `crash_engine.rs`; verbs: `full_disk.rs`.)
 
 use cowshed_block::{Errno, ErrorKind, Result};
-use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
+use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::IoBuf;
 use cowshed_storage::sim::{Config, Effect, Event, Fault, Features, OpKind, PageMap, Snapshot, World};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -356,4 +356,29 @@ fn requests_of_all_kinds_keep_their_word_on_a_full_disk() {
             "{text}: closed with other contents"
         );
     });
+}
+
+/// A table that finds no space takes none.
+#[test]
+fn a_growth_that_found_no_space_leaks_nothing() {
+    let (qemu, folder) = (Qemu::newest(), temp_dir());
+    let case = Case { options: "cluster_size=4k", size: 64 << 20, step: 2 << 20 };
+    let files = image_of(&qemu, folder.path(), &case);
+    let image = folder.path().join("image").to_str().expect("text path").to_owned();
+    let machine = Machine::new(&files, &image, Features::default());
+    let mut written = Written::new();
+    machine.world.run(async {
+        let node = opened(&image).await.expect("the image opens");
+        assert!(write_pieces(&node, &case, &mut written, 1).await.is_empty());
+        machine.leave_room(100 << 10);
+        // An L1 table of 256 KiB.
+        let error = node.resize(64 << 30, Preallocation::Off).await.expect_err("no room");
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+        write(&node, PIECE, 2).await.expect("what the table took is free again");
+        written.insert(PIECE, 2);
+        node.flush().await.expect("a flush on a full disk");
+        node.close().await.expect("a close on a full disk");
+    });
+    judge(&qemu, &image, &machine.world.snapshot(), &written, &[], case.options);
+    qemu.expect_clean(Path::new(&image));
 }

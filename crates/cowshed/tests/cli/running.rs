@@ -294,3 +294,32 @@ fn a_signal_ends_an_open_that_blocks() {
     assert!(code == Some(143) || code == Some(1), "{code:?} {said}");
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
 }
+
+/// The kernel's signal for it would end the process, and with it all that isn't flushed.
+#[test]
+fn a_limit_of_file_sizes_is_an_error() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 image.qcow2 64M");
+    oracle.make("create -q -f raw source.raw 1M");
+    oracle.io(&["write -P 7 0 1M"], "source.raw");
+    let lines = [
+        "convert -f raw -O raw source.raw target.raw",
+        "convert -f raw -O qcow2 source.raw target.qcow2",
+        "create -f raw new.raw 1M",
+        "resize -f raw --preallocation=falloc source.raw 2M",
+        "resize image.qcow2 --preallocation=falloc 128M",
+    ];
+    for line in lines {
+        let output = Command::new("prlimit")
+            .arg("--fsize=524288")
+            .arg(env!("CARGO_BIN_EXE_cowshed"))
+            .args(line.split(' '))
+            .current_dir(oracle.work())
+            .output()
+            .expect("prlimit must be installed (util-linux)");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "`{line}`: {:?}: {said}", output.status);
+        assert!(said.contains("File too large"), "`{line}`: {said}");
+    }
+    oracle.qemu.expect_clean(&oracle.work().join("image.qcow2"));
+}

@@ -4,6 +4,7 @@
 use super::session::Session;
 use super::snapshots::SNAPSHOT_RULES_VERSION;
 use cowshed_block::Result;
+use cowshed_block::memory::vec_for;
 use cowshed_layout::qcow2::BitmapTableEntry;
 use cowshed_qcow2::check::{Counts, Finding, FindingKind, Ledger, Structure};
 use std::ops::Range;
@@ -97,8 +98,8 @@ impl Marker<'_, '_> {
     /// Each block once; table entries that share one are reported with the table, and count.
     fn refcount_blocks(&mut self) -> Result<()> {
         let session = self.session;
-        let mut offsets: Vec<u64> =
-            (0..session.refcount_table.len() as u64).filter_map(|index| session.refcount_block(index)).collect();
+        let mut offsets: Vec<u64> = vec_for(session.refcount_table.len())?;
+        offsets.extend((0..session.refcount_table.len() as u64).filter_map(|index| session.refcount_block(index)));
         offsets.sort_unstable();
         for same in offsets.chunk_by(|a, b| a == b) {
             let cluster = same[0] >> session.header.cluster_bits;

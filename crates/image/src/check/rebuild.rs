@@ -4,6 +4,7 @@
 use super::metadata::Scope;
 use super::relocate::Copy;
 use super::session::Session;
+use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::offset;
 use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layout};
@@ -88,7 +89,7 @@ impl Session<'_> {
     }
 
     async fn publish(&mut self, layout: &RefcountLayout) -> Result<()> {
-        let table = layout.table(self.geometry);
+        let table = layout.table(self.geometry)?;
         let start = layout.clusters.start << self.geometry.cluster_bits();
         self.write(start, &table).await?;
         self.barrier().await?;
@@ -101,7 +102,7 @@ impl Session<'_> {
         self.barrier().await?;
         self.header.refcount_table_offset = start;
         self.header.refcount_table_clusters = clusters;
-        self.refcount_table = table.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
+        self.refcount_table = try_collect(table.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)))?;
         self.needs_rebuild = false;
         self.file_grew();
         Ok(())

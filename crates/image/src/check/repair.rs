@@ -7,6 +7,7 @@ use super::relocate::Copy;
 use super::session::Session;
 use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
+use cowshed_block::memory::{try_collect, vec_for};
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{features, offset, refcount};
 use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
@@ -163,7 +164,7 @@ impl Session<'_> {
     }
 
     async fn edit_active_l1(&mut self, counts: &Counts, step: EditStep) -> Result<bool> {
-        let mut new = self.l1.clone();
+        let mut new = try_collect(self.l1.iter().copied())?;
         for (index, entry) in edit_l1(&self.context, counts, step, &self.l1) {
             new[index] = entry;
         }
@@ -180,7 +181,8 @@ impl Session<'_> {
         if edits.is_empty() || places.any(|place| self.is_claimed_twice(place)) {
             return Ok(false);
         }
-        let bytes: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let mut bytes = vec_for(self.l1.len() * 8)?;
+        bytes.extend(self.l1.iter().flat_map(|entry| entry.to_be_bytes()));
         self.write_words(start, &bytes, edits.into_iter()).await?;
         self.l1 = new;
         Ok(true)
@@ -194,7 +196,7 @@ impl Session<'_> {
         edits: impl Iterator<Item = (u64, u64)>,
     ) -> Result<()> {
         const SECTOR: usize = 512;
-        let mut table = old.to_vec();
+        let mut table = try_collect(old.iter().copied())?;
         let mut sectors: Vec<usize> = Vec::new();
         for (word, new) in edits {
             let at = word as usize * 8;

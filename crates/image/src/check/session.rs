@@ -227,7 +227,7 @@ impl<'a> Session<'a> {
         count: u64,
         mut each: impl FnMut(u64, &[u64]) -> Result<()>,
     ) -> Result<()> {
-        let mut numbers = Vec::new();
+        let mut numbers = vec_for(count.min(PIECE_BYTES as u64 / 8) as usize)?;
         let mut at = 0;
         while at < count {
             let piece = (count - at).min(PIECE_BYTES as u64 / 8);
@@ -261,8 +261,7 @@ impl<'a> Session<'a> {
             table.pop();
         }
         self.refcount_table = table;
-        self.find_shared_blocks(ledger);
-        Ok(())
+        self.find_shared_blocks(ledger)
     }
 
     fn check_refcount_entry(&mut self, index: u64, raw: u64, at: u64, ledger: &mut Ledger) {
@@ -281,10 +280,12 @@ impl<'a> Session<'a> {
         ledger.add(Finding::at(kind, at, None));
     }
 
-    fn find_shared_blocks(&mut self, ledger: &mut Ledger) {
-        let mut blocks: Vec<(u64, u64)> = (0..self.refcount_table.len() as u64)
-            .filter_map(|index| self.refcount_block(index).map(|offset| (offset, index)))
-            .collect();
+    fn find_shared_blocks(&mut self, ledger: &mut Ledger) -> Result<()> {
+        let mut blocks: Vec<(u64, u64)> = vec_for(self.refcount_table.len())?;
+        blocks.extend(
+            (0..self.refcount_table.len() as u64)
+                .filter_map(|index| self.refcount_block(index).map(|offset| (offset, index))),
+        );
         blocks.sort_unstable();
         let mut users = 1;
         for pair in blocks.windows(2) {
@@ -295,6 +296,7 @@ impl<'a> Session<'a> {
                 ledger.add(Finding::at(kind, self.header.refcount_table_offset + pair[1].1 * 8, None));
             }
         }
+        Ok(())
     }
 
     /// Host offset of a refcount block that can be read.
@@ -307,7 +309,7 @@ impl<'a> Session<'a> {
     async fn load_active_l1(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
         let offset = self.header.l1_table_offset;
         let len = self.within(Structure::ActiveL1, offset, u64::from(self.header.l1_size) * 8, ledger);
-        let mut l1 = Vec::new();
+        let mut l1 = vec_for((len / 8) as usize)?;
         let context = self.context;
         self.read_numbers(offset, len / 8, |first, entries| {
             l1.extend_from_slice(entries);

@@ -298,7 +298,7 @@ impl Session<'_> {
         let (mut filled, mut differences) = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
         differences.sort_unstable_by_key(|(index, _)| *index);
         for difference in differences.into_iter().flat_map(|(_, found)| found) {
-            if filled.findings.len() < filled.limit {
+            if filled.findings.len() < filled.limit && filled.findings.try_reserve(1).is_ok() {
                 filled.findings.push(finding_of(difference));
             } else {
                 filled.omitted += 1;

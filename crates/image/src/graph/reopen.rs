@@ -183,7 +183,7 @@ impl Graph {
         let qcow2 = match node.qcow2() {
             Some(qcow2) => {
                 let options = options::qcow2_options(&options, discard)?;
-                qcow2.cache_sizes(&options)?;
+                qcow2.check_options(&options)?;
                 Some(options)
             }
             None => None,

@@ -508,6 +508,12 @@ fn parse_backing_file(area: &[u8], cluster_size: usize, start: u64, header_lengt
     if start == 0 {
         return Ok(None);
     }
+    let error = |message| {
+        Error::invalid_image("backing_file_offset", format!("{start:#x}"), message).offset(offset::BACKING_FILE_OFFSET)
+    };
+    if start > cluster_size as u64 {
+        return Err(error("backing file name lies outside of the first cluster").qemu("Invalid backing file offset"));
+    }
     let size = be32_at(area, offset::BACKING_FILE_SIZE as usize).ok_or_else(|| too_short(area.len()))?;
     if size as usize > limits::NAME_BYTES {
         let message = format!("backing file name is longer than {} bytes", limits::NAME_BYTES);
@@ -517,13 +523,10 @@ fn parse_backing_file(area: &[u8], cluster_size: usize, start: u64, header_lengt
     if size == 0 {
         return Ok(None);
     }
-    let error = |message| {
-        Error::invalid_image("backing_file_offset", format!("{start:#x}"), message).offset(offset::BACKING_FILE_OFFSET)
-    };
     if start < u64::from(header_length) {
         return Err(error("backing file name lies inside of the header"));
     }
-    if start > cluster_size as u64 || start + u64::from(size) > cluster_size as u64 {
+    if start + u64::from(size) > cluster_size as u64 {
         return Err(error("backing file name lies outside of the first cluster"));
     }
     // In range of usize: not above the cluster size.

@@ -385,11 +385,13 @@ impl Ledger {
             && structure != Structure::Data
         {
             self.clashes_omitted |= self.clashes.len() >= CLASHES_MAX;
+            self.clashes_omitted |= self.clashes.try_reserve(1).is_err();
             if !self.clashes_omitted {
                 self.clashes.push(cluster);
             }
         }
-        if self.findings.len() < self.limit {
+        // Without memory for more it is counted all the same.
+        if self.findings.len() < self.limit && self.findings.try_reserve(1).is_ok() {
             self.findings.push(finding);
         } else {
             self.omitted += 1;

@@ -2,6 +2,7 @@
 //! A refcount structure made anew, in clusters that nothing refers to.
 
 use super::Counts;
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, limits, refcount};
 use std::collections::BTreeSet;
@@ -25,13 +26,15 @@ impl RefcountLayout {
     }
 
     /// The table's bytes, whole clusters.
-    pub fn table(&self, geometry: Geometry) -> Vec<u8> {
-        let mut table = vec![0; (self.table_clusters * geometry.cluster_size()) as usize];
+    pub fn table(&self, geometry: Geometry) -> Result<Vec<u8>> {
+        let len = (self.table_clusters * geometry.cluster_size()) as usize;
+        let mut table = vec_for(len)?;
+        table.resize(len, 0);
         for (nth, index) in self.blocks.iter().enumerate() {
             let offset = self.block_cluster(nth) << geometry.cluster_bits();
             table[*index as usize * 8..][..8].copy_from_slice(&offset.to_be_bytes());
         }
-        table
+        Ok(table)
     }
 }
 
@@ -111,7 +114,7 @@ mod tests {
                 for cluster in layout.clusters.clone() {
                     assert!(layout.blocks.contains(&(cluster / entries)));
                 }
-                let table = layout.table(geometry);
+                let table = layout.table(geometry).unwrap();
                 assert!(layout.blocks.iter().all(|index| (*index as usize) * 8 < table.len()));
             }
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which L2 tables there are, each once, with the number of L1 entries that point to it.
 
+use cowshed_block::memory::no_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 
 /// [`TableRef::l1_index`] of a table that only snapshots use.
@@ -39,6 +40,7 @@ impl TableRefs {
         if self.tables.len() >= TABLES_MAX {
             return Err(Error::new(ErrorKind::Limit, "too many L2 tables to check").value(self.tables.len()));
         }
+        self.tables.try_reserve(1).map_err(|_| no_memory(2 * size_of_val(self.tables.as_slice())))?;
         self.tables.push(TableRef { offset, l1_index, weight: 1 });
         Ok(())
     }

@@ -271,8 +271,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("full_guest", "what_a_full_disk_acknowledges_it_keeps"),
         edits: &[(
             "crates/image/src/formats/qcow2/open.rs",
-            "reserves: context.writable && !context.file.has_its_space(),",
-            "reserves: context.writable && !context.file.has_its_space() && !SLIP,",
+            "reserves: !context.file.has_its_space(),",
+            "reserves: !context.file.has_its_space() && !SLIP,",
         )],
     },
     Mutant {

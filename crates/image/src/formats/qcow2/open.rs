@@ -85,7 +85,7 @@ impl Qcow2Driver {
             config.other_metadata.extend(snapshots_to_keep(&context.file, &header, inactive_l2).await?);
         }
         let punch = context.options.pass_discard_request;
-        let core = Core::of(&context.file, config, &l1, !context.writable && !context.check);
+        let core = Core::of(&context.file, config, &l1, !context.writable && !context.check)?;
         if core.is_new {
             core.engine.join_budget(Budget::process_wide());
             if !rt::is_simulated() && context.options.cache_clean_interval_s > 0 {
@@ -181,6 +181,7 @@ pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
 
 fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     let options = &context.options;
+    check_lazy(header, options)?;
     let format = L2Format::of(header)?;
     let cluster_size = format.geometry.cluster_size();
     let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, &format, header.size)?;
@@ -197,7 +198,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         refcount_table_clusters: u64::from(header.refcount_table_clusters),
         file_len: context.file.len(),
         fixed_length: context.file.is_device(),
-        reserves: context.writable && !context.file.has_its_space(),
+        reserves: !context.file.has_its_space(),
         data_file_len: context.data_file.as_ref().map_or(0, File::len),
         new_space_is_zero: context.file.grows_by_zeroes()
             && context.data_file.as_ref().is_none_or(File::grows_by_zeroes),
@@ -212,6 +213,18 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         backing_size: context.backing.as_deref().map(Node::size),
         names_backing: header.backing_file.is_some(),
     })
+}
+
+/// Refuses lazy refcounts of an image that has no dirty bit.
+pub(super) fn check_lazy(header: &Header, options: &Qcow2RuntimeOptions) -> Result<()> {
+    if header.version >= 3 || options.lazy_refcounts != Some(true) {
+        return Ok(());
+    }
+    let message = "lazy refcounts need version 3 of the format";
+    Err(Error::invalid_argument(message)
+        .field("lazy-refcounts")
+        .value("on")
+        .qemu("Lazy refcounts require a qcow2 image with at least qemu 1.1 compatibility level"))
 }
 
 /// Bytes of an L2 slice, by these options.

@@ -67,19 +67,32 @@ impl Qcow2Driver {
     pub(super) async fn grow_l1(&self, size: u64) -> Result<()> {
         let Some(growth) = self.plan(|engine| engine.begin_l1_growth(size)).await? else { return Ok(()) };
         let guard = self.cycle_lock.lock().await;
-        let result = self.move_l1(&growth).await;
-        self.engine.end_l1_growth(growth, result.is_ok());
+        let result = match self.write_l1(&growth).await {
+            Ok(()) => {
+                let switched = self.switch_l1(&growth).await;
+                self.engine.end_l1_growth(growth, switched.is_ok());
+                switched
+            }
+            Err(error) => {
+                self.engine.abort_l1_growth(growth);
+                Err(error)
+            }
+        };
         drop(guard);
         self.events.notify();
         result
     }
 
-    async fn move_l1(&self, growth: &L1Growth) -> Result<()> {
+    async fn write_l1(&self, growth: &L1Growth) -> Result<()> {
         self.meet(Event::L1GrowAllocTable).await;
         self.cycle(true).await?;
         self.meet(Event::L1GrowWriteTable).await;
         self.write_all(&[self.engine.l1_image(growth)]).await?;
         self.barrier().await?;
+        Ok(())
+    }
+
+    async fn switch_l1(&self, growth: &L1Growth) -> Result<()> {
         self.meet(Event::L1GrowActivateTable).await;
         let (offset, entries) = (growth.offset.0, growth.entries);
         self.edit_header(|header| {

@@ -93,18 +93,18 @@ impl Drop for Membership {
 }
 
 impl Core {
-    fn new(config: Config, l1: &[u64]) -> Core {
-        Core {
-            engine: Arc::new(Engine::new(config, l1)),
+    fn new(config: Config, l1: &[u64]) -> Result<Core> {
+        Ok(Core {
+            engine: Arc::new(Engine::new(config, l1)?),
             events: Arc::default(),
             inflated: Arc::new(Inflated::new()),
             is_new: true,
             membership: Membership::default(),
-        }
+        })
     }
 
     /// The core of an image in `file`: one that is there already, where nobody writes.
-    pub(super) fn of(file: &File, config: Config, l1: &[u64], is_read_only: bool) -> Core {
+    pub(super) fn of(file: &File, config: Config, l1: &[u64], is_read_only: bool) -> Result<Core> {
         let is_quiet = is_read_only && !rt::is_simulated() && !file.is_device() && file.faults().is_none();
         let Some(identity) = file.identity().filter(|_| is_quiet && file.permissions() == Permissions::READ) else {
             return Core::new(config, l1);
@@ -121,11 +121,13 @@ impl Core {
         };
         let mut known = known();
         if let Some(core) = known.get_mut(&key).and_then(|core| core.join(key)) {
-            return core;
+            return Ok(core);
         }
-        let core = Core { membership: Membership(Mutex::new(Some(key))), ..Core::new(config, l1) };
+        // The membership comes last: one that an error drops would ask for what is locked here.
+        let mut core = Core::new(config, l1)?;
+        core.membership = Membership(Mutex::new(Some(key)));
         let (engine, events) = (Arc::downgrade(&core.engine), Arc::downgrade(&core.events));
         known.insert(key, Known { members: 1, engine, events, inflated: Arc::downgrade(&core.inflated) });
-        core
+        Ok(core)
     }
 }
