@@ -31,7 +31,9 @@ pub use control::{
 pub use inbox::Sender;
 pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;
-pub use options::{Chardevs, Drive, Step, chardev_help, client_credentials, object_help};
+pub use options::{
+    Chardevs, Drive, Step, chardev_help, client_credentials, object_help, refused_object, tls_credentials,
+};
 
 /// What a client needs to ask a server for its exports.
 pub mod client {

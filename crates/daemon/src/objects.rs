@@ -359,7 +359,7 @@ impl Objects {
             Some(Object::TlsCreds { dir, is_server: true, verify_peer }) => {
                 ServerTls::from_dir(&dir, verify_peer).map_err(|error| QmpError::generic(error.to_string()))
             }
-            Some(Object::TlsCreds { .. }) => Err(QmpError::generic("Expecting TLS credentials with a server endpoint")),
+            Some(Object::TlsCreds { .. }) => Err(QmpError::generic("Expected TLS credentials for a server endpoint")),
             Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
             None => Err(QmpError::generic(format!("No TLS credentials with id '{id}'"))),
         }
@@ -375,7 +375,7 @@ impl Objects {
 }
 
 /// Options of credentials that the TLS library has no place for. `text` gives an option's value.
-pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> QmpResult<()> {
+pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> QmpResult<&'a str> {
     if let Some(priority) = text("priority").filter(|priority| *priority != "NORMAL") {
         return Err(QmpError::generic(format!(
             "Parameter 'priority' does not accept value '{priority}': only NORMAL; TLS 1.2 and 1.3 are offered with the \
@@ -388,7 +388,7 @@ pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> Q
              folder that nobody else may read",
         ));
     }
-    Ok(())
+    text("dir").ok_or_else(|| QmpError::generic("Missing 'dir' property value"))
 }
 
 /// The error for an id that is taken.
@@ -404,7 +404,8 @@ mod tests {
     fn tls_options_without_a_meaning_here_are_refused_by_name() {
         let check =
             |key: &'static str, value: &'static str| check_tls_options(move |asked| (asked == key).then_some(value));
-        assert!(check("priority", "NORMAL").is_ok() && check("dir", "x").is_ok());
+        assert_eq!(check("dir", "x").unwrap(), "x");
+        assert_eq!(check("priority", "NORMAL").unwrap_err().description, "Missing 'dir' property value");
         let error = check("priority", "NORMAL:-VERS-TLS1.2").unwrap_err().description;
         assert!(error.contains("'priority'") && error.contains("TLS 1.2 and 1.3 are offered"), "{error}");
         assert!(check("passwordid", "s").unwrap_err().description.contains("'passwordid' is not supported"));

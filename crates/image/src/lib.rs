@@ -21,4 +21,4 @@ pub mod stats;
 
 pub use cowshed_qcow2::{Budget, DirtyBits};
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
-pub use open::{OpenRequest, open};
+pub use open::{OpenRequest, TlsCredentials, open};

@@ -64,8 +64,9 @@ pub struct ImageInfo {
     /// Backing file as the header names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename: Option<String>,
-    /// Not closed properly.
-    pub dirty_flag: bool,
+    /// Not closed properly; none where it can't be asked: what a server offers, null disks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dirty_flag: Option<bool>,
     /// What of it couldn't be read and isn't said therefore, in words.
     #[serde(skip)]
     pub warnings: Vec<String>,
@@ -173,7 +174,7 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     let header = &layer.header;
     info.cluster_size = Some(header.cluster_size());
     info.encrypted = (header.crypt_method != 0).then_some(true);
-    info.dirty_flag = header.is_dirty();
+    info.dirty_flag = Some(header.is_dirty());
     if let Some(name) = header.backing_file_name() {
         info.backing_filename_format = header.backing_format().map(|format| format.into_owned());
         info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
@@ -191,6 +192,7 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
 /// What a read-only format says of itself.
 fn describe(info: &mut ImageInfo, description: Description) -> Result<()> {
     info.cluster_size = description.cluster_bytes;
+    info.dirty_flag = Some(false);
     info.format_specific = Some(description.specific).filter(|specific| !specific.is_null());
     if let Some(name) = description.backing_name {
         info.backing_filename_format = description.backing_format.map(str::to_owned);
@@ -213,13 +215,19 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         // The layers of a chain are listed one by one; the data file is part of the format's own information.
         if matches!(child.role, ChildRole::File | ChildRole::Image | ChildRole::Extent(_)) {
             let info = Box::new(node_info(&child.node)?);
-            if node.file().is_none() && child.role != ChildRole::Image && child.node.file().is_some() {
-                actual_size = Some(actual_size.unwrap_or(0) + info.actual_size.unwrap_or(0));
+            let counts = node.file().is_none() && child.role != ChildRole::Image && child.node.file().is_some();
+            if let Some(bytes) = info.actual_size.filter(|_| counts) {
+                actual_size = Some(actual_size.unwrap_or(0) + bytes);
             }
             children.push(ChildInfo { name: child.role.name(), info });
         }
     }
     let format = node.driver_name();
+    // Raw nodes and filters say what the node below them says.
+    let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
+        Some(below) => below.info.dirty_flag.is_some(),
+        None => !["nbd", "null-co", "null-aio"].contains(&format),
+    };
     Ok(ImageInfo {
         limits: None,
         children,
@@ -234,7 +242,7 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         encrypted: None,
         full_backing_filename: None,
         backing_filename: None,
-        dirty_flag: false,
+        dirty_flag: has_dirty_flag.then_some(false),
         warnings: Vec::new(),
     })
 }

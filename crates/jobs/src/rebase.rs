@@ -102,6 +102,7 @@ async fn open_base(image: &Node, name: &str, options: &RebaseOptions) -> Result<
         cache: options.base_cache.clone(),
         policy: options.image.policy.clone(),
         secrets: options.image.secrets.clone(),
+        tls: options.image.tls.clone(),
         on_warning: options.image.on_warning,
         ..ImageSpec::default()
     };

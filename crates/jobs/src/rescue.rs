@@ -227,6 +227,7 @@ async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[Str
         format: format.clone(),
         options: options.create_options.clone(),
         secrets: spec.secrets.clone(),
+        tls: spec.tls.clone(),
         ..CreateRequest::default()
     };
     let plan = create::prepare_sized(&request, size).await?;

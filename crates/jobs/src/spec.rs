@@ -6,7 +6,7 @@ use cowshed_image::open::{Policy, options_of_name};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;
-use cowshed_image::{Node, OpenRequest, open};
+use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
 use serde_json::json;
 use std::sync::Arc;
 
@@ -33,6 +33,8 @@ pub struct ImageSpec {
     pub snapshot: Option<SnapshotName>,
     /// Secrets that options can name (`--object secret`), by their id.
     pub secrets: Vec<(String, Secret)>,
+    /// TLS credentials that options can name (`--object tls-creds-x509`), by their id.
+    pub tls: Vec<(String, TlsCredentials)>,
     /// Options of the driver besides, with dotted keys: not together with `image_opts`.
     pub extra: Vec<(&'static str, String)>,
     /// Where warnings go, one line each; nowhere when `None`.
@@ -76,7 +78,8 @@ impl ImageSpec {
             .force_share(self.force_share)
             .policy(self.policy.clone())
             .snapshot(self.snapshot.clone())
-            .secrets(self.secrets.iter().cloned());
+            .secrets(self.secrets.iter().cloned())
+            .tls_credentials(self.tls.iter().cloned());
         let request = if self.shares_raw { request.sharing_raw() } else { request };
         match &self.cache {
             Some(mode) => request.cache(mode),

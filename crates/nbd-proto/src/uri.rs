@@ -203,6 +203,25 @@ fn encode(text: &str, keep: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     Ok(())
 }
 
+impl NbdUri {
+    /// The name of the image as QEMU shows it: with the port, and without a slash where no export is named. It can be opened
+    /// again whatever the export's name is. Encryption stays part of it, or a backing file would be opened without it one day.
+    pub fn image_name(&self) -> String {
+        let mut name = self.to_string();
+        match &self.place {
+            _ if self.tls => {}
+            Place::Unix { .. } if self.export.is_empty() => name = name.replacen(":///?", "://?", 1),
+            Place::Tcp { port, .. } if *port == crate::DEFAULT_PORT => {
+                let host = "nbd://".len();
+                let end = name[host..].find('/').map_or(name.len(), |len| host + len);
+                name.insert_str(end, &format!(":{port}"));
+            }
+            Place::Unix { .. } | Place::Tcp { .. } => {}
+        }
+        name
+    }
+}
+
 impl fmt::Display for NbdUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.tls { "nbds" } else { "nbd" })?;
@@ -256,6 +275,21 @@ mod tests {
             Place::Unix { path } => path,
         };
         (place, uri.export)
+    }
+
+    #[test]
+    fn images_are_named_as_qemu_names_them() {
+        for (uri, name) in [
+            ("nbd://h", "nbd://h:10809"),
+            ("nbd://h/x%20y", "nbd://h:10809/x%20y"),
+            ("nbd://[::1]:7/", "nbd://[::1]:7"),
+            ("nbd+unix:///?socket=s", "nbd+unix://?socket=s"),
+            ("nbd+unix:///x?socket=s", "nbd+unix:///x?socket=s"),
+            ("nbds://h/?tls-hostname=n", "nbds://h?tls-hostname=n"),
+        ] {
+            assert_eq!(NbdUri::parse(uri).expect(uri).image_name(), name);
+            NbdUri::parse(name).expect("it can be opened again");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, ServerConfig, SignatureScheme};
 use std::fmt;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -111,7 +112,15 @@ pub(crate) fn server_name(name: &str) -> Result<ServerName<'static>> {
 }
 
 fn wrong(path: &Path, error: &dyn fmt::Display) -> Error {
-    Error::invalid_argument(format!("can't be used as TLS credentials: {error}")).file(path.display().to_string())
+    let (shown, message) = (path.display(), format!("can't be used as TLS credentials: {error}"));
+    let reason = match std::fs::metadata(path).map_err(|error| error.kind()) {
+        Err(ErrorKind::NotFound) => "No such file or directory",
+        Err(ErrorKind::PermissionDenied) => "Permission denied",
+        _ => return Error::invalid_argument(message).file(shown.to_string()),
+    };
+    // QEMU's sentence names the file itself.
+    Error::invalid_argument(format!("{shown}: {message}"))
+        .qemu(format!("Unable to access credentials {shown}: {reason}"))
 }
 
 fn roots(dir: &Path) -> Result<RootCertStore> {

@@ -4,7 +4,9 @@
 use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
-use cowshed_image::options::BlockdevOptions;
+use cowshed_daemon::{refused_object, tls_credentials};
+use cowshed_image::TlsCredentials;
+use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_image::secret::{Secret, Wrapping};
 use cowshed_jobs::ImageSpec;
 use cowshed_storage::path_of_text;
@@ -20,8 +22,14 @@ pub enum OutputFormat {
     Json,
 }
 
-/// Secrets by their ids.
-pub type Secrets = Vec<(String, Secret)>;
+/// What `--object` defines, by its ids.
+#[derive(Clone, Debug, Default)]
+pub struct Objects {
+    /// For encrypted images.
+    pub secrets: Vec<(String, Secret)>,
+    /// For images on servers.
+    pub tls: Vec<(String, TlsCredentials)>,
+}
 
 /// How an image is named, for every verb that opens one.
 #[derive(Args, Clone, Debug)]
@@ -29,23 +37,24 @@ pub struct NamingArgs {
     /// FILE is an option string (driver=…,file.filename=…), not a file name
     #[arg(long)]
     pub image_opts: bool,
-    /// A secret for encrypted images: secret,id=ID,file=FILE (or data=TEXT; format=raw|base64)
+    /// A secret for encrypted images, secret,id=ID,file=FILE (or data=TEXT; format=raw|base64), or TLS credentials for
+    /// servers, tls-creds-x509,id=ID,dir=FOLDER
     #[arg(long = "object", value_name = "OBJDEF")]
-    pub objects: Vec<String>,
+    pub definitions: Vec<String>,
     #[arg(skip)]
-    loaded: OnceCell<Secrets>,
+    loaded: OnceCell<Objects>,
     /// For images from strangers.
     #[command(flatten)]
     pub untrusted: UntrustedArgs,
 }
 
 impl NamingArgs {
-    /// The secrets that `--object` says, read once: a file may be a pipe.
-    pub fn secrets(&self) -> Result<Secrets, Failure> {
+    /// What `--object` defines, read once: a file may be a pipe.
+    pub fn objects(&self) -> Result<Objects, Failure> {
         if let Some(loaded) = self.loaded.get() {
             return Ok(loaded.clone());
         }
-        let loaded = secrets(&self.objects)?;
+        let loaded = objects(&self.definitions)?;
         Ok(self.loaded.get_or_init(|| loaded).clone())
     }
 
@@ -60,6 +69,7 @@ impl NamingArgs {
     /// The image `name`.
     pub fn spec(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
         self.check(format)?;
+        let Objects { secrets, tls } = self.objects()?;
         Ok(ImageSpec {
             name: name.to_owned(),
             format: format.cloned(),
@@ -67,7 +77,8 @@ impl NamingArgs {
             on_warning: Some(warning::print),
             shares_raw: true,
             policy: self.untrusted.policy()?,
-            secrets: self.secrets()?,
+            secrets,
+            tls,
             ..ImageSpec::default()
         })
     }
@@ -81,49 +92,94 @@ fn is_identifier(id: &str) -> bool {
         && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
 }
 
-/// What `--object` says: secrets, each with its id.
-pub fn secrets(objects: &[String]) -> Result<Secrets, Failure> {
-    let mut secrets = Secrets::new();
-    for object in objects {
-        let (kind, rest) = object.split_once(',').unwrap_or((object, ""));
-        let kind = kind.strip_prefix("qom-type=").unwrap_or(kind);
-        if kind.is_empty() {
-            return Err(Failure::new("Parameter 'qom-type' is missing"));
-        }
-        if kind != "secret" {
-            let failure = Failure::new(format!("Parameter 'qom-type' does not accept value '{kind}'"));
-            return Err(failure.hint(" (images need objects of the type 'secret')"));
-        }
-        let options = BlockdevOptions::from_keyval(rest)?;
-        if let Some((key, _)) = options.iter().find(|(key, _)| !SECRET_KEYS.contains(&key.as_str())) {
-            let failure = Failure::new(format!("Parameter '{key}' is unexpected"));
-            return Err(failure.hint(&format!(" (a secret has {})", SECRET_KEYS.join(", "))));
-        }
-        let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
-        if !is_identifier(id) {
-            return Err(Failure::new(
-                "Parameter 'id' expects an identifier\n\
-                 Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.",
-            ));
-        }
-        let is_base64 = match options.text("format") {
-            None | Some("raw") => false,
-            Some("base64") => true,
-            Some(other) => {
-                let failure = Failure::new(format!("Parameter 'format' does not accept value '{other}'"));
-                return Err(failure.hint(" (raw or base64)"));
+/// What `--object` defines.
+pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
+    let mut objects = Objects::default();
+    for definition in definitions {
+        let (kind, options) = definition_of(definition)?;
+        let id = match kind.as_str() {
+            "secret" => {
+                let (id, secret) = secret(&options, &objects)?;
+                objects.secrets.push((id.clone(), secret));
+                id
+            }
+            "tls-creds-x509" => {
+                let id = id_of(&options)?;
+                objects.tls.push((id.clone(), tls_credentials(definition)?));
+                id
+            }
+            kind => {
+                if let Some(error) = refused_object(kind) {
+                    return Err(error.into());
+                }
+                let failure = Failure::new(format!("Parameter 'qom-type' does not accept value '{kind}'"));
+                return Err(failure.hint(" (images need objects of the types 'secret' and 'tls-creds-x509')"));
             }
         };
-        let file = options.text("file").map(path_of_text);
-        let find = |id: &str| secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret);
-        let wrapping = Wrapping::of(options.text("keyid"), options.text("iv"), find)?;
-        let secret = Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?;
-        if secrets.iter().any(|(known, _)| known == id) {
+        let ids = objects.secrets.iter().map(|(id, _)| id).chain(objects.tls.iter().map(|(id, _)| id));
+        if ids.filter(|known| **known == id).count() > 1 {
             return Err(Failure::new(format!("attempt to add duplicate property '{id}' to object (type 'container')")));
         }
-        secrets.push((id.to_owned(), secret));
     }
-    Ok(secrets)
+    Ok(objects)
+}
+
+/// The type and the properties of an object: `[qom-type=]TYPE,id=ID,…` or JSON.
+fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
+    let (kind, options) = if text.starts_with('{') {
+        let mut options = BlockdevOptions::from_json(text)?;
+        let kind = options.text("qom-type").unwrap_or_default().to_owned();
+        options.remove("qom-type");
+        (kind, options)
+    } else {
+        let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
+        let kind = kind.strip_prefix("qom-type=").unwrap_or(kind).to_owned();
+        // The options of a type that there isn't are nobody's business.
+        let pairs = if is_known(&kind) { parse_list(rest, BareKey::Refused)? } else { Vec::new() };
+        let map = pairs.into_iter().map(|(key, value)| (key, value.into())).collect();
+        (kind, BlockdevOptions::from_map(map)?)
+    };
+    match kind.is_empty() {
+        true => Err(Failure::new("Parameter 'qom-type' is missing")),
+        false => Ok((kind, options)),
+    }
+}
+
+fn is_known(kind: &str) -> bool {
+    ["secret", "tls-creds-x509"].contains(&kind)
+}
+
+fn id_of(options: &BlockdevOptions) -> Result<String, Failure> {
+    let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
+    match is_identifier(id) {
+        true => Ok(id.to_owned()),
+        false => Err(Failure::new(
+            "Parameter 'id' expects an identifier\n\
+             Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.",
+        )),
+    }
+}
+
+/// A secret with its id; `known` may hold the key that it is encrypted with.
+fn secret(options: &BlockdevOptions, known: &Objects) -> Result<(String, Secret), Failure> {
+    if let Some((key, _)) = options.iter().find(|(key, _)| !SECRET_KEYS.contains(&key.as_str())) {
+        let failure = Failure::new(format!("Parameter '{key}' is unexpected"));
+        return Err(failure.hint(&format!(" (a secret has {})", SECRET_KEYS.join(", "))));
+    }
+    let id = id_of(options)?;
+    let is_base64 = match options.text("format") {
+        None | Some("raw") => false,
+        Some("base64") => true,
+        Some(other) => {
+            let failure = Failure::new(format!("Parameter 'format' does not accept value '{other}'"));
+            return Err(failure.hint(" (raw or base64)"));
+        }
+    };
+    let file = options.text("file").map(path_of_text);
+    let find = |id: &str| known.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret);
+    let wrapping = Wrapping::of(options.text("keyid"), options.text("iv"), find)?;
+    let secret = Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?;
+    Ok((id, secret))
 }
 
 /// A cache mode of `-t` or `-T`; `which` is "" or "source " for the message.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `convert`: copies images into a new one, in another format.
 
-use super::arguments::{NamingArgs, cache_mode};
+use super::arguments::{NamingArgs, Objects, cache_mode};
 use super::untrusted::Use;
 use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
@@ -304,6 +304,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
             Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, shares_raw: false, snapshot, ..spec })
         })
         .collect();
+    let Objects { secrets, tls } = args.naming.objects()?;
     let target = ImageSpec {
         name: target.to_owned(),
         format: args.target_format.clone(),
@@ -312,7 +313,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         on_warning: Some(warning::print),
         shares_raw: true,
         policy: args.naming.untrusted.policy_of_target(!args.no_create)?,
-        secrets: args.naming.secrets()?,
+        secrets,
+        tls,
         ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;

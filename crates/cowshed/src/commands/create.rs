@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `create`: makes a new image.
 
-use super::arguments::secrets;
+use super::arguments::{Objects, objects};
 use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
@@ -54,7 +54,8 @@ struct CreateArgs {
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// A secret for encrypted images: secret,id=ID,file=FILE (or data=TEXT; format=raw|base64)
+    /// A secret for encrypted images, secret,id=ID,file=FILE (or data=TEXT; format=raw|base64), or TLS credentials for
+    /// servers, tls-creds-x509,id=ID,dir=FOLDER
     #[arg(long = "object", value_name = "OBJDEF")]
     objects: Vec<String>,
     /// FILE, and SIZE in bytes or with a suffix k, M, G, T, P, E (powers of 1024); no SIZE: as large as BACKING_FILE
@@ -79,6 +80,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new(format!("{file}: Unknown file format '{format}'")));
     }
     new_image::check_absent(file, args.force, console)?;
+    let Objects { secrets, tls } = objects(&args.objects)?;
     let request = CreateRequest {
         filename: file.clone(),
         format,
@@ -87,7 +89,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         backing_file: args.backing,
         backing_format: args.backing_format,
         backing_unchecked: args.backing_unsafe,
-        secrets: secrets(&args.objects)?,
+        secrets,
+        tls,
         ..CreateRequest::default()
     };
     let persona = console.persona;

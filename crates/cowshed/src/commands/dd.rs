@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `dd`: copies blocks of one image into a new one.
 
-use super::arguments::NamingArgs;
+use super::arguments::{NamingArgs, Objects};
 use super::untrusted::Use;
 use super::{Verb, new_image, sizes, work};
 use crate::invocation::Persona;
@@ -88,6 +88,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let format = new_image::format(args.output_format.as_deref(), &output, "-O", console)?;
     new_image::check_absent(&output, args.force, console)?;
+    let Objects { secrets, tls } = args.naming.objects()?;
     let options = DdOptions {
         // Not shared even where it is raw: what is copied onto itself would be lost.
         source: ImageSpec {
@@ -95,11 +96,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             shares_raw: false,
             ..args.naming.spec(&input, args.format.as_ref())?
         },
-        target: ImageSpec {
-            shares_raw: true,
-            secrets: args.naming.secrets()?,
-            ..ImageSpec::file(&output).format(format)
-        },
+        target: ImageSpec { shares_raw: true, secrets, tls, ..ImageSpec::file(&output).format(format) },
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
         count: operands.count,
         skip: operands.skip.unwrap_or(0),

@@ -132,5 +132,6 @@ fn open_spec(args: &IoArgs, file: &str) -> Result<OpenSpec, Failure> {
         copy_on_read: args.copy_on_read,
         policy: spec.policy,
         secrets: spec.secrets,
+        tls: spec.tls,
     })
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `rescue`: what is left of a damaged image.
 
-use super::arguments::{NamingArgs, OutputFormat};
+use super::arguments::{NamingArgs, Objects, OutputFormat};
 use super::inspect::printable;
 use super::sizes::{MOST, size, size_between};
 use super::untrusted::Use;
@@ -167,8 +167,8 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         (None, true) => Some((String::new(), None)),
         (None, false) => None,
     };
-    let secrets = args.naming.secrets()?;
-    let target = target.map(|name| ImageSpec { secrets, ..ImageSpec::file(name).format(&args.target_format) });
+    let Objects { secrets, tls } = args.naming.objects()?;
+    let target = target.map(|name| ImageSpec { secrets, tls, ..ImageSpec::file(name).format(&args.target_format) });
     Ok(RescueOptions {
         image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },
         target,

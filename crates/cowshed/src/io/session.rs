@@ -12,7 +12,7 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
-use cowshed_image::{Node, OpenRequest, open as open_image};
+use cowshed_image::{Node, OpenRequest, TlsCredentials, open as open_image};
 use serde_json::Value;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -50,6 +50,8 @@ pub struct OpenSpec {
     pub policy: Policy,
     /// `--object secret`, by their id.
     pub secrets: Vec<(String, Secret)>,
+    /// `--object tls-creds-x509`, by their id.
+    pub tls: Vec<(String, TlsCredentials)>,
 }
 
 /// An open image.
@@ -118,7 +120,7 @@ impl OpenSpec {
         let unmaps = !matches!(self.discard.as_deref(), Some("ignore" | "off"));
         let request =
             request.writable(!self.read_only).force_share(self.force_share).discard(unmaps).policy(self.policy.clone());
-        let request = request.secrets(self.secrets.iter().cloned());
+        let request = request.secrets(self.secrets.iter().cloned()).tls_credentials(self.tls.iter().cloned());
         // What the shell writes is durable when it says so, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }

@@ -41,11 +41,11 @@ fn info_of_an_image_in_use_as_qemu_img() {
 mod held;
 
 /// A server of an image, killed when dropped.
-struct Server(Child);
+pub struct Server(Child);
 
 impl Server {
     /// Starts it and waits until it serves.
-    fn start(mut command: Command, socket: &Path) -> Server {
+    pub fn start(mut command: Command, socket: &Path) -> Server {
         let server = Server(command.stdout(Stdio::null()).spawn().expect("a server"));
         let deadline = Instant::now() + Duration::from_secs(60);
         // Its greeting says that the image is open.

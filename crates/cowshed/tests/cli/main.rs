@@ -32,6 +32,7 @@ mod serving;
 mod sessions;
 mod stacked;
 mod stranger;
+mod tls;
 mod unfinished;
 mod user_scripts;
 mod vmdk;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as a process of its own, with the clients that people have: QEMU, fio, libnbd's tools, nbdkit, a guest.
 
+mod credentials;
 mod exposure;
 mod guest;
 mod killed;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a daemon comes to its sockets and streams, and what it says when something is wrong.
 
+use super::credentials::make_credentials;
 use super::process::{COWSHED, Killed, Monitor, Serving, run, text, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
@@ -9,7 +10,6 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// A folder with `disk.qcow2`, 8 MiB, in whose first MiB there are sevens.
@@ -121,27 +121,6 @@ fn a_monitor_can_be_the_standard_streams() {
         assert!(daemon.0.wait().expect("it ends").success());
         assert!(!folder.path().join("n.sock").exists());
     }
-}
-
-/// Makes an authority and a server for "localhost", in the files that QEMU looks for.
-pub fn make_credentials(folder: &Path) {
-    let script = r#"
-set -e
-cd "$1"
-key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
-key ca-key.pem
-openssl req -x509 -new -key ca-key.pem -subj '/CN=Authority' -days 3650 -out ca-cert.pem \
-  -addext 'basicConstraints=critical,CA:TRUE' -addext 'keyUsage=critical,keyCertSign,cRLSign'
-key server-key.pem
-openssl req -new -key server-key.pem -subj /CN=server -out server.csr
-printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature,keyEncipherment' \
-  extendedKeyUsage=serverAuth 'subjectAltName=DNS:localhost,IP:127.0.0.1' >server.ext
-openssl x509 -req -in server.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile server.ext \
-  -out server-cert.pem
-mkdir client
-cp ca-cert.pem client
-"#;
-    tool("bash", &["-c", script, "bash", text(folder)]);
 }
 
 #[test]

@@ -99,9 +99,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
             Object::Monitor { chardev: arguments.text("chardev").to_owned(), pretty: arguments.flag("pretty", false) }
         }
         _ => {
-            check_tls_options(|key| arguments.maybe_text(key))?;
+            let dir = check_tls_options(|key| arguments.maybe_text(key))?;
             Object::TlsCreds {
-                dir: arguments.maybe_text("dir").unwrap_or("/etc/pki/qemu").into(),
+                dir: dir.into(),
                 is_server: arguments.maybe_text("endpoint") == Some("server"),
                 verify_peer: arguments.flag("verify-peer", true),
             }

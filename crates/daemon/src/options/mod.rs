@@ -14,6 +14,7 @@ use crate::commands;
 use crate::monitor::MonitorAddress;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
+use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_nbd::ClientTls;
 use cowshed_qmp::{Strictness, parse_json};
@@ -106,32 +107,50 @@ pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("main-loop", "there is no such loop to set up"),
 ];
 
+/// The error for a type of objects that QEMU has and that there are none of here.
+pub fn refused_object(kind: &str) -> Option<Error> {
+    let (_, reason) = REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind)?;
+    Some(Error::unsupported(format!("objects of type '{kind}' are not supported: {reason}")))
+}
+
+/// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Those of a server are
+/// checked when the server has them.
+pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
+    let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
+    let failed = |error: cowshed_qmp::QmpError| Error::invalid_argument(error.description);
+    let arguments = crate::schema::build()?.check("ObjectOptions", arguments, strictness).map_err(failed)?;
+    let text = |key: &str| arguments.get(key).and_then(Value::as_str);
+    let dir = crate::objects::check_tls_options(text).map_err(failed)?;
+    if text("endpoint") == Some("server") {
+        return Ok(TlsCredentials::Server);
+    }
+    let verify_peer = arguments.get("verify-peer").and_then(Value::as_bool).unwrap_or(true);
+    ClientTls::from_dir(dir.as_ref(), verify_peer).map(TlsCredentials::Client)
+}
+
 /// The credentials of a client that the object `id` stands for, of those that these options define.
 pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
-    let schema = crate::schema::build()?;
+    let mut found = None;
     for text in objects {
         Step::object(text)?;
         let option = format!("--object {text}");
-        let (arguments, strictness) =
-            parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
-        let arguments = schema.check("ObjectOptions", arguments, strictness);
-        let arguments = arguments.map_err(|error| Error::invalid_argument(error.description).file(option.clone()))?;
-        let text = |key: &str| arguments.get(key).and_then(Value::as_str);
-        if text("id") != Some(id) {
-            continue;
+        let (arguments, _) = parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
+        let kind = arguments.get("qom-type").and_then(Value::as_str);
+        let credentials = match kind == Some("tls-creds-x509") {
+            true => Some(tls_credentials(text).map_err(|error| error.file(option))?),
+            false => None,
+        };
+        if arguments.get("id").and_then(Value::as_str) == Some(id) {
+            found = Some(credentials);
         }
-        if text("qom-type") != Some("tls-creds-x509") {
-            return Err(Error::invalid_argument(format!("Object with id '{id}' is not TLS credentials")).file(option));
-        }
-        let checked = crate::objects::check_tls_options(text);
-        checked.map_err(|error| Error::invalid_argument(error.description).file(option.clone()))?;
-        if text("endpoint") == Some("server") {
-            return Err(Error::invalid_argument("Expecting TLS credentials with a client endpoint").file(option));
-        }
-        let verify_peer = arguments.get("verify-peer").and_then(Value::as_bool).unwrap_or(true);
-        return ClientTls::from_dir(text("dir").unwrap_or("/etc/pki/qemu").as_ref(), verify_peer);
     }
-    Err(Error::invalid_argument(format!("No TLS credentials with id '{id}'")))
+    let wrong = |reason: String| Err(Error::invalid_argument(format!("Failed to get TLS creds: {reason}")));
+    match found {
+        Some(Some(TlsCredentials::Client(credentials))) => Ok(credentials),
+        Some(Some(TlsCredentials::Server)) => wrong("Expected TLS credentials for a client endpoint".to_owned()),
+        Some(None) => wrong(format!("Object with id '{id}' is not TLS credentials")),
+        None => wrong(format!("No TLS credentials with id '{id}'")),
+    }
 }
 
 impl Step {
@@ -166,9 +185,8 @@ impl Step {
     pub fn object(text: &str) -> Result<Step> {
         let (map, _) = parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file("--object"))?;
         let kind = map.get("qom-type").and_then(Value::as_str).unwrap_or_default();
-        if let Some((_, reason)) = REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind) {
-            let message = format!("objects of type '{kind}' are not supported: {reason}");
-            return Err(Error::unsupported(message).file(format!("--object {text}")));
+        if let Some(error) = refused_object(kind) {
+            return Err(error.file(format!("--object {text}")));
         }
         Self::command("--object", text, "qom-type", "object-add", "ObjectOptions")
     }

@@ -10,7 +10,7 @@ pub mod schema;
 use crate::encryption::NewEncryption;
 use crate::graph::files_below;
 use crate::node::Preallocation;
-use crate::open::{OpenRequest, Policy, check_file_name, open, resolve_name};
+use crate::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
 use crate::options::DriverSchema;
 use crate::secret::Secret;
 use cowshed_block::{Error, Result};
@@ -46,6 +46,8 @@ pub struct CreateRequest {
     pub policy: Policy,
     /// Secrets that options can name, by their id (`--object secret`).
     pub secrets: Vec<(String, Secret)>,
+    /// TLS credentials that the options of the backing file can name, by their id.
+    pub tls: Vec<(String, TlsCredentials)>,
 }
 
 /// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
@@ -143,7 +145,8 @@ async fn check_backing(
         let name = resolve_name(backing, Some(&request.filename))?;
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
         // A running machine may be writing to it: that is how its next overlay is made.
-        let opened = opened.secrets(request.secrets.iter().cloned()).without_content().force_share(true);
+        let opened = opened.secrets(request.secrets.iter().cloned()).tls_credentials(request.tls.iter().cloned());
+        let opened = opened.without_content().force_share(true);
         let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();

@@ -5,7 +5,7 @@ use super::children::encrypt_key;
 use super::names::{check_file_kind, driver_for, protocol_options};
 use super::permissions::{asked_at_first, is_plain_filter};
 use super::policy::{Files, Policy};
-use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source};
+use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
 use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, SnapshotAccess, Throttle};
 use crate::formats;
 use crate::formats::qcow2::Qcow2Driver;
@@ -63,6 +63,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     let opener = Rc::new(Opener {
         graph: request.graph.unwrap_or_default(),
         secrets: request.secrets,
+        tls: request.tls,
         files: request.files,
         deadline: request.policy.time_limit.map(Deadline::from_now),
         policy: request.policy,
@@ -167,6 +168,7 @@ struct OpenedFile {
 pub(crate) struct Opener {
     pub graph: Arc<Graph>,
     pub secrets: Vec<(String, Secret)>,
+    pub(super) tls: Vec<(String, TlsCredentials)>,
     pub files: Arc<dyn Files>,
     pub policy: Policy,
     deadline: Option<Deadline>,

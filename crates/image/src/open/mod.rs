@@ -16,8 +16,8 @@ pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;
 pub use names::{check_file_name, options_with_name, resolve as resolve_name};
-pub use nbd::is_nbd_name;
 pub(crate) use nbd::open_nbd_file;
+pub use nbd::{TlsCredentials, is_nbd_name};
 pub(crate) use permissions::Edge;
 pub use policy::{FileKind, Files, HostFiles, Policy};
 
@@ -67,6 +67,7 @@ pub struct OpenRequest {
     policy: Policy,
     graph: Option<Arc<Graph>>,
     secrets: Vec<(String, Secret)>,
+    tls: Vec<(String, TlsCredentials)>,
     for_monitor: bool,
     files: Arc<dyn Files>,
 }
@@ -92,6 +93,7 @@ impl OpenRequest {
             policy: Policy::default(),
             graph: None,
             secrets: Vec::new(),
+            tls: Vec::new(),
             for_monitor: false,
             files: Arc::new(HostFiles),
         }
@@ -238,6 +240,13 @@ impl OpenRequest {
     #[must_use]
     pub fn secrets(mut self, secrets: impl IntoIterator<Item = (String, Secret)>) -> Self {
         self.secrets.extend(secrets);
+        self
+    }
+
+    /// TLS credentials that options can name by their id, besides those of the graph.
+    #[must_use]
+    pub fn tls_credentials(mut self, credentials: impl IntoIterator<Item = (String, TlsCredentials)>) -> Self {
+        self.tls.extend(credentials);
         self
     }
 

@@ -5,7 +5,7 @@ use super::build::{Draft, Opener};
 use crate::node::{Driver, FileDriver, ForeignContext};
 use crate::options;
 use cowshed_block::{Error, Result};
-use cowshed_nbd::Client;
+use cowshed_nbd::{Client, ClientTls};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_nbd_proto::context::QEMU_ALLOCATION_DEPTH;
 use cowshed_storage::File;
@@ -14,9 +14,9 @@ use std::sync::Arc;
 
 impl Opener {
     pub(super) async fn nbd_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        let options = options::nbd_client(&draft.options, |id| self.graph.tls_credentials(id))?;
+        let options = options::nbd_client(&draft.options, |id| self.client_tls(id))?;
+        let filename = options.uri().image_name();
         let client = Client::connect(options).await?;
-        let filename = client.name().to_owned();
         if draft.place.auto_read_only && client.is_read_only() {
             draft.settings.read_only = true;
         }
@@ -29,6 +29,33 @@ impl Opener {
     }
 }
 
+/// TLS credentials that options can name.
+#[derive(Clone, Debug)]
+pub enum TlsCredentials {
+    /// Those of a client.
+    Client(ClientTls),
+    /// Those of a server, which are no good for an image.
+    Server,
+}
+
+impl Opener {
+    /// The credentials with this id.
+    fn client_tls(&self, id: &str) -> Result<ClientTls> {
+        let given = self.tls.iter().find(|(known, _)| known == id).map(|(_, credentials)| credentials);
+        match (given, self.graph.tls_credentials(id)) {
+            (Some(TlsCredentials::Client(credentials)), _) => Ok(credentials.clone()),
+            (Some(TlsCredentials::Server), _) => {
+                Err(Error::invalid_argument("Expected TLS credentials for a client endpoint"))
+            }
+            (None, Some(credentials)) => Ok(credentials),
+            (None, None) if self.secret(id).is_ok() => {
+                Err(Error::invalid_argument(format!("Object with id '{id}' is not TLS credentials")))
+            }
+            (None, None) => Err(options::no_credentials(id)),
+        }
+    }
+}
+
 /// True for names of exports on NBD servers: like a device, such an image is there before it is created, and keeps its old
 /// contents then.
 pub fn is_nbd_name(name: &str) -> bool {
@@ -37,7 +64,8 @@ pub fn is_nbd_name(name: &str) -> bool {
 
 /// The export that a URI names, for writing, as storage for a new image.
 pub(crate) async fn open_nbd_file(name: &str) -> Result<File> {
-    let options = options::nbd_client(&options::nbd_of_uri(&NbdUri::parse(name)?), |_| None);
+    let options =
+        options::nbd_client(&options::nbd_of_uri(&NbdUri::parse(name)?), |id| Err(options::no_credentials(id)));
     let options = options.map_err(|error: Error| error.file(name))?;
     Client::connect(options).await?.into_file(true)
 }

@@ -21,9 +21,15 @@ pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
         rest = behind;
         match item.split_once('=') {
             Some((key, value)) if !key.is_empty() => pairs.push((key.to_owned(), value.to_owned())),
-            Some(_) => return Err(Error::invalid_argument(format!("no key before '=' in '{text}'"))),
+            Some(_) => {
+                let error = Error::invalid_argument(format!("no key before '=' in '{text}'"));
+                return Err(error.qemu("Invalid parameter ''"));
+            }
             None if bare == BareKey::On && !item.is_empty() => pairs.push((item, "on".to_owned())),
-            None => return Err(Error::invalid_argument(format!("expected '=' after parameter '{item}' in '{text}'"))),
+            None => {
+                let error = Error::invalid_argument(format!("expected '=' after parameter '{item}' in '{text}'"));
+                return Err(error.qemu(format!("Expected '=' after parameter '{item}'")));
+            }
         }
     }
     Ok(pairs)

@@ -14,7 +14,7 @@ pub(crate) use blkdebug::{BlkdebugOptions, read_config};
 pub use drivers::{COMMON, DRIVERS};
 pub(crate) use keyval::next_item;
 pub use keyval::{BareKey, parse_list};
-pub(crate) use nbd::{nbd_client, nbd_of_uri};
+pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
 pub(crate) use schema::check_common;
 pub(crate) use schema::size_expected;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};

@@ -39,7 +39,7 @@ pub(crate) fn nbd_of_uri(uri: &NbdUri) -> BlockdevOptions {
 /// What the client needs. `credentials` finds those that `tls-creds` names.
 pub(crate) fn nbd_client(
     options: &BlockdevOptions,
-    credentials: impl FnOnce(&str) -> Option<ClientTls>,
+    credentials: impl FnOnce(&str) -> Result<ClientTls>,
 ) -> Result<ClientOptions> {
     let mut client = ClientOptions::new(address(options)?, options.text("export").unwrap_or_default());
     let seconds = |key| Duration::from_secs(options.number(key).unwrap_or(0));
@@ -53,10 +53,7 @@ pub(crate) fn nbd_client(
         (Some(_), Some(_)) => {
             return Err(Error::invalid_argument("'tls-creds' and 'tls-certificates' exclude one another"));
         }
-        (Some(id), None) => match credentials(id) {
-            Some(found) => Some(found),
-            None => return Err(Error::invalid_argument(format!("there are no TLS credentials with the id '{id}'"))),
-        },
+        (Some(id), None) => Some(credentials(id)?),
         (None, Some("")) if !verify_peer => Some(ClientTls::unverified()?),
         (None, Some("")) => {
             let message = "an encrypted connection needs the folder of its credentials: 'tls-certificates'";
@@ -68,6 +65,11 @@ pub(crate) fn nbd_client(
         return Err(Error::invalid_argument("'tls-hostname' needs TLS credentials"));
     }
     Ok(client)
+}
+
+/// The error where `id` names no credentials.
+pub(crate) fn no_credentials(id: &str) -> Error {
+    Error::invalid_argument(format!("No TLS credentials with id '{id}'"))
 }
 
 fn address(options: &BlockdevOptions) -> Result<SocketAddress> {

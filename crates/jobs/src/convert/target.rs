@@ -126,6 +126,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         // The sources come from where the backing file comes from.
         policy: options.sources.first().map(|source| source.policy.clone()).unwrap_or_default(),
         secrets: options.target.secrets.clone(),
+        tls: options.target.tls.clone(),
     };
     let plan = create::prepare_sized(&request, sources.size()).await?;
     if options.bitmaps && !plan.takes_bitmaps() {
