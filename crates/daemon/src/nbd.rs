@@ -90,6 +90,8 @@ pub(crate) struct Nbd {
     tls: bool,
     /// The log has the warning about [`Nbd::open_addresses`].
     has_warned: Cell<bool>,
+    /// See [`Nbd::answer_to_ids`].
+    is_lenient: Cell<bool>,
     /// With one connection at a time there is nothing to be had from several.
     multi_conn: bool,
 }
@@ -136,8 +138,15 @@ impl Nbd {
             events,
             tls,
             has_warned: Cell::new(false),
+            is_lenient: Cell::new(false),
             multi_conn: setup.max_connections != 1,
         })
+    }
+
+    /// Exports that are added from now on are found by their ids, too, and the first one by clients that give no name. QEMU's
+    /// servers know exact names only.
+    pub fn answer_to_ids(&self) {
+        self.is_lenient.set(true);
     }
 
     /// Takes the clients that have waited, and those that come.
@@ -168,7 +177,8 @@ impl Nbd {
             multi_conn: self.multi_conn,
             allocation_depth: spec.allocation_depth,
             bitmaps: spec.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
-            is_default: self.exports.borrow().is_empty(),
+            is_default: self.is_lenient.get() && self.exports.borrow().is_empty(),
+            alias: self.is_lenient.get().then(|| spec.id.clone()),
             ..Export::new(spec.name.clone(), Arc::clone(&attachment))
         };
         self.server.add_export(export)?;

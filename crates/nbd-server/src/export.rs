@@ -21,6 +21,8 @@ pub struct Export<D> {
     pub writethrough: bool,
     /// Clients that give no name get this one, if none is named "".
     pub is_default: bool,
+    /// Another name that finds it, if none is named so.
+    pub alias: Option<String>,
     /// Several connections of one client see one disk: what one has flushed, all have. True for every disk of ours, also
     /// when it is written to; false forbids clients to rely on it.
     pub multi_conn: bool,
@@ -42,6 +44,7 @@ impl<D: Disk> Export<D> {
             writable: false,
             writethrough: false,
             is_default: false,
+            alias: None,
             multi_conn: true,
             allocation_depth: false,
             bitmaps: Vec::new(),

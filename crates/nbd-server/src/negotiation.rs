@@ -17,6 +17,7 @@ use cowshed_nbd_proto::option::{
 use cowshed_nbd_proto::{HeaderStyle, Malformed, ReplyStyle};
 use cowshed_storage::{Dispatch, IoBuf, rt};
 use futures_util::future::{Either, select};
+use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +28,8 @@ const MAX_OPTION_BYTES: u32 = 32 << 10;
 const MAX_SKIPPED_BYTES: u32 = 1 << 20;
 /// More options than anybody needs: a flood.
 const MAX_OPTIONS: u32 = 4096;
+/// Names of exports in a line of the log.
+const NAMES_SHOWN: usize = 16;
 /// Replies are sent when they have become so long.
 const REPLY_BYTES: usize = 32 << 10;
 
@@ -87,6 +90,7 @@ pub(crate) async fn negotiate<D: Disk>(
         no_zeroes: false,
         replies: ReplyStyle::Simple,
         chosen: None,
+        has_missed: false,
         out: Vec::new(),
     };
     let begun = rt::now();
@@ -138,6 +142,8 @@ struct Negotiation<'a, D: Disk> {
     replies: ReplyStyle,
     /// The contexts of the last `NBD_OPT_SET_META_CONTEXT` and the export that it was about.
     chosen: Option<(Arc<Served<D>>, Vec<Context>)>,
+    /// The log has a name that wasn't found.
+    has_missed: bool,
     /// Replies that haven't been sent.
     out: Vec<u8>,
 }
@@ -269,7 +275,7 @@ impl<D: Disk> Negotiation<'_, D> {
         if self.replies == ReplyStyle::Extended {
             return Err(refused("the client asks for an export in the old way after extended headers"));
         }
-        let served = self.registry.find(name).ok_or_else(|| refused(format!("there is no export '{name}'")))?;
+        let served = self.find(name).ok_or_else(|| refused(format!("there is no export '{name}'")))?;
         let Some((stay, terms)) = self.enter(&served) else {
             return Err(refused(format!("export '{name}' is being removed")));
         };
@@ -333,7 +339,7 @@ impl<D: Disk> Negotiation<'_, D> {
         if self.registry.is_stopping() {
             return self.refuse(option, rep::ERR_SHUTDOWN, "the server is stopping").await;
         }
-        let Some(served) = self.registry.find(request.name) else {
+        let Some(served) = self.find(request.name) else {
             let message = format!("there is no export '{}'", request.name);
             return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
         };
@@ -375,7 +381,7 @@ impl<D: Disk> Negotiation<'_, D> {
         if request.too_many {
             return self.refuse(option, rep::ERR_TOO_BIG, "too many queries").await;
         }
-        let Some(served) = self.registry.find(request.name) else {
+        let Some(served) = self.find(request.name) else {
             let message = format!("there is no export '{}'", request.name);
             return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
         };
@@ -391,6 +397,19 @@ impl<D: Disk> Negotiation<'_, D> {
             self.chosen = Some((served, contexts));
         }
         Ok(Next::Option)
+    }
+
+    /// The export that the client means. The log says the name where there is none, and what there is.
+    fn find(&mut self, name: &str) -> Option<Arc<Served<D>>> {
+        let found = self.registry.find(name);
+        if found.is_none() && !std::mem::replace(&mut self.has_missed, true) {
+            let peer = self.stream.socket().peer();
+            let exports = self.registry.all();
+            let names = exports.iter().flat_map(|served| [Some(&served.export.name), served.export.alias.as_ref()]);
+            let names: BTreeSet<&String> = names.flatten().take(NAMES_SHOWN).collect();
+            tracing::info!(peer, name, ?names, "there is no export of the name that a client asks for");
+        }
+        found
     }
 
     /// The client's stay at an export; none when the export is on its way out.

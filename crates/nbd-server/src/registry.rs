@@ -114,11 +114,11 @@ impl<D: Disk> Registry<D> {
     /// The export that a client means by `name`.
     pub(crate) fn find(&self, name: &str) -> Option<Arc<Served<D>>> {
         self.exports.look(|exports| {
-            let found = exports.by_name.get(name);
-            let found = match found {
-                None if name.is_empty() => exports.by_name.values().find(|served| served.export.is_default),
-                found => found,
+            let means = |served: &&Arc<Served<D>>| match name {
+                "" => served.export.is_default,
+                name => served.export.alias.as_deref() == Some(name),
             };
+            let found = exports.by_name.get(name).or_else(|| exports.by_name.values().find(means));
             found.filter(|served| !served.clients.look(|clients| clients.closed)).cloned()
         })
     }

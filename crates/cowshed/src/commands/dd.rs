@@ -11,6 +11,7 @@ use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::dd::{self, DdOptions};
+use cowshed_storage::{FileIdentity, path_of_text};
 
 /// The largest block.
 const MOST_BLOCK_BYTES: u64 = i32::MAX as u64;
@@ -90,10 +91,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     new_image::check_absent(&output, args.force, console)?;
     let Objects { secrets, tls } = args.naming.objects()?;
     let options = DdOptions {
-        // Not shared even where it is raw: what is copied onto itself would be lost.
+        // What is copied onto itself would be lost.
         source: ImageSpec {
             force_share: args.force_share,
-            shares_raw: false,
+            shares_raw: !is_same(&input, &output),
             ..args.naming.spec(&input, args.format.as_ref())?
         },
         target: ImageSpec { shares_raw: true, secrets, tls, ..ImageSpec::file(&output).format(format) },
@@ -109,6 +110,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         console.complain(format_args!("{input}: cannot skip to specified offset"));
     }
     Ok(0)
+}
+
+/// True where both names are of one file.
+fn is_same(input: &str, output: &str) -> bool {
+    let identity = |name: &str| FileIdentity::of_path(&path_of_text(name));
+    identity(input).is_some_and(|file| identity(output) == Some(file))
 }
 
 /// An error names its file; where that can't be made, qemu-img words it differently.

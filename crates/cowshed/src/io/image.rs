@@ -5,6 +5,7 @@ use super::Shell;
 use super::arguments::{self, Arguments};
 use super::outcome::{Done, Failed};
 use super::text;
+use crate::output::failure::qemu_reason;
 use crate::output::{info, json};
 use cowshed_image::{Node, Preallocation};
 use cowshed_jobs::info::image_info;
@@ -38,7 +39,9 @@ pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     if shell.session()?.image().qcow2().is_some() && !size.is_multiple_of(SECTOR_BYTES) {
         return Err(Failed::complaint("The new size must be a multiple of 512"));
     }
-    node.resize(size, preallocation).await.map_err(|error| Failed::complaint(error.to_string()))
+    node.resize(size, preallocation).await.map_err(|error| {
+        Failed::complaint(if shell.manner.terse { qemu_reason(&node.filename(), &error) } else { error.to_string() })
+    })
 }
 
 pub(super) async fn info(shell: &mut Shell) -> Done {

@@ -121,6 +121,7 @@ impl OpenSpec {
         let request =
             request.writable(!self.read_only).force_share(self.force_share).discard(unmaps).policy(self.policy.clone());
         let request = request.secrets(self.secrets.iter().cloned()).tls_credentials(self.tls.iter().cloned());
+        let request = request.sharing_raw();
         // What the shell writes is durable when it says so, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }

@@ -2,10 +2,11 @@
 //! Images that somebody else has open for writing: who may look, and who is refused.
 
 use crate::oracle::Oracle;
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// `info` reads no data, so a raw image may be in use; the metadata of qcow2 changes under a writer.
@@ -48,18 +49,19 @@ impl Server {
     pub fn start(mut command: Command, socket: &Path) -> Server {
         let server = Server(command.stdout(Stdio::null()).spawn().expect("a server"));
         let deadline = Instant::now() + Duration::from_secs(60);
-        // Its greeting says that the image is open.
-        let is_serving = || {
-            let Ok(mut stream) = UnixStream::connect(socket) else { return false };
-            stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a timeout");
-            stream.read_exact(&mut [0; 8]).is_ok()
-        };
-        while !is_serving() {
+        while !is_serving(socket) {
             assert!(Instant::now() < deadline, "nothing is served");
             std::thread::sleep(Duration::from_millis(5));
         }
         server
     }
+}
+
+/// True when a server greets: then its image is open.
+fn is_serving(socket: &Path) -> bool {
+    let Ok(mut stream) = UnixStream::connect(socket) else { return false };
+    stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a timeout");
+    stream.read_exact(&mut [0; 8]).is_ok()
 }
 
 impl Drop for Server {
@@ -113,6 +115,172 @@ fn a_served_raw_image_has_readers_and_servers_beside_it() {
     oracle.qemu.io(["-r", "-f", "raw", "-c", "read 0 512", path]).expect_ok();
     let resized = oracle.qemu.img(["resize", "-q", "-f", "raw", path, "8M"]);
     assert_eq!(resized.code, 1, "its size is what clients were told");
+}
+
+/// The tools of one side: the newest QEMU's, or ours by the same names.
+struct Tools(PathBuf);
+
+impl Tools {
+    fn command(&self, name: &str) -> Command {
+        Command::new(self.0.join(name))
+    }
+}
+
+/// A process that has the image open: a shell that waits for commands, or a server. Ended when dropped.
+struct Holder {
+    process: Server,
+    _input: Option<ChildStdin>,
+}
+
+/// How to hold an image in format `F`, and as which process.
+const HOLDERS: &[&str] = &[
+    "qemu-io -f F a",
+    "qemu-io -r -f F a",
+    "qemu-io -r -U -f F a",
+    "qemu-nbd -t -e 0 -k SOCKET -f F a",
+    "qemu-nbd -t -e 0 -k SOCKET -r -f F a",
+    "qemu-storage-daemon --blockdev file,filename=a,node-name=f --blockdev F,file=f,node-name=n \
+     --blockdev null-co,read-zeroes=on,node-name=z --nbd-server addr.type=unix,addr.path=SOCKET --export nbd,id=z,node-name=z",
+    "qemu-storage-daemon --blockdev file,filename=a,node-name=f --blockdev F,file=f,node-name=n \
+     --nbd-server addr.type=unix,addr.path=SOCKET --export nbd,id=n,node-name=n",
+    "qemu-storage-daemon --blockdev file,filename=a,node-name=f --blockdev F,file=f,node-name=n \
+     --nbd-server addr.type=unix,addr.path=SOCKET --export nbd,id=n,node-name=n,writable=on",
+];
+
+/// What comes beside them.
+const COMERS: &[&str] = &[
+    "qemu-io -f F -c read_0_512 a",
+    "qemu-io -f F -c write_0_512 a",
+    "qemu-io -r -f F -c read_0_512 a",
+    "qemu-io -r -U -f F -c read_0_512 a",
+    "qemu-io -f F -c truncate_5M a",
+    "qemu-img info -f F a",
+    "qemu-img info -U -f F a",
+    "qemu-img check -f F a",
+    "qemu-img check -U -f F a",
+    "qemu-img check -r all -f F a",
+    "qemu-img map -f F a",
+    "qemu-img map -U -f F a",
+    "qemu-img measure -O qcow2 -f F a",
+    "qemu-img measure -U -O qcow2 -f F a",
+    "qemu-img convert -f F -O raw a t",
+    "qemu-img convert -U -f F -O raw a t",
+    "qemu-img convert -n -f raw -O F b a",
+    "qemu-img convert -f raw -O F b a",
+    "qemu-img compare -f F -F raw a b",
+    "qemu-img compare -U -f F -F raw a b",
+    "qemu-img dd -f F -O raw bs=64k if=a of=t",
+    "qemu-img dd -U -f F -O raw bs=64k if=a of=t",
+    "qemu-img dd -f raw -O F bs=64k if=b of=a",
+    "qemu-img bench -c 2 -f F a",
+    "qemu-img bench -w -c 2 -f F a",
+    "qemu-img bench -U -c 2 -f F a",
+    "qemu-img create -f qcow2 -b a -F F t",
+    "qemu-img create -f F a 4M",
+    "qemu-img resize -f F a 8M",
+    "qemu-img resize --shrink -f F a 2M",
+    "qemu-img snapshot -l a",
+    "qemu-img snapshot -c x a",
+    "qemu-img amend -f F -o lazy_refcounts=on a",
+    "qemu-img bitmap -f F --add a bb",
+    "qemu-img rebase -u -f F -b NOTHING a",
+    "qemu-img commit -f F a",
+    "qemu-nbd -t -k BESIDE -f F a",
+    "qemu-nbd -t -k BESIDE -r -f F a",
+];
+
+/// The command line; `_` within a word is a blank.
+fn words(line: &str, format: &str, folder: &Path) -> Vec<String> {
+    let socket = |name: &str| folder.join(name).display().to_string();
+    line.split_whitespace()
+        .map(|word| match word {
+            "F" => format.to_owned(),
+            "NOTHING" => String::new(),
+            word if word.starts_with("F,") => word.replacen('F', format, 1),
+            word if word.starts_with("lazy_") => word.to_owned(),
+            word => word.replace("SOCKET", &socket("socket")).replace("BESIDE", &socket("beside")).replace('_', " "),
+        })
+        .collect()
+}
+
+fn hold(tools: &Tools, line: &str, format: &str, folder: &Path) -> Holder {
+    let words = words(line, format, folder);
+    let mut command = tools.command(&words[0]);
+    command.args(&words[1..]).current_dir(folder);
+    if words[0] != "qemu-io" {
+        let _ = std::fs::remove_file(folder.join("socket"));
+        return Holder { process: Server::start(command, &folder.join("socket")), _input: None };
+    }
+    let mut shell = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a shell");
+    let (mut input, output) = (shell.stdin.take().expect("a pipe"), shell.stdout.take().expect("a pipe"));
+    writeln!(input, "length").expect("it listens");
+    // It answers once the image is open and locked.
+    let said = BufReader::new(output).lines().next().expect("an answer").expect("text");
+    assert!(said.contains("4 MiB"), "{line}: {said}");
+    Holder { process: Server(shell), _input: Some(input) }
+}
+
+/// What a comer says where a lock is in its way; `None` where it gets in.
+fn refusal(tools: &Tools, line: &str, format: &str, folder: &Path) -> Option<String> {
+    let (words, socket) = (words(line, format, folder), folder.join("beside"));
+    let (_, _) = (std::fs::remove_file(folder.join("t")), std::fs::remove_file(&socket));
+    let mut command = tools.command(&words[0]);
+    command.args(&words[1..]).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = Server(command.spawn().expect("it runs"));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while process.0.try_wait().expect("a process").is_none() {
+        if is_serving(&socket) {
+            return None;
+        }
+        assert!(Instant::now() < deadline, "{line}: no end");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let mut said = String::new();
+    process.0.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
+    said.to_lowercase().contains("failed to get").then_some(said)
+}
+
+/// What runs beside what, with QEMU's tools and with ours: the locks of each holder, and who gets in beside it.
+#[test]
+fn the_same_runs_beside_the_same_as_with_qemus_tools() {
+    let oracle = Oracle::new();
+    let folder = oracle.work();
+    let theirs = Tools(oracle.qemu.img_path().parent().expect("a folder").to_owned());
+    let ours = Tools(folder.join("ours"));
+    std::fs::create_dir(&ours.0).expect("a folder");
+    for name in ["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"] {
+        std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), ours.0.join(name)).expect("a link");
+    }
+    oracle.make("create -q -f raw b 4M");
+    let mut differences = Vec::new();
+    let mut known: BTreeSet<Vec<u64>> = BTreeSet::new();
+    for format in ["raw", "qcow2"] {
+        known.clear();
+        for line in HOLDERS {
+            oracle.make(&format!("create -q -f {format} a 4M"));
+            let bytes = |tools| {
+                let holder = hold(tools, line, format, &folder);
+                held::locked_bytes(holder.process.0.id(), folder.join("a"))
+            };
+            let (real, own) = (bytes(&theirs), bytes(&ours));
+            if real != own {
+                differences.push(format!("{format}: {line}: {own:?} instead of {real:?}"));
+            }
+            // Who gets in depends on the locks alone.
+            if !known.insert(real) {
+                continue;
+            }
+            let _holder = hold(&theirs, line, format, &folder);
+            for comer in COMERS {
+                let [real, own] = [&theirs, &ours].map(|tools| refusal(tools, comer, format, &folder));
+                if real.is_some() != own.is_some() {
+                    differences.push(format!("{format}: {comer} beside {line}: {own:?} instead of {real:?}"));
+                }
+            }
+        }
+        assert!(known.len() >= 3, "{format}: {known:?}");
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
 /// A process that is killed under load has I/O in the kernel's hands, and with it the locks, for a moment longer than it

@@ -2,6 +2,7 @@
 //! `serve`, and the command lines of qemu-nbd and qemu-storage-daemon, used by real clients.
 
 use crate::oracle::Oracle;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::os::unix::net::UnixStream;
@@ -102,6 +103,51 @@ fn folders_of_killed_daemons_are_in_nobodys_way() {
     assert_eq!(mode & 0o777, 0o700);
     serving.signal("TERM");
     assert!(serving.wait().success() && !folder.exists());
+}
+
+/// What a client sees of an export under this name; `None`: the server doesn't know it.
+fn seen(oracle: &Oracle, name: &str) -> Option<String> {
+    let uri = format!("nbd+unix:///{name}?socket={}", oracle.work().join("n.sock").display());
+    let said = oracle.qemu.img(["info", &uri]);
+    assert!(said.code == 0 || said.stderr.contains(&format!("export '{name}'")), "{}", said.stderr);
+    (said.code == 0).then_some(said.stdout)
+}
+
+#[test]
+fn a_single_drive_answers_to_its_name_and_without_one() {
+    let oracle = Oracle::new();
+    for name in ["a.qcow2", "b.qcow2"] {
+        oracle.make(&format!("create -q -f qcow2 {name} 8M"));
+    }
+    let (one, two) = (["--drive", "file=a.qcow2,id=disk"], ["--drive", "file=b.qcow2,id=other"]);
+    for (arguments, known, unknown) in [
+        (&["serve", "a.qcow2"][..], &["", "a"][..], "b"),
+        (&[&["serve"], &one[..]].concat(), &["", "disk"], "a"),
+        (&[&["serve", "-x", "x"], &one[..]].concat(), &["x", "disk"], "y"),
+        (&[&["serve"], &one[..], &two[..]].concat(), &["disk", "other"], "a"),
+        // As QEMU's.
+        (&["qemu-nbd", "-v", "-t", "-x", "disk", "a.qcow2"], &["disk"], ""),
+        (&["qemu-nbd", "-v", "-t", "a.qcow2"], &[""], "export"),
+    ] {
+        let mut command = Command::new(COWSHED);
+        command.args(arguments).args(["-k".into(), oracle.work().join("n.sock")]).current_dir(oracle.work());
+        let serving = Serving::of(&mut command);
+        let mut log = serving.1.try_clone().expect("a descriptor");
+        await_socket(&oracle.work().join("n.sock"));
+        for name in known {
+            assert!(seen(&oracle, name).is_some(), "{arguments:?}: '{name}'");
+        }
+        assert_eq!(seen(&oracle, unknown), None, "{arguments:?}: '{unknown}'");
+        serving.signal("TERM");
+        assert!(serving.wait().success(), "{arguments:?}");
+        // The log names what was asked for and what there is.
+        let mut text = String::new();
+        log.rewind().and_then(|()| log.read_to_string(&mut text)).expect("text");
+        let names = known.iter().map(|name| format!("{name:?}")).collect::<BTreeSet<_>>();
+        let names = names.into_iter().collect::<Vec<_>>().join(", ");
+        let expected = format!("name={unknown:?} names={{{names}}}");
+        assert!(text.contains(&expected), "{arguments:?}: {expected}: {text}");
+    }
 }
 
 #[test]
@@ -295,7 +341,13 @@ fn qemu_storage_daemon_goes_into_the_background() {
 fn what_cannot_start_says_why_and_leaves_nothing() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
-    let mistakes: [(&[&str], &str); 13] = [
+    // Clients of a file's export rely on its length, which the format above changes.
+    let file = ["qemu-storage-daemon", "--blockdev", "file,node-name=f,filename=disk.qcow2"];
+    let format = ["--blockdev", "qcow2,node-name=q,file=f"];
+    let server = ["--nbd-server", "addr.type=unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=f"];
+    let mistakes: [(&[&str], &str); 15] = [
+        (&[&file[..], &format, &server].concat(), "'q' needs permission to resize"),
+        (&[&file[..], &server, &format].concat(), "'q' needs permission to resize"),
         (&["serve"], "Expecting an image file name"),
         (&["serve", "-k", "n.sock", "nothing.qcow2"], "nothing.qcow2"),
         (&["serve", "-k", "n.sock", "--cache", "fast", "disk.qcow2"], "'fast'"),

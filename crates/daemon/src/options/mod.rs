@@ -70,6 +70,8 @@ enum What {
         authz: Option<String>,
         max_connections: usize,
         handshake_seconds: Option<u64>,
+        /// See [`Step::answering_to_ids`].
+        by_ids: bool,
     },
 }
 
@@ -291,8 +293,17 @@ impl Step {
     ) -> Step {
         Step {
             option: "the NBD server".to_owned(),
-            what: What::Serve { address, tls, authz, max_connections, handshake_seconds },
+            what: What::Serve { address, tls, authz, max_connections, handshake_seconds, by_ids: false },
         }
+    }
+
+    /// Exports are found by their ids besides their names, and the first one without a name.
+    #[must_use]
+    pub fn answering_to_ids(mut self) -> Step {
+        if let What::Serve { by_ids, .. } = &mut self.what {
+            *by_ids = true;
+        }
+        self
     }
 
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
@@ -302,7 +313,7 @@ impl Step {
                 return commands::set_budget(bytes).map_err(|error| error.file(self.option));
             }
             What::Drive(drive) => return drive.add(daemon).await,
-            What::Serve { address, tls, authz, max_connections, handshake_seconds } => {
+            What::Serve { address, tls, authz, max_connections, handshake_seconds, by_ids } => {
                 let access = commands::Access { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
                 commands::start_nbd(
                     daemon,
@@ -311,6 +322,7 @@ impl Step {
                     max_connections,
                     handshake_seconds,
                 )
+                .inspect(|()| daemon.nbd().iter().filter(|_| by_ids).for_each(|nbd| nbd.answer_to_ids()))
             }
             What::Controls(id, controls) => controls.apply(daemon, &id).await,
             What::Node(options) => commands::add_node(daemon, options).await,

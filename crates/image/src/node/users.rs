@@ -33,11 +33,20 @@ fn held(users: &[Edge]) -> PermissionSet {
 }
 
 /// A file whose length changes: the lock says so until this is dropped.
-pub(super) struct Resizing<'a>(&'a Node);
+pub(super) struct Resizing<'a> {
+    node: &'a Node,
+    /// The file and the locks that it had, where they don't follow from the node's users.
+    before: Option<(&'a FileDriver, Permissions)>,
+}
 
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
-        self.0.release(RESIZING);
+        self.node.release(RESIZING);
+        if let Some((file, before)) = self.before
+            && let Err(error) = file.file.lock(before)
+        {
+            tracing::warn!("{error}");
+        }
     }
 }
 
@@ -262,11 +271,17 @@ impl Node {
     }
 
     /// Locks the node's file for a change of its length.
-    pub(super) fn resizing<'a>(&'a self, file: &FileDriver) -> Result<Resizing<'a>> {
+    pub(super) fn resizing<'a>(&'a self, file: &'a FileDriver) -> Result<Resizing<'a>> {
         let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
         // Not against its own users: they follow the new size.
         self.users().push(Edge::new(RESIZING, permissions));
-        let resizing = Resizing(self);
+        let mut resizing = Resizing { node: self, before: None };
+        let held = file.file.permissions();
+        // A raw image that bears other writers is locked for its size only now.
+        if self.settings.locks() == LockSource::Opening && held.used.contains(PermissionSet::WRITE) {
+            file.file.lock(Permissions { used: held.used | PermissionSet::RESIZE, ..held })?;
+            resizing.before = Some((file, held));
+        }
         self.lock_file(file)?;
         Ok(resizing)
     }

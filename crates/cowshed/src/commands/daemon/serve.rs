@@ -19,8 +19,8 @@ pub const VERB: Verb = Verb {
     name: "serve",
     about: "Serve images over NBD, under control of QMP monitors",
     operands: "[FILE]...",
-    details: "Without an address it listens on a new Unix socket and prints its URI. One FILE is the default export; of \
-              several each has its name without folder and ending. What clients do is logged on standard error. SIGTERM \
+    details: "Without an address it listens on a new Unix socket and prints its URI. One FILE is the default export, whose name may be left out; each \
+              has its name without folder and ending. What clients do is logged on standard error. SIGTERM \
               and Ctrl-C stop it in order: what is in flight is answered, and everything is flushed, as far as disks answer within --stop-timeout.\n\n\
               A service manager can pass sockets (LISTEN_FDS). See docs/daemon.md.",
     examples: "  cowshed serve disk.qcow2
@@ -212,7 +212,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if !args.daemonize || is_second {
         let (address, made) = args.address()?;
         folder = made;
-        steps.push(Step::serve(address, (args.tls_creds.clone(), None), args.max_connections, None));
+        let serve = Step::serve(address, (args.tls_creds.clone(), None), args.max_connections, None);
+        steps.push(serve.answering_to_ids());
     }
     let only = exports.len() == 1;
     for (id, writable) in exports {
