@@ -15,6 +15,8 @@ pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 pub const GREETING_BYTES: usize = 18;
 /// Zero bytes after the answer to `NBD_OPT_EXPORT_NAME`, unless left out by agreement.
 pub const EXPORT_NAME_ZEROES: usize = 124;
+/// Bytes of the oldstyle greeting between its two magics and the zeroes, as many as after `NBD_OPT_EXPORT_NAME`.
+pub const OLDSTYLE_BYTES: usize = 12;
 /// Bytes of the answer to `NBD_OPT_EXPORT_NAME` without the zeroes.
 pub const EXPORT_NAME_BYTES: usize = 10;
 
@@ -35,10 +37,24 @@ pub fn parse(bytes: &[u8; GREETING_BYTES]) -> Result<HandshakeFlags, Malformed> 
     }
     match cursor.u64()? {
         OPTION_MAGIC => {}
-        OLDSTYLE_MAGIC => return Err(Malformed("the server speaks the oldstyle NBD protocol, which is not supported")),
         _ => return Err(Malformed("this is not an NBD server")),
     }
     Ok(HandshakeFlags(cursor.u16()? & HandshakeFlags::ALL.0))
+}
+
+/// True for the first 16 bytes of a server that speaks the oldstyle protocol: one export without a name, and no options.
+pub fn is_oldstyle(bytes: &[u8]) -> bool {
+    bytes.get(..16).is_some_and(|start| start == [INIT_MAGIC.to_be_bytes(), OLDSTYLE_MAGIC.to_be_bytes()].concat())
+}
+
+/// Size in bytes and flags from what follows these: "32 bits, flags", of which the lower half is of the transmission.
+pub fn parse_oldstyle(bytes: &[u8; OLDSTYLE_BYTES]) -> Result<(u64, TransmissionFlags), Malformed> {
+    let mut cursor = Cursor::new(bytes);
+    let size = cursor.u64()?;
+    let flags = TransmissionFlags((cursor.u32()? & 0xffff) as u16);
+    // Without this one the others mean nothing.
+    let has_flags = flags.contains(TransmissionFlags::HAS_FLAGS);
+    Ok((size, if has_flags { flags } else { TransmissionFlags::default() }))
 }
 
 /// The client's answer: "the server MUST drop the connection if the client sets an unknown flag".

@@ -348,7 +348,14 @@ impl<D: Disk> Negotiation<'_, D> {
         if option == code::GO && entered.is_none() {
             return self.refuse(option, rep::ERR_UNKNOWN, "the export is being removed").await;
         }
-        let flags = entered.as_ref().map_or_else(|| self.terms(&served).flags, |(_, terms)| terms.flags);
+        let flags = match &entered {
+            Some((_, terms)) => terms.flags,
+            // The client may choose contexts yet.
+            None => {
+                let is_extended = self.replies == ReplyStyle::Extended;
+                self.terms(&served).flags.with(TransmissionFlags::BLOCK_STATUS_PAYLOAD, is_extended)
+            }
+        };
         self.reply(option, OptionReply::Export(export.disk.size(), flags)).await?;
         if request.canonical_name {
             self.reply(option, OptionReply::Name(&export.name)).await?;

@@ -6,8 +6,9 @@ mod served;
 use cowshed_block::ErrorKind;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, StatusExtent, ZeroFlags, open};
+use cowshed_nbd::{ClientOptions, list_exports};
 use cowshed_nbd_server::ServerConfig;
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use served::foreign::Foreign;
 use served::{Served, run, text, write_pattern};
@@ -115,6 +116,28 @@ fn a_disk_on_nbdkit_is_a_disk() {
             node.close().await.expect("close");
         });
     }
+}
+
+/// nbdkit refuses flushes in the oldstyle protocol, so the disk is only read.
+#[test]
+fn a_disk_on_an_oldstyle_server_is_read() {
+    let dir = temp_dir();
+    let image = dir.path().join("disk.raw");
+    let content = write_pattern(&image, SIZE, 12);
+    let server = Foreign::nbdkit(&dir.path().join("socket"), &["--oldstyle", "-r", "file", text(&image)]);
+    rt::block_on(async {
+        let node = open(request(&server.uri()).writable(false)).await.expect("open");
+        assert_eq!(node.size(), SIZE);
+        assert!(read(&node, 0, SIZE as usize).await == content, "the whole disk");
+        node.close().await.expect("close");
+        let named = server.uri().replace("///", "///name");
+        let error = open(request(&named).writable(false)).await.expect_err("it has one export without a name");
+        assert_eq!(error.sentence(), "Server does not support non-empty export names");
+        let address = SocketAddress::Unix(text(&server.socket).to_owned());
+        let listed = list_exports(&ClientOptions::new(address, "")).await.expect("a list");
+        let facts = listed[0].facts.as_ref().expect("its facts");
+        assert_eq!((listed.len(), listed[0].name.as_str(), facts.size), (1, "", SIZE));
+    });
 }
 
 #[test]

@@ -109,6 +109,12 @@ fn extended_headers_take_precedence() {
     assert!(flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
     let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Extended, "disk", &[]);
     assert!(!flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
+    // Who only asks may choose contexts yet, as QEMU's server has it.
+    let mut wire = Wire::connect(&served.socket);
+    wire.expect_ack(code::EXTENDED_HEADERS);
+    let replies = wire.option(code::INFO, &info("disk", false));
+    let OptionReply::Export(_, flags) = OptionReply::parse(replies[0].0, &replies[0].1).unwrap() else { panic!() };
+    assert!(flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
     let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Simple, "disk", &[]);
     assert!(!flags.contains(TransmissionFlags::SEND_DF));
     served.stop();

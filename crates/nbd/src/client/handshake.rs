@@ -44,6 +44,17 @@ pub(super) struct Said {
     pub block_sizes: bool,
 }
 
+/// How far a client and a server can haggle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Style {
+    /// About options of all kinds.
+    Fixed,
+    /// The client names an export.
+    Newstyle,
+    /// Not at all: there is one export without a name.
+    Oldstyle,
+}
+
 /// The end of a server's answer to an option.
 pub(super) enum End {
     Ack,
@@ -54,12 +65,12 @@ pub(super) fn broken(why: Malformed) -> Error {
     Error::new(ErrorKind::Io, format!("the server breaks the protocol: {why}"))
 }
 
-/// The greeting, and encryption where that is wanted; true where options can be haggled about.
+/// The greeting, and encryption where that is wanted.
 pub(super) async fn begin<'a>(
     stream: &'a Stream,
     receiver: &'a mut Receiver,
     options: &ClientOptions,
-) -> Result<(Handshake<'a>, bool)> {
+) -> Result<(Handshake<'a>, Style)> {
     let agreed = Agreed {
         facts: ExportFacts::unsaid(),
         headers: HeaderStyle::Compact,
@@ -67,10 +78,10 @@ pub(super) async fn begin<'a>(
         context: None,
     };
     let mut handshake = Handshake { stream, receiver, no_zeroes: false, agreed, said: Said::default() };
-    let fixed = handshake.greet().await?;
+    let style = handshake.greet().await?;
     if let Some(credentials) = &options.tls {
-        if !fixed {
-            return Err(Error::unsupported("the server has no TLS"));
+        if style != Style::Fixed {
+            return Err(Error::unsupported("the server has no TLS").qemu("Server does not support STARTTLS"));
         }
         handshake.expect_ack(code::STARTTLS, "the server refuses TLS").await?;
         if !handshake.receiver.is_empty() {
@@ -83,16 +94,17 @@ pub(super) async fn begin<'a>(
         };
         stream.start_client_tls(credentials, name).await?;
     }
-    Ok((handshake, fixed))
+    Ok((handshake, style))
 }
 
 /// From the greeting to the transmission phase.
 pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, options: &ClientOptions) -> Result<Agreed> {
-    let (mut handshake, fixed) = begin(stream, receiver, options).await?;
-    if fixed {
-        handshake.haggle(options).await?;
-    } else {
-        handshake.export_name(&options.export).await?;
+    let (mut handshake, style) = begin(stream, receiver, options).await?;
+    match style {
+        Style::Fixed => handshake.haggle(options).await?,
+        Style::Newstyle => handshake.export_name(&options.export).await?,
+        Style::Oldstyle if options.export.is_empty() => {}
+        Style::Oldstyle => return Err(Error::invalid_argument("Server does not support non-empty export names")),
     }
     let mut agreed = handshake.agreed;
     if let (Some(name), None) = (&options.context, agreed.context) {
@@ -108,8 +120,16 @@ pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, opti
 }
 
 impl Handshake<'_> {
-    /// The first bytes in both directions; true where options can be haggled about.
-    async fn greet(&mut self) -> Result<bool> {
+    /// The first bytes in both directions. What an oldstyle server says of its export is all that there is to know.
+    async fn greet(&mut self) -> Result<Style> {
+        if self.receiver.peek(self.stream, 16).await?.is_some_and(greeting::is_oldstyle) {
+            self.receiver.consume(16);
+            let described = self.receiver.array(self.stream).await?;
+            let (size, flags) = greeting::parse_oldstyle(&described).map_err(broken)?;
+            self.receiver.skip(self.stream, greeting::EXPORT_NAME_ZEROES as u64).await?;
+            (self.agreed.facts.size, self.agreed.facts.flags) = (size, flags);
+            return Ok(Style::Oldstyle);
+        }
         let greeting = self.receiver.array(self.stream).await?;
         let offered = greeting::parse(&greeting).map_err(broken)?;
         let fixed = offered.contains(HandshakeFlags::FIXED_NEWSTYLE);
@@ -118,7 +138,7 @@ impl Handshake<'_> {
             .with(ClientFlags::FIXED_NEWSTYLE, fixed)
             .with(ClientFlags::NO_ZEROES, self.no_zeroes);
         self.send(&flags.0.to_be_bytes()).await?;
-        Ok(fixed)
+        Ok(if fixed { Style::Fixed } else { Style::Newstyle })
     }
 
     pub(super) async fn send(&self, bytes: &[u8]) -> Result<()> {

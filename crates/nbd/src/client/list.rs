@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What exports a server has.
 
-use super::handshake::{End, Handshake, begin, refused};
+use super::handshake::{End, Handshake, Style, begin, refused};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -31,13 +31,17 @@ pub async fn list_exports(options: &ClientOptions) -> Result<Vec<ListedExport>> 
     let asking = pin!(async {
         let stream = Stream::new(Socket::connect(&options.address, CONNECT_TIMEOUT).await?);
         let mut receiver = Receiver::default();
-        let (mut handshake, fixed) = begin(&stream, &mut receiver, options).await?;
-        if !fixed {
-            return Err(Error::unsupported("the server can't list its exports: it takes no options"));
-        }
-        let listed = handshake.list().await;
-        // The server may be gone, which is no concern of ours any more.
-        let _ = handshake.send(&option::encode(code::ABORT, &[])).await;
+        let (mut handshake, style) = begin(&stream, &mut receiver, options).await?;
+        let listed = match style {
+            Style::Fixed => {
+                let listed = handshake.list().await;
+                // The server may be gone, which is no concern of ours any more.
+                let _ = handshake.send(&option::encode(code::ABORT, &[])).await;
+                listed
+            }
+            Style::Newstyle => Err(Error::unsupported("the server can't list its exports: it takes no options")),
+            Style::Oldstyle => Ok(vec![handshake.only_export()]),
+        };
         drop(handshake);
         stream.close().await;
         listed
@@ -64,6 +68,17 @@ impl Handshake<'_> {
             listed.push(self.describe(name, description).await?);
         }
         Ok(listed)
+    }
+
+    /// The one export of an oldstyle server.
+    fn only_export(&self) -> ListedExport {
+        ListedExport {
+            name: String::new(),
+            facts: Some(self.agreed.facts.clone()),
+            has_block_sizes: false,
+            is_extended: false,
+            contexts: Vec::new(),
+        }
     }
 
     async fn describe(&mut self, name: String, description: String) -> Result<ListedExport> {
