@@ -21,7 +21,12 @@ fn run(program: &str, arguments: &[&str]) -> String {
 
 #[track_caller]
 fn cowshed(arguments: &[&str]) -> String {
-    run(env!("CARGO_BIN_EXE_cowshed"), arguments)
+    let mut arguments = arguments.to_vec();
+    // What the cases before have made is overwritten.
+    if matches!(arguments[0], "convert" | "create") && !arguments.contains(&"-n") {
+        arguments.insert(1, "--force");
+    }
+    run(env!("CARGO_BIN_EXE_cowshed"), &arguments)
 }
 
 /// A loop device, detached when dropped.

@@ -44,6 +44,11 @@ impl Bench {
 
     fn cowshed(&self, line: &str) -> Output {
         let program = env!("CARGO_BIN_EXE_cowshed");
+        // What the lines before have made is overwritten.
+        let line = match line.strip_prefix("convert ") {
+            Some(rest) if !rest.starts_with("-n ") => format!("convert --force {rest}"),
+            _ => line.to_owned(),
+        };
         Command::new(program).args(line.split(' ')).current_dir(self.folder.path()).output().unwrap()
     }
 
@@ -519,7 +524,7 @@ fn confined_work() {
     io.args(["io", "--untrusted", "-c", "write 0 64k", "disk"]).current_dir(bench.folder.path());
     assert!(io.status().unwrap().success());
     // With progress, on a terminal.
-    let line = format!("{} convert --untrusted -p -f raw -O qcow2 source sub/made", env!("CARGO_BIN_EXE_cowshed"));
+    let line = format!("{} convert --force --untrusted -p -f raw -O qcow2 source sub/made", env!("CARGO_BIN_EXE_cowshed"));
     let terminal = Command::new("script").args(["-qec", &line, "/dev/null"]).current_dir(bench.folder.path()).output();
     let terminal = terminal.expect("util-linux has it");
     assert!(terminal.status.success() && !terminal.stdout.is_empty(), "{terminal:?}");
@@ -538,7 +543,7 @@ fn the_process_is_confined() {
     std::fs::write(bench.path("source"), vec![7; 64 << 20]).unwrap();
     // At this rate it would take a minute.
     let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
-        .args("convert --untrusted -r 1M -f raw -O qcow2 source out".split(' '))
+        .args("convert --force --untrusted -r 1M -f raw -O qcow2 source out".split(' '))
         .current_dir(bench.folder.path())
         .spawn()
         .unwrap();

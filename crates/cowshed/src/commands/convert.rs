@@ -158,8 +158,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify image file name"));
     };
     check_combination(&args, sources.len())?;
+    let mut chosen = None;
     if !args.no_create {
-        args.target_format = Some(new_image::format(args.target_format.as_deref(), target, "-O", console)?);
+        let of_name = new_image::format(args.target_format.as_deref(), target, "-O", console)?;
+        args.target_format = Some(of_name.format.clone());
+        chosen = Some(of_name);
         new_image::check_absent(target, args.force, console)?;
     }
     let mut options = options(&args, sources, target)?;
@@ -176,6 +179,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         if is_source { sources_first(persona, &args, &options, failure) } else { failure }
     };
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
+    if let Some(chosen) = chosen {
+        chosen.tell(args.quiet, console);
+    }
     if !outcome.salvaged.is_empty() {
         console.complain(format_args!(
             "warning: {} unreadable parts became zeroes, the first at offset {}",

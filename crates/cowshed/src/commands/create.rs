@@ -75,7 +75,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [file, size] => (file, Some(sizes::size("image size", size)?)),
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
-    let format = new_image::format(args.format.as_deref(), file, "-f", console)?;
+    let chosen = new_image::format(args.format.as_deref(), file, "-f", console)?;
+    let format = chosen.format.clone();
     if console.persona == Persona::QemuImg && options_of(&format).is_none() {
         return Err(Failure::new(format!("{file}: Unknown file format '{format}'")));
     }
@@ -110,6 +111,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             work::run_quietly(|_| plan.run()).map_err(failed)?;
         }
     }
+    chosen.tell(args.quiet, console);
     Ok(0)
 }
 

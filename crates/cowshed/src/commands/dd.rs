@@ -87,7 +87,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let (Some(input), Some(output)) = (operands.input, operands.output) else {
         return Err(Failure::new("Must specify both input and output files"));
     };
-    let format = new_image::format(args.output_format.as_deref(), &output, "-O", console)?;
+    let chosen = new_image::format(args.output_format.as_deref(), &output, "-O", console)?;
+    let format = chosen.format.clone();
     new_image::check_absent(&output, args.force, console)?;
     let Objects { secrets, tls } = args.naming.objects()?;
     let options = DdOptions {
@@ -106,6 +107,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let job = work::Foreground::new(console.persona, false, false, "copying")?;
     let failed = |error: &Error| failed(console.persona, &input, &output, error);
     let outcome = job.run(async |handle| dd::run(&options, &handle).await, failed)?;
+    chosen.tell(false, console);
     if outcome.skipped_past_end {
         console.complain(format_args!("{input}: cannot skip to specified offset"));
     }

@@ -22,9 +22,25 @@ const ENDINGS: &[(&str, &str)] = &[
     ("qed", "qed"),
 ];
 
-/// The format of a new image: the one that is given, else under our own name the one that the name's ending means, which a line
-/// says, else raw. `option` names the option that gives one.
-pub fn format(given: Option<&str>, name: &str, option: &str, console: &mut Console) -> Result<String, Failure> {
+/// The format of a new image, and what is said of it when the image is made.
+pub struct Chosen {
+    /// The format.
+    pub format: String,
+    notice: Option<String>,
+}
+
+impl Chosen {
+    /// Says how the format was found, where nothing on the command line named it.
+    pub fn tell(&self, quiet: bool, console: &mut Console) {
+        if let Some(notice) = self.notice.as_deref().filter(|_| !quiet) {
+            console.complain(notice);
+        }
+    }
+}
+
+/// The format of a new image: the one that is given, else under our own name the one that the name's ending means, else raw.
+/// `option` names the option that gives one.
+pub fn format(given: Option<&str>, name: &str, option: &str, console: &Console) -> Result<Chosen, Failure> {
     if let (None, Persona::Cowshed) = (given, console.persona)
         && let Some((ending, format)) = by_ending(name)
     {
@@ -33,13 +49,11 @@ pub fn format(given: Option<&str>, name: &str, option: &str, console: &mut Conso
                 "{name}: the ending '.{ending}' means the format '{format}', which can't be written; {option} names another"
             )));
         }
-        if format != "raw" {
-            console
-                .complain(format_args!("the format of '{name}' is {format}, by its ending ({option} names another)"));
-        }
-        return Ok(format.to_owned());
+        let notice = (format != "raw")
+            .then(|| format!("the format of '{name}' is {format}, by its ending ({option} names another)"));
+        return Ok(Chosen { format: format.to_owned(), notice });
     }
-    Ok(given.unwrap_or("raw").to_owned())
+    Ok(Chosen { format: given.unwrap_or("raw").to_owned(), notice: None })
 }
 
 fn by_ending(name: &str) -> Option<(&'static str, &'static str)> {

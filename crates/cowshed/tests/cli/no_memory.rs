@@ -41,7 +41,7 @@ fn tables_of_an_image_that_memory_does_not_hold_are_refused() {
     let hostile = folder.join("hostile.qcow2");
     // An L1 table of 32 MiB.
     qemu.create(&hostile, "qcow2", "cluster_size=512", 128 << 30);
-    for line in ["map IMAGE", "convert -O raw IMAGE out.raw", "check IMAGE", "qemu-io -r -c length IMAGE"] {
+    for line in ["map IMAGE", "convert --force -O raw IMAGE out.raw", "check IMAGE", "qemu-io -r -c length IMAGE"] {
         expect_refusal(folder, line);
     }
     // Two bytes for each of 16 million clusters.

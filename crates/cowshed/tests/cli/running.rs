@@ -246,7 +246,7 @@ fn a_signal_ends_a_conversion_whose_server_falls_silent() {
         let server = Server::start(&oracle, "source.raw");
         let mut child = start_work(
             &oracle,
-            &["convert", "-p", "-r", "8M", "-f", "raw", "-O", "qcow2", &server.uri, "target.qcow2"],
+            &["convert", "--force", "-p", "-r", "8M", "-f", "raw", "-O", "qcow2", &server.uri, "target.qcow2"],
         );
         let mut first = [0];
         child.stdout.as_mut().expect("a pipe").read_exact(&mut first).expect("progress");

@@ -77,7 +77,7 @@ pub fn check_signature(bytes: &[u8]) -> Result<()> {
     if bytes.starts_with(FILE_SIGNATURE) {
         return Ok(());
     }
-    Err(wrong("signature", 0, "another", "this is no VHDX image").qemu("Invalid argument"))
+    Err(wrong("signature", 0, "another", "this is no VHDX image"))
 }
 
 /// One of the two headers. Offsets and lengths in bytes.
