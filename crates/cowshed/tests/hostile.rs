@@ -524,7 +524,8 @@ fn confined_work() {
     io.args(["io", "--untrusted", "-c", "write 0 64k", "disk"]).current_dir(bench.folder.path());
     assert!(io.status().unwrap().success());
     // With progress, on a terminal.
-    let line = format!("{} convert --force --untrusted -p -f raw -O qcow2 source sub/made", env!("CARGO_BIN_EXE_cowshed"));
+    let line =
+        format!("{} convert --force --untrusted -p -f raw -O qcow2 source sub/made", env!("CARGO_BIN_EXE_cowshed"));
     let terminal = Command::new("script").args(["-qec", &line, "/dev/null"]).current_dir(bench.folder.path()).output();
     let terminal = terminal.expect("util-linux has it");
     assert!(terminal.status.success() && !terminal.stdout.is_empty(), "{terminal:?}");
