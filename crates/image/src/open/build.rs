@@ -3,6 +3,7 @@
 
 use super::children::encrypt_key;
 use super::names::{check_file_kind, driver_for, protocol_options};
+use super::null;
 use super::permissions::{asked_at_first, is_plain_filter};
 use super::policy::{Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
@@ -15,9 +16,7 @@ use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
     NodeSettings,
 };
-use crate::options::{
-    self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, NullOptions, RawOptions,
-};
+use crate::options::{self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, RawOptions};
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -250,7 +249,7 @@ impl Opener {
         let (driver, filename) = match schema.name {
             "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
             "nbd" => self.nbd_driver(&mut draft).await?,
-            "null-co" | "null-aio" => null_driver(&draft, schema.name),
+            "null-co" | "null-aio" => null::driver(&draft.options, schema.name),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
             "blkdebug" => self.blkdebug_driver(&mut draft).await?,
@@ -624,26 +623,6 @@ impl Opener {
 fn passes_on(options: &BlockdevOptions) -> bool {
     let named = options.text("driver").and_then(DriverSchema::find);
     named.is_some_and(|schema| schema.kind == DriverKind::Filter || schema.name == "raw")
-}
-
-fn null_driver(draft: &Draft, driver: &'static str) -> (Driver, String) {
-    let options = NullOptions::new(&draft.options);
-    let mut named = BlockdevOptions::new().with("driver", driver);
-    for key in ["size", "latency-ns", "read-zeroes"] {
-        if let Some(value) = draft.options.get(key) {
-            named.insert(key, value.clone());
-        }
-    }
-    let plain = draft.options.get("size").is_none();
-    let filename = if plain { format!("{driver}://") } else { named.to_json_name() };
-    let file = File::null_with(cowshed_storage::NullOptions {
-        len: options.size,
-        latency: std::time::Duration::from_nanos(options.latency_ns),
-    });
-    (
-        Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(options.read_zeroes), context: None }),
-        filename,
-    )
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.

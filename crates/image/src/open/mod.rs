@@ -8,6 +8,7 @@ mod deadline;
 mod extents;
 mod names;
 mod nbd;
+mod null;
 mod permissions;
 mod policy;
 

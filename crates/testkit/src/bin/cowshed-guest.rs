@@ -105,8 +105,9 @@ impl Kernel {
         let attributes = [
             number(2, connection.size),
             number(3, 512),
-            // Seconds that a request may take.
-            number(4, 600),
+            // Seconds that a request may take. A request that was on its way when its connection died is only sent again
+            // when they are over.
+            number(4, 40),
             number(5, connection.flags.into()),
             attribute(7 | NESTED, &attribute(1 | NESTED, &descriptor)),
             // Seconds that requests wait for another connection.
