@@ -298,7 +298,7 @@ impl Engine {
         if state.loading.insert(load.table) { Stall::Load(load) } else { Stall::Wait }
     }
 
-    /// A plan goes on without what it would have to wait for: somebody else may ask for it.
+    /// A plan goes on without what it would have to wait for: another plan may ask for it.
     pub(crate) fn withdraw(&self, state: &mut State, stall: &Stall) {
         match stall {
             Stall::Load(load) => drop(state.loading.remove(&load.table)),

@@ -19,7 +19,7 @@ pub struct Reserve {
     pub host: HostOffset,
     /// Its length in bytes.
     pub len: u64,
-    /// Nothing of the image is there, and nobody else gets the place meanwhile: where the file can't reserve space, zeroes may
+    /// Nothing of the image is there, and no other request gets the place meanwhile: where the file can't reserve space, zeroes may
     /// be written. Else the bytes that are there must stay.
     pub is_new: bool,
     /// The L2 table that the place is for.
@@ -40,7 +40,7 @@ pub(crate) enum Edit {
 pub(crate) struct Room {
     /// Clusters whose space is there.
     certain: HashSet<u64>,
-    /// Clusters whose space somebody reserves.
+    /// Clusters whose space a request reserves now.
     asked: HashSet<u64>,
     /// Clusters that were taken for L2 tables and aren't in use yet, by L1 index.
     places: BTreeMap<usize, u64>,
@@ -57,7 +57,7 @@ impl Room {
         self.certain.retain(|cluster| *cluster < end);
     }
 
-    /// Nobody waits for space.
+    /// True when no request waits for space.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.asked.is_empty()
     }
@@ -110,7 +110,7 @@ impl Engine {
         self.ask_for_room(state, cluster, false, None)
     }
 
-    /// Room for metadata that comes into being. `is_held`: nobody else can get the cluster meanwhile.
+    /// Room for metadata that comes into being. `is_held`: no other request can get the cluster meanwhile.
     pub(crate) fn require_new_room(&self, state: &mut State, cluster: u64, is_held: bool) -> Planned<()> {
         self.ask_for_room(state, cluster, is_held, None)
     }

@@ -213,7 +213,7 @@ fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) ->
     args.naming.untrusted.guard(&uses, console)
 }
 
-/// What is wrong with the sources counts more than what is wrong with the target.
+/// The failure of a source that can't be opened, else `later`, the failure of the target.
 fn sources_first(persona: Persona, args: &ConvertArgs, options: &ConvertOptions, later: Failure) -> Failure {
     work::opened_first(persona, &args.naming, &options.sources.iter().collect::<Vec<_>>(), later)
 }

@@ -266,7 +266,7 @@ fn the_same_runs_beside_the_same_as_with_qemus_tools() {
             if real != own {
                 differences.push(format!("{format}: {line}: {own:?} instead of {real:?}"));
             }
-            // Who gets in depends on the locks alone.
+            // The locks alone decide which comers get in.
             if !known.insert(real) {
                 continue;
             }
