@@ -9,6 +9,7 @@ use super::tally::Tally;
 use crate::qemu::Qemu;
 use crate::random::Random;
 use serde_json::{Value, json};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -181,7 +182,20 @@ impl Commander<'_> {
                 let options = self.new_options();
                 let backing = format!("backing_file={},backing_fmt={}", top.file.display(), top.format);
                 let options = if options.is_empty() { backing } else { format!("{options},{backing}") };
-                Qemu::system().create(&file, "qcow2", &options, disk.size());
+                // `-u`: without it qemu-img opens the backing file, whose header the daemon may be writing meanwhile.
+                let size = disk.size().to_string();
+                let arguments: [&OsStr; 9] = [
+                    "create".as_ref(),
+                    "-q".as_ref(),
+                    "-u".as_ref(),
+                    "-f".as_ref(),
+                    "qcow2".as_ref(),
+                    "-o".as_ref(),
+                    options.as_ref(),
+                    file.as_os_str(),
+                    size.as_ref(),
+                ];
+                Qemu::system().img(arguments).expect_ok();
                 match self.run("blockdev-add", &node_options(&layer, None, true))? {
                     Some(true) => self.run("blockdev-snapshot", &json!({"node": top.node, "overlay": node}))?,
                     other => other,
