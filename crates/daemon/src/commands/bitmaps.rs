@@ -131,10 +131,27 @@ fn node_for_new(daemon: &Daemon, name: &str, persistent: bool) -> QmpResult<Arc<
     Ok(found.image())
 }
 
+/// Refuses a name that an image has no room for, in QEMU's words.
+fn check_stored_name(node: &str, name: &str) -> QmpResult<()> {
+    const MOST: usize = 1023;
+    if name.len() <= MOST {
+        return Ok(());
+    }
+    let reason = format!("Name length exceeds maximum ({MOST} characters)");
+    Err(QmpError::generic(format!("Can't make bitmap '{name}' persistent in '{node}': {reason}")))
+}
+
 /// An action from the arguments of the command of the same name.
 pub(super) fn prepare(daemon: &Daemon, kind: &str, arguments: &Arguments) -> QmpResult<BitmapAction> {
     let node = match kind {
-        "block-dirty-bitmap-add" => node_for_new(daemon, arguments.text("node"), arguments.flag("persistent", false))?,
+        "block-dirty-bitmap-add" => {
+            let persistent = arguments.flag("persistent", false);
+            let node = node_for_new(daemon, arguments.text("node"), persistent)?;
+            if persistent {
+                check_stored_name(arguments.text("node"), arguments.text("name"))?;
+            }
+            node
+        }
         _ => node_of(daemon, arguments.text("node"))?,
     };
     let name = arguments.maybe_text("name").unwrap_or(arguments.text("target")).to_owned();

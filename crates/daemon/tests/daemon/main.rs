@@ -13,6 +13,7 @@ mod documents;
 mod drives;
 mod exports;
 mod fleecing;
+mod ids;
 mod internal;
 mod jobs;
 mod kinds;
