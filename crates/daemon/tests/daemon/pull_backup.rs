@@ -219,6 +219,16 @@ fn the_past_is_read_whole_while_clients_write() {
 /// A reader that has found nothing on the target, and is slow on its way to the disk, keeps a write to the same bytes waiting.
 #[test]
 fn a_write_waits_for_a_slow_reader_of_the_past() {
+    write_beside_a_slow_reader(false);
+}
+
+/// The same where the job writes to the target by way of a filter.
+#[test]
+fn a_write_waits_for_a_slow_reader_below_a_filter() {
+    write_beside_a_slow_reader(true);
+}
+
+fn write_beside_a_slow_reader(by_filter: bool) {
     let (daemon, mut client, _) = chain("cluster_size=64k");
     let limits = json!({"bps-read": 65536});
     client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": limits}));
@@ -231,7 +241,13 @@ fn a_write_waits_for_a_slow_reader_of_the_past() {
     let mut options = node(&scratch, "scratch");
     options["backing"] = json!("slow");
     client.command("blockdev-add", options);
-    client.command("blockdev-backup", json!({"device": "t", "target": "scratch", "sync": "none", "job-id": "b"}));
+    if by_filter {
+        client.command("object-add", json!({"qom-type": "throttle-group", "id": "free"}));
+        let filter = json!({"driver": "throttle", "node-name": "above", "throttle-group": "free", "file": "scratch"});
+        client.command("blockdev-add", filter);
+    }
+    let target = if by_filter { "above" } else { "scratch" };
+    client.command("blockdev-backup", json!({"device": "t", "target": target, "sync": "none", "job-id": "b"}));
     client.command("block-export-add", json!({"type": "nbd", "id": "past", "node-name": "scratch", "name": "past"}));
     // The first reads use up what the group lets through at once.
     let mut reader = std::process::Command::new(Qemu::system().io_path());
