@@ -11,6 +11,7 @@ mod commits;
 mod damage;
 mod documents;
 mod drives;
+mod exported_files;
 mod exports;
 mod fleecing;
 mod ids;
