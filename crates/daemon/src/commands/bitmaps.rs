@@ -5,7 +5,7 @@ use super::names;
 use super::snapshot::{Action, carry_out};
 use super::{Arguments, Group, change};
 use crate::state::Daemon;
-use cowshed_block::Error;
+use cowshed_block::{Error, ErrorKind};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::node::{NodeBitmap, SavedBitmap};
 use cowshed_image::{DirtyBits, Node};
@@ -106,7 +106,11 @@ async fn run(daemon: &Rc<Daemon>, kind: &str, arguments: &Arguments) -> QmpResul
 
 /// QEMU's words, which don't name the file.
 fn worded(error: Error) -> QmpError {
-    QmpError::generic(error.message().to_owned())
+    // A disk's error says where and why.
+    match error.kind() {
+        ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::Poisoned => QmpError::generic(error.to_string()),
+        _ => QmpError::generic(error.message().to_owned()),
+    }
 }
 
 fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
