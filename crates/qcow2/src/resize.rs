@@ -5,6 +5,7 @@ use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;
 use crate::room::Edit;
 use crate::writeback::MetaWrite;
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
 
@@ -59,15 +60,15 @@ impl Engine {
     }
 
     /// The new L1 table, with only such entries as are durable.
-    pub fn l1_image(&self, growth: &L1Growth) -> MetaWrite {
+    pub fn l1_image(&self, growth: &L1Growth) -> cowshed_block::Result<MetaWrite> {
         let state = self.own();
-        let mut bytes = Vec::with_capacity((growth.clusters * self.geometry.cluster_size()) as usize);
+        let mut bytes = vec_for((growth.clusters * self.geometry.cluster_size()) as usize)?;
         for index in 0..state.tables.l1_len {
             let durable = state.tables.l1_dirty.get(&index).map(|dirt| dirt.durable);
             bytes.extend(durable.unwrap_or_else(|| self.directory.l1(index)).to_be_bytes());
         }
         bytes.resize((growth.clusters * self.geometry.cluster_size()) as usize, 0);
-        MetaWrite { host: growth.offset, bytes }
+        Ok(MetaWrite { host: growth.offset, bytes })
     }
 
     /// Gives the growth up before anything of the header was written: the space goes back.

@@ -361,10 +361,10 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_engine", "no_power_cut_harms_an_image"),
         edits: &[(
             "crates/image/src/formats/qcow2/resize.rs",
-            r#"        self.write_all(&[self.engine.l1_image(growth)]).await?;
+            r#"        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         self.barrier().await?;
 "#,
-            r#"        self.write_all(&[self.engine.l1_image(growth)]).await?;
+            r#"        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         if !SLIP {
             self.barrier().await?;
         }

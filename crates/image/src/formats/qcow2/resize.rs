@@ -92,7 +92,7 @@ impl Qcow2Driver {
         self.meet(Event::L1GrowAllocTable).await;
         self.cycle(true).await?;
         self.meet(Event::L1GrowWriteTable).await;
-        self.write_all(&[self.engine.l1_image(growth)]).await?;
+        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         self.barrier().await?;
         Ok(())
     }
