@@ -111,7 +111,7 @@ fn no_amount_of_memory_ends_a_verb_half_way() {
                 continue;
             }
             let (mut refused, mut done) = (0, 0);
-            for more in [0, 2, 5, 9, 14, 20, 26, 32, 40, 60, 100] {
+            for more in [0, 2, 5, 9, 14, 20, 26, 32, 40, 60, 100, 160] {
                 let name = if is_change { "copy.qcow2" } else { image };
                 if is_change {
                     std::fs::copy(folder.join(image), folder.join(name)).expect("a copy");
