@@ -210,7 +210,7 @@ async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
     let Some(watch) = watch.take() else { return };
     if let Err(error) = std::thread::Builder::new().name("signals".to_owned()).spawn(watch) {
         crate::output::warning::print(&format!(
-            "only a second signal stops this: could not watch for signals: {error}"
+            "only a second signal stops this: could not start a thread that watches for signals: {error}"
         ));
     }
 }

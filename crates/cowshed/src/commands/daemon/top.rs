@@ -2,6 +2,7 @@
 //! `top`: what a daemon's exports do, live.
 
 use super::super::Verb;
+use super::keys::Keys;
 use crate::output::size::human;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -18,7 +19,8 @@ pub const VERB: Verb = Verb {
     details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export: operations and bytes \
               a second and their average latency, requests in flight on average, requests that limits held back a second, \
               and look-ups of the mapping that found it in memory. The last line \
-              is the memory that the metadata of all images takes and may take. On a terminal the screen is drawn anew each time.",
+              is the memory that the metadata of all images takes and may take. On a terminal the screen is drawn anew each time, and \
+              q ends; one of fewer than 118 columns gets a table of 60.",
     examples: "  cowshed top qmp.sock
   cowshed top --interval 0.5 --count 10 qmp.sock",
     in_qemu_img: false,
@@ -113,12 +115,20 @@ impl Counts {
         }
     }
 
+    /// Operations and bytes a second.
+    fn rates(self, seconds: f64) -> (String, String) {
+        (format!("{:.0}", self.operations as f64 / seconds), human((self.bytes as f64 / seconds) as u64))
+    }
+
+    /// On average, in milliseconds.
+    fn latency_ms(self) -> f64 {
+        if self.operations == 0 { 0.0 } else { self.time_ns as f64 / self.operations as f64 / 1e6 }
+    }
+
     /// Operations a second, bytes a second, average latency in milliseconds.
     fn cells(self, seconds: f64) -> String {
-        let rate = self.operations as f64 / seconds;
-        let bytes = human((self.bytes as f64 / seconds) as u64);
-        let latency = if self.operations == 0 { 0.0 } else { self.time_ns as f64 / self.operations as f64 / 1e6 };
-        format!("{rate:>9.0} {bytes:>10} {latency:>8.3}")
+        let (rate, bytes) = self.rates(seconds);
+        format!("{rate:>9} {bytes:>10} {:>8.3}", self.latency_ms())
     }
 }
 
@@ -184,6 +194,80 @@ fn budget_line(budget: &Value) -> String {
     format!("memory: {used} of {limit} for the metadata of {images} image{plural}")
 }
 
+/// Columns of the whole table. A narrower terminal gets a table of [`NARROW_COLUMNS`].
+const WIDE_COLUMNS: u16 = 118;
+#[cfg(test)]
+const NARROW_COLUMNS: usize = 60;
+/// The first figures cover so much time, or one interval where that is less.
+const FIRST_SECONDS: f64 = 0.25;
+
+/// Tables for wide and for narrow terminals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Width {
+    Wide,
+    Narrow,
+}
+
+impl Width {
+    /// That of the terminal; what is no terminal gets everything.
+    fn of_terminal() -> Width {
+        match rustix::termios::tcgetwinsize(std::io::stdout()) {
+            Ok(size) if (1..WIDE_COLUMNS).contains(&size.ws_col) => Width::Narrow,
+            _ => Width::Wide,
+        }
+    }
+
+    fn heading(self) -> String {
+        if self == Width::Narrow {
+            return format!(
+                "{:<14} {:>8} {:>9} {:>8} {:>9} {:>7}",
+                "export", "reads/s", "bytes/s", "writes/s", "bytes/s", "ms"
+            );
+        }
+        let columns = format!("{:>9} {:>10} {:>8}", "op/s", "bytes/s", "ms");
+        let above =
+            format!("{:<16} {:<16} {:<29} {:<29} {:>7} {:>8} {:>6}", "", "", "read", "write", "in", "limit", "map");
+        let last = format!("{:>7} {:>8} {:>6}", "flight", "waits/s", "hit %");
+        format!("{above}\n{:<16} {:<16} {columns} {columns} {last}", "export", "node")
+    }
+
+    /// What an export did within `seconds`.
+    fn row(self, id: &str, node: &str, did: Look, seconds: f64) -> String {
+        if self == Width::Narrow {
+            let [read, write] = did.counts.map(|counts| counts.rates(seconds));
+            let both = Counts {
+                operations: did.counts.iter().map(|counts| counts.operations).sum(),
+                time_ns: did.counts.iter().map(|counts| counts.time_ns).sum(),
+                bytes: 0,
+            };
+            return format!(
+                "{id:<14.14} {:>8} {:>9} {:>8} {:>9} {:>7.2}",
+                read.0,
+                read.1,
+                write.0,
+                write.1,
+                both.latency_ms()
+            );
+        }
+        let [read, write] = did.counts.map(|counts| counts.cells(seconds));
+        // Time spent in requests over time passed.
+        let in_flight = did.counts.iter().map(|counts| counts.time_ns as f64).sum::<f64>() / seconds / 1e9;
+        let nodes = did.nodes.cells(seconds);
+        format!("{id:<16.16} {node:<16.16} {read} {write} {in_flight:>7.1} {nodes}")
+    }
+}
+
+/// The exports and what each has counted.
+fn look(monitor: &mut Monitor) -> Result<Vec<(String, String, Look)>, Failure> {
+    let stats = monitor.execute("query-blockstats")?;
+    let exports = stats.as_array().into_iter().flatten().map(|export| {
+        let text = |key: &str| export[key].as_str().unwrap_or("-").to_owned();
+        let counts = ["rd", "wr"].map(|kind| Counts::of(&export["stats"], kind));
+        (text("device"), text("node-name"), Look { counts, nodes: Nodes::of(export) })
+    });
+    Ok(exports.collect())
+}
+
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
     let [socket] = args.socket.as_slice() else { return Err(Failure::usage("Expecting the socket of a monitor")) };
@@ -191,48 +275,82 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new(format!("--interval expects seconds from 0.01 to 86400, not {}", args.interval)));
     }
     let mut monitor = Monitor::connect(socket)?;
-    let mut before: BTreeMap<String, Look> = BTreeMap::new();
-    let (mut last, mut looks) = (Instant::now(), 0);
     let redraw = std::io::stdout().is_terminal();
+    let by_id = |exports: &[(String, String, Look)]| -> BTreeMap<String, Look> {
+        exports.iter().map(|(id, _, look)| (id.clone(), *look)).collect()
+    };
+    // Figures are differences of two looks.
+    let (mut before, mut last) = (by_id(&look(&mut monitor)?), Instant::now());
+    let keys = redraw.then(Keys::new);
+    let wait = |seconds: f64| {
+        let time = Duration::from_secs_f64(seconds);
+        match &keys {
+            Some(keys) => keys.wait_for_q(time),
+            None => {
+                std::thread::sleep(time);
+                false
+            }
+        }
+    };
+    let mut looks = 0;
+    if wait(args.interval.min(FIRST_SECONDS)) {
+        return Ok(0);
+    }
     loop {
-        let stats = monitor.execute("query-blockstats")?;
+        let exports = look(&mut monitor)?;
         let seconds = last.elapsed().as_secs_f64().max(1e-3);
         last = Instant::now();
+        let width = if redraw { Width::of_terminal() } else { Width::Wide };
         if redraw {
             console.print("\x1b[H\x1b[2J");
         }
-        let columns = format!("{:>9} {:>10} {:>8}", "op/s", "bytes/s", "ms");
-        console.line(format_args!(
-            "{:<16} {:<16} {:<29} {:<29} {:>7} {:>8} {:>6}",
-            "", "", "read", "write", "in", "limit", "map"
-        ));
-        let last_columns = format!("{:>7} {:>8} {:>6}", "flight", "waits/s", "hit %");
-        console.line(format_args!("{:<16} {:<16} {columns} {columns} {last_columns}", "export", "node"));
-        let mut now = BTreeMap::new();
-        for export in stats.as_array().into_iter().flatten() {
-            let (id, node) = (export["device"].as_str().unwrap_or("-"), export["node-name"].as_str().unwrap_or("-"));
-            let counts = ["rd", "wr"].map(|kind| Counts::of(&export["stats"], kind));
-            let look = Look { counts, nodes: Nodes::of(export) };
-            // At the first look there is nothing to compare with.
-            let old = before.get(id).copied().unwrap_or(look);
-            let counts = [0, 1].map(|at| look.counts[at].since(old.counts[at]));
-            let [read, write] = counts.map(|counts| counts.cells(seconds));
-            // Time spent in requests over time passed.
-            let in_flight = counts.iter().map(|counts| counts.time_ns as f64).sum::<f64>() / seconds / 1e9;
-            let nodes = look.nodes.since(old.nodes).cells(seconds);
-            console.line(format_args!("{id:<16.16} {node:<16.16} {read} {write} {in_flight:>7.1} {nodes}"));
-            now.insert(id.to_owned(), look);
+        console.line(width.heading());
+        for (id, node, look) in &exports {
+            let old = before.get(id).copied().unwrap_or(*look);
+            let did = Look {
+                counts: [0, 1].map(|at| look.counts[at].since(old.counts[at])),
+                nodes: look.nodes.since(old.nodes),
+            };
+            console.line(width.row(id, node, did, seconds));
         }
         // Others' daemons have no such command.
         if let Ok(budget) = monitor.execute("x-query-metadata-budget") {
             console.line(budget_line(&budget));
         }
+        if keys.is_some() {
+            console.line("q: end");
+        }
         console.flush();
-        before = now;
+        before = by_id(&exports);
         looks += 1;
-        if args.count.is_some_and(|count| looks >= count) {
+        if args.count.is_some_and(|count| looks >= count) || wait(args.interval) {
             return Ok(0);
         }
-        std::thread::sleep(Duration::from_secs_f64(args.interval));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_narrow_table_fits_sixty_columns() {
+        let most = Counts { operations: 9_999_999, bytes: 1023 << 30, time_ns: 9_999_999_000_000 };
+        let did = Look { counts: [most, most], nodes: Nodes { waits: 9, hits: 99, misses: 1 } };
+        let row = Width::Narrow.row("an-export-with-a-long-name", "node", did, 1.0);
+        for line in [Width::Narrow.heading(), row.clone()] {
+            assert!(line.chars().count() <= NARROW_COLUMNS, "{line}");
+        }
+        assert!(row.starts_with("an-export-with"), "{row}");
+        for line in Width::Wide.heading().lines().chain([Width::Wide.row("e", "n", did, 1.0).as_str()]) {
+            assert!(line.chars().count() < usize::from(WIDE_COLUMNS), "{line}");
+        }
+    }
+
+    #[test]
+    fn figures_are_by_the_second() {
+        let did = Counts { operations: 50, bytes: 1 << 20, time_ns: 100_000_000 };
+        assert_eq!(did.rates(0.5), ("100".to_owned(), human(2 << 20)));
+        assert!((did.latency_ms() - 2.0).abs() < 1e-9);
     }
 }
