@@ -87,6 +87,7 @@ fn value_type(schema: &mut Schema, name: &str, key: &KeyType) -> Type {
             schema.define_other(name, Alternative::Alternate(types));
             Type::Named(name.to_owned())
         }
+        KeyType::Children => Type::List(Box::new(Type::Named("BlockdevRef".to_owned()))),
         KeyType::List(keys) => Type::List(Box::new(structure(schema, &format!("{name}-item"), keys))),
     }
 }

@@ -81,7 +81,8 @@ fn is_loosened(policy: &Policy) -> bool {
 
 /// Refuses an image that `inspect` calls suspicious. What it asks for is the policy's affair.
 async fn check(daemon: &Daemon, options: &BlockdevOptions) -> Result<()> {
-    let is_raw = options.text("driver").is_some_and(|driver| ["raw", "file", "host_device"].contains(&driver));
+    let is_raw =
+        options.text("driver").is_some_and(|driver| ["raw", "file", "host_device", "host_cdrom"].contains(&driver));
     let Some(name) = file_of(daemon, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
     // The content of an image of no format is nobody's word.
@@ -97,7 +98,7 @@ fn file_of(daemon: &Daemon, options: &BlockdevOptions) -> Option<String> {
     match options.get("file")? {
         Value::String(name) => {
             let node = daemon.graph.find(name)?;
-            matches!(node.driver_name(), "file" | "host_device").then(|| node.filename())
+            matches!(node.driver_name(), "file" | "host_device" | "host_cdrom").then(|| node.filename())
         }
         Value::Object(file) => {
             let is_local = file.get("driver").is_none_or(|driver| driver == "file" || driver == "host_device");

@@ -182,7 +182,7 @@ fn alignment_and_transfer_limits() {
         ("file.align=4k,file.max-transfer=512", "multiple of the alignment"),
         ("file.config=/nonexistent/rules.conf", "could not read the rules: No such file"),
         ("file.inject-error.0.event=l2_explode", "flush_to_disk"),
-        ("file.opt-write-zero=4k", "doesn't support the option 'file.opt-write-zero'"),
+        ("file.opt-nothing=4k", "doesn't support the option 'file.opt-nothing'"),
     ] {
         let error = refused(bench.try_open(rules));
         assert!(error.contains(part), "{error}");

@@ -129,6 +129,7 @@ fn an_image_may_be_stored_behind_any_filter() {
         "file.driver=throttle,file.throttle-group=g,file.file.driver=blkdebug,file.file.image.filename={}",
         "file.driver=blkdebug,file.image.driver=throttle,file.image.throttle-group=g,file.image.file.filename={}",
         "file.driver=throttle,file.throttle-group=g,file.file.driver=file,file.file.filename={},cache.direct=on",
+        "file.driver=preallocate,file.prealloc-size=1M,file.file.filename={}",
     ] {
         used_behind(between);
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A simple benchmark: many requests of one kind, so many at a time.
 
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_storage::IoBuf;
@@ -89,7 +89,8 @@ impl<'a> Bench<'a> {
 
     /// Runs it and closes the image.
     pub async fn run(self, job: &JobHandle) -> Result<BenchOutcome> {
-        let result = self.requests(job).await.map_err(|error| error.file(self.node.filename()));
+        let result = self.requests(job).await;
+        let result = result.map_err(|error| in_work(error, "Failed request").file(self.node.filename()));
         let closed = self.node.close().await;
         result.and_then(|outcome| closed.map(|()| outcome))
     }

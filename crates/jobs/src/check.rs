@@ -4,7 +4,7 @@
 pub mod report;
 mod undo;
 
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, ErrorKind, Result};
 pub use cowshed_image::check::{CheckReport, Repair};
 use cowshed_image::formats::MappedCheck;
@@ -90,7 +90,7 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
         Err(error) => Err(error),
     };
     let closed = node.close().await;
-    let report = result?;
+    let report = result.map_err(|error| in_work(error, "Check failed"))?;
     closed?;
     Ok(Some(CheckOutcome {
         filename: node.filename(),

@@ -7,7 +7,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Compression, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::formats::Description;
-use cowshed_image::node::ChildRole;
+use cowshed_image::node::{ChildRole, LocalFuture};
 use cowshed_image::open::resolve_name;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
@@ -139,13 +139,9 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
         if options.backing_chain
             && let Some(name) = &info.full_backing_filename
         {
-            if layers.iter().any(|layer| layer.filename == *name) {
-                let error = Error::invalid_argument("the backing chain loops").file(name.clone());
+            if layers.len() + 1 >= MAX_CHAIN_DEPTH || layers.iter().any(|layer| layer.filename == *name) {
+                let error = Error::invalid_argument("the backing chain loops or is too long").file(name.clone());
                 return Err(error.qemu(format!("Backing file '{name}' creates an infinite loop.")));
-            }
-            if layers.len() + 1 >= MAX_CHAIN_DEPTH {
-                let message = format!("the backing chain is longer than {MAX_CHAIN_DEPTH} images");
-                return Err(Error::invalid_argument(message).file(name.clone()));
             }
             spec.policy.check_backing(name, &info.filename)?;
             next = Some(ImageSpec {
@@ -161,10 +157,14 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
 }
 
 /// What is known of an open image.
-pub async fn image_info(node: &Node) -> Result<ImageInfo> {
-    let mut info = node_info(node)?;
+pub fn image_info(node: &Node) -> LocalFuture<'_, Result<ImageInfo>> {
+    Box::pin(whole_info(node))
+}
+
+async fn whole_info(node: &Node) -> Result<ImageInfo> {
+    let mut info = node_info(node).await?;
     if let Some(description) = node.description() {
-        describe(&mut info, description)?;
+        describe(&mut info, description, &node.filename())?;
     }
     if let Some(luks) = node.luks() {
         info.encrypted = Some(true);
@@ -181,7 +181,7 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
     info.dirty_flag = Some(header.is_dirty());
     if let Some(name) = header.backing_file_name() {
         info.backing_filename_format = header.backing_format().map(|format| format.into_owned());
-        info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
+        info.full_backing_filename = Some(resolve_name(&name, Some(&node.filename()))?);
         info.backing_filename = Some(name.into_owned());
     }
     match layer.snapshots().await {
@@ -194,20 +194,20 @@ pub async fn image_info(node: &Node) -> Result<ImageInfo> {
 }
 
 /// What a read-only format says of itself.
-fn describe(info: &mut ImageInfo, description: Description) -> Result<()> {
+fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Result<()> {
     info.cluster_size = description.cluster_bytes;
     info.dirty_flag = Some(false);
     info.format_specific = Some(description.specific).filter(|specific| !specific.is_null());
     if let Some(name) = description.backing_name {
         info.backing_filename_format = description.backing_format.map(str::to_owned);
-        info.full_backing_filename = Some(resolve_name(&name, Some(&info.filename))?);
+        info.full_backing_filename = Some(resolve_name(&name, Some(path))?);
         info.backing_filename = Some(name);
     }
     Ok(())
 }
 
 /// What every node has.
-fn node_info(node: &Node) -> Result<ImageInfo> {
+async fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
     let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {
         // A server doesn't say how much of its disk an export takes.
@@ -217,9 +217,10 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
     // The last one first, as QEMU lists them.
     for child in node.children().into_iter().rev() {
         // The layers of a chain are listed one by one; the data file is part of the format's own information.
-        if matches!(child.role, ChildRole::File | ChildRole::Image | ChildRole::Extent(_)) {
-            let info = Box::new(node_info(&child.node)?);
-            let counts = node.file().is_none() && child.role != ChildRole::Image && child.node.file().is_some();
+        if !matches!(child.role, ChildRole::Backing | ChildRole::DataFile | ChildRole::Header | ChildRole::Target) {
+            let info = Box::new(image_info(&child.node).await?);
+            let counts = matches!(child.role, ChildRole::File | ChildRole::Extent(_) | ChildRole::Replica(_));
+            let counts = counts && node.file().is_none();
             if let Some(bytes) = info.actual_size.filter(|_| counts) {
                 actual_size = Some(actual_size.unwrap_or(0) + bytes);
             }
@@ -227,10 +228,15 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         }
     }
     let format = node.driver_name();
+    // As in QEMU, which asks no further here.
+    let actual_size = actual_size.filter(|_| format != "blkdebug");
     // Raw nodes and filters say what the node below them says.
+    // A filter's clusters are those of the image that it stands on.
+    let cluster_size = children.iter().find(|child| child.name == "file" && node.is_filter());
+    let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
         Some(below) => below.info.dirty_flag.is_some(),
-        None => !["nbd", "null-co", "null-aio"].contains(&format),
+        None => !["nbd", "null-co", "null-aio", "quorum"].contains(&format),
     };
     Ok(ImageInfo {
         limits: None,
@@ -238,8 +244,8 @@ fn node_info(node: &Node) -> Result<ImageInfo> {
         snapshots: Vec::new(),
         backing_filename_format: None,
         virtual_size: node.size(),
-        filename: node.filename(),
-        cluster_size: None,
+        filename: node.reference(),
+        cluster_size,
         format: format.to_owned(),
         actual_size,
         format_specific: (format == "file").then(|| json!({ "type": "file", "data": {} })),

@@ -33,7 +33,9 @@ mod runs;
 pub mod snapshot;
 pub mod spec;
 pub mod stream;
+mod work_error;
 pub mod zeroes;
 
 pub use job::{JobHandle, Progress};
 pub use spec::ImageSpec;
+use work_error::in_work;

@@ -28,6 +28,12 @@ pub struct BlockLimits {
     /// The most that one request of the device moves.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_hw_transfer: Option<u64>,
+    /// The most zeroes that one request writes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_write_zeroes: Option<u64>,
+    /// The most that one request gives back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_discard: Option<u64>,
     /// Only whole units of this size can be given back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discard_alignment: Option<u64>,
@@ -40,10 +46,16 @@ pub struct BlockLimits {
     pub max_hw_iov: Option<u64>,
 }
 
+/// A size among the options of a node; 0 stands for none.
+fn option(node: &Node, key: &str) -> Option<u64> {
+    node.options().get(key).and_then(serde_json::Value::as_u64).filter(|bytes| *bytes != 0)
+}
+
 impl BlockLimits {
     /// The limits of a node, from its driver and its file.
     pub fn of(node: &Node) -> BlockLimits {
-        let below = node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image)).map(|child| Self::of(&child));
+        let stored = [ChildRole::File, ChildRole::Image, ChildRole::Test, ChildRole::Replica(0)];
+        let below = stored.into_iter().find_map(|role| node.child(role)).map(|child| Self::of(&child));
         match (node.driver_name(), below) {
             ("raw", Some(below)) => BlockLimits {
                 write_zeroes_alignment: None,
@@ -68,6 +80,15 @@ impl BlockLimits {
             ("blkdebug", Some(below)) => BlockLimits {
                 request_alignment: node.file().map_or(1, |file| file.alignment().offset),
                 max_transfer: node.file().and_then(|file| file.max_transfer()),
+                write_zeroes_alignment: option(node, "opt-write-zero"),
+                max_write_zeroes: option(node, "max-write-zero"),
+                discard_alignment: option(node, "opt-discard"),
+                max_discard: option(node, "max-discard"),
+                ..below
+            },
+            ("compress" | "blklogwrites" | "blkverify" | "quorum", Some(below)) => BlockLimits {
+                write_zeroes_alignment: None,
+                request_alignment: node.request_bytes().unwrap_or(1),
                 ..below
             },
             (_, Some(below)) => below,
@@ -88,6 +109,8 @@ impl BlockLimits {
             request_alignment: offset,
             min_mem_alignment: if is_direct { memory.max(SECTOR_BYTES) } else { memory },
             max_transfer: None,
+            max_write_zeroes: None,
+            max_discard: None,
             max_hw_transfer: queue.as_ref().and_then(|queue| queue.max_transfer_bytes),
             discard_alignment: queue.as_ref().and_then(|queue| queue.discard_granularity_bytes),
             opt_mem_alignment: OPT_MEM_ALIGNMENT_BYTES,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where the bytes of an image are: runs as `qemu-img map` lists them.
 
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
 use std::sync::Arc;
@@ -77,7 +77,8 @@ async fn walk(
     while at < end {
         job.pause_point().await?;
         let from = at;
-        for run in node.block_status_chain(at, (end - at).min(WINDOW_BYTES), MAX_RUNS).await? {
+        let runs = node.block_status_chain(at, (end - at).min(WINDOW_BYTES), MAX_RUNS).await;
+        for run in runs.map_err(|error| in_work(error, "Could not read file metadata"))? {
             at = run.start + run.len;
             let entry = MapEntry::from(run);
             pending = match pending.take() {

@@ -2,7 +2,7 @@
 //! How much space an image would need in another format.
 
 use crate::layer::qcow2_layer;
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::create::qcow2::{Qcow2CreateOptions, round_size};
 use cowshed_image::create::schema::{OptionValues, options_of};
@@ -127,7 +127,8 @@ async fn data_clusters(node: &Node, cluster: u64, job: &JobHandle) -> Result<u64
     while at < size {
         job.pause_point().await?;
         let from = at;
-        for run in node.block_status_chain(at, (size - at).min(WINDOW_BYTES), MAX_RUNS).await? {
+        let runs = node.block_status_chain(at, (size - at).min(WINDOW_BYTES), MAX_RUNS).await;
+        for run in runs.map_err(|error| in_work(error, "Unable to get block status"))? {
             at = run.start + run.len;
             if run.data && !run.zero {
                 let first = (run.start / cluster).max(counted_to);

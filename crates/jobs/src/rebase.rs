@@ -3,7 +3,7 @@
 
 use crate::runs::{self, Piece, Runs};
 use crate::zeroes::is_zero;
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::{AttachRequest, check_apart};
 use cowshed_image::open::resolve_name;
@@ -72,8 +72,9 @@ async fn rebase(
         return Err(cannot(Error::unsupported(message)));
     }
     if !options.only_name {
-        keep_content(image, opened.first(), options, job).await?;
-        image.flush().await?;
+        let copied = keep_content(image, opened.first(), options, job).await;
+        let copied = copied.and(image.flush().await);
+        copied.map_err(|error| in_work(error, "Error while writing to COW image"))?;
     }
     image.change_backing_file(options.base.as_deref(), options.base_format.as_deref()).await.map_err(cannot)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes the virtual size of an image.
 
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, Preallocation};
 
@@ -58,9 +58,23 @@ impl NewSize {
 pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutcome> {
     job.pause_point().await?;
     let node = options.image.open(options.image.request()?.force_share(false).writable(true).for_resize()).await?;
-    let result = resize(&node, options).await.map_err(|error| error.file(node.filename()));
+    let sentence = failed_sentence(&node, options);
+    let result = resize(&node, options).await.map_err(|error| in_work(error, sentence).file(node.filename()));
     let closed = node.close().await;
     result.and_then(|outcome| closed.map(|()| outcome))
+}
+
+/// QEMU's words for a change of the size that fails.
+fn failed_sentence(node: &Node, options: &ResizeOptions) -> &'static str {
+    let Some(qcow2) = node.qcow2() else { return "Could not resize file" };
+    let header = qcow2.header();
+    let entry_bytes = if header.has_extended_l2() { 16 } else { 8 };
+    let by_l1_entry = u128::from(header.cluster_size()) * u128::from(header.cluster_size() / entry_bytes);
+    let wanted = options.size.apply(node.size()).unwrap_or(0);
+    match u128::from(wanted) > by_l1_entry * u128::from(header.l1_size) {
+        true => "Failed to grow the L1 table",
+        false => "Failed to update the image size",
+    }
 }
 
 async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {

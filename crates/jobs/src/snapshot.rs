@@ -3,7 +3,7 @@
 
 use crate::info::SnapshotInfo;
 use crate::layer::qcow2_layer;
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::snapshots::{self, SnapshotOptions};
@@ -43,7 +43,12 @@ pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) ->
         Err(error) => Err(error),
     };
     let closed = node.close().await;
-    result.and(closed)
+    let (verb, name) = match action {
+        SnapshotAction::Create(name) => ("create", name),
+        SnapshotAction::Apply(name) => ("apply", name),
+        SnapshotAction::Delete(name) => ("delete", name),
+    };
+    result.and(closed).map_err(|error| in_work(error, format!("Could not {verb} snapshot '{name}'")))
 }
 
 /// The file of a qcow2 image that is opened bare.

@@ -258,7 +258,7 @@ fn what_lies_below_an_inner_overlay_is_copied() {
     for (driver, range) in [
         ("driver=raw", 0..2 << 20),
         ("driver=raw,offset=65536,size=1048576", 64 << 10..(64 << 10) + (1 << 20)),
-        ("driver=copy-on-read", 0..2 << 20),
+        ("driver=fault", 0..2 << 20),
     ] {
         let plain = ConvertOptions::new(vec![outer(driver)], spec(&bench, "b.raw"));
         let outcome = convert(&plain).unwrap_or_else(|error| panic!("{driver}: {error}"));

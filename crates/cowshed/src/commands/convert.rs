@@ -18,7 +18,7 @@ use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use std::time::Instant;
 
 /// Requests in flight with `-m`.
-const MOST_REQUESTS: i64 = 16;
+const MOST_REQUESTS: u64 = 16;
 /// Zeroes scanned for at once: `-S` can't ask for a coarser grain.
 const MOST_SPARSE_BYTES: u64 = 16 << 20;
 /// Without `-S`.
@@ -181,6 +181,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
     if let Some(chosen) = chosen {
         chosen.tell(args.quiet, console);
+    }
+    for error in &outcome.unknown {
+        console.complain(format_args!("warning: {}", error.sentence()));
     }
     if !outcome.salvaged.is_empty() {
         console.complain(format_args!(
@@ -378,19 +381,28 @@ fn sparse_bytes(text: &str) -> Result<u64, Failure> {
 }
 
 fn requests(text: &str) -> Result<usize, Failure> {
-    let Some(number) = sizes::integer(text) else {
+    let requests = text.parse().ok().filter(|requests| (1..=MOST_REQUESTS).contains(requests));
+    if text.parse::<i64>().is_err() {
         return Err(Failure::new(format!("Invalid number of coroutines specified: '{text}'")));
-    };
-    let requests = Some(number).filter(|requests| (1..=MOST_REQUESTS).contains(requests));
+    }
     requests.and_then(|requests| usize::try_from(requests).ok()).ok_or_else(|| {
         Failure::new(format!("Invalid number of coroutines specified. Must be between 1 and {MOST_REQUESTS}."))
     })
+}
+
+/// QEMU's sentence for a copy that fails on its way.
+pub(super) fn of_copying(sentence: &str) -> Option<&str> {
+    let sentence = sentence.strip_prefix("the target is incomplete: ").unwrap_or(sentence);
+    sentence.starts_with("error while ").then_some(sentence)
 }
 
 /// An error names its file; where that is the target, qemu-img words it differently.
 fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure {
     let target = &options.target;
     let sentence = error.sentence();
+    if let (Persona::QemuImg, Some(sentence)) = (persona, of_copying(&sentence)) {
+        return Failure::new(sentence);
+    }
     if let (Persona::QemuImg, Some(reason)) = (persona, sentence.strip_prefix("could not open the backing image: ")) {
         let backing = error.file_name().unwrap_or_default();
         let reason = match reason.strip_prefix("could not open: ") {

@@ -6,7 +6,7 @@ use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
+use cowshed_block::{Errno, Error};
 use cowshed_image::create::schema::options_of;
 use cowshed_jobs::create::{self, CreateRequest};
 
@@ -95,7 +95,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         ..CreateRequest::default()
     };
     let persona = console.persona;
-    let failed = |error| failed_with(persona, file, &error);
+    let failed = |error| failed_with(persona, file, &request.format, &error);
     let plan = work::run_quietly(|_| create::prepare(&request)).map_err(failed)?;
     if !args.quiet {
         console.line(plan.summary());
@@ -105,7 +105,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         // That may take its time.
         true => {
             let job = work::Foreground::new(persona, false, true, "creating")?;
-            job.run(|handle| plan.run_until(handle.cancel_flag()), |error| failed_with(persona, file, error))?;
+            job.run(
+                |handle| plan.run_until(handle.cancel_flag()),
+                |error| failed_with(persona, file, &request.format, error),
+            )?;
         }
         false => {
             work::run_quietly(|_| plan.run()).map_err(failed)?;
@@ -116,9 +119,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 }
 
 /// qemu-img says first which backing file it could not open.
-fn failed_with(persona: Persona, file: &str, error: &Error) -> Failure {
+fn failed_with(persona: Persona, file: &str, format: &str, error: &Error) -> Failure {
     let backing = error.file_name().unwrap_or_default();
     let text = error.sentence();
+    if persona == Persona::QemuImg && error.errno() == Errno::EFBIG {
+        let hint = if format == "qcow2" { " (try using a larger cluster size)" } else { "" };
+        return Failure::new(format!("{file}: The image size is too large for file format '{format}'{hint}"));
+    }
     let reason = text.strip_prefix("could not open the backing image: ");
     match (persona, reason) {
         (Persona::QemuImg, Some(reason))

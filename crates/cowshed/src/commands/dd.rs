@@ -2,6 +2,7 @@
 //! `dd`: copies blocks of one image into a new one.
 
 use super::arguments::{NamingArgs, Objects};
+use super::convert::of_copying;
 use super::untrusted::Use;
 use super::{Verb, new_image, sizes, work};
 use crate::invocation::Persona;
@@ -123,6 +124,14 @@ fn is_same(input: &str, output: &str) -> bool {
 /// An error names its file; where that can't be made, qemu-img words it differently.
 fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure {
     let sentence = error.sentence();
+    if let (Persona::QemuImg, Some(copying)) = (persona, of_copying(&sentence)) {
+        let what = match copying.starts_with("error while writing") {
+            true => "error while writing to output image file",
+            false => "error while reading from input image file",
+        };
+        let reason = copying.split_once(": ").map_or("", |(_, reason)| reason);
+        return Failure::new(format!("{what}: {reason}"));
+    }
     let about_output = persona == Persona::QemuImg && error.file_name() == Some(output);
     if about_output && sentence.starts_with("Unknown protocol '") {
         return Failure::new(sentence);
@@ -130,7 +139,9 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
     if about_output && sentence.starts_with("Unknown file format '") {
         return Failure::new("Unknown file format");
     }
-    if about_output && sentence.starts_with("could not create: ") {
+    if about_output
+        && ["could not create: ", "could not change the size: "].iter().any(|start| sentence.starts_with(start))
+    {
         return Failure::new(format!("{output}: error while creating output image: {}", qemu_reason(output, error)));
     }
     Failure::open_either(persona, &[input, output], error)

@@ -64,6 +64,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let result = work::run_quietly(async |job| map::each(&options, &job, show).await);
     if let Err(error) = result {
+        if error.sentence().starts_with("Could not read file metadata") && matches!(writer, Writer::Table { .. }) {
+            writer.head(console);
+        }
         return Err(Failure::open(console.persona, file, &error));
     }
     writer.end(options.start, console)

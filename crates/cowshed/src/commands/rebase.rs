@@ -76,8 +76,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
     if let Some(format) = &args.backing_format
-        && cowshed_image::formats::find(format).is_none()
-        && DriverSchema::find(format).is_none()
+        && !DriverSchema::is_known(format)
     {
         return Err(Failure::new(format!("Invalid format name: '{format}'")));
     }

@@ -19,6 +19,7 @@ const BY_DRIVER: &[(&str, &[&str])] = &[
     ("raw", &["offset", "size"]),
     ("file", &["x-check-cache-dropped", "drop-cache"]),
     ("host_device", &["x-check-cache-dropped", "drop-cache"]),
+    ("host_cdrom", &["x-check-cache-dropped", "drop-cache"]),
 ];
 /// Options of qcow2 that stay as the image was opened.
 const FIXED_IN_QCOW2: &[&str] = &["data-file"];

@@ -27,6 +27,21 @@ const UNFRAMED: &[&str] = &[
     "output file is smaller",
     "Backing file '",
     "Cluster size must be ",
+    // Of work on an image that could be opened.
+    "Could not create snapshot '",
+    "Could not apply snapshot '",
+    "Could not delete snapshot '",
+    "Could not resize file: ",
+    "Could not read file metadata: ",
+    "Unable to get block status: ",
+    "Failed to grow the L1 table: ",
+    "Failed to update the image size: ",
+    "Failed to update the image header: ",
+    "Block job failed: ",
+    "Error while writing to COW image: ",
+    "Check failed: ",
+    "Failed request: ",
+    "error while ",
 ];
 
 impl Failure {
@@ -167,7 +182,10 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
             return format!("{theirs} '{file}': {rest}");
         }
     }
-    reason
+    match sentence.strip_prefix("could not change the size: ") {
+        Some(rest) => format!("Could not resize file: {rest}"),
+        None => reason,
+    }
 }
 
 /// QEMU's sentence, with the file in front unless it is `name`, which the caller has said already.

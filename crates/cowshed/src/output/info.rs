@@ -86,7 +86,6 @@ impl Text {
             true => ("filename", "protocol type", "file length"),
             false => ("image", "file format", "virtual size"),
         };
-        let name = if self.indent > 0 { "filename" } else { name };
         self.line(&format!("{name}: {}", self.paint.bold(string(image, "filename"))));
         self.line(&format!("{format}: {}", string(image, "format")));
         let bytes = number(image, "virtual-size");

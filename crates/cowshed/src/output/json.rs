@@ -25,6 +25,8 @@ const ORDER: &[&str] = &[
     "opt-mem-alignment",
     "max-iov",
     "max-hw-iov",
+    "max-write-zeroes",
+    "max-discard",
     "icount",
     "image-end-offset",
     "compressed-clusters",

@@ -267,7 +267,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         .collect();
     let cache = cache_of(node);
     let mut info = json!({
-        "file": node.filename(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
+        "file": node.reference(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
         "backing_file_depth": depth, "children": children, "active": true,
         "encrypted": image["encrypted"].as_bool().unwrap_or(false),
         "detect_zeroes": node.options().text("detect-zeroes").unwrap_or("off"), "write_threshold": node.write_threshold(),

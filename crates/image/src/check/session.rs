@@ -64,9 +64,7 @@ pub(super) struct Session<'a> {
     pub clashes: Vec<u64>,
     /// Something can't be read that may refer to clusters.
     pub hides_references: bool,
-    /// Nothing is written behind the end: the container can't grow, or the file system is full.
-    pub stays_inside: bool,
-    /// Clusters within the file that this repair has taken.
+    /// Clusters in a container that can't grow that this repair has taken.
     pub taken: BTreeSet<u64>,
     done: AtomicU64,
     total: AtomicU64,
@@ -118,7 +116,6 @@ impl<'a> Session<'a> {
             journal,
             clashes: Vec::new(),
             hides_references: false,
-            stays_inside: file.is_device(),
             taken: BTreeSet::new(),
             done: AtomicU64::new(0),
             total: AtomicU64::new(0),

@@ -62,6 +62,8 @@ pub struct CreatePlan {
     secrets: Vec<(String, Secret)>,
     /// The files that the new image is to be read through to: none of them may become a part of it.
     below: Vec<(FileIdentity, String)>,
+    /// What is found wrong only while the image is made.
+    refused: Option<Error>,
 }
 
 /// Checks a request: parses its options, opens the backing file for its size.
@@ -108,7 +110,8 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         .ok_or_else(|| Error::invalid_argument("Image creation needs a size parameter"))?;
     let path = path_of(&request.filename)?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
-    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone(), below })
+    let refused = refused_late(request, &values);
+    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone(), below, refused })
 }
 
 /// The rules for a backing file; without a size the new image takes its. Returns the files below it.
@@ -132,12 +135,6 @@ async fn check_backing(
     let format = values.get("backing_fmt").map(str::to_owned);
     let mut below = Vec::new();
     if request.backing_unchecked {
-        // Without a size that is what is missing first.
-        let has_size = values.get("size").is_some();
-        if let Some(name) = format.as_deref().filter(|name| has_size && !is_driver(name)) {
-            let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
-            return Err(Error::invalid_argument(message).field("backing_fmt"));
-        }
         let name = resolve_name(backing, Some(&request.filename)).unwrap_or_default();
         let path = path_of_text(name.strip_prefix("file:").unwrap_or(&name));
         below.extend(FileIdentity::of_path(&path).map(|identity| (identity, name)));
@@ -168,9 +165,11 @@ async fn check_backing(
     Ok(below)
 }
 
-/// True for drivers of ours and for formats that we know by name alone.
-fn is_driver(name: &str) -> bool {
-    DriverSchema::find(name).is_some() || crate::formats::find(name).is_some()
+/// What QEMU finds out only while it makes the image, after it has said what it is going to make.
+fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
+    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DriverSchema::is_known(name))?;
+    let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
+    Some(Error::invalid_argument(message).field("backing_fmt"))
 }
 
 /// What an open file held is durably gone.
@@ -321,6 +320,9 @@ impl CreatePlan {
     }
 
     async fn write(&self, how: &Manner) -> Result<Created> {
+        if let Some(error) = &self.refused {
+            return Err(error.clone());
+        }
         self.check_apart(FileIdentity::of_path(&self.path))?;
         if let Some(name) = self.values.get("data_file") {
             self.check_apart(FileIdentity::of_path(&path_of_text(name))).map_err(|error| error.file(name))?;

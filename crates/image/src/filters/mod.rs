@@ -1,20 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Filters: nodes with one child that see the requests pass. A graph without filters doesn't pay for them.
 
+mod compress;
 mod copy_before_write;
 mod copy_on_read;
 mod fault;
+mod log_writes;
+mod preallocate;
 mod ranges;
+mod replicas;
 mod saver;
 mod snapshot_access;
 pub mod throttle;
 mod write_blocking;
 
+pub use compress::Compress;
+pub(crate) use compress::compressed_cluster_bytes;
 pub use copy_before_write::CopyBeforeWrite;
 pub(crate) use copy_before_write::SavingOptions;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
+pub(crate) use log_writes::LogOptions;
+pub use log_writes::LogWrites;
+pub use preallocate::Preallocate;
 pub(crate) use ranges::{Readers, Reading};
+pub(crate) use replicas::{Agreement, Replicas};
 pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
@@ -39,6 +49,9 @@ pub const FILTERS: &[FilterInfo] = &[
     FilterInfo { name: "throttle", about: "limits operations and bytes per second" },
     FilterInfo { name: "copy-on-read", about: "copies what is read from a backing file into the image" },
     FilterInfo { name: "copy-before-write", about: "saves to a target what is about to be overwritten" },
+    FilterInfo { name: "compress", about: "has what is written compressed in the image" },
+    FilterInfo { name: "preallocate", about: "reserves space ahead for a file that grows" },
+    FilterInfo { name: "blklogwrites", about: "logs writes as dm-log-writes does" },
     FilterInfo { name: "mirror", about: "writes to the target of a mirror too; only the job adds it" },
 ];
 
@@ -121,6 +134,9 @@ pub(crate) enum Filter {
     CopyOnRead(CopyOnRead),
     CopyBeforeWrite(Box<CopyBeforeWrite>),
     WriteBlocking(Box<WriteBlocking>),
+    Compress(Compress),
+    Preallocate(Preallocate),
+    LogWrites(Box<LogWrites>),
 }
 
 /// The same expression for each filter.
@@ -132,6 +148,9 @@ macro_rules! each {
             Filter::CopyOnRead($one) => $work,
             Filter::CopyBeforeWrite($one) => $work,
             Filter::WriteBlocking($one) => $work,
+            Filter::Compress($one) => $work,
+            Filter::Preallocate($one) => $work,
+            Filter::LogWrites($one) => $work,
         }
     };
 }
@@ -144,6 +163,17 @@ impl Filter {
             Filter::CopyOnRead(_) => "copy-on-read",
             Filter::CopyBeforeWrite(_) => "copy-before-write",
             Filter::WriteBlocking(_) => "mirror",
+            Filter::Compress(_) => "compress",
+            Filter::Preallocate(_) => "preallocate",
+            Filter::LogWrites(_) => "blklogwrites",
+        }
+    }
+
+    /// Size of the node in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        match self {
+            Filter::Preallocate(ahead) => ahead.size(),
+            _ => self.below().size(),
         }
     }
 
@@ -158,6 +188,14 @@ impl Filter {
             Filter::CopyOnRead(_) if !read_only && !wanted.used.is_empty() => Permissions {
                 used: wanted.used | PermissionSet::WRITE_UNCHANGED,
                 shared: wanted.shared & !PermissionSet::WRITE,
+            },
+            // What is written past the filter would miss the log.
+            Filter::LogWrites(_) if wanted.used.contains(PermissionSet::WRITE) => {
+                Permissions { shared: wanted.shared & !PermissionSet::WRITE, ..wanted }
+            }
+            Filter::Preallocate(_) if wanted.used.contains(PermissionSet::WRITE) => Permissions {
+                used: wanted.used | PermissionSet::RESIZE,
+                shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
             },
             // What is written past the filter would not be saved, or not be mirrored.
             Filter::CopyBeforeWrite(_) | Filter::WriteBlocking(_) if !wanted.used.is_empty() => Permissions {
@@ -176,6 +214,9 @@ impl Filter {
             Filter::CopyOnRead(copy) => Box::pin(copy.read(offset, buf)).await,
             Filter::CopyBeforeWrite(copy) => Box::pin(copy.read(offset, buf)).await,
             Filter::WriteBlocking(mirror) => mirror.read(offset, buf).await,
+            Filter::Compress(compress) => Box::pin(compress.read(offset, buf)).await,
+            Filter::Preallocate(ahead) => ahead.read(offset, buf).await,
+            Filter::LogWrites(log) => log.read(offset, buf).await,
         }
     }
 
@@ -186,6 +227,9 @@ impl Filter {
             Filter::CopyOnRead(copy) => Box::pin(copy.write(offset, buf)).await,
             Filter::CopyBeforeWrite(copy) => Box::pin(copy.write(offset, buf)).await,
             Filter::WriteBlocking(mirror) => Box::pin(mirror.write(offset, buf)).await,
+            Filter::Compress(compress) => Box::pin(compress.write(offset, buf)).await,
+            Filter::Preallocate(ahead) => ahead.write(offset, buf).await,
+            Filter::LogWrites(log) => Box::pin(log.write(offset, buf)).await,
         }
     }
 

@@ -90,7 +90,8 @@ pub(crate) async fn read_header_as(file: &File, check: bool) -> Result<Header> {
     const FIRST_READ_BYTES: u64 = 64 << 10;
     let read = async |len: u64| {
         let (result, buf) = file.read_at(IoBuf::try_zeroed(len as usize)?, 0).await;
-        result.map(|()| buf)
+        // Damage has sentences of its own.
+        result.map(|()| buf).map_err(|error| error.qemu("Could not read qcow2 header"))
     };
     let mut bytes = read(file.len().min(FIRST_READ_BYTES)).await?;
     let needed = Header::bytes_needed(&bytes).map_err(|error| error.file(file.name()))? as u64;

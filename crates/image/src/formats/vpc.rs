@@ -5,11 +5,12 @@ use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
 use crate::node::{Driver, LocalFuture};
 use crate::open::{Draft, NamedBacking, Opener};
-use crate::options::{DriverKind, DriverSchema};
+use crate::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vpc::{
     COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind,
 };
+use cowshed_storage::IoBuf;
 use std::rc::Rc;
 
 /// The driver and its keys.
@@ -17,8 +18,25 @@ pub(crate) const SCHEMA: DriverSchema = DriverSchema {
     name: "vpc",
     kind: DriverKind::Format,
     about: "Virtual PC's image format (VHD), for reading",
-    keys: &[FILE_KEY],
+    keys: &[
+        FILE_KEY,
+        Key {
+            name: "force_size_calc",
+            value: KeyType::Text,
+            default: "by who made the image",
+            help: "take the size from the geometry (chs) or from its own field (current_size)",
+        },
+    ],
 };
+
+const SECTOR_BYTES: u64 = 512;
+
+/// The field of the footer that says the size of the disk.
+#[derive(Clone, Copy, Debug)]
+enum SizeField {
+    Geometry,
+    CurrentSize,
+}
 
 struct Vpc {
     footer: VpcFooter,
@@ -29,33 +47,57 @@ struct Vpc {
 /// Opens a VHD image.
 pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
     Box::pin(async move {
+        let calculation = match draft.options.text("force_size_calc") {
+            None => None,
+            Some("chs") => Some(SizeField::Geometry),
+            Some("current_size") => Some(SizeField::CurrentSize),
+            Some(other) => {
+                return Err(Error::invalid_argument(format!("Invalid size calculation mode: '{other}'")));
+            }
+        };
         let file = ImageFile::open(opener, draft, "VHD").await?;
-        let vpc = load(&file).await.map_err(|error| file.named(error))?;
+        let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
         finish(opener, draft, file, vpc, NamedBacking::default()).await
     })
 }
 
 /// The footer. The one at the end counts: what a fixed disk has at its start is its guest's. The copy at the start is for
 /// files that lost their end.
-async fn read_footer(file: &ImageFile) -> Result<VpcFooter> {
+async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
     let at_end = VpcFooter::parse(&end);
-    if at_end.is_ok() {
-        return at_end;
+    if let Ok(footer) = at_end {
+        return Ok((footer, end));
     }
     let start = file.read(0, FOOTER_BYTES).await?;
     if !start.starts_with(COOKIE) {
-        return at_end;
+        return at_end.map(|footer| (footer, end));
     }
     match VpcFooter::parse(&start) {
         // Nobody puts a copy in front of a fixed disk.
-        Ok(VpcFooter { kind: VpcKind::Fixed, .. }) => at_end,
-        copy => copy,
+        Ok(VpcFooter { kind: VpcKind::Fixed, .. }) => at_end.map(|footer| (footer, end)),
+        copy => copy.map(|footer| (footer, start)),
     }
 }
 
-async fn load(file: &ImageFile) -> Result<Vpc> {
-    let footer = read_footer(file).await?;
+async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
+    let (mut footer, bytes) = read_footer(file).await?;
+    match calculation {
+        None => {}
+        // The largest geometry says nothing, as in QEMU.
+        Some(SizeField::Geometry) if bytes[56..60] != [0xff, 0xff, 16, 255] => {
+            let cylinders = u64::from(u16::from_be_bytes([bytes[56], bytes[57]]));
+            footer.size = cylinders * u64::from(bytes[58]) * u64::from(bytes[59]) * SECTOR_BYTES;
+        }
+        Some(_) => {
+            let mut size = [0; 8];
+            size.copy_from_slice(&bytes[48..56]);
+            footer.size = u64::from_be_bytes(size) / SECTOR_BYTES * SECTOR_BYTES;
+        }
+    }
+    if i64::try_from(footer.size).is_err() {
+        return Err(Error::invalid_image("current_size", footer.size, "the VHD disk is too large"));
+    }
     let VpcKind::Dynamic(header_offset) = footer.kind else {
         let there = file.len().saturating_sub(FOOTER_BYTES as u64);
         if footer.size > there {

@@ -356,9 +356,19 @@ fn moves_freely(node: &Node) -> bool {
 }
 
 fn is_child(key: &str) -> bool {
-    [ChildRole::File, ChildRole::Image, ChildRole::DataFile, ChildRole::Header, ChildRole::Backing, ChildRole::Target]
-        .iter()
-        .any(|role| role.as_str() == key)
+    const ROLES: [ChildRole; 10] = [
+        ChildRole::File,
+        ChildRole::Image,
+        ChildRole::DataFile,
+        ChildRole::Header,
+        ChildRole::Backing,
+        ChildRole::Target,
+        ChildRole::Raw,
+        ChildRole::Test,
+        ChildRole::Log,
+        ChildRole::Replica(0),
+    ];
+    ROLES.iter().any(|role| role.as_str() == key)
 }
 
 /// Refuses options that differ from what the node has and that only an open can change.

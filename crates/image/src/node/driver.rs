@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers behind a node: static dispatch over one enum.
 
-use crate::filters::{Filter, SnapshotAccess};
+use crate::filters::{Filter, Replicas, SnapshotAccess};
 use crate::formats::luks::LuksDriver;
 use crate::formats::mapped::MappedDriver;
 use crate::formats::qcow2::Qcow2Driver;
@@ -47,6 +47,8 @@ pub(crate) enum Driver {
     Filter(Filter),
     /// What a copy-before-write filter keeps.
     Snapshot(SnapshotAccess),
+    /// One disk in several nodes.
+    Replicas(Box<Replicas>),
 }
 
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
@@ -67,6 +69,7 @@ impl Driver {
             Driver::Mapped(mapped) => mapped.name(),
             Driver::Filter(filter) => filter.name(),
             Driver::Snapshot(_) => "snapshot-access",
+            Driver::Replicas(replicas) => replicas.name(),
         }
     }
 
@@ -78,8 +81,9 @@ impl Driver {
             Driver::Qcow2(qcow2) => qcow2.size(),
             Driver::Luks(luks) => luks.size(),
             Driver::Mapped(mapped) => mapped.size(),
-            Driver::Filter(filter) => filter.below().size(),
+            Driver::Filter(filter) => filter.size(),
             Driver::Snapshot(snapshot) => snapshot.size(),
+            Driver::Replicas(replicas) => replicas.size(),
         }
     }
 
@@ -88,7 +92,7 @@ impl Driver {
         match self {
             Driver::File(file) => Some(&file.file),
             Driver::Raw(raw) => raw.whole_file(),
-            Driver::Qcow2(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => None,
+            _ => None,
         }
     }
 
@@ -112,9 +116,13 @@ impl Driver {
                 copy.idle().await;
                 Ok(())
             }
+            Driver::Filter(Filter::Preallocate(ahead)) if !read_only => ahead.trim().await,
+            Driver::Filter(Filter::LogWrites(log)) if !read_only => log.flush().await,
             Driver::Luks(_) if read_only => Ok(()),
             Driver::Luks(luks) => luks.flush().await,
-            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => Ok(()),
+            Driver::Raw(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) | Driver::Replicas(_) => {
+                Ok(())
+            }
         }
     }
 }

@@ -21,6 +21,14 @@ pub enum ChildRole {
     Extent(u32),
     /// Where a filter saves what is about to be overwritten.
     Target,
+    /// The trusted copy that `blkverify` compares with.
+    Raw,
+    /// The copy that `blkverify` tests.
+    Test,
+    /// Where `blklogwrites` logs writes.
+    Log,
+    /// A copy of the disk in a `quorum`, by its number.
+    Replica(u32),
     /// Where unallocated ranges are read from.
     Backing,
 }
@@ -35,6 +43,10 @@ impl ChildRole {
             ChildRole::Header => "header",
             ChildRole::Extent(_) => "extents",
             ChildRole::Target => "target",
+            ChildRole::Raw => "raw",
+            ChildRole::Test => "test",
+            ChildRole::Log => "log",
+            ChildRole::Replica(_) => "children",
             ChildRole::Backing => "backing",
         }
     }
@@ -42,7 +54,7 @@ impl ChildRole {
     /// The role, with the number where there are several: "file", "extents.0".
     pub fn name(self) -> String {
         match self {
-            ChildRole::Extent(index) => format!("{}.{index}", self.as_str()),
+            ChildRole::Extent(index) | ChildRole::Replica(index) => format!("{}.{index}", self.as_str()),
             role => role.as_str().to_owned(),
         }
     }

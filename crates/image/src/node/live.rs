@@ -3,6 +3,7 @@
 
 use super::driver::Driver;
 use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
+use crate::filters::Filter;
 use crate::filters::throttle::Group;
 use crate::formats::Qcow2RuntimeOptions;
 use crate::open::Edge;
@@ -22,6 +23,7 @@ impl Node {
     pub(crate) async fn complete(&self) -> Result<()> {
         let result = match &self.driver {
             Driver::Qcow2(qcow2) => qcow2.complete().await,
+            Driver::Filter(Filter::Preallocate(ahead)) => ahead.trim().await.and(self.run_flush().await),
             _ => self.run_flush().await,
         };
         result.map_err(|error| error.file(self.filename.clone()))
@@ -33,7 +35,12 @@ impl Node {
             Driver::File(_) if self.settings.locks() != LockSource::Opening => self.pass_permissions()?,
             Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
             Driver::Qcow2(qcow2) => qcow2.stop_writing(),
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Mapped(_) | Driver::Filter(_) | Driver::Snapshot(_) => {}
+            Driver::Raw(_)
+            | Driver::Luks(_)
+            | Driver::Mapped(_)
+            | Driver::Filter(_)
+            | Driver::Snapshot(_)
+            | Driver::Replicas(_) => {}
         }
         self.settings.set_read_only(true);
         self.set_option("read-only", true.into());
@@ -81,7 +88,7 @@ impl Node {
                 qcow2.start_writing(&options).await?;
             }
             Driver::Mapped(_) => return Err(self.read_only_error()),
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Filter(_) | Driver::Snapshot(_) => {}
+            Driver::Raw(_) | Driver::Luks(_) | Driver::Filter(_) | Driver::Snapshot(_) | Driver::Replicas(_) => {}
         }
         self.settings.set_read_only(false);
         self.set_option("read-only", false.into());

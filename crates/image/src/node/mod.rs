@@ -6,6 +6,7 @@ mod driver;
 mod edge;
 mod io;
 mod live;
+mod naming;
 mod reflink;
 mod requests;
 mod settings;
@@ -22,6 +23,7 @@ pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
+pub(crate) use naming::given;
 pub use requests::LocalNode;
 use settings::LiveSettings;
 use tracking::Tracking;
@@ -53,18 +55,6 @@ pub enum Preallocation {
     Falloc,
     /// Space written with zeroes.
     Full,
-}
-
-impl Preallocation {
-    /// The word of command lines, as QEMU's.
-    pub fn name(self) -> &'static str {
-        match self {
-            Preallocation::Off => "off",
-            Preallocation::Metadata => "metadata",
-            Preallocation::Falloc => "falloc",
-            Preallocation::Full => "full",
-        }
-    }
 }
 
 /// How [`Node::write_zeroes`] may go about it.
@@ -149,6 +139,8 @@ pub struct Node {
     settings: LiveSettings,
     /// The options as they count now, for reopening.
     options: Mutex<BlockdevOptions>,
+    /// The options as the user gave them.
+    given: Vec<(String, serde_json::Value)>,
     /// What the users of this node (parents, exports, jobs) may do with it.
     users: Mutex<Vec<Edge>>,
     counters: NodeCounters,
@@ -196,6 +188,8 @@ pub(crate) struct NodeParts {
     pub children: Children,
     pub settings: NodeSettings,
     pub options: BlockdevOptions,
+    /// See [`naming::given`].
+    pub given: Vec<(String, serde_json::Value)>,
     pub graph: Arc<Graph>,
     pub warnings: Vec<String>,
     pub deadline: Option<Deadline>,
@@ -237,6 +231,7 @@ impl Node {
             children: parts.children,
             settings: LiveSettings::new(parts.settings),
             options: Mutex::new(parts.options),
+            given: parts.given,
             users: Mutex::default(),
             counters: NodeCounters::default(),
             tracking: Tracking::default(),
@@ -375,6 +370,15 @@ impl Node {
     pub fn copy_on_read(&self) -> Option<&crate::filters::CopyOnRead> {
         match &self.driver {
             Driver::Filter(Filter::CopyOnRead(copy)) => Some(copy),
+            _ => None,
+        }
+    }
+
+    /// The unit of requests of a filter that has one, in bytes.
+    pub fn request_bytes(&self) -> Option<u64> {
+        match &self.driver {
+            Driver::Filter(Filter::Compress(compress)) => Some(compress.cluster_bytes()),
+            Driver::Filter(Filter::LogWrites(log)) => Some(log.sector_bytes()),
             _ => None,
         }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where data is: one layer, or the whole chain.
 
+use super::ChildRole;
 use super::driver::{Driver, FileDriver, ForeignContext};
 use super::{LocalFuture, Node, StatusExtent, boxed};
 use crate::formats::raw;
@@ -23,9 +24,13 @@ impl Node {
             Driver::Luks(luks) => Ok(luks.block_status(offset, len)),
             Driver::Mapped(mapped) => mapped.block_status(offset, len, max_runs).await,
             Driver::Raw(raw) => raw.block_status(offset, len, max_runs).await,
-            Driver::File(file) => file.block_status(offset, len, max_runs).await,
+            Driver::File(file) => match self.format_below() {
+                Some(image) => image.block_status_boxed(offset, len, max_runs).await,
+                None => file.block_status(offset, len, max_runs).await,
+            },
             Driver::Filter(filter) => filter.below().node()?.block_status_boxed(offset, len, max_runs).await,
             Driver::Snapshot(snapshot) => snapshot.block_status(offset, len, max_runs).await,
+            Driver::Replicas(replicas) => replicas.block_status(offset, len, max_runs).await,
         }
     }
 
@@ -107,8 +112,14 @@ impl Node {
     fn chain_child(&self) -> Option<(Arc<Node>, u32)> {
         match &self.driver {
             Driver::Filter(filter) => filter.below().node().ok().map(|node| (node, 0)),
+            Driver::File(_) => self.format_below().map(|node| (node, 0)),
             _ => self.backing().map(|node| (node, 1)),
         }
+    }
+
+    /// What a `blkdebug` node stands on where that is no plain file: it knows what is allocated.
+    fn format_below(&self) -> Option<Arc<Node>> {
+        self.child(ChildRole::Image).filter(|image| image.file().is_none())
     }
 }
 

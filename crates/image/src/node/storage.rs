@@ -61,7 +61,7 @@ impl Node {
             Driver::Raw(raw) => !raw.has_fixed_size() && raw.below().node().is_ok_and(|below| below.can_grow()),
             Driver::Qcow2(_) => true,
             Driver::Luks(luks) => luks.can_grow(),
-            Driver::Mapped(_) | Driver::Snapshot(_) => false,
+            Driver::Mapped(_) | Driver::Snapshot(_) | Driver::Replicas(_) => false,
             Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.can_grow()),
         }
     }
@@ -72,7 +72,7 @@ impl Node {
             Driver::Luks(_) => false,
             Driver::Raw(raw) => raw.below().node().is_ok_and(|below| below.grows_by_zeroes()),
             Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.grows_by_zeroes()),
-            Driver::File(_) | Driver::Qcow2(_) | Driver::Mapped(_) | Driver::Snapshot(_) => true,
+            _ => true,
         }
     }
 }

@@ -2,25 +2,24 @@
 //! Builds nodes from options, leaves first.
 
 use super::children::encrypt_key;
-use super::names::{check_file_kind, driver_for, protocol_options};
+use super::filters;
+use super::names::{check_file_kind, driver_for, instead_of, protocol_options};
 use super::null;
 use super::permissions::{asked_at_first, is_plain_filter};
-use super::policy::{Files, Policy};
+use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
-use crate::filters::{Below, CopyBeforeWrite, CopyOnRead, Fault, Filter, SnapshotAccess, Throttle};
 use crate::formats;
 use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
-use crate::graph::{Graph, check_children, storage_of};
+use crate::graph::{Graph, check_children};
 use crate::node::{
     ChildRole, Children, Driver, FileDriver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
-    NodeSettings,
+    NodeSettings, given,
 };
-use crate::options::{self, BlkdebugOptions, BlockdevOptions, DriverKind, DriverSchema, FileOptions, RawOptions};
+use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, RawOptions};
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
-use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_qcow2::DirtyBits;
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, FileIdentity, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -130,6 +129,8 @@ pub(crate) enum Role {
     /// The file or data file of a format: a protocol node when no driver is named.
     Storage,
     Backing,
+    /// One of the nodes that keep the same disk: named or probed like the root.
+    Replica,
 }
 
 /// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
@@ -238,8 +239,11 @@ impl Opener {
             // Opened to find the driver out.
             child.change_user(&draft.name, asked)?;
         }
-        if schema.name == "blkdebug" {
-            options::read_config(&mut draft.options)?;
+        let given = given(&draft.options);
+        match schema.name {
+            "blkdebug" => options::read_config(&mut draft.options)?,
+            "quorum" => options::check_quorum(&draft.options)?,
+            _ => {}
         }
         schema.check(&mut draft.options, &draft.place.path)?;
         if is_plain_filter(schema) && draft.options.get("discard").is_none() {
@@ -247,35 +251,12 @@ impl Opener {
             draft.settings.discard = true;
         }
         let (driver, filename) = match schema.name {
-            "file" | "host_device" => self.file_driver(&mut draft, schema.name)?,
+            "file" | "host_device" | "host_cdrom" => self.file_driver(&mut draft, schema.name)?,
             "nbd" => self.nbd_driver(&mut draft).await?,
             "null-co" | "null-aio" => null::driver(&draft.options, schema.name),
             "raw" => self.raw_driver(&mut draft).await?,
             "qcow2" => self.qcow2_driver(&mut draft).await?,
-            "blkdebug" => self.blkdebug_driver(&mut draft).await?,
-            "throttle" => {
-                let child = self.file_child(&mut draft).await?;
-                let name = draft.options.text("throttle-group").unwrap_or_default();
-                let group = self.graph.throttle_groups().find(name).ok_or_else(|| {
-                    Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist"))
-                })?;
-                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
-                (Driver::Filter(Filter::Throttle(Throttle::new(below, group))), child.filename())
-            }
-            "copy-on-read" => {
-                let child = self.file_child(&mut draft).await?;
-                let bottom = draft.options.text("bottom").map(str::to_owned);
-                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
-                (Driver::Filter(Filter::CopyOnRead(CopyOnRead::new(below, bottom))), child.filename())
-            }
-            "copy-before-write" => self.copy_before_write_driver(&mut draft).await?,
-            "snapshot-access" => self.snapshot_access_driver(&mut draft).await?,
-            "fault" => {
-                let child = self.file_child(&mut draft).await?;
-                let filename = child.filename();
-                let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
-                (Driver::Filter(Filter::Fault(Fault::new(below, options::fault_rules(&draft.options)))), filename)
-            }
+            other if let Some(open) = filters::find(other) => open(self, &mut draft).await?,
             other if let Some(open) = formats::find(other).and_then(|format| format.open) => {
                 open(self, &mut draft).await?
             }
@@ -292,6 +273,7 @@ impl Opener {
             children: draft.children,
             settings: draft.settings,
             options: draft.options,
+            given,
             graph: Arc::clone(&self.graph),
             warnings,
             deadline: self.deadline,
@@ -320,6 +302,9 @@ impl Opener {
                 "images of format '{}' ({}) can't be opened; the format 'raw' takes the file's bytes as they are",
                 name, format.about
             )),
+            None if let Some(instead) = instead_of(&name) => {
+                Error::unsupported(format!("Unknown driver '{name}': {instead}"))
+            }
             None => {
                 let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
                 let error = Error::invalid_argument(format!("Unknown driver '{name}'"));
@@ -332,9 +317,8 @@ impl Opener {
     async fn guess_format(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static str> {
         if draft.options.get("file").is_none() {
             let path = &draft.place.path;
-            return Err(Error::invalid_argument(format!(
-                "Must specify either driver or file ('{path}driver' or '{path}file')"
-            )));
+            let error = Error::invalid_argument("Must specify either driver or file");
+            return Err(error.hint(format!(" ('{path}driver' or '{path}file')")));
         }
         let child = self.file_child(draft).await?;
         let name = child.filename();
@@ -456,7 +440,14 @@ impl Opener {
             beneath: draft.place.beneath.clone(),
             ..OpenOptions::default()
         };
-        let file = match self.files.open(&path, &open_options) {
+        let opened = match open_options.write && self.files.kind(&path) == Some(FileKind::BlockDevice) {
+            true if is_read_only_device(&path) => {
+                let error = Error::os(Errno::EACCES, "The device is not writable");
+                Err(error.file(options.filename.clone()))
+            }
+            _ => self.files.open(&path, &open_options),
+        };
+        let file = match opened {
             Err(error)
                 if open_options.write
                     && draft.place.auto_read_only
@@ -502,80 +493,12 @@ impl Opener {
         Ok(())
     }
 
-    /// Faults below whatever stands on this node: its file is the child's with the rules in front.
-    async fn blkdebug_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        let options = BlkdebugOptions::new(&draft.options);
-        // What shares with writers is known of plain files only.
-        draft.place.share_writes = false;
-        draft.settings.locks = LockSource::Opening;
-        let spec = draft.options.get("image").cloned().unwrap_or(Value::Null);
-        let place = draft.place.storage("image", !draft.settings.read_only);
-        let child = self.child(draft, ChildRole::Image, spec, place).await?;
-        let filename = child.filename();
-        let file = child.storage();
-        let file = file.with_faults(Arc::new(options.faults), options.align, options.max_transfer)?;
-        let null_reads_zeroes = child.null_reads_zeroes();
-        Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes, context: None }), filename))
-    }
-
-    async fn copy_before_write_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        let child = self.file_child(draft).await?;
-        let spec = draft.options.get("target").cloned().unwrap_or(Value::Null);
-        let target = self.child(draft, ChildRole::Target, spec, draft.place.storage("target", true)).await?;
-        if storage_of(&target).iter().any(|below| Arc::ptr_eq(below, &child)) {
-            let message = format!(
-                "the target '{}' is stored in '{}', whose past it is to keep: it needs storage of its own",
-                target.name(),
-                child.name()
-            );
-            return Err(Error::invalid_argument(message));
-        }
-        if target.size() != child.size() {
-            let message = format!("the target '{}' must be as large as '{}'", target.name(), child.name());
-            return Err(Error::invalid_argument(message).value(target.size()));
-        }
-        let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
-        let shared = PermissionSet::ALL & !PermissionSet::RESIZE;
-        target.change_user(&draft.name, Permissions { used, shared })?;
-        let bits = self.kept_bits(draft, child.size()).await?;
-        let options = options::saving_options(&draft.options, &draft.place.path, bits)?;
-        let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
-        let link = draft.children.link(ChildRole::Target).unwrap_or_default();
-        let copy = CopyBeforeWrite::new(below, link, options)?;
-        Ok((Driver::Filter(Filter::CopyBeforeWrite(Box::new(copy))), child.filename()))
-    }
-
-    /// What the bitmap of a copy-before-write filter says at this moment, if it has one.
-    async fn kept_bits(&self, draft: &Draft, size: u64) -> Result<Option<Arc<DirtyBits>>> {
-        let Some(Value::Object(bitmap)) = draft.options.get("bitmap") else { return Ok(None) };
-        let text = |key: &str| bitmap.get(key).and_then(Value::as_str).unwrap_or_default();
-        let node = self.graph.node(text("node"))?;
-        node.check_bitmap(text("name")).await?;
-        let bits = node.bitmap_bits(text("name")).await?;
-        if bits.disk_bytes() != size {
-            let message =
-                format!("the bitmap '{}' is of a disk of another size, the filter's has {size} bytes", text("name"));
-            return Err(Error::invalid_argument(message).value(bits.disk_bytes()));
-        }
-        Ok(Some(bits))
-    }
-
-    async fn snapshot_access_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
-        // It reads whatever becomes of the disk; who writes to that is no matter.
-        draft.place.share_writes = true;
-        let spec = draft.options.get("file").cloned().unwrap_or(Value::Null);
-        let child = self.child(draft, ChildRole::File, spec, draft.place.storage("file", false)).await?;
-        if child.copy_before_write().is_none() {
-            let message = format!("'{}file' must be a node of the driver 'copy-before-write'", draft.place.path);
-            return Err(Error::invalid_argument(message).value(child.driver_name()));
-        }
-        let link = draft.children.link(ChildRole::File).unwrap_or_default();
-        Ok((Driver::Snapshot(SnapshotAccess::new(link)), child.filename()))
-    }
-
     async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
         let child = self.file_child(draft).await?;
         let options = RawOptions::new(&draft.options);
+        if options.size.is_some_and(|size| !size.is_multiple_of(512)) {
+            return Err(Error::invalid_argument("Specified size is not multiple of 512").file(child.filename()));
+        }
         let mut filename = child.filename();
         if options.offset != 0 || options.size.is_some() {
             let mut named = BlockdevOptions::new().with("driver", "raw");
@@ -588,7 +511,7 @@ impl Opener {
         }
         let link = draft.children.link(ChildRole::File).unwrap_or_default();
         let raw =
-            RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(filename.clone()))?;
+            RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(child.filename()))?;
         Ok((Driver::Raw(raw), filename))
     }
 
@@ -616,6 +539,15 @@ impl Opener {
         draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));
         Ok((Driver::Qcow2(Box::new(driver)), filename))
     }
+}
+
+/// True for a block device that takes no writes, which the system tells who writes only.
+fn is_read_only_device(path: &std::path::Path) -> bool {
+    let Ok(metadata) = std::fs::metadata(path) else { return false };
+    let device = std::os::unix::fs::MetadataExt::rdev(&metadata);
+    let major = ((device >> 8) & 0xfff) | ((device >> 32) & !0xfff);
+    let minor = (device & 0xff) | ((device >> 12) & !0xff);
+    std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro")).is_ok_and(|text| text.trim() == "1")
 }
 
 /// True when the driver keeps nothing of its own in its child. A driver that isn't named is a format that the child's first bytes

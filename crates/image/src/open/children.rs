@@ -48,7 +48,7 @@ impl Opener {
             format: header.backing_format().map(|format| format.into_owned()),
         };
         let (backing, no_backing) = self.backing_child(draft, image, &named).await?;
-        let encryption = self.encryption(draft).map_err(|error| error.file(image))?;
+        let encryption = self.encryption(draft, header.crypt_method != 0).map_err(|error| error.file(image))?;
         Ok(OpenContext {
             encryption,
             file,
@@ -66,9 +66,9 @@ impl Opener {
     }
 
     /// What the options say of encryption. Who only asks what the image says of itself needs no key.
-    fn encryption(&self, draft: &Draft) -> Result<EncryptionOptions> {
+    fn encryption(&self, draft: &Draft, is_encrypted: bool) -> Result<EncryptionOptions> {
         let secret = match encrypt_key(draft) {
-            Some(id) if self.needs_keys(draft) => Some(self.secret(id)?),
+            Some(id) if is_encrypted && self.needs_keys(draft) => Some(self.secret(id)?),
             _ => None,
         };
         Ok(EncryptionOptions { format: encrypt_option(draft, "format").map(str::to_owned), secret })
@@ -172,7 +172,7 @@ impl Opener {
     /// user, which the image can't know.
     fn check_json(&self, name: &str, image: &str) -> Result<()> {
         // It names a second file; which one is the user's business.
-        if name.starts_with("blkdebug:") {
+        if name.starts_with("blkdebug:") || name.starts_with("blkverify:") {
             return self.policy.check(false, "rules by", name, image);
         }
         let Some(options) = BlockdevOptions::from_json_name(name) else { return Ok(()) };
@@ -262,11 +262,15 @@ impl Opener {
     }
 }
 
+/// The keys that may hold a child's node-name.
+const CHILD_KEYS: [&str; 8] = ["file", "backing", "data-file", "image", "target", "raw", "test", "log"];
+
 /// True when a child is given by its node-name somewhere in an option tree.
 fn refers_to_node(options: &Value) -> bool {
     let Value::Object(map) = options else { return false };
     map.iter().any(|(key, value)| match value {
-        Value::String(name) => matches!(key.as_str(), "file" | "backing" | "data-file" | "image") && !name.is_empty(),
+        Value::String(name) => CHILD_KEYS.contains(&key.as_str()) && !name.is_empty(),
+        Value::Array(nodes) if key == "children" => nodes.iter().any(|node| node.is_string() || refers_to_node(node)),
         nested => refers_to_node(nested),
     })
 }

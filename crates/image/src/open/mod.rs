@@ -6,6 +6,7 @@ mod cache;
 mod children;
 mod deadline;
 mod extents;
+mod filters;
 mod names;
 mod nbd;
 mod null;

@@ -22,7 +22,15 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
     }
     let path = match protocol(name) {
         None => name,
-        Some("file") => &name["file:".len()..],
+        Some("file") => {
+            let path = &name["file:".len()..];
+            // Under the name that is shown it can be opened again.
+            return match protocol(path) {
+                Some(_) => Ok(file_options(driver_for(path, files), &format!("./{path}"))),
+                None if path.is_empty() => Err(no_file_name(name)),
+                None => Ok(file_options(driver_for(path, files), path)),
+            };
+        }
         Some("blkdebug") => {
             let Some((config, file)) = name["blkdebug:".len()..].split_once(':') else {
                 let message = "the name is 'blkdebug:CONFIG:FILE', with or without a file of rules as CONFIG";
@@ -31,7 +39,16 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
             let node = BlockdevOptions::new().with("driver", "blkdebug").with("image", protocol_options(file, files)?);
             return Ok(if config.is_empty() { node } else { node.with("config", config) });
         }
-        Some("host_device") => return Ok(file_options("host_device", &name["host_device:".len()..])),
+        Some("blkverify") => {
+            let Some((raw, test)) = name["blkverify:".len()..].split_once(':') else {
+                let error = Error::invalid_argument("the name is 'blkverify:RAW:TEST'").file(name);
+                return Err(error.qemu("blkverify requires raw copy and original image path"));
+            };
+            let test = BlockdevOptions::new().with("file", protocol_options(test, files)?);
+            let node = BlockdevOptions::new().with("driver", "blkverify").with("raw", protocol_options(raw, files)?);
+            return Ok(node.with("test", test));
+        }
+        Some(driver @ ("host_device" | "host_cdrom")) => return Ok(file_options(driver, &name[driver.len() + 1..])),
         Some(driver @ ("null-co" | "null-aio")) => match name.strip_prefix(driver) {
             Some(":" | "://") => return Ok(BlockdevOptions::new().with("driver", driver)),
             _ => {
@@ -42,13 +59,29 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
         Some(protocol) => return Err(unknown_protocol(protocol, name)),
     };
     if path.is_empty() {
-        let error = Error::invalid_argument("empty file name").file(name);
-        return Err(error.qemu("The 'file' block driver requires a file name"));
+        return Err(no_file_name(name));
     }
     Ok(file_options(driver_for(path, files), path))
 }
 
+/// What serves files that no driver here reaches.
+pub(super) fn instead_of(protocol: &str) -> Option<&'static str> {
+    match protocol {
+        "http" | "https" | "ftp" | "ftps" => Some("'nbdkit curl URL' serves what is there over NBD"),
+        "ssh" => Some("'nbdkit ssh HOST:PATH' serves what is there over NBD"),
+        _ => None,
+    }
+}
+
+fn no_file_name(name: &str) -> Error {
+    let error = Error::invalid_argument("empty file name").file(name);
+    error.qemu("The 'file' block driver requires a file name")
+}
+
 fn unknown_protocol(protocol: &str, name: &str) -> Error {
+    if let Some(instead) = instead_of(protocol) {
+        return Error::unsupported(format!("Unknown protocol '{protocol}': {instead}")).file(name);
+    }
     let error = Error::invalid_argument(format!("Unknown protocol '{protocol}'")).file(name);
     error.hint(format!(" (a file of this name is './{name}')"))
 }
@@ -57,7 +90,10 @@ fn unknown_protocol(protocol: &str, name: &str) -> Error {
 pub fn check_file_name(name: &str) -> Result<()> {
     match protocol(name) {
         _ if NbdUri::is_one(name) => Ok(()),
-        None | Some("file" | "host_device" | "blkdebug" | "null-co" | "null-aio" | "json") => Ok(()),
+        None
+        | Some("file" | "host_device" | "host_cdrom" | "blkdebug" | "blkverify" | "null-co" | "null-aio" | "json") => {
+            Ok(())
+        }
         Some(protocol) => Err(unknown_protocol(protocol, name)),
     }
 }
@@ -112,7 +148,7 @@ pub fn options_with_name(mut options: BlockdevOptions, name: &str) -> Result<Blo
 fn with_protocol_name(options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
     let of_name = match options.text("driver") {
         // The driver says how the name is to be read.
-        Some(driver @ ("file" | "host_device")) => {
+        Some(driver @ ("file" | "host_device" | "host_cdrom")) => {
             let prefix = format!("{driver}:");
             BlockdevOptions::new().with("filename", name.strip_prefix(&prefix).unwrap_or(name))
         }
@@ -142,11 +178,12 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
 pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>) -> Result<()> {
     let wanted = match (driver, kind) {
         ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
-        ("host_device", Some(FileKind::Regular | FileKind::Other)) => "a block device",
+        ("host_device" | "host_cdrom", Some(FileKind::Regular | FileKind::Other)) => "a block device",
         _ => return Ok(()),
     };
     let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
-    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {wanted}")))
+    let named = if driver == "file" { wanted } else { "either a character or block device" };
+    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {named}")))
 }
 
 #[cfg(test)]
@@ -237,7 +274,7 @@ mod tests {
             assert_eq!(driver(name).unwrap(), "nbd");
         }
         let file = protocol_options("file:a:b", &HostFiles).unwrap();
-        assert_eq!(file.text("filename"), Some("a:b"));
+        assert_eq!(file.text("filename"), Some("./a:b"));
         for (name, part) in [("nbd+unix:///x", "'socket'"), ("http://x/y", "'http'"), ("", "empty"), ("file:", "empty")]
         {
             let error = driver(name).unwrap_err().to_string();

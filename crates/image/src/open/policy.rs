@@ -141,11 +141,14 @@ impl Policy {
 
 /// True when a driver of an option tree is a `null-*` one.
 pub(crate) fn has_null_driver(options: &Value) -> bool {
-    let Value::Object(map) = options else { return false };
-    map.iter().any(|(key, value)| match value {
-        Value::String(driver) => key == "driver" && driver.starts_with("null-"),
-        nested => has_null_driver(nested),
-    })
+    match options {
+        Value::Object(map) => map.iter().any(|(key, value)| match value {
+            Value::String(driver) => key == "driver" && driver.starts_with("null-"),
+            nested => has_null_driver(nested),
+        }),
+        Value::Array(nodes) => nodes.iter().any(has_null_driver),
+        _ => false,
+    }
 }
 
 /// What kind of thing a name is.

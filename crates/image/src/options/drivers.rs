@@ -31,6 +31,7 @@ const CACHE: &[Key] = &[
 pub const DRIVERS: &[DriverSchema] = &[
     DriverSchema { name: "file", kind: DriverKind::Protocol, about: "a regular file", keys: FILE },
     DriverSchema { name: "host_device", kind: DriverKind::Protocol, about: "a block device of the host", keys: FILE },
+    DriverSchema { name: "host_cdrom", kind: DriverKind::Protocol, about: "a CD-ROM drive of the host", keys: FILE },
     DriverSchema { name: "nbd", kind: DriverKind::Protocol, about: "an export of an NBD server", keys: NBD },
     DriverSchema { name: "null-co", kind: DriverKind::Protocol, about: "no storage at all, for measuring", keys: NULL },
     DriverSchema { name: "null-aio", kind: DriverKind::Protocol, about: "the same, by its other name", keys: NULL },
@@ -78,6 +79,36 @@ pub const DRIVERS: &[DriverSchema] = &[
         kind: DriverKind::Filter,
         about: "the disk as it was when its copy-before-write filter came",
         keys: SNAPSHOT_ACCESS,
+    },
+    DriverSchema {
+        name: "compress",
+        kind: DriverKind::Filter,
+        about: "has what is written compressed in the image",
+        keys: COMPRESS,
+    },
+    DriverSchema {
+        name: "preallocate",
+        kind: DriverKind::Filter,
+        about: "reserves space ahead for a file that grows",
+        keys: PREALLOCATE,
+    },
+    DriverSchema {
+        name: "blklogwrites",
+        kind: DriverKind::Filter,
+        about: "logs writes as dm-log-writes does",
+        keys: LOG_WRITES,
+    },
+    DriverSchema {
+        name: "blkverify",
+        kind: DriverKind::Filter,
+        about: "compares what an image reads with a trusted copy",
+        keys: VERIFY,
+    },
+    DriverSchema {
+        name: "quorum",
+        kind: DriverKind::Filter,
+        about: "one disk in several nodes, which vote on what is read",
+        keys: QUORUM,
     },
     DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
 ];
@@ -211,6 +242,40 @@ const BITMAP: &[Key] = &[
 
 const SNAPSHOT_ACCESS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "a copy-before-write node")];
 
+const COMPRESS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "the image whose clusters are compressed")];
+
+const PREALLOCATE: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the file that grows"),
+    key("prealloc-align", KeyType::Size, "1M", "the file's length is a multiple of this"),
+    key("prealloc-size", KeyType::Size, "128M", "space that is reserved beyond what is stored"),
+];
+
+const LOG_WRITES: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the disk whose writes are logged"),
+    key("log", KeyType::Child, REQUIRED, "where the log is"),
+    key("log-append", KeyType::Bool, "off", "go on with the log that is there"),
+    key("log-sector-size", KeyType::Size, "512", "unit of the log, in bytes"),
+    key(
+        "log-super-update-interval",
+        KeyType::Number(0, u64::MAX),
+        "4096",
+        "count entries in the log's superblock so often",
+    ),
+];
+
+const VERIFY: &[Key] = &[
+    key("raw", KeyType::Child, REQUIRED, "the copy that is trusted"),
+    key("test", KeyType::Child, REQUIRED, "the image that must read as that copy"),
+];
+
+const QUORUM: &[Key] = &[
+    key("children", KeyType::Children, REQUIRED, "the nodes that keep the disk"),
+    key("vote-threshold", KeyType::Number(0, u32::MAX as u64), "(at least 1)", "so many must agree"),
+    key("blkverify", KeyType::Bool, "off", "two nodes must agree on each byte, and a difference is reported"),
+    key("rewrite-corrupted", KeyType::Bool, "off", "nodes that are outvoted get what the majority has"),
+    key("read-pattern", KeyType::Text, "quorum", "quorum: all are read; fifo: the first that answers"),
+];
+
 const FAULT: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),
     key("rules", KeyType::List(FAULT_RULE), "", "which requests fail"),
@@ -231,6 +296,10 @@ const BLKDEBUG: &[Key] = &[
     key("set-state", KeyType::List(SET_STATE), "", "changes of the state that rules can depend on"),
     key("align", KeyType::Size, "as the image", "alignment of offsets and lengths that the node asks for"),
     key("max-transfer", KeyType::Size, "no limit", "the most bytes moved by one operation"),
+    key("opt-write-zero", KeyType::Size, "as the image", "what zeroes are aligned to: shown as a limit"),
+    key("max-write-zero", KeyType::Size, "no limit", "the most zeroes of one operation: shown as a limit"),
+    key("opt-discard", KeyType::Size, "as the image", "what discards are aligned to: shown as a limit"),
+    key("max-discard", KeyType::Size, "no limit", "the most bytes that one discard gives back: shown as a limit"),
     key("seed", KeyType::Number(0, u64::MAX), "0", "decides about what is left to chance"),
     key("config", KeyType::Text, "", "a file with rules"),
 ];

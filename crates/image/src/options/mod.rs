@@ -21,7 +21,8 @@ pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
 pub(crate) use typed::{
-    FileOptions, NullOptions, RawOptions, check_aio, detect_zeroes, fault_rules, qcow2_options, saving_options,
+    FileOptions, NullOptions, RawOptions, check_aio, check_quorum, detect_zeroes, fault_rules, qcow2_options,
+    quorum_agreement, saving_options,
 };
 
 /// `on` or `off`, also `yes`, `no`, `true`, `false`, `y`, `n`, as QEMU takes them.

@@ -68,6 +68,8 @@ pub enum KeyType {
     Struct(&'static [Key]),
     /// One of these words, or an object with these keys.
     ChoiceOrStruct(&'static [&'static str], &'static [Key]),
+    /// A list of children: node-names or their options.
+    Children,
     /// A list of objects with these keys.
     List(&'static [Key]),
 }
@@ -76,6 +78,13 @@ impl DriverSchema {
     /// The driver with this name.
     pub fn find(name: &str) -> Option<&'static DriverSchema> {
         DRIVERS.iter().find(|driver| driver.name == name)
+    }
+
+    /// True for the drivers here, for formats that are known by name alone, and for drivers of QEMU that a backing file may be
+    /// said to have.
+    pub fn is_known(name: &str) -> bool {
+        const ELSEWHERE: [&str; 4] = ["nvme", "nvme-io_uring", "replication", "vvfat"];
+        Self::find(name).is_some() || crate::formats::find(name).is_some() || ELSEWHERE.contains(&name)
     }
 
     /// True when the driver has an option of this name.
@@ -92,7 +101,7 @@ impl DriverSchema {
         for (name, value) in options.values_mut() {
             let full = format!("{path}{name}");
             let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
-                return Err(self.does_not_support(&full));
+                return Err(self.does_not_support(name, &full));
             };
             check_value(key, value, &full)?;
         }
@@ -100,13 +109,16 @@ impl DriverSchema {
     }
 
     /// QEMU's words for an option that this driver doesn't have.
-    fn does_not_support(&self, option: &str) -> Error {
-        Error::invalid_argument(match self.kind {
+    fn does_not_support(&self, option: &str, full: &str) -> Error {
+        let sentence = match self.kind {
             // Fault injection has names of its own, which makes it a protocol there.
-            _ if self.name == "blkdebug" => format!("Block protocol 'blkdebug' doesn't support the option '{option}'"),
+            _ if ["blkdebug", "blkverify"].contains(&self.name) => {
+                format!("Block protocol '{}' doesn't support the option '{option}'", self.name)
+            }
             DriverKind::Protocol => format!("Block protocol '{}' doesn't support the option '{option}'", self.name),
             _ => format!("Block format '{}' does not support the option '{option}'", self.name),
-        })
+        };
+        Error::invalid_argument(sentence.replace(&format!("'{option}'"), &format!("'{full}'"))).qemu(sentence)
     }
 
     /// Checks the options of one node and turns texts into the type of their key. Children given inline are checked
@@ -134,7 +146,9 @@ pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<
 fn missing(path: &str, driver: &str) -> Error {
     let error = Error::invalid_argument(format!("driver '{driver}' needs the option '{path}'"));
     match path.rsplit('.').next() {
-        Some(child @ ("file" | "image")) => error.qemu(format!("A block device must be specified for \"{child}\"")),
+        Some(child @ ("file" | "image" | "raw" | "test" | "log")) => {
+            error.qemu(format!("A block device must be specified for \"{child}\""))
+        }
         _ => error,
     }
 }
@@ -171,6 +185,10 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
                 }
                 return Ok(());
             }
+            _ => None,
+        },
+        KeyType::Children => match value {
+            Value::Array(_) => return Ok(()),
             _ => None,
         },
         KeyType::Struct(_) => None,
@@ -245,6 +263,7 @@ impl KeyType {
             KeyType::ChildOrNull => "a node-name, an object or null".into(),
             KeyType::Struct(_) => "an object".into(),
             KeyType::ChoiceOrStruct(words, _) => format!("an object or one of {}", words.join(", ")),
+            KeyType::Children => "a list of node-names or objects".into(),
             KeyType::List(_) => "a list of objects".into(),
         }
     }

@@ -101,7 +101,9 @@ impl BlockdevOptions {
         let mut node = &mut self.0;
         loop {
             let driver = node.get("driver").and_then(Value::as_str);
-            if matches!(driver, Some("file" | "host_device")) || (driver.is_none() && node.contains_key("filename")) {
+            if matches!(driver, Some("file" | "host_device" | "host_cdrom"))
+                || (driver.is_none() && node.contains_key("filename"))
+            {
                 node.insert("aio".to_owned(), mode.into());
                 return true;
             }

@@ -3,7 +3,7 @@
 //! has the type that the table says.
 
 use super::BlockdevOptions;
-use crate::filters::{FaultOp, FaultRule, SavingOptions};
+use crate::filters::{Agreement, FaultOp, FaultRule, SavingOptions};
 use crate::formats::{OverlapChecks, Qcow2RuntimeOptions};
 use crate::node::DetectZeroes;
 use cowshed_block::{Errno, Error, Result};
@@ -212,6 +212,42 @@ pub(crate) fn saving_options(
         least_part_bytes,
         bits,
     })
+}
+
+/// Refuses what no quorum is, in QEMU's order and words, before the keys are looked at one by one.
+pub(crate) fn check_quorum(options: &BlockdevOptions) -> Result<()> {
+    match options.get("children").and_then(Value::as_array) {
+        Some(children) if !children.is_empty() => Ok(()),
+        _ => Err(Error::invalid_argument("Number of provided children must be 1 or more")),
+    }
+}
+
+/// Options of `quorum`.
+pub(crate) fn quorum_agreement(options: &BlockdevOptions) -> Result<Agreement> {
+    let refused = |message: &str| Err(Error::invalid_argument(message));
+    let children = options.get("children").and_then(Value::as_array).map_or(0, Vec::len);
+    let threshold = usize::try_from(options.number("vote-threshold").unwrap_or(0)).unwrap_or(usize::MAX);
+    if threshold == 0 {
+        return refused("Parameter 'vote-threshold' expects a value >= 1");
+    }
+    if threshold > children {
+        return refused("threshold may not exceed children count");
+    }
+    let fifo = match options.text("read-pattern") {
+        None | Some("quorum") => false,
+        Some("fifo") => true,
+        Some(_) => return refused("Please set read-pattern as fifo or quorum"),
+    };
+    // Where only one node is read, nothing is compared.
+    let flag = |key: &str| !fifo && options.flag(key).unwrap_or(false);
+    let (verify, rewrite) = (flag("blkverify"), flag("rewrite-corrupted"));
+    if verify && (children != 2 || threshold != 2) {
+        return refused("blkverify=on can only be set if there are exactly two files and vote-threshold is 2");
+    }
+    if verify && rewrite {
+        return refused("rewrite-corrupted=on cannot be used with blkverify=on");
+    }
+    Ok(Agreement::Votes { threshold, fifo, rewrite, verify })
 }
 
 /// The rules of a `fault` filter.

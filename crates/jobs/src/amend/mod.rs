@@ -5,7 +5,7 @@
 //! slots of encrypted images have a file of their own here.
 
 use crate::snapshot::file_of;
-use crate::{ImageSpec, JobHandle, key_slots};
+use crate::{ImageSpec, JobHandle, in_work, key_slots};
 use cowshed_block::{Error, Result};
 use cowshed_image::amend::{self, Amendment, BackingName};
 use cowshed_image::create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
@@ -126,7 +126,8 @@ async fn change(node: &Node, amendment: &Amendment, job: &JobHandle) -> Result<(
         job.set_progress(done, total);
         !job.is_cancelled()
     };
-    amend::amend(&file_of(node)?, amendment, true, &watch).await
+    let amended = amend::amend(&file_of(node)?, amendment, true, &watch).await;
+    amended.map_err(|error| in_work(error, "Failed to update the image header"))
 }
 
 /// Shrinks as well as grows: who names a size means it.
@@ -137,7 +138,7 @@ async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
         Err(error) => Err(error),
     };
     let closed = node.close().await;
-    result.and(closed)
+    result.and(closed).map_err(|error| in_work(error, "Failed to update the image size"))
 }
 
 /// Says of an option that only `create` has that it is one.

@@ -5,8 +5,10 @@ pub mod merge;
 pub(crate) mod opened;
 
 use crate::runs::{Runs, copy_runs};
-use crate::{ImageSpec, JobHandle};
+use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
+use cowshed_image::graph::below_filters;
+use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::path_of_text;
@@ -30,12 +32,14 @@ pub async fn run(options: &CommitOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     job.set_speed(options.rate);
     let top = options.image.open_for_writing().await?;
-    let result = commit(&top, options, job).await.map_err(|error| error.file(top.filename()));
+    let result = commit(&top, options, job).await;
+    let result = result.map_err(|error| in_work(error, "Block job failed").file(top.filename()));
     let closed = top.close().await;
     result.and(closed)
 }
 
 async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Result<()> {
+    let (outer, top) = (top, &image_below(top));
     let (base, depth) = find_base(top, options.base.as_deref())?;
     let graph = top.graph();
     graph.set_read_only(&base, false).await?;
@@ -44,13 +48,23 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let result = result.and(flushed);
     let locked = graph.set_read_only(&base, true).await;
     result.and(locked)?;
-    if options.keep || options.base.is_some() {
+    // As in QEMU, what a filter stands on keeps its clusters.
+    if options.keep || options.base.is_some() || !Arc::ptr_eq(outer, top) {
         return Ok(());
     }
     match top.qcow2() {
         Some(_) => top.make_empty().await,
         None => Err(Error::unsupported("only qcow2 images can be emptied")),
     }
+}
+
+/// The image that requests reach through filters and `blkdebug`.
+fn image_below(top: &Arc<Node>) -> Arc<Node> {
+    let mut node = below_filters(top);
+    while let Some(image) = node.child(ChildRole::Image) {
+        node = below_filters(&image);
+    }
+    node
 }
 
 /// The node to commit to, and how many layers it is below `top`.

@@ -6,9 +6,9 @@ use super::pieces::{Cut, Piece, Pieces};
 use super::share::Sharing;
 use super::source::{Place, RunKind, Sources};
 use super::turn::Turn;
-use crate::JobHandle;
 use crate::in_flight::InFlight;
 use crate::zeroes::{is_zero, segments};
+use crate::{JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::node::ZeroFlags;
@@ -262,7 +262,10 @@ impl<'a> Copy<'a> {
         match result {
             Ok(()) => Ok(buf),
             Err(_) if self.settings.salvage => self.salvage(offset, buf).await,
-            Err(error) => Err(error.context(format!("error while reading at byte {offset}"))),
+            Err(error) => {
+                let sentence = format!("error while reading at byte {offset}");
+                Err(in_work(error.context(&sentence), sentence))
+            }
         }
     }
 
@@ -411,5 +414,6 @@ impl<'a> Copy<'a> {
 const ZERO_STEP_BYTES: u64 = 256 << 20;
 
 fn write_error(error: Error, offset: u64) -> Error {
-    error.context(format!("error while writing at byte {offset}"))
+    let sentence = format!("error while writing at byte {offset}");
+    in_work(error.context(&sentence), sentence)
 }

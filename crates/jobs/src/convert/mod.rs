@@ -100,7 +100,7 @@ impl ConvertOptions {
 }
 
 /// What a conversion did.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct ConvertOutcome {
     /// Virtual size of the target, bytes.
     pub size: u64,
@@ -110,6 +110,8 @@ pub struct ConvertOutcome {
     pub zero_bytes: u64,
     /// Offsets of unreadable parts that became zeroes (`--salvage`).
     pub salvaged: Vec<u64>,
+    /// Why places of the source could not be looked up: all there was read (`--salvage`).
+    pub unknown: Vec<Error>,
     /// Inconsistent bitmaps that were left out (`--skip-broken-bitmaps`).
     pub skipped_bitmaps: Vec<String>,
 }
@@ -121,7 +123,7 @@ pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOut
     if options.rate.is_some() {
         job.set_speed(options.rate);
     }
-    let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?;
+    let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?.salvaging(options.salvage);
     let result = match check_bitmaps(options, &sources).await {
         Ok(()) => convert_sources(options, &sources, job).await,
         Err(error) => Err(error),
@@ -215,7 +217,7 @@ pub(crate) async fn convert_sources(
     let closed = target.node.close().await;
     let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
     match outcome {
-        Ok(outcome) => Ok(ConvertOutcome { size: sources.size(), ..outcome }),
+        Ok(outcome) => Ok(ConvertOutcome { size: sources.size(), unknown: sources.take_unknown(), ..outcome }),
         Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
         Err(error) => {
             // A part of a disk that looks like a whole one, on what may be a full disk.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The images to be copied, seen as one disk.
 
-use crate::ImageSpec;
+use crate::{ImageSpec, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
 use cowshed_storage::{File, IoBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What the bytes of a run are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,21 +58,28 @@ impl Part {
 }
 
 /// Open images, one behind the other.
+#[derive(Default)]
 pub struct Sources {
     parts: Vec<Part>,
     /// Ask the top layer alone: what it leaves to its backing file is left out.
     top_layer_only: bool,
+    /// What can't be looked up is data.
+    salvages: bool,
+    /// What could not be looked up.
+    unknown: Mutex<Vec<Error>>,
 }
 
 /// Runs asked for at once: bounds the memory of the answer.
 const MAX_RUNS: usize = 4096;
+/// What is taken for data where nothing can be looked up, at most, bytes.
+const UNKNOWN_BYTES: u64 = 1 << 20;
 /// Bytes asked about at once.
 const STATUS_WINDOW_BYTES: u64 = 4 << 30;
 
 impl Sources {
     /// Opens all images for reading.
     pub async fn open(specs: &[ImageSpec], top_layer_only: bool) -> Result<Sources> {
-        let mut sources = Sources { parts: Vec::new(), top_layer_only };
+        let mut sources = Sources { top_layer_only, ..Sources::default() };
         for spec in specs {
             match spec.open_for_reading().await.and_then(|node| sources.push(node)) {
                 Ok(()) => {}
@@ -83,6 +90,17 @@ impl Sources {
             }
         }
         Ok(sources)
+    }
+
+    /// Takes what can't be looked up for data, where `salvages`.
+    #[must_use]
+    pub fn salvaging(self, salvages: bool) -> Sources {
+        Sources { salvages, ..self }
+    }
+
+    /// What could not be looked up so far.
+    pub fn take_unknown(&self) -> Vec<Error> {
+        std::mem::take(&mut self.unknown.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The image, where there is only one.
@@ -105,7 +123,7 @@ impl Sources {
 
     /// `len` bytes of one open image from `skip` on, which must lie within it.
     pub fn window(node: Arc<Node>, skip: u64, len: u64) -> Sources {
-        Sources { parts: vec![Part { node, start: 0, end: len, skip }], top_layer_only: false }
+        Sources { parts: vec![Part { node, start: 0, end: len, skip }], ..Sources::default() }
     }
 
     /// Size of all together, bytes.
@@ -128,10 +146,21 @@ impl Sources {
         };
         let within = part.within(offset);
         let len = (part.end - offset).min(STATUS_WINDOW_BYTES);
-        let extents = if self.top_layer_only {
-            part.node.block_status(within, len, MAX_RUNS).await?
-        } else {
-            part.node.block_status_chain(within, len, MAX_RUNS).await?
+        let asked = match self.top_layer_only {
+            true => part.node.block_status(within, len, MAX_RUNS).await,
+            false => part.node.block_status_chain(within, len, MAX_RUNS).await,
+        };
+        let extents = match asked {
+            Ok(extents) => extents,
+            Err(error) if self.salvages => {
+                let error = in_work(error, format!("error while reading block status at offset {offset}"));
+                self.unknown.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+                let end = part.end.min((offset / UNKNOWN_BYTES + 1) * UNKNOWN_BYTES);
+                return Ok(vec![Run { start: offset, end, kind: RunKind::Data }]);
+            }
+            Err(error) => {
+                return Err(in_work(error, format!("error while reading block status at offset {offset}")));
+            }
         };
         let has_backing = part.node.backing().is_some();
         let mut runs: Vec<Run> = Vec::with_capacity(extents.len());

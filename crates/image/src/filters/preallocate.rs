@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Preallocate: a file that grows gets space ahead of what is stored in it, so that it grows seldom and in large pieces.
+
+use super::Below;
+use crate::node::{Preallocation, ZeroFlags};
+use cowshed_block::Result;
+use cowshed_storage::IoBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// No end of its own: the node is as long as the file below.
+const AS_THE_FILE: u64 = u64::MAX;
+
+/// The filter. It shows the length that its user knows; the file below is longer until the filter is closed. After a crash the file
+/// keeps zeroes behind its end, which no format minds.
+pub struct Preallocate {
+    below: Below,
+    /// Space beyond the new end, in bytes.
+    size_bytes: u64,
+    /// The file's length is a multiple of this, in bytes.
+    align_bytes: u64,
+    /// The length that the user knows.
+    data_end: AtomicU64,
+}
+
+impl Preallocate {
+    pub(crate) fn new(below: Below, size_bytes: u64, align_bytes: u64) -> Preallocate {
+        Preallocate { below, size_bytes, align_bytes, data_end: AtomicU64::new(AS_THE_FILE) }
+    }
+
+    pub(crate) fn below(&self) -> &Below {
+        &self.below
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.data_end.load(Ordering::Acquire).min(self.below.size())
+    }
+
+    /// The length of the file once it holds `size` bytes.
+    fn ahead_of(&self, size: u64) -> Option<u64> {
+        size.checked_add(self.size_bytes)?.checked_next_multiple_of(self.align_bytes.max(1))
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.below.read(offset, buf).await
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.below.write(offset, buf).await
+    }
+
+    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
+        self.below.write_compressed(clusters).await
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.below.write_zeroes(offset, len, flags).await
+    }
+
+    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        self.below.discard(offset, len).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.below.flush().await
+    }
+
+    /// The caller makes one change of the length at a time.
+    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
+        let before = self.size();
+        let grows = size > before && preallocation == Preallocation::Off;
+        if !grows {
+            // The file ends where its data does before it is shortened or preallocated as the user says.
+            self.trim().await?;
+            return self.below.resize(size, preallocation).await;
+        }
+        if size > self.below.size() {
+            let ahead = self.ahead_of(size).filter(|ahead| i64::try_from(*ahead).is_ok());
+            let reserved = match ahead {
+                Some(ahead) => self.below.resize(ahead, Preallocation::Falloc).await.is_ok(),
+                None => false,
+            };
+            // No space for more than what is asked, or a file that can't reserve any.
+            if !reserved {
+                self.below.resize(size, Preallocation::Off).await?;
+            }
+        }
+        self.data_end.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Cuts what was reserved and not used off the file.
+    pub(crate) async fn trim(&self) -> Result<()> {
+        let end = self.data_end.swap(AS_THE_FILE, Ordering::AcqRel);
+        if end < self.below.size() {
+            let cut = self.below.resize(end, Preallocation::Off).await;
+            if cut.is_err() {
+                self.data_end.store(end, Ordering::Release);
+            }
+            return cut;
+        }
+        Ok(())
+    }
+}

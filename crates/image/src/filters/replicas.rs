@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Quorum and blkverify: one disk kept in several nodes, whose answers are compared.
+
+use super::ranges::Ranges;
+use crate::node::{Link, Node, StatusExtent, ZeroFlags};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_storage::IoBuf;
+use futures_util::future::join_all;
+use std::future::Future;
+use std::sync::Arc;
+
+/// Runs that one question about the mapping returns at most.
+const STATUS_RUNS: usize = 16;
+
+/// What becomes of the answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Agreement {
+    /// `blkverify`: the second node, under test, must answer as the first.
+    Verify,
+    /// `quorum`: so many must agree.
+    Votes {
+        /// How many.
+        threshold: usize,
+        /// Reads take the first node that answers.
+        fifo: bool,
+        /// A node that is outvoted gets the majority's content.
+        rewrite: bool,
+        /// Both nodes must agree on every byte, and a difference is reported.
+        verify: bool,
+    },
+}
+
+/// The driver. Reads and writes of one range take turns, or a read under way would meet one node before a write and another after it.
+pub(crate) struct Replicas {
+    agreement: Agreement,
+    links: Vec<Arc<Link>>,
+    ranges: Arc<Ranges>,
+}
+
+impl Replicas {
+    /// `links` lead to the nodes; of `blkverify` to the trusted one and to the one under test.
+    pub(crate) fn new(agreement: Agreement, links: Vec<Arc<Link>>) -> Replicas {
+        Replicas { agreement, links, ranges: Arc::default() }
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        match self.agreement {
+            Agreement::Verify => "blkverify",
+            Agreement::Votes { .. } => "quorum",
+        }
+    }
+
+    /// Of the node under test, else of all.
+    pub(crate) fn size(&self) -> u64 {
+        let sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
+        match self.agreement {
+            Agreement::Verify => sizes.last().unwrap_or(0),
+            Agreement::Votes { .. } => sizes.min().unwrap_or(0),
+        }
+    }
+
+    fn nodes(&self) -> Result<Vec<Arc<Node>>> {
+        let nodes = self.links.iter().map(|link| link.get().ok_or_else(|| Error::internal("a copy without a node")));
+        nodes.collect()
+    }
+
+    /// How many must succeed or agree.
+    fn threshold(&self) -> usize {
+        match self.agreement {
+            Agreement::Verify => self.links.len(),
+            Agreement::Votes { threshold, .. } => threshold,
+        }
+    }
+
+    fn verifies(&self) -> bool {
+        matches!(self.agreement, Agreement::Verify | Agreement::Votes { verify: true, .. })
+    }
+
+    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let len = buf.len() as u64;
+        let _claim = self.ranges.claim(offset, len).await;
+        let nodes = match self.nodes() {
+            Ok(nodes) => nodes,
+            Err(error) => return (Err(error), buf),
+        };
+        if let Agreement::Votes { fifo: true, .. } = self.agreement {
+            return read_first(&nodes, offset, buf).await;
+        }
+        let reads = nodes.iter().map(|node| async move {
+            let (result, buf) = node.read_boxed(offset, IoBuf::try_zeroed(len as usize)?).await;
+            result.map(|()| buf)
+        });
+        let answers = join_all(reads).await;
+        match self.agreed(&nodes, offset, &answers).await {
+            Ok(winner) => {
+                let mut buf = buf;
+                match answers.into_iter().nth(winner) {
+                    Some(Ok(bytes)) => buf.copy_from_slice(&bytes),
+                    _ => return (Err(Error::internal("no answer has won")), buf),
+                }
+                (Ok(()), buf)
+            }
+            Err(error) => (Err(error), buf),
+        }
+    }
+
+    /// The answer that counts, by its number.
+    async fn agreed(&self, nodes: &[Arc<Node>], offset: u64, answers: &[Result<IoBuf>]) -> Result<usize> {
+        self.check_outcomes("read", offset, answers)?;
+        let good: Vec<usize> = (0..answers.len()).filter(|at| answers[*at].is_ok()).collect();
+        let bytes = |at: usize| answers[at].as_ref().map_or(&[][..], |buf| &buf[..]);
+        let votes = |at: usize| good.iter().filter(|other| bytes(**other) == bytes(at)).count();
+        // Of equal numbers of votes the later answer counts, as in QEMU.
+        let winner = good.iter().copied().max_by_key(|at| votes(*at)).unwrap_or(0);
+        if votes(winner) == answers.len() {
+            return Ok(winner);
+        }
+        if self.verifies()
+            && let [first, .., last] = good[..]
+            && let Some(at) = bytes(first).iter().zip(bytes(last)).position(|(one, other)| one != other)
+        {
+            return Err(self.mismatch(offset, bytes(first).len(), at as u64));
+        }
+        if votes(winner) < self.threshold() {
+            return Err(Error::os(Errno::EIO, "too few copies of the disk agree").offset(offset));
+        }
+        if let Agreement::Votes { rewrite: true, .. } = self.agreement {
+            for at in good.iter().copied().filter(|at| bytes(*at) != bytes(winner)) {
+                // What the user reads is right without it.
+                if let Err(error) = nodes[at].write_boxed(offset, IoBuf::copy_from(bytes(winner))).await.0 {
+                    tracing::warn!(node = nodes[at].name(), %error, "a copy that differs could not be rewritten");
+                }
+            }
+        }
+        Ok(winner)
+    }
+
+    /// An error when too few copies have done it.
+    fn check_outcomes<T>(&self, what: &str, offset: u64, answers: &[Result<T>]) -> Result<()> {
+        let errors: Vec<&Error> = answers.iter().filter_map(|answer| answer.as_ref().err()).collect();
+        if errors.is_empty() || answers.len() - errors.len() >= self.threshold() {
+            return Ok(());
+        }
+        if self.agreement == Agreement::Verify && errors.len() < answers.len() {
+            let numbers = answers.iter().map(|answer| answer.as_ref().err().map_or(0, |error| -error.errno().0));
+            let numbers: Vec<String> = numbers.rev().map(|number| number.to_string()).collect();
+            let report = format!("blkverify: {what} offset={offset} return value mismatch {}", numbers.join(" != "));
+            return Err(Error::os(Errno::EIO, "one copy of the disk fails and the other doesn't")
+                .offset(offset)
+                .with_report(report));
+        }
+        let votes = |error: &Error| errors.iter().filter(|other| other.errno() == error.errno()).count();
+        let most = errors.iter().max_by_key(|error| votes(error));
+        Err(most.map_or_else(|| Error::internal("no error"), |error| (*error).clone()))
+    }
+
+    fn mismatch(&self, offset: u64, len: usize, at: u64) -> Error {
+        let place = offset + at;
+        let (name, what) = match self.agreement {
+            Agreement::Verify => ("blkverify", "read "),
+            Agreement::Votes { .. } => ("quorum", ""),
+        };
+        let report = format!("{name}: {what}offset={offset} bytes={len} contents mismatch at offset {place}");
+        Error::os(Errno::EIO, "the copies of the disk differ").offset(place).with_report(report)
+    }
+
+    /// Has every copy do something; enough of them must succeed.
+    async fn all<F>(&self, what: &str, offset: u64, work: impl Fn(Arc<Node>) -> F) -> Result<()>
+    where
+        F: Future<Output = Result<()>>,
+    {
+        let outcomes = join_all(self.nodes()?.into_iter().map(work)).await;
+        self.check_outcomes(what, offset, &outcomes)
+    }
+
+    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let _claim = self.ranges.claim(offset, buf.len() as u64).await;
+        let bytes = &buf[..];
+        let written =
+            self.all("write", offset, |node| async move { node.write_boxed(offset, IoBuf::copy_from(bytes)).await.0 });
+        (written.await, buf)
+    }
+
+    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        let _claim = self.ranges.claim(offset, len).await;
+        self.all("write", offset, |node| async move { node.write_zeroes_boxed(offset, len, flags).await }).await
+    }
+
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.all("flush", 0, |node| async move { node.flush_boxed().await }).await
+    }
+
+    pub(crate) fn resize_error() -> Error {
+        Error::unsupported("Image format driver does not support resize")
+    }
+
+    /// Zeroes where all copies have them, else data without a place.
+    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
+        let nodes = self.nodes()?;
+        if self.agreement == Agreement::Verify {
+            let trusted = nodes.first().ok_or_else(|| Error::internal("no copy"))?;
+            let inside = trusted.size().saturating_sub(offset).min(len);
+            return trusted.block_status_chain_boxed(offset, inside, max_runs).await.map(|runs| {
+                let own = |run: StatusExtent| StatusExtent { present: true, depth: 0, ..run };
+                runs.into_iter().map(own).collect()
+            });
+        }
+        let end = offset.saturating_add(len);
+        let (mut at, mut runs) = (offset, Vec::<StatusExtent>::new());
+        while at < end && runs.len() < max_runs {
+            let (mut next, mut zero) = (end, true);
+            for node in &nodes {
+                let found = node.block_status_chain_boxed(at, end - at, STATUS_RUNS).await?;
+                let first = found.first().ok_or_else(|| Error::new(ErrorKind::InvalidImage, "a copy without a map"))?;
+                let is_zero = |run: &StatusExtent| run.zero;
+                let like_first = found.iter().take_while(|run| is_zero(run) == is_zero(first));
+                next = next.min(like_first.map(|run| run.start + run.len).last().unwrap_or(end));
+                zero &= is_zero(first);
+            }
+            match runs.last_mut().filter(|last| last.zero == zero) {
+                Some(last) => last.len = next - last.start,
+                None => runs.push(StatusExtent {
+                    start: at,
+                    len: next - at,
+                    data: !zero,
+                    zero,
+                    present: true,
+                    compressed: false,
+                    offset: None,
+                    file: None,
+                    depth: 0,
+                }),
+            }
+            at = next;
+        }
+        Ok(runs)
+    }
+}
+
+/// The first node that can be read answers.
+async fn read_first(nodes: &[Arc<Node>], offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    let mut buf = buf;
+    let mut failed = Error::internal("no copy to read");
+    for node in nodes {
+        let (result, back) = node.read_boxed(offset, buf).await;
+        match result {
+            Ok(()) => return (Ok(()), back),
+            Err(error) => (failed, buf) = (error, back),
+        }
+    }
+    (Err(failed), buf)
+}
