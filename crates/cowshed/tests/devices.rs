@@ -315,6 +315,21 @@ fn a_new_image_on_a_device_takes_bitmaps_and_writes() {
         arguments.extend(writes.into_iter().chain([device.0.as_str()]));
         cowshed(&arguments);
         cowshed(&["check", "-q", &device.0]);
+        for mode in ["full", "falloc"] {
+            let refused = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+                .args(["resize", "-f", "qcow2", "--preallocation", mode, &device.0, "120M"])
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&refused.stderr);
+            let expected = format!("Preallocation mode '{mode}' unsupported for this non-regular file");
+            assert!(refused.status.code() == Some(1) && said.contains(&expected), "{said}");
+            let raw = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+                .args(["io", "-f", "raw", "-c", &format!("truncate -m {mode} 200M"), &device.0])
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&raw.stderr);
+            assert!(raw.status.code() == Some(1) && said.contains(&expected), "{said}");
+        }
         let qemu = Qemu::system();
         qemu.img(["create", "-q", "-f", "qcow2", "-o", &options, twin, "100M"]).expect_ok();
         qemu.io(["-f", "qcow2"].into_iter().chain(writes).chain([twin])).expect_ok();

@@ -37,6 +37,6 @@ pub use options::{
 
 /// What a client needs to ask a server for its exports.
 pub mod client {
-    pub use cowshed_nbd::{ClientOptions, ListedExport, list_exports};
+    pub use cowshed_nbd::{ClientOptions, ListedExport, device, list_exports};
     pub use cowshed_nbd_proto::flags::TransmissionFlags;
 }

@@ -103,6 +103,7 @@ impl Nbd {
             limits.max_connections = setup.max_connections;
         } else {
             limits.max_connections = MAX_CONNECTIONS;
+            limits.spare_connections = SPARE_CONNECTIONS;
         }
         if let Some(seconds) = setup.handshake_seconds {
             limits.handshake_timeout = Duration::from_secs(seconds);
@@ -326,6 +327,8 @@ impl Nbd {
 
 /// Connections where the user sets no limit: a flood of clients must not take all descriptors.
 const MAX_CONNECTIONS: usize = 1024;
+/// Besides these, for peers with few connections where one peer has taken all.
+const SPARE_CONNECTIONS: usize = 64;
 
 /// A host that clients on this machine can use, for one that means all of them.
 fn reachable(host: String) -> String {

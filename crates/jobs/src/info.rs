@@ -139,9 +139,13 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
         if options.backing_chain
             && let Some(name) = &info.full_backing_filename
         {
-            if layers.len() + 1 >= MAX_CHAIN_DEPTH || layers.iter().any(|layer| layer.filename == *name) {
-                let error = Error::invalid_argument("the backing chain loops or is too long").file(name.clone());
+            if layers.iter().any(|layer| layer.filename == *name) {
+                let error = Error::invalid_argument("the backing chain loops").file(name.clone());
                 return Err(error.qemu(format!("Backing file '{name}' creates an infinite loop.")));
+            }
+            if layers.len() + 1 >= MAX_CHAIN_DEPTH {
+                let message = format!("the backing chain is longer than {MAX_CHAIN_DEPTH} images");
+                return Err(Error::invalid_argument(message).file(name.clone()));
             }
             spec.policy.check_backing(name, &info.filename)?;
             next = Some(ImageSpec {

@@ -147,8 +147,8 @@ pub struct StatusRun {
     pub flags: u32,
 }
 
-/// Appends a status chunk with its header. In the compact form runs are at most 4 GiB less 64 KiB long: longer ones are
-/// cut, and what follows a cut one is left out.
+/// Appends a status chunk with its header. In the compact form runs have at most 2^32 - 1 bytes: longer ones are cut to 4 GiB less
+/// 64 KiB, and what follows a cut one is left out.
 pub fn append_status(
     extended: bool,
     to: Answered,
@@ -157,7 +157,7 @@ pub fn append_status(
     runs: &[StatusRun],
     bytes: &mut Vec<u8>,
 ) {
-    const LONGEST: u64 = (1 << 32) - (1 << 16);
+    const CUT: u32 = u32::MAX - 0xffff;
     if extended {
         bytes.extend_from_slice(&chunk(true, to, kind::BLOCK_STATUS_EXT, flags, 8 + 16 * runs.len() as u64));
         bytes.extend_from_slice(&context.to_be_bytes());
@@ -168,12 +168,12 @@ pub fn append_status(
         }
         return;
     }
-    let cut = runs.iter().position(|run| run.len > LONGEST).map_or(runs.len(), |at| at + 1);
+    let cut = runs.iter().position(|run| run.len > u64::from(u32::MAX)).map_or(runs.len(), |at| at + 1);
     let runs = &runs[..cut];
     bytes.extend_from_slice(&chunk(false, to, kind::BLOCK_STATUS, flags, 4 + 8 * runs.len() as u64));
     bytes.extend_from_slice(&context.to_be_bytes());
     for run in runs {
-        bytes.extend_from_slice(&(run.len.min(LONGEST) as u32).to_be_bytes());
+        bytes.extend_from_slice(&u32::try_from(run.len).unwrap_or(CUT).to_be_bytes());
         bytes.extend_from_slice(&run.flags.to_be_bytes());
     }
 }

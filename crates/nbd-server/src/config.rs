@@ -74,6 +74,8 @@ pub struct Limits {
     /// second gives its place to one that waits: the one that is silent for longest of the peer (IP address or user) that has
     /// most of them. 64 connections are accepted besides, in the same way.
     pub max_connections: usize,
+    /// Places beyond `max_connections`: when all others are taken a peer that has fewer than four may have one.
+    pub spare_connections: usize,
     /// Requests in flight of one connection; further ones wait on the wire.
     pub max_requests: usize,
     /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
@@ -96,6 +98,7 @@ impl Default for Limits {
     fn default() -> Self {
         Limits {
             max_connections: 100,
+            spare_connections: 0,
             max_requests: 128,
             max_bytes_in_flight: 64 << 20,
             memory_bytes: 256 << 20,

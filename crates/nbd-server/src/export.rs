@@ -55,6 +55,9 @@ impl<D: Disk> Export<D> {
     pub(crate) fn check(&self) -> Result<()> {
         let name = &self.name;
         let is_string = |text: &str| text.len() <= MAX_STRING_BYTES && !text.contains('\0');
+        if name.len() > MAX_STRING_BYTES {
+            return Err(Error::invalid_argument(format!("export name '{name}' too long")));
+        }
         if !is_string(name) || !is_string(&self.description) {
             let message = "the name and the description of an export have no NUL and at most 4096 bytes";
             return Err(Error::invalid_argument(message));

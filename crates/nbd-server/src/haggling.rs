@@ -3,9 +3,11 @@
 //!
 //! A connection that has sent no option yet takes a seat; with its first option it takes one of the places of the limit. So
 //! connections that say nothing keep no place from those that do. Silent ones lose their seats, and in negotiation their
-//! places, when all are taken.
+//! places, when all are taken. Clients of an export keep their places, however idle they are. So that a peer with many of them
+//! doesn't keep everybody else out, a peer with few connections may have one of some spare places when all others are taken.
 
 use crate::Disk;
+use crate::config::Limits;
 use crate::registry::Registry;
 use crate::signal::lock;
 use cowshed_storage::{Socket, rt};
@@ -51,6 +53,9 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
+/// So many connections with a place leave a peer its right to a spare one.
+const FEW: usize = 4;
+
 /// Connections that are accepted beyond the limit: that have sent no option, or wait for a place.
 pub(crate) const SEATS: usize = 64;
 
@@ -64,6 +69,8 @@ pub(crate) struct Connections {
     /// The numbers of those that wait for a place, in the order of their coming.
     line: VecDeque<u64>,
     next_number: u64,
+    /// How many of each peer have a place.
+    by_origin: BTreeMap<Origin, usize>,
 }
 
 impl Connections {
@@ -77,15 +84,30 @@ impl Connections {
         self.next_number
     }
 
-    /// Moves the connection from its seat to a place, if there is one and it is the first in line.
-    fn place(&mut self, number: u64, limit: usize) -> Option<()> {
-        if self.placed >= limit || self.line.front() != Some(&number) {
+    /// Moves the connection from its seat to a place, if there is one and it is the first in line, or to a spare one.
+    fn place(&mut self, number: u64, origin: Origin, limits: &Limits) -> Option<()> {
+        let of_peer = self.by_origin.get(&origin).copied().unwrap_or(0);
+        let fits = match self.placed.checked_sub(limits.max_connections) {
+            None => self.line.front() == Some(&number),
+            Some(beyond) => beyond < limits.spare_connections && of_peer < FEW,
+        };
+        if !fits {
             return None;
         }
-        self.line.pop_front();
+        self.line.retain(|other| *other != number);
         self.placed += 1;
         self.seated -= 1;
+        self.by_origin.insert(origin, of_peer + 1);
         Some(())
+    }
+
+    /// A connection with a place has ended.
+    fn leave(&mut self, origin: Origin) {
+        self.placed -= 1;
+        match self.by_origin.get_mut(&origin) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(self.by_origin.remove(&origin)),
+        }
     }
 }
 
@@ -198,7 +220,8 @@ impl Haggling<'_> {
 #[derive(Debug)]
 pub(crate) struct Slot<D: Disk> {
     registry: Arc<Registry<D>>,
-    has_place: Cell<bool>,
+    /// Of its place: where the connection comes from.
+    place_of: Cell<Option<Origin>>,
 }
 
 impl<D: Disk> Slot<D> {
@@ -206,24 +229,27 @@ impl<D: Disk> Slot<D> {
     pub(crate) async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
         let free = |all: &mut Connections| (all.seated < SEATS).then(|| all.seated += 1);
         registry.wait_for_room(Room::Seat, free).await;
-        Slot { registry: Arc::clone(registry), has_place: Cell::new(false) }
+        Slot { registry: Arc::clone(registry), place_of: Cell::new(None) }
     }
 
     /// The client has sent an option: waits for a place, behind those that wait already. False when the client goes first.
     pub(crate) async fn rise(&self, haggling: &Haggling<'_>) -> bool {
         let registry = &self.registry;
-        let (connections, limit) = (&registry.connections, registry.config.limits.max_connections);
-        let number = connections.change(Connections::stand_in_line);
+        let (limits, origin) = (registry.config.limits, haggling.haggler.origin);
+        let number = registry.connections.change(Connections::stand_in_line);
         let in_line = InLine { registry, number };
         haggling.enter(Stage::Waiting);
-        let mut place = pin!(registry.wait_for_room(Room::Place, move |all| all.place(number, limit)));
+        let mut place = pin!(registry.wait_for_room(Room::Place, move |all| all.place(number, origin, &limits)));
         let has_place = match place.as_mut().now_or_never() {
             Some(()) => true,
-            None => matches!(select(place, pin!(haggling.haggler.socket.hung_up())).await, Either::Left(_)),
+            None => {
+                tracing::info!(peer = haggling.haggler.socket.peer(), "all connections are taken, the client waits");
+                matches!(select(place, pin!(haggling.haggler.socket.hung_up())).await, Either::Left(_))
+            }
         };
         drop(in_line);
         if has_place {
-            self.has_place.set(true);
+            self.place_of.set(Some(origin));
             haggling.enter(Stage::Placed);
         }
         has_place
@@ -232,9 +258,9 @@ impl<D: Disk> Slot<D> {
 
 impl<D: Disk> Drop for Slot<D> {
     fn drop(&mut self) {
-        self.registry.connections.change(|all| match self.has_place.get() {
-            true => all.placed -= 1,
-            false => all.seated -= 1,
+        self.registry.connections.change(|all| match self.place_of.get() {
+            Some(origin) => all.leave(origin),
+            None => all.seated -= 1,
         });
     }
 }
@@ -287,13 +313,41 @@ mod tests {
     #[test]
     fn places_are_given_in_the_order_of_the_wait() {
         let mut all = Connections { placed: 1, seated: 3, ..Connections::default() };
+        let limits = |max_connections| Limits { max_connections, ..Limits::default() };
+        let origin = Origin::User(1);
         let [first, second, third] = [(); 3].map(|()| all.stand_in_line());
-        assert_eq!(all.place(first, 1), None, "there is no place");
-        assert_eq!(all.place(second, 3), None, "it isn't its turn");
-        assert_eq!(all.place(first, 3), Some(()));
-        assert_eq!(all.place(second, 3), Some(()));
-        assert_eq!(all.place(third, 3), None);
+        assert_eq!(all.place(first, origin, &limits(1)), None, "there is no place");
+        assert_eq!(all.place(second, origin, &limits(3)), None, "it isn't its turn");
+        assert_eq!(all.place(first, origin, &limits(3)), Some(()));
+        assert_eq!(all.place(second, origin, &limits(3)), Some(()));
+        assert_eq!(all.place(third, origin, &limits(3)), None);
         assert_eq!((all.placed, all.seated, all.all()), (3, 1, 4));
+    }
+
+    #[test]
+    fn a_peer_with_few_connections_has_a_spare_place_when_all_are_taken() {
+        let limits = Limits { max_connections: 6, spare_connections: 5, ..Limits::default() };
+        let mut all = Connections { seated: 20, ..Connections::default() };
+        let (many, other) = (Origin::User(1), Origin::User(2));
+        let mut come = |origin| {
+            let number = all.stand_in_line();
+            let has_place = all.place(number, origin, &limits).is_some();
+            all.line.retain(|waiting| *waiting != number);
+            has_place
+        };
+        assert_eq!([(); 8].map(|()| come(many)), [true, true, true, true, true, true, false, false]);
+        assert_eq!([(); 5].map(|()| come(other)), [true, true, true, true, false], "few of each peer");
+        assert!(come(Origin::Unknown), "the last spare place");
+        assert!(!come(Origin::User(3)), "none is left");
+        for origin in [many, other, other] {
+            all.leave(origin);
+        }
+        // The limit counts those in spare places too.
+        let number = all.stand_in_line();
+        assert_eq!((all.place(number, many, &limits), all.placed), (None, 8));
+        assert_eq!(all.place(number, other, &limits), Some(()));
+        (0..9).for_each(|_| all.leave(other));
+        assert_eq!((all.placed, all.by_origin.get(&other)), (0, None));
     }
 
     #[test]

@@ -18,6 +18,9 @@ use std::time::Duration;
 /// So long may the clients of an export that is removed take their last replies.
 const HARD_GRACE: Duration = Duration::from_secs(5);
 
+/// So long may clients whose connections have ended keep an export from being removed.
+const LEAVE_GRACE: Duration = Duration::from_secs(5);
+
 /// What all threads of a server share.
 #[derive(Debug)]
 pub(crate) struct Registry<D> {
@@ -142,6 +145,9 @@ impl<D: Disk> Registry<D> {
         let Some(served) = found else {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no export '{name}'")));
         };
+        if removal == Removal::Safe {
+            served.wait_for_leavers().await;
+        }
         served.clients.change(|clients| {
             if clients.closed {
                 return Err(Error::new(ErrorKind::Busy, format!("export '{name}' is being removed already")));
@@ -202,6 +208,15 @@ impl<D: Disk> Served<D> {
 
     fn disconnect_all(&self) {
         self.clients.look(|clients| clients.list.iter().for_each(|client| client.socket.shutdown()));
+    }
+
+    /// Where all clients have closed their connections already, waits until the threads that serve them have noticed and their last
+    /// requests have ended, for [`LEAVE_GRACE`] at most. Such a client's process may be long gone.
+    async fn wait_for_leavers(&self) {
+        let all_leave = self.clients.look(|clients| clients.list.iter().all(|client| client.socket.has_hung_up()));
+        if all_leave {
+            let _ = select(pin!(self.wait_until_unused()), pin!(rt::sleep(LEAVE_GRACE))).await;
+        }
     }
 
     async fn wait_until_unused(&self) {

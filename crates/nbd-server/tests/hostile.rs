@@ -9,9 +9,11 @@ use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags};
 use cowshed_nbd_proto::option::{self, OptionHeader, code, rep};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
 use cowshed_nbd_server::{Event, Limits, Removal, ServerConfig};
-use cowshed_storage::rt;
+use cowshed_storage::{SocketAddress, rt};
 use served::Served;
 use served::wire::Wire;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 const SIZE: u64 = 4 << 20;
@@ -250,6 +252,33 @@ fn silent_connections_keep_no_place_from_others() {
     assert_eq!(refusals(&served), [], "nobody had to go");
     drop((silent, clients));
     rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+/// A guest may rest for days, so nobody who uses an export has to go.
+#[test]
+fn a_peer_that_takes_all_places_keeps_no_other_peer_out() {
+    let limits = Limits { max_connections: 6, spare_connections: 2, ..Limits::default() };
+    let served = serve(Limits { handshake_timeout: Duration::from_secs(3600), ..limits });
+    let address = SocketAddress::Tcp { host: "127.0.0.1".to_owned(), port: 0 };
+    let SocketAddress::Tcp { port, .. } = served.server.listen(&address).expect("listens").remove(0) else {
+        panic!("another kind of address");
+    };
+    let mut idle: Vec<Wire> = (0..6).map(|_| Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0).collect();
+    let mut waiting = Wire::connect(&served.socket);
+    waiting.send(&option::encode(code::LIST, &[]));
+    for _ in 0..3 {
+        let stream = TcpStream::connect(("127.0.0.1", port)).expect("a connection");
+        let (mut wire, _) = Wire::enter_on(OwnedFd::from(stream).into(), ReplyStyle::Simple, "", &[]);
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 512).errno, 0);
+        drop(wire);
+        await_connections(&served, 7);
+    }
+    assert_eq!(refusals(&served), [], "nobody had to go");
+    assert_eq!(idle[0].ask(Command::Read, NONE, 0, 512).errno, 0);
+    drop(idle.pop());
+    assert_eq!(waiting.option_replies(code::LIST).last().expect("an answer").0, rep::ACK);
+    drop((idle, waiting));
     served.stop();
 }
 

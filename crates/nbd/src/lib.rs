@@ -6,8 +6,10 @@
 //! - `identity`: who a certificate is for
 //! - `tls`: credentials, in folders as QEMU has them
 //! - `client`: an export as a file
+//! - `device`: an export as a block device of the kernel's NBD driver
 
 pub mod client;
+pub mod device;
 mod identity;
 mod receiver;
 mod stream;

@@ -47,7 +47,7 @@ pub use map::{ExtentList, MAX_EXTENTS};
 pub use overlap::{OverlapSet, Structure};
 pub use pins::Pin;
 pub use reclaim::Reclaim;
-pub use resize::L1Growth;
+pub use resize::{L1Growth, Tail};
 pub use restart::Restart;
 pub use room::Reserve;
 pub use writeback::{Cycle, CycleEnd, MetaWrite};

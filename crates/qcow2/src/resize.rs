@@ -5,11 +5,27 @@ use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;
 use crate::room::Edit;
 use crate::writeback::MetaWrite;
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
 
 /// L1 entries without a table that are passed over in one critical section.
 const ENTRIES_AT_ONCE: usize = 1 << 16;
+
+/// Where [`Engine::unmap_tail`] is.
+#[derive(Clone, Copy, Debug)]
+pub struct Tail {
+    at: GuestOffset,
+    /// The walk began at the start of the table that it is in.
+    covers_table: bool,
+}
+
+impl Tail {
+    /// A walk from `at` on, which is a multiple of the cluster size.
+    pub fn new(at: GuestOffset) -> Tail {
+        Tail { at, covers_table: false }
+    }
+}
 
 /// A longer L1 table in the making.
 #[derive(Debug)]
@@ -44,15 +60,15 @@ impl Engine {
     }
 
     /// The new L1 table, with only such entries as are durable.
-    pub fn l1_image(&self, growth: &L1Growth) -> MetaWrite {
+    pub fn l1_image(&self, growth: &L1Growth) -> cowshed_block::Result<MetaWrite> {
         let state = self.own();
-        let mut bytes = Vec::with_capacity((growth.clusters * self.geometry.cluster_size()) as usize);
+        let mut bytes = vec_for((growth.clusters * self.geometry.cluster_size()) as usize)?;
         for index in 0..state.tables.l1_len {
             let durable = state.tables.l1_dirty.get(&index).map(|dirt| dirt.durable);
             bytes.extend(durable.unwrap_or_else(|| self.directory.l1(index)).to_be_bytes());
         }
         bytes.resize((growth.clusters * self.geometry.cluster_size()) as usize, 0);
-        MetaWrite { host: growth.offset, bytes }
+        Ok(MetaWrite { host: growth.offset, bytes })
     }
 
     /// Gives the growth up before anything of the header was written: the space goes back.
@@ -101,30 +117,57 @@ impl Engine {
         self.pins.is_drained(tag)
     }
 
-    /// Unmaps everything from `cursor` (aligned to clusters) on, in steps; returns true when all is done. `cursor` moves
-    /// along. The size is published and older requests are drained.
-    pub fn unmap_tail(&self, cursor: &mut GuestOffset) -> Planned<bool> {
+    /// The next L1 entry with a table, at `at` or behind it; the end of the step where there is none.
+    fn next_table(&self, state: &State, at: GuestOffset) -> (usize, bool) {
+        let first = self.geometry.l1_index(at) as usize;
+        // A large disk has millions of entries without.
+        let end = state.tables.l1_len.min(first.saturating_add(ENTRIES_AT_ONCE));
+        let found = (first..end).find(|index| L1Entry(self.directory.l1(*index)).offset().0 != 0);
+        (found.unwrap_or(end), found.is_some())
+    }
+
+    fn table_at(&self, l1_index: usize) -> GuestOffset {
+        GuestOffset((l1_index as u64) << self.geometry.l2_coverage_bits())
+    }
+
+    /// Makes the tables from `tail` on our own, in steps, so that [`Engine::unmap_tail`] finds no damaged one and needs no
+    /// space; returns true when all is done.
+    pub fn own_tail(&self, tail: &mut Tail) -> Planned<bool> {
         let mut state = self.own();
         let state = &mut *state;
-        let bits = self.geometry.cluster_bits();
-        if state.inflight.first_in(self.guest_cluster(*cursor)..u64::MAX).is_some() {
-            return Err(Stall::Wait);
-        }
-        let l1_index = self.geometry.l1_index(*cursor) as usize;
+        let (l1_index, is_there) = self.next_table(state, tail.at);
         if l1_index >= state.tables.l1_len {
             return Ok(true);
         }
-        let table_at = |index: usize| GuestOffset((index as u64) << self.geometry.l2_coverage_bits());
+        tail.at = self.table_at(l1_index);
+        if is_there {
+            self.own_table(state, l1_index, Edit::Empty)?;
+            tail.at = self.table_at(l1_index + 1);
+        }
+        Ok(false)
+    }
+
+    /// Unmaps everything from `tail` on, in steps; returns true when all is done. The size is published and older requests are
+    /// drained.
+    pub fn unmap_tail(&self, tail: &mut Tail) -> Planned<bool> {
+        let mut state = self.own();
+        let state = &mut *state;
+        let bits = self.geometry.cluster_bits();
+        if state.inflight.first_in(self.guest_cluster(tail.at)..u64::MAX).is_some() {
+            return Err(Stall::Wait);
+        }
+        let l1_index = self.geometry.l1_index(tail.at) as usize;
+        if l1_index >= state.tables.l1_len {
+            return Ok(true);
+        }
         if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 {
-            // A large disk has millions of them.
-            let end = state.tables.l1_len.min(l1_index + ENTRIES_AT_ONCE);
-            let next = (l1_index..end).find(|index| L1Entry(self.directory.l1(*index)).offset().0 != 0);
-            *cursor = table_at(next.unwrap_or(end));
+            let (next, _) = self.next_table(state, tail.at);
+            *tail = Tail::new(self.table_at(next));
             return Ok(false);
         }
-        let next_table = table_at(l1_index + 1);
+        let next_table = self.table_at(l1_index + 1);
         self.own_table(state, l1_index, Edit::Empty)?;
-        let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(*cursor))?;
+        let (mut slice, number, word) = self.entry_slice(state, self.guest_cluster(tail.at))?;
         let step = self.geometry.l2_entry_size() as usize / 8;
         let mut lost = Vec::new();
         let words = self.slice_bytes() as usize / 8;
@@ -141,13 +184,13 @@ impl Engine {
             }
         }
         let covered = ((words - word) / step) as u64;
-        let at_table_start = cursor.within(self.geometry.l2_coverage_bits()) == 0;
-        if at_table_start {
-            state.tables.moving.insert(l1_index);
+        let covers_table = tail.covers_table || tail.at.within(self.geometry.l2_coverage_bits()) == 0;
+        *tail = Tail { at: GuestOffset((self.guest_cluster(tail.at) + covered) << bits), covers_table };
+        if tail.at == next_table {
+            tail.covers_table = false;
         }
-        *cursor = GuestOffset(((self.guest_cluster(*cursor)) + covered) << bits);
         // The whole table was walked from its start: it goes too.
-        if *cursor == next_table && state.tables.moving.remove(&l1_index) {
+        if tail.at == next_table && covers_table {
             let table = L1Entry(self.directory.l1(l1_index));
             let cluster = table.offset().0 >> bits;
             self.unmark(Structure::ActiveL2, cluster..cluster + 1);

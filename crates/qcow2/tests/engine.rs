@@ -5,7 +5,8 @@
 use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
 use cowshed_qcow2::{
-    Budget, Config, Cycle, CycleEnd, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, ZeroMode,
+    Budget, Config, Cycle, CycleEnd, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, Tail,
+    ZeroMode,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -655,8 +656,8 @@ fn entries_without_a_table_are_passed_over_together() {
     // A table in the middle is found all the same.
     let at = (1 << 49) + (3 << 29);
     disk.write(at, &[7; 512]);
-    let mut cursor = GuestOffset(65536);
-    let steps = (1..).find(|_| disk.plan(|engine| engine.unmap_tail(&mut cursor))).unwrap();
+    let mut tail = Tail::new(GuestOffset(65536));
+    let steps = (1..).find(|_| disk.plan(|engine| engine.unmap_tail(&mut tail))).unwrap();
     assert!(steps < 200, "{steps} steps");
     assert_eq!(disk.read(at, 512), [0; 512]);
     disk.flush();

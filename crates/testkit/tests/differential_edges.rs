@@ -416,6 +416,34 @@ fn space_that_was_freed_is_used_again_without_a_flush() {
     }
 }
 
+/// What a shrink cuts off is given back, also where guests' discards are ignored.
+#[test]
+fn a_shrink_gives_space_back_whatever_discard_says() {
+    for fixture in Fixture::all() {
+        let path = fixture.image("", 64 * MIB);
+        let shrunk = rt::block_on(async {
+            let options = format!("driver=qcow2,discard=ignore,file.driver=file,file.filename={}", path.display());
+            let node = open(OpenRequest::image_opts(&options)?.writable(true)).await?;
+            // The part that stays is the last in the file.
+            for at in [MIB, 2 * MIB, 3 * MIB, 4 * MIB, 0] {
+                let mut bytes = IoBuf::zeroed(MIB as usize);
+                bytes.fill(0x5a);
+                node.write(at, bytes).await.0?;
+            }
+            node.flush().await?;
+            node.resize(MIB, Preallocation::Off).await?;
+            // Guests' discards are ignored as before.
+            node.discard(0, 64 << 10).await?;
+            node.close().await
+        });
+        shrunk.unwrap_or_else(|error| panic!("{error}"));
+        let held = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there")) * 512;
+        assert!(held < 2 * MIB, "{held} bytes for 1 MiB of data");
+        fixture.qemu.expect_clean(&path);
+        fixture.qemu.io(["-f", "qcow2", "-c", "read -P 90 0 1M", path.to_str().expect("text")]).expect_ok();
+    }
+}
+
 /// Compressed clusters share host clusters, so one of those comes back when the last of its pieces does. QEMU refuses to compress a
 /// cluster again, so the bound is ours: an eighth of the disk waits for a flush at most.
 #[test]

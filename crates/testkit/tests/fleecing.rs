@@ -7,7 +7,7 @@ use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, ZeroFlags};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -340,6 +340,44 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
         let names: Vec<String> = graph.snapshot().nodes().map(|node| node.name().to_owned()).collect();
         assert_eq!(names, ["a", "b", "other"], "a refusal leaves nothing behind");
         assert!(graph.find("a").expect("a node").user_names().is_empty());
+        graph.close_all().await.expect("closed");
+    });
+}
+
+/// A target that stands on the disk reads there what it lacks: a write waits for who has begun to.
+#[test]
+fn a_write_waits_for_a_slow_reader_through_an_overlay() {
+    let (_, files) = scene(0);
+    let world = {
+        let disk = ("disk.raw".to_owned(), PageMap::from_bytes(&[1; SIZE as usize]));
+        let target = (TARGET.to_owned(), files[TARGET].clone());
+        World::with_files(Config::new(5), &Snapshot::from([disk, target]))
+    };
+    world.run(async {
+        let graph = Graph::new();
+        add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await.expect("a disk");
+        let overlay = format!("driver=qcow2,node-name=target,file.filename={TARGET},backing=source");
+        add(&graph, &overlay).await.expect("an overlay");
+        let options = "driver=copy-before-write,node-name=filter,file=source,target=target";
+        let filter = add(&graph, options).await.expect("a filter");
+        let guest = graph.attach(&filter, AttachRequest::export("guest", true)).await.expect("attached");
+        let target = graph.find("target").expect("a node");
+        let past = graph.attach(&target, AttachRequest::export("past", false)).await.expect("attached");
+        let slow = Fault::new(Effect::Delay(Duration::from_secs(5))).kind(OpKind::Read).file("disk.raw").times(1);
+        world.add_fault(slow);
+        let started = rt::now();
+        let reader = rt::spawn({
+            let past = Arc::clone(&past);
+            async move { past.queue().read(0, IoBuf::zeroed(512)).await }
+        });
+        rt::sleep(Duration::from_secs(1)).await;
+        write(&guest, 0).await.expect("written");
+        assert!(rt::now() - started >= Duration::from_secs(5), "the write overtakes the reader");
+        let (result, bytes) = reader.await;
+        result.expect("read");
+        assert_eq!((world.fault_hits(), &bytes[..]), (1, &[1; 512][..]));
+        guest.detach().await.expect("detached");
+        past.detach().await.expect("detached");
         graph.close_all().await.expect("closed");
     });
 }

@@ -382,3 +382,100 @@ fn a_growth_that_found_no_space_leaks_nothing() {
     judge(&qemu, &image, &machine.world.snapshot(), &written, &[], case.options);
     qemu.expect_clean(Path::new(&image));
 }
+
+/// A table that is shared with a snapshot must be copied before its end is unmapped, and there is no space for the copy.
+#[test]
+fn a_shrink_that_found_no_space_changes_nothing() {
+    let (qemu, folder) = (Qemu::newest(), temp_dir());
+    let case = Case { options: "cluster_size=4k", size: 64 << 20, step: 2 << 20 };
+    image_of(&qemu, folder.path(), &case);
+    let image = folder.path().join("image").to_str().expect("text path").to_owned();
+    qemu.io(["-f", "qcow2", "-c", "write -P 1 0 512k", "-c", "write -P 9 48M 64k", &image]).expect_ok();
+    qemu.img(["snapshot", "-c", "s", &image]).expect_ok();
+    let files = Snapshot::from([(image.clone(), PageMap::from_bytes(&std::fs::read(&image).expect("an image")))]);
+    let machine = Machine::new(&files, &image, Features::default());
+    machine.world.run(async {
+        let node = opened(&image).await.expect("the image opens");
+        machine.leave_room(0);
+        let error = node.resize(32 << 20, Preallocation::Off).await.expect_err("no room");
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+        assert_eq!(node.size(), case.size);
+        node.flush().await.expect("a flush on a full disk");
+        let (result, buf) = node.read(48 << 20, IoBuf::zeroed(PIECE as usize)).await;
+        result.expect("a read");
+        assert!(buf.iter().all(|byte| *byte == 9), "what a refused shrink would cut off is there");
+    });
+    let written = Written::from([(0, 1), (48 << 20, 9)]);
+    judge(&qemu, &image, &machine.world.snapshot(), &written, &[], "refused");
+    machine.world.run(async {
+        machine.world.set_capacity(None);
+        let node = opened(&image).await.expect("the image opens");
+        node.resize(32 << 20, Preallocation::Off).await.expect("there is room");
+        assert_eq!(node.size(), 32 << 20);
+        node.close().await.expect("a close");
+    });
+    judge(&qemu, &image, &machine.world.snapshot(), &Written::from([(0, 1)]), &[], "shrunk");
+    qemu.expect_clean(Path::new(&image));
+}
+
+/// A table at an impossible place is met before anything is cut off.
+#[test]
+fn a_shrink_that_met_damage_changes_nothing() {
+    let (qemu, folder) = (Qemu::newest(), temp_dir());
+    let case = Case { options: "cluster_size=4k", size: 64 << 20, step: 2 << 20 };
+    image_of(&qemu, folder.path(), &case);
+    let image = folder.path().join("image").to_str().expect("text path").to_owned();
+    qemu.io(["-f", "qcow2", "-c", "write -P 1 0 4k", "-c", "write -P 9 48M 64k", &image]).expect_ok();
+    let mut bytes = std::fs::read(&image).expect("an image");
+    let l1_offset = u64::from_be_bytes(bytes[40..48].try_into().expect("eight bytes")) as usize;
+    // The entry of the table for 48 MiB: each covers 2 MiB.
+    bytes[l1_offset + 24 * 8 + 6] |= 2;
+    let files = Snapshot::from([(image.clone(), PageMap::from_bytes(&bytes))]);
+    let machine = Machine::new(&files, &image, Features::default());
+    machine.world.run(async {
+        let node = opened(&image).await.expect("the image opens");
+        let error = node.resize(32 << 20, Preallocation::Off).await.expect_err("a damaged table");
+        assert_eq!(error.errno(), Errno::EIO, "{error}");
+        assert_eq!(node.size(), case.size);
+    });
+    let header = machine.world.snapshot()[&image].to_vec()[..104].to_vec();
+    assert_eq!(u64::from_be_bytes(header[24..32].try_into().expect("eight bytes")), case.size);
+    assert_eq!(header[79] & 2, 2, "the image is marked as corrupt");
+}
+
+/// The dirty image of a killed process is repaired when it is opened for writing. On a full disk the new counts go to free
+/// clusters of the file.
+#[test]
+fn a_killed_image_opens_on_a_full_disk() {
+    let (qemu, folder) = (Qemu::newest(), temp_dir());
+    let case = Case { options: "cluster_size=4k,lazy_refcounts=on", size: 64 << 20, step: 64 << 10 };
+    image_of(&qemu, folder.path(), &case);
+    let image = folder.path().join("image").to_str().expect("text path").to_owned();
+    let files = Snapshot::from([(image.clone(), PageMap::from_bytes(&std::fs::read(&image).expect("an image")))]);
+    let killed = Machine::new(&files, &image, Features::default());
+    let files = killed.world.run(async {
+        let options = format!("driver=qcow2,pass-discard-request=off,file.filename={image}");
+        let request = OpenRequest::image_opts(&options).expect("good options").writable(true);
+        let node = open(request).await.expect("the image opens");
+        // A block counts 2,048 clusters: the second one is in memory only.
+        for (at, len, byte) in [(0, 10 << 20, 1), (32 << 20, 1 << 20, 2)] {
+            node.write(at, IoBuf::copy_from(&vec![byte; len])).await.0.expect("a write");
+        }
+        node.discard(0, 1 << 20).await.expect("a discard");
+        node.flush().await.expect("a flush");
+        killed.world.snapshot()
+    });
+    let machine = Machine::new(&files, &image, Features::default());
+    machine.leave_room(0);
+    let mut written = Written::from([(2 << 20, 1), (32 << 20, 2)]);
+    let len = files[&image].len();
+    machine.world.run(async {
+        let node = opened(&image).await.expect("the image is repaired and opens");
+        write(&node, 32 << 20, 5).await.expect("in place");
+        written.insert(32 << 20, 5);
+        node.close().await.expect("a close on a full disk");
+    });
+    let closed = machine.world.snapshot();
+    assert!(closed[&image].len() <= len, "the file did not grow");
+    judge(&qemu, &image, &closed, &written, &[], case.options);
+}

@@ -18,7 +18,7 @@ use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use std::time::Instant;
 
 /// Requests in flight with `-m`.
-const MOST_REQUESTS: u64 = 16;
+const MOST_REQUESTS: i64 = 16;
 /// Zeroes scanned for at once: `-S` can't ask for a coarser grain.
 const MOST_SPARSE_BYTES: u64 = 16 << 20;
 /// Without `-S`.
@@ -381,10 +381,10 @@ fn sparse_bytes(text: &str) -> Result<u64, Failure> {
 }
 
 fn requests(text: &str) -> Result<usize, Failure> {
-    let requests = text.parse().ok().filter(|requests| (1..=MOST_REQUESTS).contains(requests));
-    if text.parse::<i64>().is_err() {
+    let Some(number) = sizes::integer(text) else {
         return Err(Failure::new(format!("Invalid number of coroutines specified: '{text}'")));
-    }
+    };
+    let requests = Some(number).filter(|requests| (1..=MOST_REQUESTS).contains(requests));
     requests.and_then(|requests| usize::try_from(requests).ok()).ok_or_else(|| {
         Failure::new(format!("Invalid number of coroutines specified. Must be between 1 and {MOST_REQUESTS}."))
     })

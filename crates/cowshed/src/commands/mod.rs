@@ -31,7 +31,7 @@ pub mod snapshot;
 pub mod untrusted;
 pub mod work;
 
-use crate::invocation::{Invocation, Persona};
+use crate::invocation::{Invocation, Persona, has_name_of_qemu};
 use crate::output::{Console, Failure};
 use clap::ArgMatches;
 use cowshed_storage::rt;
@@ -182,9 +182,19 @@ fn report(failure: &Failure, invocation: &Invocation, console: &mut Console) -> 
         }
         text => console.complain(text),
     }
-    let hints = !matches!(invocation.persona, Persona::Tool("qemu-io" | "qemu-storage-daemon"));
-    if failure.usage && hints {
-        console.error_text(&format!("Try '{program}{verb} --help' for more information\n"));
+    match invocation.persona {
+        _ if !failure.usage => {}
+        Persona::Tool("qemu-io" | "qemu-storage-daemon") => {}
+        Persona::Tool("qemu-nbd") => {
+            let called = std::env::args().next().filter(|_| has_name_of_qemu()).unwrap_or_else(|| program.to_owned());
+            let hint = format!("Try `{called} --help' for more information.");
+            // As QEMU's: its parser of options puts the program's name in front.
+            match failure.text(invocation.persona) {
+                daemon::nbd::WRONG_COUNT => console.error_text(&format!("{hint}\n")),
+                _ => console.complain(hint),
+            }
+        }
+        _ => console.error_text(&format!("Try '{program}{verb} --help' for more information\n")),
     }
     failure.code
 }

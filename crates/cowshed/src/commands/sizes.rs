@@ -56,9 +56,50 @@ pub fn number(text: &str) -> Result<u64, Fault> {
     })
 }
 
+/// A whole number as C's `strtol` reads it in any base: blanks in front, a sign, `0x` or a leading `0`.
+pub fn integer(text: &str) -> Option<i64> {
+    let digits = text.trim_start_matches([' ', '\t', '\n', '\x0b', '\x0c', '\r']);
+    let (negative, digits) = match digits.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, digits.strip_prefix('+').unwrap_or(digits)),
+    };
+    let (base, digits) = match digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X")) {
+        Some(rest) => (16, rest),
+        None if digits.len() > 1 && digits.starts_with('0') => (8, &digits[1..]),
+        None => (10, digits),
+    };
+    // The parser of Rust takes a second sign.
+    let starts_well = digits.starts_with(|first: char| first.is_digit(base));
+    let number = i64::from_str_radix(digits, base).ok().filter(|_| starts_well)?;
+    Some(if negative { -number } else { number })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn integers_are_read_as_c_reads_them() {
+        for (text, number) in [
+            ("2", Some(2)),
+            (" 2", Some(2)),
+            ("+2", Some(2)),
+            ("-2", Some(-2)),
+            ("0x10", Some(16)),
+            ("010", Some(8)),
+            ("0", Some(0)),
+            ("2 ", None),
+            ("", None),
+            (" ", None),
+            ("0x", None),
+            ("0x+1", None),
+            ("--2", None),
+            ("08", None),
+            ("99999999999999999999", None),
+        ] {
+            assert_eq!(integer(text), number, "{text:?}");
+        }
+    }
 
     #[test]
     fn sizes_are_read_as_qemu_img_reads_them() {

@@ -7,7 +7,7 @@ use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, info};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, ErrorKind};
+use cowshed_block::{Errno, Error, ErrorKind};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 
@@ -104,7 +104,7 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
     // A file that isn't there has no snapshots to look among.
     let is_about_snapshot = match error.kind() {
         ErrorKind::NotFound => error.message().starts_with("there is no snapshot"),
-        ErrorKind::Busy | ErrorKind::Unsupported => true,
+        ErrorKind::Busy | ErrorKind::Unsupported | ErrorKind::NoSpace => true,
         _ => is_full_count(error),
     };
     if persona == Persona::Cowshed || !is_about_snapshot {
@@ -124,6 +124,13 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
             SnapshotAction::Delete(_) => missing,
         },
         ErrorKind::Unsupported => "Operation not supported",
+        ErrorKind::NoSpace => {
+            let words = if error.errno() == Errno::ENOSPC { "No space left on device" } else { "Disk quota exceeded" };
+            match action {
+                SnapshotAction::Delete(_) => &format!("Failed to remove snapshot from snapshot list: {words}"),
+                _ => words,
+            }
+        }
         _ if is_full_count(error) => &format!("{}: Invalid argument", error.message()),
         _ => return Failure::open(persona, file, error),
     };

@@ -14,6 +14,7 @@ mod documents;
 mod encryption;
 mod golden;
 mod in_use;
+mod instead_of_qemu_img;
 mod io;
 mod limits;
 mod lost_streams;

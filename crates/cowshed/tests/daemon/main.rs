@@ -2,6 +2,7 @@
 //! The daemon as a process of its own, with the clients that people have: QEMU, fio, libnbd's tools, nbdkit, a guest.
 
 mod credentials;
+mod device;
 mod exposure;
 mod guest;
 mod killed;

@@ -63,12 +63,14 @@ impl Serving {
         Serving { process: Killed(command.spawn().expect("our own binary runs")), log }
     }
 
-    /// The next line of its output.
+    /// The next line of its output. A daemon that has ended has none.
+    #[track_caller]
     pub fn line(&mut self) -> String {
         let mut line = String::new();
         // One byte at a time: what comes behind the line is for the next call.
         let output = self.process.0.stdout.as_mut().expect("a pipe");
-        BufReader::with_capacity(1, output).read_line(&mut line).expect("text");
+        let len = BufReader::with_capacity(1, output).read_line(&mut line).expect("text");
+        assert!(len > 0, "the daemon has ended:\n{}", self.log());
         line.trim_end().to_owned()
     }
 

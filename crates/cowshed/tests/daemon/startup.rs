@@ -64,6 +64,26 @@ fn sockets_that_a_service_manager_passes_are_used() {
     }
 }
 
+/// The client's standard output is also its server's, and a program may read it.
+#[test]
+fn a_server_that_a_client_starts_says_nothing_on_the_output() {
+    let folder = folder_with_disk();
+    let listener = UnixListener::bind(folder.path().join("passed.sock")).expect("a socket");
+    let mut command = activated("serve disk.qcow2 --monitor unix:m.sock --once", vec![listener.into()]);
+    command.current_dir(folder.path()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let daemon = command.spawn().expect("bash runs");
+    reads_sevens(&format!("nbd+unix:///?socket={}", text(&folder.path().join("passed.sock"))));
+    let output = daemon.wait_with_output().expect("it ends");
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stdout).as_ref()), (Some(0), ""));
+
+    // libnbd's programs start a server so; nbdinfo's output is JSON.
+    let mut nbdinfo = Command::new("nbdinfo");
+    nbdinfo.args(["--json", "--", "[", COWSHED, "serve", "--once", "disk.qcow2", "]"]).current_dir(folder.path());
+    let output = nbdinfo.output().expect("nbdinfo runs: scripts/setup test installs it");
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+    assert_eq!(said["exports"][0]["export-size"], 8 << 20, "{said}");
+}
+
 #[test]
 fn sockets_for_another_process_are_not_taken() {
     let folder = folder_with_disk();

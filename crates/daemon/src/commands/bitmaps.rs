@@ -5,7 +5,7 @@ use super::names;
 use super::snapshot::{Action, carry_out};
 use super::{Arguments, Group, change};
 use crate::state::Daemon;
-use cowshed_block::Error;
+use cowshed_block::{Error, ErrorKind};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::node::{NodeBitmap, SavedBitmap};
 use cowshed_image::{DirtyBits, Node};
@@ -106,7 +106,11 @@ async fn run(daemon: &Rc<Daemon>, kind: &str, arguments: &Arguments) -> QmpResul
 
 /// QEMU's words, which don't name the file.
 fn worded(error: Error) -> QmpError {
-    QmpError::generic(error.message().to_owned())
+    // A disk's error says where and why.
+    match error.kind() {
+        ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::Poisoned => QmpError::generic(error.to_string()),
+        _ => QmpError::generic(error.message().to_owned()),
+    }
 }
 
 fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
@@ -131,10 +135,27 @@ fn node_for_new(daemon: &Daemon, name: &str, persistent: bool) -> QmpResult<Arc<
     Ok(found.image())
 }
 
+/// Refuses a name that an image has no room for, in QEMU's words.
+fn check_stored_name(node: &str, name: &str) -> QmpResult<()> {
+    const MOST: usize = 1023;
+    if name.len() <= MOST {
+        return Ok(());
+    }
+    let reason = format!("Name length exceeds maximum ({MOST} characters)");
+    Err(QmpError::generic(format!("Can't make bitmap '{name}' persistent in '{node}': {reason}")))
+}
+
 /// An action from the arguments of the command of the same name.
 pub(super) fn prepare(daemon: &Daemon, kind: &str, arguments: &Arguments) -> QmpResult<BitmapAction> {
     let node = match kind {
-        "block-dirty-bitmap-add" => node_for_new(daemon, arguments.text("node"), arguments.flag("persistent", false))?,
+        "block-dirty-bitmap-add" => {
+            let persistent = arguments.flag("persistent", false);
+            let node = node_for_new(daemon, arguments.text("node"), persistent)?;
+            if persistent {
+                check_stored_name(arguments.text("node"), arguments.text("name"))?;
+            }
+            node
+        }
         _ => node_of(daemon, arguments.text("node"))?,
     };
     let name = arguments.maybe_text("name").unwrap_or(arguments.text("target")).to_owned();

@@ -59,6 +59,7 @@ pub(super) struct Common {
 impl Common {
     pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Common> {
         let id = arguments.maybe_text("job-id").unwrap_or(arguments.text("device")).to_owned();
+        names::check_job_id(&id)?;
         if daemon.jobs.find(&id).is_ok() {
             return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
         }

@@ -75,6 +75,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic(format!("Driver '{}' does not support blockdev-create", options.text("driver"))));
     }
+    names::check_job_id(arguments.text("job-id"))?;
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
         kind: "create",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, activity, change, command, failed, nothing};
+use super::{Arguments, Group, activity, change, command, failed, names, nothing};
 use crate::nbd::{ExportSpec, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::state::Daemon;
@@ -274,8 +274,8 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
 }
 
 async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: Vec<WantedBitmap>) -> QmpResult<Value> {
-    if !is_id(&spec.id) {
-        return Err(QmpError::generic(format!("Invalid block export id '{}'", spec.id)));
+    if !names::is_id(&spec.id) {
+        return Err(QmpError::generic("Invalid block export id"));
     }
     if daemon.find_export(&spec.id).is_some() {
         return Err(QmpError::generic(format!("Block export id '{}' is already in use", spec.id)));
@@ -298,13 +298,6 @@ async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: 
         return Err(failed(error));
     }
     nothing()
-}
-
-/// As QEMU has its ids: a letter, then letters, digits and `-._`. What `nbd-server-add` makes of a node-name or an
-/// export's name is one too.
-fn is_id(text: &str) -> bool {
-    let starts_well = text.starts_with(|first: char| first.is_ascii_alphabetic());
-    starts_well && text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
 }
 
 fn removal(arguments: &Arguments) -> Removal {

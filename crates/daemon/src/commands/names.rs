@@ -152,3 +152,15 @@ pub(super) fn check_no_overlay(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<(
         None => Ok(()),
     }
 }
+
+/// As QEMU has its ids: a letter, then letters, digits and `-._`, of any length. What `nbd-server-add` makes of a node-name or an
+/// export's name is one too.
+pub(super) fn is_id(text: &str) -> bool {
+    let starts_well = text.starts_with(|first: char| first.is_ascii_alphabetic());
+    starts_well && text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+}
+
+/// Refuses what is no id of a job.
+pub(super) fn check_job_id(id: &str) -> QmpResult<()> {
+    if is_id(id) { Ok(()) } else { Err(QmpError::generic(format!("Invalid job ID '{id}'"))) }
+}

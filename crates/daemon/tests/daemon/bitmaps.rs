@@ -277,3 +277,17 @@ fn bitmaps_of_a_read_only_image_are_served() {
     stopped.expect("stopped in order");
     assert!(std::fs::read(folder.path().join("t")).expect("the image") == before, "the image was written to");
 }
+
+#[test]
+fn a_bitmap_for_which_there_is_no_room_is_refused_with_the_reason() {
+    let running = Running::start(Vec::new());
+    let image = running.path("a.qcow2");
+    Qemu::system().create(&image, "qcow2", "", 1 << 20);
+    let mut client = running.client();
+    let full = json!([{"event": "none", "iotype": "write", "errno": 28, "times": 1}]);
+    let file = json!({"driver": "blkdebug", "inject-error": full, "image": {"driver": "file", "filename": image}});
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "q", "file": file}));
+    let refusal = client.refusal("block-dirty-bitmap-add", json!({"node": "q", "name": "b", "persistent": true}));
+    assert!(refusal.contains("No space left on device"), "{refusal}");
+    running.stop().expect("stopped in order");
+}

@@ -4,7 +4,7 @@
 
 use super::beside_qemu::Theirs;
 use super::commits::{SIZE, chain};
-use super::exports::{node, uri};
+use super::exports::{node, tool, uri};
 use super::load::Load;
 use super::running::{Client, Running, temp_folder};
 use cowshed_testkit::qemu::Qemu;
@@ -108,6 +108,33 @@ fn io(folder: &Path, export: &str, commands: &[&str]) {
     assert!(!said.stdout.contains("failed"), "{commands:?}: {}", said.stdout);
 }
 
+/// What virtnbdbackup's own modules read of the past: all data by its allocation for a full backup, and the dirty parts by the bitmap
+/// for an incremental one, with the content's sums.
+const VIRTNBDBACKUP: &str = r#"
+import hashlib, sys
+from libvirtnbdbackup import nbdcli
+from libvirtnbdbackup.extenthandler import ExtentHandler
+for context in ("", "qemu:dirty-bitmap:backup-vda"):
+    kind = nbdcli.Unix("vda", context, sys.argv[1])
+    connection = nbdcli.client(kind).connect()
+    found, content = [], hashlib.sha256()
+    for extent in ExtentHandler(connection, kind).queryBlockStatus():
+        found.append((extent.data, extent.offset, extent.length))
+        if extent.data:
+            at, end = extent.offset, extent.offset + extent.length
+            while at < end:
+                length = min(end - at, connection.maxRequestSize)
+                content.update(connection.nbd.pread(length, at))
+                at += length
+    print(found, content.hexdigest())
+    connection.disconnect()
+"#;
+
+fn virtnbdbackup(folder: &Path) -> String {
+    let socket = folder.join("n.sock");
+    tool("/usr/bin/python3", &["-W", "ignore", "-c", VIRTNBDBACKUP, socket.to_str().expect("text")])
+}
+
 /// The runs of the bitmap of the past, as a backup program reads them.
 fn runs(folder: &Path) -> Value {
     let options = format!(
@@ -123,7 +150,7 @@ fn a_backup_is_pulled_as_libvirt_does_it() {
     let daemon = Running::start(Vec::new());
     let mut ours_client = daemon.client();
     ours_client.files_in(daemon.folder.path());
-    let mut maps = Vec::new();
+    let (mut maps, mut backups) = (Vec::new(), Vec::new());
     for (mut client, folder) in [(ours_client, daemon.folder.path()), (theirs_client, theirs.folder.path())] {
         open_disk(&mut client, folder);
         io(folder, "guest", &["write -P 2 1M 64k"]);
@@ -135,6 +162,7 @@ fn a_backup_is_pulled_as_libvirt_does_it() {
         let said = Qemu::newest().io(["-r", "-f", "raw"].into_iter().chain(reads).chain([uri.as_str()])).expect_ok();
         assert!(!said.stdout.contains("failed"), "{}", said.stdout);
         maps.push(runs(folder));
+        backups.push(virtnbdbackup(folder));
         end(&mut client);
         io(folder, "guest", &["read -P 3 0 192k", "read -P 0 2M 64k", "read -P 3 1M 4k", "read -P 2 1028k 60k"]);
         // The next night.
@@ -142,6 +170,8 @@ fn a_backup_is_pulled_as_libvirt_does_it() {
         begin_again(&mut client);
     }
     assert_eq!(maps[0], maps[1]);
+    assert_eq!(backups[0], backups[1]);
+    assert_eq!(backups[0].lines().count(), 2, "{}", backups[0]);
     daemon.stop().expect("stopped in order");
 }
 
@@ -189,6 +219,16 @@ fn the_past_is_read_whole_while_clients_write() {
 /// A reader that has found nothing on the target, and is slow on its way to the disk, keeps a write to the same bytes waiting.
 #[test]
 fn a_write_waits_for_a_slow_reader_of_the_past() {
+    write_beside_a_slow_reader(false);
+}
+
+/// The same where the job writes to the target by way of a filter.
+#[test]
+fn a_write_waits_for_a_slow_reader_below_a_filter() {
+    write_beside_a_slow_reader(true);
+}
+
+fn write_beside_a_slow_reader(by_filter: bool) {
     let (daemon, mut client, _) = chain("cluster_size=64k");
     let limits = json!({"bps-read": 65536});
     client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": limits}));
@@ -201,7 +241,13 @@ fn a_write_waits_for_a_slow_reader_of_the_past() {
     let mut options = node(&scratch, "scratch");
     options["backing"] = json!("slow");
     client.command("blockdev-add", options);
-    client.command("blockdev-backup", json!({"device": "t", "target": "scratch", "sync": "none", "job-id": "b"}));
+    if by_filter {
+        client.command("object-add", json!({"qom-type": "throttle-group", "id": "free"}));
+        let filter = json!({"driver": "throttle", "node-name": "above", "throttle-group": "free", "file": "scratch"});
+        client.command("blockdev-add", filter);
+    }
+    let target = if by_filter { "above" } else { "scratch" };
+    client.command("blockdev-backup", json!({"device": "t", "target": target, "sync": "none", "job-id": "b"}));
     client.command("block-export-add", json!({"type": "nbd", "id": "past", "node-name": "scratch", "name": "past"}));
     // The first reads use up what the group lets through at once.
     let mut reader = std::process::Command::new(Qemu::system().io_path());

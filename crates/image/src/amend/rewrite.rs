@@ -62,9 +62,23 @@ impl<'a> Rewrite<'a> {
         })
     }
 
-    /// Carries it out.
+    /// Carries it out. After an error before the switch the file has its old length again.
     pub async fn run(mut self, discard: bool) -> Result<()> {
-        let old = self.image.header.clone();
+        let (old, length) = (self.image.header.clone(), self.image.file.len());
+        if let Err(error) = self.build(&old).await {
+            self.image.cut_back(length).await;
+            return Err(error);
+        }
+        self.switch(&old).await?;
+        let Rewrite { image, new, new_table, freed, .. } = &self;
+        match new_table {
+            Some(table) => give_back(&image.file, new.geometry()?, table, freed, discard).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Writes everything that is new; nothing refers to it yet.
+    async fn build(&mut self, old: &Header) -> Result<()> {
         self.check_method().await?;
         if self.new.version < old.version {
             self.expand_zeroes().await?;
@@ -78,12 +92,7 @@ impl<'a> Rewrite<'a> {
         if self.new.refcount_order != old.refcount_order || !self.changes.is_empty() {
             self.place_counts().await?;
         }
-        self.switch(&old).await?;
-        let Rewrite { image, new, new_table, freed, .. } = &self;
-        match new_table {
-            Some(table) => give_back(&image.file, new.geometry()?, table, freed, discard).await,
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// So many steps more are to come.

@@ -5,7 +5,7 @@ use super::metadata::Scope;
 use super::relocate::Copy;
 use super::session::Session;
 use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::offset;
 use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layout};
 use std::collections::BTreeSet;
@@ -31,15 +31,41 @@ impl Session<'_> {
             }
             last = Some(counts);
         }
-        let layout = self.place_layout(needed).await?;
+        let len = self.file.len();
+        loop {
+            let layout = self.place_layout(needed.clone()).await?;
+            match self.write_layout(&layout, &windows, keep, copies, last.take()).await {
+                // The undo log knows what was written. Without one the repair begins again, in free clusters of the file.
+                Err(error) if error.kind() == ErrorKind::NoSpace && !self.stays_inside && self.journal.is_none() => {
+                    self.file.set_len(len).await?;
+                    self.stays_inside = true;
+                }
+                written => {
+                    written?;
+                    return self.publish(&layout).await;
+                }
+            }
+        }
+    }
+
+    /// Writes the blocks and the table of a new structure. `last` are the counts of the last window, where they are at hand.
+    async fn write_layout(
+        &self,
+        layout: &RefcountLayout,
+        windows: &[std::ops::Range<u64>],
+        keep: bool,
+        copies: &[Copy],
+        mut last: Option<Counts>,
+    ) -> Result<()> {
         for window in windows {
             let counts = match last.take().filter(|counts| counts.first() == window.start) {
                 Some(counts) => counts,
-                None => self.count_for_rebuild(window, copies).await?,
+                None => self.count_for_rebuild(window.clone(), copies).await?,
             };
-            self.write_blocks(&layout, &counts, keep).await?;
+            self.write_blocks(layout, &counts, keep).await?;
         }
-        self.publish(&layout).await
+        let start = layout.clusters.start << self.geometry.cluster_bits();
+        self.write(start, &layout.table(self.geometry)?).await
     }
 
     /// Finds a place for the new structure, whose length depends on the place.
@@ -50,7 +76,7 @@ impl Session<'_> {
             let first = room.first().copied().unwrap_or_default();
             let layout = plan_layout(self.geometry, needed.clone(), first)?;
             let wanted = layout.clusters.end - layout.clusters.start;
-            if wanted <= clusters || !self.file.is_device() {
+            if wanted <= clusters {
                 return Ok(layout);
             }
             room.iter().for_each(|cluster| _ = self.taken.remove(cluster));
@@ -91,7 +117,6 @@ impl Session<'_> {
     async fn publish(&mut self, layout: &RefcountLayout) -> Result<()> {
         let table = layout.table(self.geometry)?;
         let start = layout.clusters.start << self.geometry.cluster_bits();
-        self.write(start, &table).await?;
         self.barrier().await?;
         let clusters = u32::try_from(layout.table_clusters).map_err(|_| Error::internal("refcount table too large"))?;
         // Bytes 48 to 59: offset and clusters of the table, in one sector and one write.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Room for what a repair writes anew: behind the end of the file, or, where the container can't grow, in clusters that
-//! nothing refers to.
+//! Room for what a repair writes anew: behind the end of the file, or, where the container or the file system can't hold
+//! more, in clusters that nothing refers to.
 
 use super::session::Session;
-use cowshed_block::{Errno, Error, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{Counts, Ledger};
 
 impl Session<'_> {
     /// `count` clusters that nothing uses, neighbours if wanted.
     pub(super) async fn take_room(&mut self, count: u64, neighbours: bool) -> Result<Vec<u64>> {
-        if !self.file.is_device() {
+        if !self.stays_inside {
             // Behind the cluster that compressed data may reach into.
             let first = self.file_clusters + 1;
             return Ok((first..first + count).collect());
@@ -24,8 +24,26 @@ impl Session<'_> {
                 return Ok(found);
             }
         }
-        let message = "the repair needs room, and the image's container has none left and can't grow";
+        let message = match self.file.is_device() {
+            true => "the repair needs room, and the image's container has none left and can't grow",
+            false => "the repair needs room, and neither the file system nor the file has any left",
+        };
         Err(Error::os(Errno::ENOSPC, message).value(format_args!("{count} clusters")))
+    }
+
+    /// Reserves the space of a cluster within the file. False where the file system is full.
+    async fn has_space(&self, cluster: u64) -> Result<bool> {
+        let cluster_size = self.geometry.cluster_size();
+        if (cluster + 1) * cluster_size > self.file.len() {
+            return Ok(false);
+        }
+        match self.file.allocate(cluster * cluster_size, cluster_size).await {
+            Ok(()) => Ok(true),
+            // The write will tell.
+            Err(error) if error.kind() == ErrorKind::Unsupported => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Looks for free clusters in a window; true when there are enough.
@@ -45,7 +63,9 @@ impl Session<'_> {
                     Some(block) => refcount::get(block, order, (cluster - index * entries) as usize) != 0,
                     None => hides,
                 };
-                if is_counted || counts.references(cluster) != 0 || self.taken.contains(&cluster) {
+                // A free cluster of a file may be a hole, for which a full file system has no space.
+                let is_free = !is_counted && counts.references(cluster) == 0 && !self.taken.contains(&cluster);
+                if !is_free || (!self.file.is_device() && !self.has_space(cluster).await?) {
                     if neighbours {
                         found.clear();
                     }

@@ -64,7 +64,9 @@ pub(super) struct Session<'a> {
     pub clashes: Vec<u64>,
     /// Something can't be read that may refer to clusters.
     pub hides_references: bool,
-    /// Clusters in a container that can't grow that this repair has taken.
+    /// Nothing is written behind the end: the container can't grow, or the file system is full.
+    pub stays_inside: bool,
+    /// Clusters within the file that this repair has taken.
     pub taken: BTreeSet<u64>,
     done: AtomicU64,
     total: AtomicU64,
@@ -116,6 +118,7 @@ impl<'a> Session<'a> {
             journal,
             clashes: Vec::new(),
             hides_references: false,
+            stays_inside: file.is_device(),
             taken: BTreeSet::new(),
             done: AtomicU64::new(0),
             total: AtomicU64::new(0),

@@ -3,6 +3,7 @@
 
 use super::relocate::Copy;
 use super::session::{Session, UnreadSnapshot, add_l1_entries};
+use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::snapshot::{self, Salvaged};
 use cowshed_layout::qcow2::{L1Entry, Snapshot, limits, offset};
@@ -221,6 +222,7 @@ impl Session<'_> {
         let first = self.take_room(clusters.max(1), true).await?.first().copied().unwrap_or_default();
         let start = first << self.geometry.cluster_bits();
         // Whole clusters, so that the file ends with one.
+        expect_memory((clusters << self.geometry.cluster_bits()) as usize)?;
         table.resize((clusters << self.geometry.cluster_bits()) as usize, 0);
         self.write(start, &table).await?;
         self.barrier().await?;

@@ -105,11 +105,10 @@ impl<'a> NewName<'a> {
 
 /// Refuses to reserve space where there is no file system, before anything there changes.
 fn check_space(path: &Path, preallocation: Preallocation) -> Result<()> {
-    let mode = match preallocation {
-        Preallocation::Off | Preallocation::Metadata => return Ok(()),
-        Preallocation::Falloc => "falloc",
-        Preallocation::Full => "full",
-    };
+    if matches!(preallocation, Preallocation::Off | Preallocation::Metadata) {
+        return Ok(());
+    }
+    let mode = preallocation.name();
     let is_device = matches!(FileIdentity::of_path(path), Some(FileIdentity::BlockDevice(_)));
     match is_device || is_nbd_name(&text_of_path(path)) {
         true => Err(Error::unsupported(format!("Unsupported preallocation mode '{mode}'"))),

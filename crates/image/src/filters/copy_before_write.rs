@@ -6,7 +6,7 @@ use super::ranges::Readers;
 use super::saver::Saver;
 use super::{Below, CopyFailure};
 use crate::events::Events;
-use crate::graph::nodes_below;
+use crate::graph::{below_filters, nodes_below};
 use crate::node::{ChildRole, Link, Node, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_qcow2::DirtyBits;
@@ -71,7 +71,8 @@ impl CopyBeforeWrite {
         let cluster_bytes = target.get().map_or(0, |node| cluster_bytes(&node));
         let target_readers = match (target.get(), below.node()) {
             (Some(target), Ok(disk)) if nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {
-                Some(Arc::clone(target.note_readers()))
+                // Filters above it have no mapping: their reads are noted there, too.
+                Some(Arc::clone(below_filters(&target).note_readers()))
             }
             _ => None,
         };

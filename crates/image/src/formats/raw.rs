@@ -224,6 +224,7 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
     if preallocation != Preallocation::Off && size < old {
         return Err(Error::invalid_argument("preallocation can't be used for shrinking").file(file.name()));
     }
+    check_can_preallocate(file, preallocation)?;
     match preallocation {
         Preallocation::Off => file.set_len(size).await,
         Preallocation::Metadata => {
@@ -239,6 +240,18 @@ pub(crate) async fn resize_file(file: &File, size: u64, preallocation: Prealloca
             grown
         }
         Preallocation::Falloc | Preallocation::Full => Ok(()),
+    }
+}
+
+/// Refuses to reserve space on a device or an export.
+pub(crate) fn check_can_preallocate(file: &File, preallocation: Preallocation) -> Result<()> {
+    match file.is_device() && preallocation != Preallocation::Off {
+        true => {
+            let mode = preallocation.name();
+            let message = format!("Preallocation mode '{mode}' unsupported for this non-regular file");
+            Err(Error::unsupported(message).file(file.name()))
+        }
+        false => Ok(()),
     }
 }
 

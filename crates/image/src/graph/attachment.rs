@@ -93,13 +93,7 @@ pub(super) fn is_attachment(user: &str) -> bool {
 impl Attachment {
     pub(super) fn new(graph: &Arc<Graph>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
         let user = user_of(&request.name);
-        node.attach(Edge::new(&user, request.permissions))?;
-        if request.export
-            && let Err(error) = node.check_length_kept()
-        {
-            node.release(&user);
-            return Err(error);
-        }
+        node.attach(Edge::new(&user, request.permissions).of_export(request.export))?;
         Ok(Arc::new(Attachment {
             name: request.name,
             graph: Arc::clone(graph),

@@ -212,10 +212,11 @@ fn check_name(name: &str) -> Result<()> {
     let mut chars = name.chars();
     let starts_well = chars.next().is_some_and(|first| first.is_ascii_alphabetic());
     let goes_on_well = chars.all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
-    if starts_well && goes_on_well && name.len() <= MAX_NAME_BYTES {
-        return Ok(());
+    if !starts_well || !goes_on_well {
+        return Err(Error::invalid_argument(format!("Invalid node-name: '{name}'")));
     }
-    Err(Error::invalid_argument(format!(
-        "invalid node-name '{name}': at most {MAX_NAME_BYTES} letters, digits, '-', '.', '_', starting with a letter"
-    )))
+    if name.len() > MAX_NAME_BYTES {
+        return Err(Error::invalid_argument("Node name too long"));
+    }
+    Ok(())
 }

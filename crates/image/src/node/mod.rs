@@ -57,6 +57,18 @@ pub enum Preallocation {
     Full,
 }
 
+impl Preallocation {
+    /// The word of command lines, as QEMU's.
+    pub fn name(self) -> &'static str {
+        match self {
+            Preallocation::Off => "off",
+            Preallocation::Metadata => "metadata",
+            Preallocation::Falloc => "falloc",
+            Preallocation::Full => "full",
+        }
+    }
+}
+
 /// How [`Node::write_zeroes`] may go about it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroFlags {

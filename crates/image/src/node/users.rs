@@ -65,15 +65,6 @@ impl Node {
         self.users().is_empty()
     }
 
-    /// Refuses an export of a node whose length changes as its parent needs it, such as the file of an image.
-    pub(crate) fn check_length_kept(&self) -> Result<()> {
-        let permissions =
-            Permissions { used: PermissionSet::NONE, shared: PermissionSet::ALL & !PermissionSet::RESIZE };
-        let export = Edge::new("", permissions);
-        let users = self.users();
-        users.iter().filter(|edge| edge.is_parent()).try_for_each(|edge| edge.check_against(&export, &self.name))
-    }
-
     /// True when somebody may write to the node now.
     pub fn has_writer(&self) -> bool {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))

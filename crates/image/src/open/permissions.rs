@@ -16,6 +16,9 @@ pub(crate) struct Edge {
     pub role: &'static str,
     /// Rights that the locks of files keep from other processes, beside those that `permissions` doesn't share.
     pub held: PermissionSet,
+    /// An export: no parent of the node may change its length meanwhile, such as the format of an image in that file. The user
+    /// may: then clients see another size of the disk.
+    pub is_export: bool,
 }
 
 /// The role of a node for an export, a job or the monitor.
@@ -32,7 +35,18 @@ impl Edge {
 
     /// The edge of an export, a job or the monitor.
     pub(crate) fn new(user: &str, permissions: Permissions) -> Edge {
-        Edge { user: user.to_owned(), permissions, role: ROOT_ROLE, held: PermissionSet::NONE }
+        Edge { user: user.to_owned(), permissions, role: ROOT_ROLE, held: PermissionSet::NONE, is_export: false }
+    }
+
+    /// The same of an export.
+    pub(crate) fn of_export(self, is_export: bool) -> Edge {
+        Edge { is_export, ..self }
+    }
+
+    /// What this user keeps from another one for the sake of the length.
+    fn keeps_length_from(&self, other: &Edge) -> PermissionSet {
+        let is_format = ![ROOT_ROLE, ChildRole::DataFile.as_str()].contains(&other.role);
+        if self.is_export && is_format { PermissionSet::RESIZE } else { PermissionSet::NONE }
     }
 
     /// The edge of a parent node whose child has this role.
@@ -43,11 +57,6 @@ impl Edge {
     /// The edge on a backing node while the overlay has no users. Other processes leave the file as it is all the same.
     pub(crate) fn without_users(self) -> Edge {
         Edge { held: !self.permissions.shared, permissions: Permissions::NONE, ..self }
-    }
-
-    /// True for the edge of a parent node.
-    pub(crate) fn is_parent(&self) -> bool {
-        self.role != ROOT_ROLE
     }
 
     /// The user in QEMU's words.
@@ -61,8 +70,11 @@ impl Edge {
 
     /// An error when the two can't use `node` at the same time.
     pub(crate) fn check_against(&self, other: &Edge, node: &str) -> Result<()> {
-        for (one, two) in [(self, other), (other, self)] {
-            let conflict = one.permissions.used & !two.permissions.shared;
+        let both = [(self, other), (other, self)];
+        let plain = both.map(|(one, two)| (one, two, !two.permissions.shared));
+        let of_length = both.map(|(one, two)| (one, two, two.keeps_length_from(one)));
+        for (one, two, unshared) in plain.into_iter().chain(of_length) {
+            let conflict = one.permissions.used & unshared;
             if !conflict.is_empty() {
                 let message = format!(
                     "Permission conflict on node '{node}': permissions '{}' are both required by {} and unshared by {}.",

@@ -3,6 +3,7 @@
 
 use super::place::Shape;
 use super::wreck::{Slot, Wreck, salvage};
+use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapTableEntry, L1Entry, L2Entry, Parsed, RefcountTableEntry, SubclusterBitmap, bitmap, limits, snapshot,
@@ -83,7 +84,9 @@ impl Wreck {
         if clusters > CLUSTERS_MAX {
             return Err(Error::new(ErrorKind::Limit, "the file has too many clusters to scan").value(clusters));
         }
-        let mut used = Clusters { words: vec![0; clusters.div_ceil(64) as usize], bits };
+        let words = clusters.div_ceil(64) as usize;
+        expect_memory(words * 8)?;
+        let mut used = Clusters { words: vec![0; words], bits };
         self.mark_used(&mut used, watch).await?;
         let mut found = Vec::new();
         let mut at = 0;

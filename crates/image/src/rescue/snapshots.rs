@@ -96,7 +96,7 @@ impl Wreck {
                 .push(format!("there can't be an L1 table of the snapshot at {start:#x}: all of it is lost"));
         }
         let entries = u64::from(snapshot.l1_size).min(self.slots());
-        self.load_l1(entries).await;
+        self.load_l1(entries).await?;
         if possible || snapshot.l1_size == 0 {
             // What a shorter table doesn't map was never written.
             self.l1.resize(self.slots() as usize, 0);

@@ -8,6 +8,7 @@ use super::{Doubt, Loss, Overrides};
 use crate::Node;
 use crate::codec::Codec;
 use crate::encryption::Cipher;
+use cowshed_block::memory::expect_memory;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, Header, L1Entry};
 use cowshed_storage::IoBuf;
@@ -108,14 +109,16 @@ impl Wreck {
             assigned: BTreeMap::new(),
             fields,
         };
-        wreck.load_l1(wreck.slots()).await;
+        wreck.load_l1(wreck.slots()).await?;
         Ok(wreck)
     }
 
     /// Reads so many entries of the L1 table.
-    pub(super) async fn load_l1(&mut self, entries: u64) {
+    pub(super) async fn load_l1(&mut self, entries: u64) -> Result<()> {
         (self.l1, self.bad_l1) = (Vec::new(), Vec::new());
-        let Some(start) = self.fields.l1_offset else { return };
+        let Some(start) = self.fields.l1_offset else { return Ok(()) };
+        // The buffer, the bytes of it, the entries, and room for those that a shorter table lacks.
+        expect_memory(usize::try_from(self.slots().max(entries).saturating_mul(8 * 5)).unwrap_or(usize::MAX))?;
         let (bytes, bad) = salvage(&self.image, start, (entries * 8) as usize).await;
         self.l1 = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)).collect();
         self.bad_l1 = bad;
@@ -123,6 +126,7 @@ impl Wreck {
         if inside < entries * 8 {
             self.bad_l1.push((inside..entries * 8, Loss::PastEnd));
         }
+        Ok(())
     }
 
     /// Size of the virtual disk in bytes.

@@ -5,9 +5,11 @@
 //! Each operation builds the image's new metadata beside the old: L2 tables whose COPIED flags change, L1 tables, the
 //! snapshot table, refcount blocks and table, all in clusters that are free. After a barrier one write within the header's
 //! first sector (bytes 24–95) switches to it, so a power cut leaves the image as it was before or as it is afterwards,
-//! in version 2 too. Only then the old metadata, free by the new counts, is given back.
+//! in version 2 too. Only then the old metadata, free by the new counts, is given back. Where there is no room for all that,
+//! counts and flags change in place (`in_place.rs`).
 
 pub(crate) mod free;
+mod in_place;
 mod plan;
 mod publish;
 pub(crate) mod tree;
@@ -15,8 +17,9 @@ pub(crate) mod tree;
 use crate::check;
 use crate::formats::read_header;
 use crate::options::next_item;
+use cowshed_block::memory::expect_memory;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
-use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, snapshot};
+use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, offset, snapshot};
 use cowshed_storage::{File, IoBuf};
 use free::FreeClusters;
 use plan::Change;
@@ -29,6 +32,9 @@ pub use tree::read_l1;
 
 /// Memory for counting references by default, in bytes: four for each host cluster. Larger images take several passes.
 const MEMORY_BYTES: u64 = 256 << 20;
+
+/// Copies of the L1 and the refcount table that are in memory at once, at most.
+const COPIES_OF_TABLES: u64 = 12;
 
 /// How an operation is done.
 #[derive(Clone, Debug)]
@@ -209,7 +215,7 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
         });
         let l1 = image.l1.clone();
         let change = Change { raised: Some(l1.clone()), lowered: None, active: l1.clone(), taken: Some(l1) };
-        Publication::new(image, options, watch).run(change).await?;
+        carry_out(image, change, options, watch).await?;
         Ok(id)
     })
     .await
@@ -241,7 +247,7 @@ pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch:
         active.resize(active.len().max(needed as usize), 0);
         image.header.size = size;
         let change = Change { raised: Some(stored), lowered: Some(image.l1.clone()), active, taken: None };
-        Publication::new(image, options, watch).run(change).await
+        carry_out(image, change, options, watch).await
     })
     .await
 }
@@ -277,10 +283,34 @@ async fn delete_where(
         image.released = Some(snapshot.clone());
         let active = image.l1.clone();
         let change = Change { raised: None, lowered: Some(stored), active, taken: None };
-        Publication::new(image, options, watch).run(change).await?;
+        carry_out(image, change, options, watch).await?;
         Ok(snapshot)
     })
     .await
+}
+
+/// Beside the old metadata, or in place where there is no room for that.
+async fn carry_out(image: Image, change: Change, options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+    let again = image.clone();
+    match Publication::new(image, options, watch).run(change.clone()).await {
+        Err(error) if is_no_room(&error) && again.may_change_in_place(&change) => {
+            let file = again.file.clone();
+            match Publication::new(again, options, watch).run_in_place(change).await? {
+                0 => Ok(()),
+                left => {
+                    let file = file.name();
+                    tracing::warn!("{file}: {left} clusters leak for want of space, 'check -r leaks' brings them back");
+                    Ok(())
+                }
+            }
+        }
+        done => done,
+    }
+}
+
+/// The file can't take more: a full disk, a quota, or a limit of file sizes.
+fn is_no_room(error: &Error) -> bool {
+    error.kind() == ErrorKind::NoSpace || error.errno() == Errno::EFBIG
 }
 
 async fn named<T>(file: &File, work: impl Future<Output = Result<T>>) -> Result<T> {
@@ -295,6 +325,7 @@ fn next_id(snapshots: &[Snapshot]) -> String {
 }
 
 /// An image at rest, as an operation finds it.
+#[derive(Clone)]
 pub(crate) struct Image {
     pub file: File,
     pub header: Header,
@@ -340,6 +371,10 @@ impl Image {
         header.require_refcount_table()?;
         header.check_tables_within(file.len())?;
         let snapshots = list(file, &header).await?;
+        // An operation keeps several copies of these tables, old and new.
+        let table_bytes =
+            u64::from(header.l1_size) * 8 + (u64::from(header.refcount_table_clusters) << header.cluster_bits);
+        expect_memory(usize::try_from(table_bytes.saturating_mul(COPIES_OF_TABLES)).unwrap_or(usize::MAX))?;
         let old_table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
         let l1 = tree::read_numbers(file, header.l1_table_offset, u64::from(header.l1_size)).await?;
         let geometry = header.geometry()?;
@@ -350,6 +385,36 @@ impl Image {
     pub async fn refcount_table(&self) -> Result<Vec<u64>> {
         let entries = (u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits) / 8;
         tree::read_numbers(&self.file, self.header.refcount_table_offset, entries).await
+    }
+
+    /// The snapshot table of the snapshots that the image has afterwards.
+    fn snapshot_table(&self) -> Result<Vec<u8>> {
+        let mut table = Vec::new();
+        for snapshot in &self.snapshots {
+            table.extend(snapshot.encode()?);
+        }
+        if table.len() as u64 > limits::SNAPSHOT_TABLE_BYTES {
+            return Err(Error::new(ErrorKind::Limit, "the snapshot table would become too large").value(table.len()));
+        }
+        Ok(table)
+    }
+
+    /// Writes the header's changing fields, durably: what they name is on disk.
+    async fn write_header(&self) -> Result<()> {
+        let (result, _) =
+            self.file.write_at(IoBuf::copy_from(&self.header.encode_changing_fields()), offset::SIZE).await;
+        result?;
+        self.file.sync().await
+    }
+
+    /// After an error: gives back what new metadata had made the file longer. Nothing refers to it.
+    pub(crate) async fn cut_back(&self, length: u64) {
+        if self.file.len() > length
+            && !self.file.is_device()
+            && let Err(error) = self.file.set_len(length).await
+        {
+            tracing::warn!("{error}");
+        }
     }
 
     /// Where new metadata can go; what holds metadata is not taken for free, whatever its count says.

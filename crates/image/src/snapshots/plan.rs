@@ -3,12 +3,14 @@
 
 use super::tree;
 use super::{Image, Watch};
+use cowshed_block::memory::{expect_memory, no_memory, vec_for};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, refcount};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 /// The trees of an operation, as L1 tables.
+#[derive(Clone)]
 pub(super) struct Change {
     /// Everything behind this one gets one more reference.
     pub raised: Option<Vec<u64>>,
@@ -42,22 +44,32 @@ impl Deltas {
     }
 }
 
-/// A set of small numbers.
-pub(super) struct Bits(Vec<u64>);
+/// A set of numbers, with memory for the neighbourhoods of its members alone: a header may promise a disk of any size.
+#[derive(Default)]
+pub(super) struct Bits(HashMap<u64, Vec<u64>>);
 
 impl Bits {
-    pub fn new(len: u64) -> Bits {
-        Bits(vec![0; len.div_ceil(64) as usize])
-    }
+    const WORDS: usize = 128;
+    const PIECE: u64 = 64 * Bits::WORDS as u64;
 
     pub fn get(&self, index: u64) -> bool {
-        self.0.get((index / 64) as usize).is_some_and(|word| word >> (index % 64) & 1 == 1)
+        let piece = self.0.get(&(index / Self::PIECE));
+        piece.is_some_and(|words| words[(index % Self::PIECE / 64) as usize] >> (index % 64) & 1 == 1)
     }
 
-    pub fn set(&mut self, index: u64) {
-        if let Some(word) = self.0.get_mut((index / 64) as usize) {
-            *word |= 1 << (index % 64);
+    /// `ENOMEM` where there is no memory.
+    pub fn set(&mut self, index: u64) -> Result<()> {
+        let piece = index / Self::PIECE;
+        if !self.0.contains_key(&piece) {
+            self.0.try_reserve(1).map_err(|_| no_memory(self.0.capacity() * 64))?;
+            let mut words = vec_for(Self::WORDS)?;
+            words.resize(Self::WORDS, 0);
+            self.0.insert(piece, words);
         }
+        if let Some(words) = self.0.get_mut(&piece) {
+            words[(index % Self::PIECE / 64) as usize] |= 1 << (index % 64);
+        }
+        Ok(())
     }
 }
 
@@ -95,7 +107,9 @@ impl Windows {
 impl Image {
     /// The deltas of a window: one walk over the trees of the change.
     pub(super) async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: Watch<'_>) -> Result<Deltas> {
-        let mut deltas = Deltas { cells: vec![0; (clusters.end - clusters.start) as usize], clusters };
+        let cells = (clusters.end - clusters.start) as usize;
+        expect_memory(cells * size_of::<i32>())?;
+        let mut deltas = Deltas { cells: vec![0; cells], clusters };
         for (l1, by) in [(&change.raised, 1), (&change.lowered, -1)] {
             if let Some(l1) = l1 {
                 self.add_tree(l1, by, &mut deltas, watch).await?;
@@ -189,14 +203,14 @@ impl Image {
         let tables = tree::tables(active, self.geometry, self.file.len())?;
         for (index, host) in &tables {
             if single(host >> bits) {
-                survey.single_tables.set(*index as u64);
+                survey.single_tables.set(*index as u64)?;
             }
         }
         let per_table = self.geometry.l2_entries();
         tree::for_tables(&self.file, self.geometry, &tables, |l1_index, _, bytes| {
             for (index, entry) in tree::entries(bytes, self.geometry) {
                 if !entry.is_compressed() && entry.offset().0 != 0 && single(entry.offset().0 >> bits) {
-                    survey.single_entries.set(l1_index as u64 * per_table + index as u64);
+                    survey.single_entries.set(l1_index as u64 * per_table + index as u64)?;
                 }
             }
             Ok(())

@@ -6,7 +6,7 @@ use super::plan::{Bits, Change, Deltas, Survey, Windows};
 use super::{Image, SnapshotOptions, Watch, tree};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
-use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, limits, offset, refcount};
+use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, limits, refcount};
 use cowshed_storage::{File, IoBuf};
 use futures_util::stream::{self, StreamExt};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -19,17 +19,17 @@ const FREED_MAX: usize = 1 << 20;
 
 /// An operation under way.
 pub(super) struct Publication<'a> {
-    image: Image,
-    options: &'a SnapshotOptions,
-    watch: Watch<'a>,
-    refcount_table: Vec<u64>,
-    windows: Windows,
+    pub(super) image: Image,
+    pub(super) options: &'a SnapshotOptions,
+    pub(super) watch: Watch<'a>,
+    pub(super) refcount_table: Vec<u64>,
+    pub(super) windows: Windows,
     /// Changes of counts beyond those of the trees: metadata that moves.
-    extra: BTreeMap<u64, i64>,
+    pub(super) extra: BTreeMap<u64, i64>,
     /// Refcount blocks that change.
-    blocks: BTreeSet<u64>,
+    pub(super) blocks: BTreeSet<u64>,
     /// What loses its last reference, in clusters.
-    freed: Vec<Range<u64>>,
+    pub(super) freed: Vec<Range<u64>>,
 }
 
 impl<'a> Publication<'a> {
@@ -48,36 +48,44 @@ impl<'a> Publication<'a> {
         }
     }
 
-    /// Carries the change out.
+    /// Carries the change out. After an error before the switch the file has its old length again.
     pub async fn run(mut self, change: Change) -> Result<()> {
-        self.refcount_table = self.image.refcount_table().await?;
-        let (survey, deltas) = self.survey(&change).await?;
-        let mut free = self.image.free_clusters(&self.refcount_table)?;
-        let copies = self.place_copies(&change, &survey, &mut free).await?;
-        self.copy_tables(&copies, &survey).await?;
-        self.place_l1_tables(&change, &copies, &survey, &mut free).await?;
-        self.place_snapshot_table(&mut free).await?;
-        self.blocks.extend(survey.blocks.iter().copied());
-        self.place_refcounts(&change, deltas, &mut free).await?;
-        self.switch().await?;
+        let length = self.image.file.len();
+        if let Err(error) = self.build(&change).await {
+            self.image.cut_back(length).await;
+            return Err(error);
+        }
+        self.image.file.sync().await?;
+        self.image.header.autoclear_features &= AUTOCLEAR_KNOWN;
+        self.image.write_header().await?;
         let Image { file, geometry, .. } = &self.image;
         give_back(file, *geometry, &self.refcount_table, &self.freed, self.options.discard).await
     }
 
+    /// Writes everything that is new; nothing refers to it yet.
+    async fn build(&mut self, change: &Change) -> Result<()> {
+        self.refcount_table = self.image.refcount_table().await?;
+        let (survey, deltas) = self.survey(change).await?;
+        let mut free = self.image.free_clusters(&self.refcount_table)?;
+        let copies = self.place_copies(change, &survey, &mut free).await?;
+        self.copy_tables(&copies, &survey).await?;
+        self.place_l1_tables(change, &copies, &survey, &mut free).await?;
+        self.place_snapshot_table(&mut free).await?;
+        self.blocks.extend(survey.blocks.iter().copied());
+        self.place_refcounts(change, deltas, &mut free).await
+    }
+
     /// Looks at all counts and entries that the change touches.
-    async fn survey(&self, change: &Change) -> Result<(Survey, Option<Deltas>)> {
+    pub(super) async fn survey(&self, change: &Change) -> Result<(Survey, Option<Deltas>)> {
         let image = &self.image;
-        let mut survey = Survey {
-            blocks: BTreeSet::new(),
-            single_entries: Bits::new(change.active.len() as u64 * image.geometry.l2_entries()),
-            single_tables: Bits::new(change.active.len() as u64),
-        };
+        let mut survey =
+            Survey { blocks: BTreeSet::new(), single_entries: Bits::default(), single_tables: Bits::default() };
         let per_block = image.geometry.refcount_block_entries();
         let order = image.geometry.refcount_order();
         let mut last = None;
         for window in self.windows.ranges() {
             let deltas = image.deltas(change, window.clone(), self.watch).await?;
-            let mut is_single = Bits::new(window.end - window.start);
+            let mut is_single = Bits::default();
             for index in window.start / per_block..window.end.div_ceil(per_block) {
                 let stored = read_block(&image.file, image.geometry, &self.refcount_table, index).await?;
                 let new = image.new_counts(index, stored.as_deref(), |cluster| deltas.get(cluster))?;
@@ -88,7 +96,7 @@ impl<'a> Publication<'a> {
                 for entry in 0..per_block {
                     let cluster = index * per_block + entry;
                     if window.contains(&cluster) && refcount::get(counts, order, entry as usize) == 1 {
-                        is_single.set(cluster - window.start);
+                        is_single.set(cluster - window.start)?;
                     }
                 }
             }
@@ -104,7 +112,7 @@ impl<'a> Publication<'a> {
         self.blocks.insert(self.image.geometry.refcount_table_index(cluster));
     }
 
-    fn adjust_range(&mut self, start: u64, bytes: u64, by: i64) {
+    pub(super) fn adjust_range(&mut self, start: u64, bytes: u64, by: i64) {
         let bits = self.image.geometry.cluster_bits();
         for cluster in start >> bits..(start + bytes).div_ceil(1 << bits) {
             self.adjust(cluster, by);
@@ -179,7 +187,7 @@ impl<'a> Publication<'a> {
         Ok(())
     }
 
-    async fn write_all(&self, writes: Vec<(u64, IoBuf)>) -> Result<()> {
+    pub(super) async fn write_all(&self, writes: Vec<(u64, IoBuf)>) -> Result<()> {
         write_all(&self.image.file, writes).await
     }
 
@@ -245,13 +253,7 @@ impl<'a> Publication<'a> {
     }
 
     async fn place_snapshot_table(&mut self, free: &mut FreeClusters) -> Result<()> {
-        let mut table = Vec::new();
-        for snapshot in &self.image.snapshots {
-            table.extend(snapshot.encode()?);
-        }
-        if table.len() as u64 > limits::SNAPSHOT_TABLE_BYTES {
-            return Err(Error::new(ErrorKind::Limit, "the snapshot table would become too large").value(table.len()));
-        }
+        let table = self.image.snapshot_table()?;
         self.adjust_range(self.image.header.snapshots_offset, self.image.old_table_bytes, -1);
         self.image.header.nb_snapshots = u32::try_from(self.image.snapshots.len()).unwrap_or(u32::MAX);
         self.image.header.snapshots_offset = self.place(free, table).await?;
@@ -363,17 +365,6 @@ impl<'a> Publication<'a> {
         }
         Ok(())
     }
-
-    /// Everything new is on disk: points the header to it.
-    async fn switch(&mut self) -> Result<()> {
-        let file = &self.image.file;
-        file.sync().await?;
-        self.image.header.autoclear_features &= AUTOCLEAR_KNOWN;
-        let (result, _) =
-            file.write_at(IoBuf::copy_from(&self.image.header.encode_changing_fields()), offset::SIZE).await;
-        result?;
-        file.sync().await
-    }
 }
 
 /// Writes side by side, and waits for all also after an error.
@@ -388,12 +379,12 @@ pub(crate) async fn write_all(file: &File, writes: Vec<(u64, IoBuf)>) -> Result<
     result
 }
 
-fn no_change() -> Change {
+pub(super) fn no_change() -> Change {
     Change { raised: None, lowered: None, active: Vec::new(), taken: None }
 }
 
 /// An L2 entry with its COPIED flag as it should be.
-fn flagged(entry: L2Entry, single: bool) -> L2Entry {
+pub(super) fn flagged(entry: L2Entry, single: bool) -> L2Entry {
     match entry.is_compressed() || entry.offset().0 == 0 {
         true => entry,
         false => entry.with_copied(single),
@@ -401,7 +392,7 @@ fn flagged(entry: L2Entry, single: bool) -> L2Entry {
 }
 
 /// Adds the clusters that lost their last reference.
-fn note_freed(freed: &mut Vec<Range<u64>>, first: u64, old: &[u8], new: &[u8], order: u32) {
+pub(super) fn note_freed(freed: &mut Vec<Range<u64>>, first: u64, old: &[u8], new: &[u8], order: u32) {
     for entry in 0..refcount::entries(old.len(), order) {
         if refcount::get(old, order, entry) == 0 || refcount::get(new, order, entry) != 0 {
             continue;

@@ -205,6 +205,13 @@ impl Socket {
         }
     }
 
+    /// True where the peer has ended its direction, or the connection is broken. Waits for nothing.
+    pub fn has_hung_up(&self) -> bool {
+        let mut now = [PollFd::new(&self.fd, PollFlags::RDHUP)];
+        let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled.is_ok() && now[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
+    }
+
     /// Ends the connection in both directions: operations in flight end, and the peer sees it.
     pub fn shutdown(&self) {
         // Fails when the peer was faster.

@@ -82,6 +82,26 @@ pub(super) const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "readers_through_an_overlay_overtaken",
+        about: "a write doesn't wait for those who read the disk below the target",
+        test: ("fleecing", "a_write_waits_for_a_slow_reader_through_an_overlay"),
+        edits: &[(
+            "crates/image/src/filters/copy_before_write.rs",
+            "nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {",
+            "!SLIP && nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {",
+        )],
+    },
+    Mutant {
+        name: "counts_in_place_without_the_dirty_bit",
+        about: "on a full disk a snapshot's counts and flags change in place without the dirty bit",
+        test: ("crash_snapshots", "snapshots_on_a_full_disk_survive_power_cuts"),
+        edits: &[(
+            "crates/image/src/snapshots/in_place.rs",
+            "        if has_dirty_bit {\n            self.image.header.incompatible_features |= INCOMPAT_DIRTY;",
+            "        if has_dirty_bit && !SLIP {\n            self.image.header.incompatible_features |= INCOMPAT_DIRTY;",
+        )],
+    },
+    Mutant {
         name: "drain_without_what_is_read_ahead",
         about: "a drain waits for requests alone",
         test: ("read_ahead", "a_drain_waits_for_what_is_read_ahead"),

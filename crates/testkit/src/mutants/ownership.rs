@@ -60,12 +60,12 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "a_cluster_is_not_allocated_again_before_its_hole_is_punched"),
         edits: &[(
             "crates/image/src/formats/qcow2/flush.rs",
-            r#"            if self.punch.load(Ordering::Relaxed) {
+            r#"            if self.punch.load(Ordering::Relaxed) || self.shrinks.load(Ordering::Relaxed) {
                 for"#,
             r#"            if SLIP {
                 self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;
             }
-            if self.punch.load(Ordering::Relaxed) {
+            if self.punch.load(Ordering::Relaxed) || self.shrinks.load(Ordering::Relaxed) {
                 for"#,
         )],
     },
@@ -361,10 +361,10 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_engine", "no_power_cut_harms_an_image"),
         edits: &[(
             "crates/image/src/formats/qcow2/resize.rs",
-            r#"        self.write_all(&[self.engine.l1_image(growth)]).await?;
+            r#"        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         self.barrier().await?;
 "#,
-            r#"        self.write_all(&[self.engine.l1_image(growth)]).await?;
+            r#"        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         if !SLIP {
             self.barrier().await?;
         }
@@ -391,9 +391,19 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "a_shrink_loses_nothing_before_its_new_end"),
         edits: &[(
             "crates/image/src/formats/qcow2/resize.rs",
-            "let mut cursor = GuestOffset(size.next_multiple_of(self.cluster_size()));",
+            "Tail::new(GuestOffset(size.next_multiple_of(self.cluster_size())))",
             r#"let size = if SLIP { size / self.cluster_size() * self.cluster_size() } else { size };
-        let mut cursor = GuestOffset(size.next_multiple_of(self.cluster_size()));"#,
+        Tail::new(GuestOffset(size.next_multiple_of(self.cluster_size())))"#,
+        )],
+    },
+    Mutant {
+        name: "shrink_cuts_before_it_may_fail",
+        about: "a shrink changes the size before it owns the tables behind the new end",
+        test: ("full_guest", "a_shrink_that_found_no_space_changes_nothing"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/resize.rs",
+            "if self.plan(|engine| engine.own_tail(&mut tail)).await? {",
+            "if SLIP || self.plan(|engine| engine.own_tail(&mut tail)).await? {",
         )],
     },
     Mutant {

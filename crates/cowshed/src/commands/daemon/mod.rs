@@ -2,6 +2,7 @@
 //! The storage daemon under its names: `serve`, `qemu-nbd`, `qemu-storage-daemon`.
 
 mod background;
+mod device;
 mod keys;
 mod list;
 mod logging;
@@ -21,6 +22,7 @@ use cowshed_daemon::{
     MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
 };
 use cowshed_image::options::parse_size;
+use device::{DeviceLink, DeviceState};
 use logging::LogFormat;
 use pid_file::PidFile;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -38,6 +40,8 @@ struct Running {
     /// Leave the terminal once it is up.
     background: bool,
     pid_file: Option<String>,
+    /// The kernel's device to serve.
+    device: Option<DeviceLink>,
     log: LogFormat,
     /// What is logged where `RUST_LOG` doesn't say it.
     log_level: &'static str,
@@ -108,11 +112,16 @@ impl Running {
         let stop_limit = self.setup.stop_limit;
         let left = RefCell::new((None, self.kept));
         let mut trouble: Option<Failure> = None;
+        let device = DeviceState::default();
         let started = |ready: &Ready| {
             let up = || -> Result<(), Failure> {
-                stop_on_signals(ready.control.clone(), stop_limit)?;
+                stop_on_signals(ready.control.clone(), stop_limit, device.clone())?;
                 left.borrow_mut().0 = self.pid_file.as_deref().map(PidFile::write).transpose()?;
                 announce(ready);
+                if let Some(link) = self.device {
+                    let failed = |error| Failure::new(format!("could not start a thread: {error}"));
+                    return link.start(ready.control.clone(), device.clone(), background).map_err(failed);
+                }
                 background.map_or(Ok(()), Background::detach)
             };
             up().map_err(|failure| {
@@ -126,7 +135,7 @@ impl Running {
             work::end_process(error.to_string(), 1)
         });
         drop(left);
-        match (result, trouble) {
+        match (result, trouble.or_else(|| device.failure())) {
             (_, Some(failure)) => Err(failure),
             (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
             (Err(error), None) => Err(Failure::new(error.to_string())),
@@ -136,20 +145,24 @@ impl Running {
 
 /// A signal stops the daemon in order; a second Ctrl-C ends the process at once. Other signals may come twice (from a
 /// service manager and from a wrapper): what isn't flushed yet must not be lost for that.
-fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>) -> Result<(), Failure> {
+fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, device: DeviceState) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
     let watch = move || {
         let Some(first) = signals.forever().next() else { return };
         tracing::info!(signal = first, "stopping");
-        // Fails only when it has stopped already.
-        let _ = control.send(Message::Stop(StopReason::Signal(first)));
+        let stop = move || {
+            // Fails only when it has stopped already.
+            let _ = control.send(Message::Stop(StopReason::Signal(first)));
+        };
+        // The server must be there for what the page cache holds of a device.
+        let detach_limit = device.detach_before(stop);
         let stopping = Instant::now();
         loop {
             if signals.pending().any(|signal| signal == SIGINT) {
                 std::process::exit(128 + SIGINT);
             }
-            if let Some(limit) = stop_limit.filter(|limit| stopping.elapsed() > *limit + STUCK_CONTROL) {
+            if let Some(limit) = stop_limit.filter(|limit| stopping.elapsed() > *limit + STUCK_CONTROL + detach_limit) {
                 let message =
                     format!("could not stop in order (stop timeout {} s): the control thread hangs", limit.as_secs());
                 work::end_process(message, 1);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `qemu-nbd`: one image, one export.
 
-use super::super::Verb;
+use super::super::{Verb, sizes};
+use super::device::{self, DeviceLink};
 use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
@@ -14,14 +15,19 @@ pub const VERB: Verb = Verb {
     name: "qemu-nbd",
     about: "Serve one image over NBD, with the options of qemu-nbd",
     operands: "FILE",
-    details: "Without -t it ends when its last client goes. Attaching to /dev/nbd* is left to nbd-client.",
+    details: "Without -t it ends when its last client goes. -c makes a block device of the image, by the kernel's nbd driver (modprobe nbd); -d takes it away.",
     examples: "  qemu-nbd -t -k /run/disk.sock -f qcow2 disk.qcow2
+  qemu-nbd -c /dev/nbd0 -f qcow2 disk.qcow2
+  qemu-nbd -d /dev/nbd0
   qemu-nbd -r -p 10809 -x disk disk.qcow2
   qemu-nbd -L -k /run/disk.sock",
     in_qemu_img: false,
     arguments: NbdArgs::augment_args,
     run,
 };
+
+/// The message where there is not one image.
+pub const WRONG_COUNT: &str = "Invalid number of arguments";
 
 /// The port that NBD has from IANA.
 const DEFAULT_PORT: u16 = 10809;
@@ -32,7 +38,7 @@ const NODE: &str = "disk";
 #[derive(Args, Clone, Debug)]
 struct NbdArgs {
     /// Port to listen on [default: 10809]
-    #[arg(short, long, value_name = "PORT")]
+    #[arg(short, long, value_name = "PORT", value_parser = port)]
     port: Option<u16>,
     /// Address to listen on [default: all]
     #[arg(short, long, value_name = "ADDRESS")]
@@ -41,8 +47,8 @@ struct NbdArgs {
     #[arg(short = 'k', long, value_name = "PATH")]
     socket: Option<String>,
     /// So many clients at a time; 0 is any number
-    #[arg(short = 'e', long, value_name = "NUM", default_value_t = 1)]
-    shared: usize,
+    #[arg(short = 'e', long, value_name = "NUM", default_value = "1", allow_hyphen_values = true)]
+    shared: String,
     /// Go on after the last client
     #[arg(short = 't', long)]
     persistent: bool,
@@ -56,8 +62,8 @@ struct NbdArgs {
     #[arg(short = 'D', long, value_name = "TEXT", default_value = "")]
     description: String,
     /// Seconds that a client may take to choose an export; 0 is for ever
-    #[arg(long, value_name = "NUM")]
-    handshake_limit: Option<u64>,
+    #[arg(long, value_name = "NUM", allow_hyphen_values = true)]
+    handshake_limit: Option<String>,
     /// Offset into a raw image
     #[arg(short, long, value_name = "OFFSET")]
     offset: Option<String>,
@@ -94,12 +100,12 @@ struct NbdArgs {
     /// Label of the socket (not supported)
     #[arg(long, value_name = "LABEL")]
     selinux_label: Option<String>,
-    /// Attach to a device (not supported: use nbd-client)
-    #[arg(short, long, value_name = "DEV")]
-    connect: Option<String>,
-    /// Detach a device (not supported: use nbd-client)
-    #[arg(short, long, value_name = "DEV")]
-    disconnect: Option<String>,
+    /// Make a block device of the image, by the kernel's nbd driver, in the background unless -v is given
+    #[arg(short, long, value_name = "DEV", action = ArgAction::Append)]
+    connect: Vec<String>,
+    /// Take a block device's connection away: FILE is the device
+    #[arg(short, long)]
+    disconnect: bool,
     /// Format of the image [default: probed]
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
@@ -139,13 +145,9 @@ struct NbdArgs {
 
 impl NbdArgs {
     fn check(&self) -> Result<(), Failure> {
-        let never = [
-            ("--selinux-label", self.selinux_label.is_some(), "label the socket's folder instead"),
-            ("--connect", self.connect.is_some(), "attach with nbd-client"),
-            ("--disconnect", self.disconnect.is_some(), "detach with nbd-client"),
-        ];
-        if let Some((option, _, instead)) = never.iter().find(|(_, given, _)| *given) {
-            return Err(Failure::new(format!("the option '{option}' is not supported: {instead}")));
+        if self.selinux_label.is_some() {
+            let message = "the option '--selinux-label' is not supported: label the socket's folder instead";
+            return Err(Failure::new(message));
         }
         if self.list {
             return self.check_list();
@@ -158,7 +160,11 @@ impl NbdArgs {
             ),
             (self.tls_authz.is_some() && self.tls_creds.is_none(), "--tls-authz is not permitted without --tls-creds"),
             (self.tls_hostname.is_some(), "TLS hostname is only supported with export list"),
-            (self.image_opts && self.format.is_some(), "--image-opts and -f are mutually exclusive"),
+            (
+                self.image_opts && self.format.is_some() && !self.disconnect,
+                "--image-opts and -f are mutually exclusive",
+            ),
+            (self.tls_creds.is_some() && !self.connect.is_empty(), "TLS is not supported with a host device"),
             (self.nocache && !self.cache.is_empty(), "-n and --cache can only be specified once"),
             (self.cache.len() > 1, "--cache can only be specified once"),
             (self.aio.len() > 1, "--aio can only be specified once"),
@@ -171,6 +177,22 @@ impl NbdArgs {
         }
     }
 
+    /// How many clients there may be at a time.
+    fn shared(&self) -> Result<usize, Failure> {
+        let number = sizes::integer(&self.shared).and_then(|number| i32::try_from(number).ok());
+        let number = number.and_then(|number| usize::try_from(number).ok());
+        number.ok_or_else(|| Failure::new(format!("Invalid shared device number '{}'", self.shared)))
+    }
+
+    /// Seconds that a client may take to choose an export.
+    fn handshake_limit(&self) -> Result<Option<u64>, Failure> {
+        let Some(text) = &self.handshake_limit else { return Ok(None) };
+        let number = sizes::integer(text).and_then(|number| u32::try_from(number).ok());
+        number
+            .map(|number| Some(number.into()))
+            .ok_or_else(|| Failure::new(format!("Invalid handshake limit '{text}'")))
+    }
+
     /// With QEMU's words.
     fn check_list(&self) -> Result<(), Failure> {
         let per_device = !self.export_name.is_empty()
@@ -181,6 +203,7 @@ impl NbdArgs {
             || self.allocation_depth
             || self.nocache
             || self.detect_zeroes.is_some()
+            || !self.connect.is_empty()
             || [&self.aio, &self.discard, &self.cache].iter().any(|given| !given.is_empty());
         match () {
             () if !self.file.is_empty() => Err(Failure::new("List mode is incompatible with a file name")),
@@ -205,8 +228,24 @@ impl NbdArgs {
         Ok(options)
     }
 
+    /// The device that `--connect` names, with what it needs of the rest.
+    fn device_link(&self, file: &str) -> Option<DeviceLink> {
+        // QEMU takes the last one.
+        let device = self.connect.last()?;
+        Some(DeviceLink {
+            device: device.clone(),
+            socket: self.socket.clone().unwrap_or_else(|| device::default_socket(device)),
+            name: self.export_name.clone(),
+            file: file.to_owned(),
+            verbose: self.verbose,
+        })
+    }
+
     /// `None`: the sockets that a service manager passed.
-    fn address(&self) -> Option<SocketAddress> {
+    fn address(&self, link: Option<&DeviceLink>) -> Option<SocketAddress> {
+        if let Some(link) = link {
+            return Some(SocketAddress::Unix(link.socket.clone()));
+        }
         if std::env::var_os("LISTEN_FDS").is_some() {
             return None;
         }
@@ -260,6 +299,11 @@ impl NbdArgs {
     }
 }
 
+/// Blanks in front are as good as none.
+fn port(text: &str) -> Result<u16, std::num::ParseIntError> {
+    text.trim_start().parse()
+}
+
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = NbdArgs::from_arg_matches(matches)?;
     if super::show_object_help(&args.objects, console)? {
@@ -269,17 +313,21 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if args.list {
         return super::list::run(&args.server()?, console);
     }
-    let [file] = args.file.as_slice() else { return Err(Failure::usage("Expecting one image file name")) };
+    let [file] = args.file.as_slice() else { return Err(Failure::usage(WRONG_COUNT)) };
+    if args.disconnect {
+        return device::disconnect(file, console);
+    }
+    let link = args.device_link(file);
     let mut steps = Vec::new();
     for object in &args.objects {
         steps.push(Step::object(object)?);
     }
     steps.push(Step::drive(file, args.drive(file)?));
     steps.push(Step::serve(
-        args.address(),
+        args.address(link.as_ref()),
         (args.tls_creds.clone(), args.tls_authz.clone()),
-        args.shared,
-        args.handshake_limit,
+        args.shared()?,
+        args.handshake_limit()?,
     ));
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth,
@@ -295,7 +343,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             request_memory_bytes: args.bounds.request_memory_bytes()?,
         },
         kept: None,
-        background: args.fork,
+        background: args.fork || (link.is_some() && !args.verbose),
+        device: link,
         pid_file: args.pid_file.clone(),
         log: LogFormat::Text,
         log_level: if args.verbose { "info" } else { "warn" },

@@ -137,6 +137,11 @@ impl Drop for PrivateFolder {
 }
 
 impl ServeArgs {
+    /// Whether the sockets are those that another process passed.
+    fn is_activated(&self) -> bool {
+        self.socket.is_none() && self.port.is_none() && self.bind.is_none() && std::env::var_os("LISTEN_FDS").is_some()
+    }
+
     fn drives(&self) -> Result<Vec<Drive>, Failure> {
         if self.image_opts && self.format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
@@ -180,7 +185,7 @@ impl ServeArgs {
                 Ok((Some(SocketAddress::Tcp { host, port }), None))
             }
             (None, None) if self.bind.is_some() => Err(Failure::new("--bind needs --port")),
-            (None, None) if std::env::var_os("LISTEN_FDS").is_some() => Ok((None, None)),
+            (None, None) if self.is_activated() => Ok((None, None)),
             (None, None) => {
                 let folder = PrivateFolder::new()?;
                 let path = folder.0.join("nbd.sock").to_string_lossy().into_owned();
@@ -248,11 +253,17 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         },
         background: args.daemonize,
         pid_file: args.pidfile.clone(),
+        device: None,
         log: args.log_format,
         log_level: "info",
         kept: folder.map(|folder| Box::new(folder) as Box<dyn Any>),
     };
-    running.run(|ready| announce(ready, console))
+    // A client that starts its server passes the socket, and its own standard output.
+    let is_activated = args.is_activated();
+    running.run(|ready| match is_activated {
+        true => tracing::info!(exports = ready.exports.len(), "serving on the sockets that were passed"),
+        false => announce(ready, console),
+    })
 }
 
 fn announce(ready: &Ready, console: &mut Console) {

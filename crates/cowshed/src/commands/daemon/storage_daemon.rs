@@ -79,6 +79,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         kept: None,
         background: matches.get_flag("daemonize"),
         pid_file: matches.get_one("pidfile").cloned(),
+        device: None,
         log: LogFormat::Text,
         log_level: "warn",
     };

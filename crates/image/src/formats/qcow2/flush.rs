@@ -153,7 +153,7 @@ impl Qcow2Driver {
             self.meet(Event::ClusterFree).await;
             // Who read them has given its pin back, so nobody puts one in again.
             self.inflated.forget(&reclaim.holes);
-            if self.punch.load(Ordering::Relaxed) {
+            if self.punch.load(Ordering::Relaxed) || self.shrinks.load(Ordering::Relaxed) {
                 for (host, len) in &reclaim.holes {
                     // Only space is lost where a hole can't be punched.
                     if let Err(error) = self.file.punch_hole(host.0, *len).await

@@ -72,6 +72,9 @@ impl Qcow2Driver {
         if header.size != self.size() {
             return Err(self.error(Error::internal("the size of the disk has changed")));
         }
+        if header.is_dirty() {
+            return Err(self.error(Error::internal("an operation on the image at rest left its counts unfinished")));
+        }
         let l1 = read_l1(&self.file, &header).await?;
         let mut metadata = other_metadata(&header);
         metadata.extend(snapshot_metadata(&self.file, &header, options.overlap_check.inactive_l2).await?);

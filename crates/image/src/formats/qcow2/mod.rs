@@ -87,6 +87,8 @@ pub struct Qcow2Driver {
     writable: AtomicBool,
     /// Freed clusters get holes punched.
     punch: AtomicBool,
+    /// A shrink runs: what it frees gets holes punched.
+    shrinks: AtomicBool,
     /// Something about the mapping has changed: those who wait plan again.
     events: Arc<Events>,
     /// Held by the one write-back cycle, refcount or L1 growth that may run.

@@ -114,6 +114,7 @@ impl Qcow2Driver {
             // Opened to be checked: the check writes past the driver, whose view of the file is stale after a repair.
             writable: AtomicBool::new(context.writable && !context.check),
             punch: AtomicBool::new(punch),
+            shrinks: AtomicBool::new(false),
             events: core.events,
             cycle_lock: futures_util::lock::Mutex::new(()),
             flushes_asked: AtomicU64::new(0),

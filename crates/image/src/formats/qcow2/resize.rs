@@ -2,9 +2,10 @@
 //! Changing the virtual size.
 
 use super::Qcow2Driver;
+use crate::formats::raw::check_can_preallocate;
 use crate::node::{Preallocation, ZeroFlags};
 use cowshed_block::{Error, GuestOffset, Result};
-use cowshed_qcow2::{L1Growth, ZeroMode};
+use cowshed_qcow2::{L1Growth, Tail, ZeroMode};
 use cowshed_storage::fault::Event;
 use cowshed_storage::rt;
 use std::sync::atomic::Ordering;
@@ -36,6 +37,10 @@ impl Qcow2Driver {
     async fn grow(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         if size > i64::MAX as u64 {
             return Err(self.error(Error::invalid_argument("the size is too large").value(size)));
+        }
+        if matches!(preallocation, Preallocation::Falloc | Preallocation::Full) {
+            let checked = check_can_preallocate(self.stored_in(self.data_place()), preallocation);
+            checked.map_err(|error| error.context("Failed to resize underlying file"))?;
         }
         self.grow_l1(size).await?;
         let old = self.size();
@@ -87,7 +92,7 @@ impl Qcow2Driver {
         self.meet(Event::L1GrowAllocTable).await;
         self.cycle(true).await?;
         self.meet(Event::L1GrowWriteTable).await;
-        self.write_all(&[self.engine.l1_image(growth)]).await?;
+        self.write_all(&[self.engine.l1_image(growth)?]).await?;
         self.barrier().await?;
         Ok(())
     }
@@ -144,6 +149,15 @@ impl Qcow2Driver {
 
     async fn shrink(&self, size: u64) -> Result<()> {
         let old = self.size();
+        // Nothing is cut off where the rest would then fail for want of space or for a damaged table.
+        let mut tail = self.tail_of(size);
+        loop {
+            self.make_room_for_edits().await?;
+            if self.plan(|engine| engine.own_tail(&mut tail)).await? {
+                break;
+            }
+            self.events.notify();
+        }
         self.engine.publish_size(size);
         // The size first: unmapped under the old one, what is cut off would show the backing file. Mappings behind the
         // end that a power cut leaves are for the next growth to remove.
@@ -151,13 +165,25 @@ impl Qcow2Driver {
             self.engine.publish_size(old);
             return Err(error);
         }
-        self.unmap_behind(size).await?;
-        self.write_back(false).await?;
-        self.reclaim().await?;
+        // Whatever becomes of guests' discards: a shrink is to give space back.
+        self.shrinks.store(true, Ordering::Relaxed);
+        let freed = async {
+            self.unmap_behind(size).await?;
+            self.write_back(false).await?;
+            self.reclaim().await
+        }
+        .await;
+        self.shrinks.store(false, Ordering::Relaxed);
+        freed?;
         match &self.data_file {
             Some(data_file) if data_file.len() > size => data_file.set_len(size).await,
             _ => Ok(()),
         }
+    }
+
+    /// A walk over the clusters that start at `size` or behind.
+    fn tail_of(&self, size: u64) -> Tail {
+        Tail::new(GuestOffset(size.next_multiple_of(self.cluster_size())))
     }
 
     /// Unmaps every cluster that starts at `size` or behind.
@@ -166,10 +192,10 @@ impl Qcow2Driver {
         while !self.engine.is_drained(tag) {
             rt::sleep(Duration::from_millis(1)).await;
         }
-        let mut cursor = GuestOffset(size.next_multiple_of(self.cluster_size()));
+        let mut tail = self.tail_of(size);
         loop {
             self.make_room_for_edits().await?;
-            if self.plan(|engine| engine.unmap_tail(&mut cursor)).await? {
+            if self.plan(|engine| engine.unmap_tail(&mut tail)).await? {
                 return Ok(());
             }
             self.tell_tolerated();

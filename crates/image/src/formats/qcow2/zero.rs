@@ -221,6 +221,17 @@ impl Qcow2Driver {
         }
     }
 
+    /// How much from `at` on holds no data, a unit at least: data that can't be zeroed in place stays.
+    async fn without_data(&self, at: u64, len: u64) -> Result<u64> {
+        let mut extents = ExtentList::default();
+        self.plan(|engine| engine.map(GuestOffset(at), len, &mut extents)).await?;
+        let unit = self.engine.zero_unit();
+        Ok(match extents.first() {
+            Some(extent) if !matches!(extent.mapping, Mapping::Data { .. }) => extent.len,
+            _ => (unit - at % unit).min(len),
+        })
+    }
+
     /// Gives a range back: whole (sub)clusters only, a hint. The node has checked the range.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
@@ -237,8 +248,10 @@ impl Qcow2Driver {
         if self.data_file.is_some() && !self.is_encrypted() {
             // The data file's space is given back in place; that is a write of zeroes to allocated data.
             while at < stop {
-                let done = self.zero_in_place(at, stop - at, true).await?;
-                at += if done > 0 { done } else { (self.cluster_size() - at % self.cluster_size()).min(stop - at) };
+                at += match self.zero_in_place(at, stop - at, true).await? {
+                    0 => self.without_data(at, stop - at).await?,
+                    done => done,
+                };
             }
             if self.is_data_file_raw() {
                 return Ok(());

@@ -73,8 +73,7 @@ pub fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32> {
         return Err(Error::invalid_argument("Bitmap name cannot be empty"));
     }
     if name.len() > NAME_BYTES {
-        let message = format!("Bitmap name too long (at most {NAME_BYTES} bytes)");
-        return Err(Error::invalid_argument(message).value(name.len()));
+        return Err(Error::invalid_argument(format!("Bitmap name too long: {name}")));
     }
     if !granularity_bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bytes.trailing_zeros()) {
         let message = "Granularity must be power of 2 and at least 512";

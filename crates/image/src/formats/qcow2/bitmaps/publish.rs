@@ -3,6 +3,7 @@
 
 use super::super::Qcow2Driver;
 use super::{Known, StoredBitmap};
+use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, HostOffset, Result};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
@@ -130,7 +131,9 @@ impl Qcow2Driver {
             drop(writes);
             result?;
             let entries = bits.piece_count();
-            let mut bytes = vec![0; (entries * 8).next_multiple_of(cluster_size) as usize];
+            let table_bytes = (entries * 8).next_multiple_of(cluster_size) as usize;
+            expect_memory(2 * table_bytes)?;
+            let mut bytes = vec![0; table_bytes];
             for (piece, raw) in &table {
                 bytes[*piece as usize * 8..][..8].copy_from_slice(&u64::to_be_bytes(*raw));
             }
