@@ -53,7 +53,6 @@ fn what_is_no_device_is_refused_as_by_qemu() {
         &["-k", &socket, "-t", "-r", "-c", &file, "a.qcow2"],
         &["-k", &socket, "-c", "/", "a.qcow2"],
         &["-k", &socket, "-c", "x", "-c", "y", "a.qcow2"],
-        &["-k", &socket, "-c", &file, "nowhere"],
         &["-c", "file", "-L"],
         &["-c", "file", "--tls-creds", "t", "a.qcow2"],
     ];
