@@ -1,59 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Servers whose replies never end, or announce what was not asked for: the client ends the connection.
 
+mod fake;
+
 use cowshed_nbd::{Client, ClientOptions};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
-use std::io::{Read, Result, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
+use fake::{CHUNK_MAGIC, Offer, negotiate, numbers};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
 
-const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const CHUNK_MAGIC: u32 = 0x668e_33ef;
-const OPT_GO: u32 = 7;
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const REP_ACK: u32 = 1;
-const REP_INFO: u32 = 3;
-const REP_ERR_UNSUP: u32 = 0x8000_0001;
 const SIZE: u64 = 1 << 20;
 /// HAS_FLAGS and SEND_FLUSH.
 const FLAGS: u16 = 5;
 const REQUEST_BYTES: usize = 28;
 const LEN: usize = 4096;
-
-fn numbers<const N: usize>(stream: &mut UnixStream) -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    stream.read_exact(&mut bytes).map(|()| bytes)
-}
-
-fn option_reply(stream: &mut UnixStream, option: u32, kind: u32, data: &[u8]) -> Result<()> {
-    let mut reply = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
-    for number in [option, kind, data.len() as u32] {
-        reply.extend(number.to_be_bytes());
-    }
-    reply.extend(data);
-    stream.write_all(&reply)
-}
-
-/// A handshake with structured replies.
-fn negotiate(stream: &mut UnixStream) -> Result<()> {
-    stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
-    numbers::<4>(stream)?;
-    loop {
-        assert_eq!(u64::from_be_bytes(numbers(stream)?), OPTION_MAGIC);
-        let option = u32::from_be_bytes(numbers(stream)?);
-        let length = u32::from_be_bytes(numbers(stream)?);
-        stream.read_exact(&mut vec![0; length as usize])?;
-        match option {
-            OPT_STRUCTURED_REPLY => option_reply(stream, option, REP_ACK, &[])?,
-            OPT_GO => {
-                let info: Vec<u8> = [&[0, 0][..], &SIZE.to_be_bytes()[..], &FLAGS.to_be_bytes()[..]].concat();
-                option_reply(stream, option, REP_INFO, &info)?;
-                return option_reply(stream, option, REP_ACK, &[]);
-            }
-            other => option_reply(stream, other, REP_ERR_UNSUP, &[])?,
-        }
-    }
-}
 
 fn chunk(cookie: &[u8], flags: u16, kind: u16, length: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = CHUNK_MAGIC.to_be_bytes().to_vec();
@@ -72,7 +32,8 @@ fn read_from(answer: fn(&[u8]) -> Vec<u8>, endless: bool) {
     let listener = UnixListener::bind(&path).expect("a socket");
     let server = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");
-        negotiate(&mut stream).expect("a handshake");
+        let offer = Offer { flags: FLAGS, structured: true, ..Offer::new(SIZE) };
+        negotiate(&mut stream, &offer).expect("a handshake");
         let request = numbers::<REQUEST_BYTES>(&mut stream).expect("a request");
         let answer = answer(&request[8..16]);
         while stream.write_all(&answer).is_ok() && endless {}

@@ -100,6 +100,21 @@ impl Connection {
         self.agreed.headers == HeaderStyle::Extended
     }
 
+    /// A metadata context was chosen.
+    pub(crate) fn has_context(&self) -> bool {
+        self.agreed.context.is_some()
+    }
+
+    /// The longest range of a request without data, in bytes: aligned, and within 32 bits unless both sides can do more. Zeroes
+    /// may be data to the server, which then takes no more of them than of data.
+    pub(crate) fn longest_effect(&self, command: Command) -> u64 {
+        match self.is_extended() {
+            _ if command == Command::WriteZeroes => self.facts().block_sizes.maximum.into(),
+            true => u64::MAX / 2 + 1,
+            false => (1 << 32) - (1 << 16),
+        }
+    }
+
     pub(crate) fn is_lost(&self) -> bool {
         lock(&self.table).lost
     }

@@ -37,6 +37,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 /// After a failed attempt, requests fail for so long without another one.
 const GIVE_UP_PAUSE: Duration = Duration::from_secs(1);
+/// A request that so many connections were lost under, over at least `reconnect_delay`, fails: it may be what the server dies of.
+const MAX_LOSSES: u32 = 16;
 
 /// Which export of which server, and how.
 #[derive(Clone, Debug)]
@@ -49,8 +51,8 @@ pub struct ClientOptions {
     pub tls: Option<ClientTls>,
     /// The name in the server's certificate, where it isn't that of the host.
     pub tls_hostname: Option<String>,
-    /// When the connection is lost: requests wait so long for the next one. After that they fail, until a later attempt
-    /// succeeds.
+    /// When the connection is lost: requests wait so long for the next one, anew in each outage. After that they fail, until a
+    /// later attempt succeeds.
     pub reconnect_delay: Duration,
     /// Try so long to connect at first; zero: once.
     pub open_timeout: Duration,
@@ -172,86 +174,73 @@ impl Client {
     }
 
     /// Fills `buf` from `offset`.
-    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Reply<()>, IoBuf) {
-        let mut at = offset;
-        // Longer than the server takes: in pieces, one after the other.
-        let piece_bytes = self.facts.block_sizes.maximum as usize;
-        if buf.len() <= piece_bytes {
-            return self.read_piece(at, buf).await;
-        }
-        let mut done = buf.split_to(0);
-        while !buf.is_empty() {
-            let piece = buf.split_to(piece_bytes.min(buf.len()));
-            let len = piece.len() as u64;
-            let (result, piece) = self.read_piece(at, piece).await;
-            let joined = done.unsplit(piece).is_ok();
-            if result.is_err() || !joined {
-                let _ = done.unsplit(buf);
-                return (result.and(Err(Errno::EIO)), done);
-            }
-            at += len;
-        }
-        (Ok(()), done)
-    }
-
-    async fn read_piece(&self, offset: u64, mut buf: IoBuf) -> (Reply<()>, IoBuf) {
-        let length = buf.len() as u64;
-        let mut attempt = Attempt::default();
-        loop {
-            let connection = match self.connection(&mut attempt).await {
-                Ok(connection) => connection,
-                Err(errno) => return (Err(errno), buf),
-            };
-            let answer = connection.read(offset, length, buf).await;
-            buf = answer.buf;
-            match answer.result {
-                Ok(()) => return (Ok(()), buf),
-                Err(Failure::Refused(errno)) => return (Err(errno), buf),
-                Err(Failure::Lost) => {}
-            }
-        }
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Reply<()>, IoBuf) {
+        self.transfer(offset, buf, None).await
     }
 
     /// Writes `buf` at `offset`; `durable`: it is when this returns.
     pub async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
-        let piece_bytes = self.facts.block_sizes.maximum as usize;
-        if buf.len() <= piece_bytes {
-            return self.write_piece(offset, buf, durable).await;
-        }
-        let (mut at, mut rest) = (offset, buf);
-        let mut done = rest.split_to(0);
-        while !rest.is_empty() {
-            let piece = rest.split_to(piece_bytes.min(rest.len()));
-            let len = piece.len() as u64;
-            let (result, piece) = self.write_piece(at, piece, durable).await;
-            let joined = done.unsplit(piece).is_ok();
-            if result.is_err() || !joined {
-                let _ = done.unsplit(rest);
-                return (result.and(Err(Errno::EIO)), done);
-            }
-            at += len;
-        }
-        (Ok(()), done)
-    }
-
-    async fn write_piece(&self, offset: u64, mut buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
         let has_fua = self.facts.flags.contains(TransmissionFlags::SEND_FUA);
         let flags = CommandFlags::default().with(CommandFlags::FUA, durable && has_fua);
+        let (result, buf) = self.transfer(offset, buf, Some(flags)).await;
+        match result {
+            Ok(()) if durable && !has_fua => (self.flush().await, buf),
+            result => (result, buf),
+        }
+    }
+
+    /// Reads, or writes with these flags. What is longer than the server takes goes in pieces, one after the other; a server
+    /// that comes back may take less than before.
+    async fn transfer(&self, offset: u64, mut rest: IoBuf, write: Option<CommandFlags>) -> (Reply<()>, IoBuf) {
+        let (mut at, mut done) = (offset, None);
         let mut attempt = Attempt::default();
         loop {
             let connection = match self.connection(&mut attempt).await {
                 Ok(connection) => connection,
-                Err(errno) => return (Err(errno), buf),
+                Err(errno) => return join_with(Err(errno), done, rest),
             };
-            let answer = connection.write(offset, flags, buf).await;
-            buf = answer.buf;
-            match answer.result {
-                Ok(()) if durable && !has_fua => return (self.flush().await, buf),
-                Ok(()) => return (Ok(()), buf),
-                Err(Failure::Refused(errno)) => return (Err(errno), buf),
-                Err(Failure::Lost) => {}
+            let len = rest.len().min(connection.facts().block_sizes.maximum as usize);
+            if !self.is_allowed(&connection, at, len as u64) {
+                return join_with(Err(Errno::EINVAL), done, rest);
+            }
+            let tail = (len < rest.len()).then(|| rest.split_off(len));
+            let Answer { result, buf, .. } = match write {
+                None => connection.read(at, len as u64, rest).await,
+                Some(flags) => connection.write(at, flags, rest).await,
+            };
+            match (result, tail) {
+                (Ok(()), None) => return join_with(Ok(()), done, buf),
+                (Ok(()), Some(tail)) => {
+                    let (joined, whole) = join_with(Ok(()), done, buf);
+                    if joined.is_err() {
+                        return join_with(joined, Some(whole), tail);
+                    }
+                    (done, rest, attempt) = (Some(whole), tail, Attempt::default());
+                    at += len as u64;
+                }
+                (Err(Failure::Lost), None) => rest = buf,
+                (Err(Failure::Lost), Some(tail)) => {
+                    let (joined, whole) = join_with(Ok(()), Some(buf), tail);
+                    if joined.is_err() {
+                        return join_with(joined, done, whole);
+                    }
+                    rest = whole;
+                }
+                (Err(Failure::Refused(errno)), tail) => {
+                    let buf = match tail {
+                        Some(tail) => join_with(Ok(()), Some(buf), tail).1,
+                        None => buf,
+                    };
+                    return join_with(Err(errno), done, buf);
+                }
             }
         }
+    }
+
+    /// A server that comes back may have larger blocks. Requests that don't fit them are not sent.
+    fn is_allowed(&self, connection: &Connection, offset: u64, length: u64) -> bool {
+        let minimum = connection.facts().block_sizes.minimum;
+        minimum <= self.facts.block_sizes.minimum || (offset | length).is_multiple_of(minimum.into())
     }
 
     /// Makes everything durable that was written before. Without an effect where the server has no such command.
@@ -300,49 +289,57 @@ impl Client {
     }
 
     async fn status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
-        let length = length.min(self.longest_effect());
-        self.simple(Command::BlockStatus, CommandFlags::default(), offset, length).await
-    }
-
-    /// The longest range of a request without data, in bytes: aligned, and within 32 bits unless both sides can do more.
-    fn longest_effect(&self) -> u64 {
-        match lock(&self.state).connection.is_extended() {
-            true => u64::MAX / 2 + 1,
-            false => (1 << 32) - (1 << 16),
-        }
+        Ok(self.simple(Command::BlockStatus, CommandFlags::default(), offset, length).await?.1)
     }
 
     async fn in_pieces(&self, command: Command, flags: CommandFlags, offset: u64, length: u64) -> Reply<()> {
         let mut at = offset;
         let end = offset.saturating_add(length);
         while at < end {
-            let piece = (end - at).min(self.longest_effect());
-            self.simple(command, flags, at, piece).await?;
-            at += piece;
+            at += self.simple(command, flags, at, end - at).await?.0;
         }
         Ok(())
     }
 
-    async fn simple(&self, command: Command, flags: CommandFlags, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
+    /// A request without data. Returns the length that it was for, which may be shorter than `length`, and the runs of a block
+    /// status; none where the server doesn't know, or its blocks are too large for the range.
+    async fn simple(
+        &self,
+        command: Command,
+        flags: CommandFlags,
+        offset: u64,
+        length: u64,
+    ) -> Reply<(u64, Vec<StatusRun>)> {
         let mut attempt = Attempt::default();
         loop {
             let connection = self.connection(&mut attempt).await?;
+            let length = length.min(connection.longest_effect(command));
+            let is_status = command == Command::BlockStatus;
+            match self.is_allowed(&connection, offset, length) {
+                true if is_status && !connection.has_context() => return Ok((length, Vec::new())),
+                true => {}
+                false if is_status && self.options.context.is_none() => return Ok((length, Vec::new())),
+                false => return Err(Errno::EINVAL),
+            }
             let Answer { result, runs, .. } = connection.simple(command, flags, offset, length).await;
             match result {
-                Ok(()) => return Ok(runs),
+                Ok(()) => return Ok((length, runs)),
                 Err(Failure::Refused(errno)) => return Err(errno),
                 Err(Failure::Lost) => {}
             }
         }
     }
 
-    /// A connection for the next attempt at a request, or the error that the request ends with.
+    /// A connection for the next attempt at a request, or the error that the request ends with. Each outage has
+    /// `reconnect_delay` of its own.
     async fn connection(&self, attempt: &mut Attempt) -> Reply<Arc<Connection>> {
         attempt.number += 1;
         if attempt.number > 1 {
             // The connection was lost under this request.
-            let now = rt::now();
-            if now >= *attempt.lost_at.get_or_insert(now) + self.options.reconnect_delay {
+            let (now, delay) = (rt::now(), self.options.reconnect_delay);
+            let lost_at = *attempt.lost_at.get_or_insert(now);
+            let has_lost_many = attempt.number > MAX_LOSSES && now >= lost_at + delay;
+            if delay.is_zero() || has_lost_many {
                 return Err(Errno::EIO);
             }
             if attempt.number > 2 {
@@ -414,6 +411,15 @@ struct Attempt {
     number: u32,
     /// When the first of them failed.
     lost_at: Option<Duration>,
+}
+
+/// The end of a buffer joins its beginning again. Parts that don't are an error.
+fn join_with(result: Reply<()>, beginning: Option<IoBuf>, end: IoBuf) -> (Reply<()>, IoBuf) {
+    let Some(mut whole) = beginning else { return (result, end) };
+    match whole.unsplit(end) {
+        Ok(()) => (result, whole),
+        Err(_) => (result.and(Err(Errno::EIO)), whole),
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
