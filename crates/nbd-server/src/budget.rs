@@ -15,6 +15,11 @@ use std::time::Duration;
 /// What a connection has for itself, in bytes: it goes on when the pool is empty.
 pub(crate) const OWN_BYTES: u64 = 1 << 20;
 
+/// What a longer request has of that at a time when the pool has nothing for it, in bytes.
+pub(crate) const PIECE_BYTES: u64 = OWN_BYTES / 2;
+/// So long a request waits for the pool before it goes on in pieces.
+const POOL_PATIENCE: Duration = Duration::from_millis(250);
+
 /// Counts bytes in flight.
 #[derive(Debug)]
 pub(crate) struct Budget {
@@ -25,6 +30,8 @@ pub(crate) struct Budget {
     own_bytes: Cell<u64>,
     pool: Arc<Pool>,
     pub account: Arc<Account>,
+    /// The last long request waited for the pool in vain: the next one doesn't wait.
+    is_pool_taken: Cell<bool>,
     /// The task that reads the requests; only one at a time does.
     waiting: RefCell<Option<Waker>>,
 }
@@ -42,6 +49,11 @@ pub(crate) struct Permit {
 }
 
 impl Permit {
+    /// So many.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// True for memory of the pool.
     pub(crate) fn is_shared(&self) -> bool {
         self.is_shared
@@ -70,6 +82,7 @@ impl Budget {
             own_bytes: Cell::new(0),
             pool: Arc::clone(pool),
             account: pool.open(socket, export),
+            is_pool_taken: Cell::new(false),
             waiting: RefCell::default(),
         })
     }
@@ -83,7 +96,16 @@ impl Budget {
     pub(crate) async fn take(self: &Rc<Self>, bytes: u64) -> Option<Permit> {
         match self.is_below_limit(bytes) && self.take_own(bytes) {
             true => Some(self.permit(bytes, false, true)),
-            false => Box::pin(self.wait(bytes)).await,
+            false => Box::pin(self.wait(bytes, || false)).await,
+        }
+    }
+
+    /// As [`Budget::take`], but of a request that is longer than the connection's own share and finds no memory in the pool soon
+    /// only `PIECE_BYTES`, where `may_be_some`.
+    pub(crate) async fn take_some(self: &Rc<Self>, bytes: u64, may_be_some: impl Fn() -> bool) -> Option<Permit> {
+        match self.is_below_limit(bytes) && self.take_own(bytes) {
+            true => Some(self.permit(bytes, false, true)),
+            false => Box::pin(self.wait(bytes, || bytes > OWN_BYTES && may_be_some())).await,
         }
     }
 
@@ -108,7 +130,7 @@ impl Budget {
     }
 
     /// Requests end, and requests of other connections end.
-    async fn wait(self: &Rc<Self>, bytes: u64) -> Option<Permit> {
+    async fn wait(self: &Rc<Self>, bytes: u64, may_be_some: impl Fn() -> bool) -> Option<Permit> {
         loop {
             poll_fn(|context| match rt::is_cancelled() || self.is_below_limit(bytes) {
                 true => Poll::Ready(()),
@@ -128,10 +150,34 @@ impl Budget {
                 self.waiting.replace(Some(waker.clone()));
                 rt::is_cancelled() || self.has_own(bytes)
             };
-            if self.pool.take(&self.account, bytes, has_own_room).await {
-                return Some(self.permit(bytes, true, true));
+            let taking = pin!(self.pool.take(&self.account, bytes, has_own_room));
+            match select(taking, pin!(self.wait_for_piece(&may_be_some))).await {
+                Either::Left((true, _)) => {
+                    self.is_pool_taken.set(false);
+                    return Some(self.permit(bytes, true, true));
+                }
+                Either::Left((false, _)) => {}
+                Either::Right(_) => {
+                    self.is_pool_taken.set(true);
+                    return Some(self.permit(PIECE_BYTES, false, true));
+                }
             }
         }
+    }
+
+    /// Takes a piece of the own share when the pool has had its time, and `may_be_some`.
+    async fn wait_for_piece(&self, may_be_some: impl Fn() -> bool) {
+        if !self.is_pool_taken.get() {
+            rt::sleep(POOL_PATIENCE).await;
+        }
+        poll_fn(|context| {
+            if may_be_some() && self.take_own(PIECE_BYTES) {
+                return Poll::Ready(());
+            }
+            self.waiting.replace(Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await;
     }
 
     fn is_below_limit(&self, bytes: u64) -> bool {

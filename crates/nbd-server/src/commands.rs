@@ -30,6 +30,8 @@ impl<D: Disk> Session<D> {
                 let result = self.write(&request, buf).await;
                 self.answer(&request, result, "writing failed");
             }
+            Work::Done(result) => self.answer(&request, result, "writing failed"),
+            Work::Answered => {}
             // In boxes what is rare: each request moves its whole future.
             Work::Status(contexts) => Box::pin(self.status(&request, &contexts)).await,
             Work::Plain if request.command == Command::Read => self.read(&request).await,
@@ -49,7 +51,7 @@ impl<D: Disk> Session<D> {
     }
 
     /// A change is to be durable before it is answered.
-    fn is_durable(&self, request: &Request) -> bool {
+    pub(crate) fn is_durable(&self, request: &Request) -> bool {
         self.terms.writethrough || request.flags.contains(CommandFlags::FUA)
     }
 

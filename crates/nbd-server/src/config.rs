@@ -72,7 +72,8 @@ impl ServerConfig {
 pub struct Limits {
     /// Connections at a time that have sent an option; further ones wait. One that negotiates and has sent no option for a
     /// second gives its place to one that waits: the one that is silent for longest of the peer (IP address or user) that has
-    /// most of them. 64 connections are accepted besides, in the same way.
+    /// most of them. 64 connections are accepted besides, in the same way. A peer with most connections in negotiation gives some
+    /// up for peers with fewer.
     pub max_connections: usize,
     /// Places beyond `max_connections`: when all others are taken a peer that has fewer than four may have one.
     pub spare_connections: usize,
@@ -82,7 +83,8 @@ pub struct Limits {
     pub max_bytes_in_flight: u64,
     /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection has 1 MiB
     /// of its own besides. The requests of one export take at most three quarters. What disks have held for longer than
-    /// `stall_limit` is left out; at least a quarter and one longest request then remain for other exports.
+    /// `stall_limit` is left out; at least a quarter and one longest request then remain for other exports. A longer read or write
+    /// that waits for it in vain goes in pieces through its connection's own memory.
     pub memory_bytes: u64,
     /// A client that holds such memory while others wait for it, and that neither sends its data nor takes its replies for so
     /// long, is cut off. 256 KiB in a second, on average, are enough to stay.

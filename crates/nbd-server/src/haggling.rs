@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Room for new clients.
 //!
-//! A connection that has sent no option yet takes a seat; with its first option it takes one of the places of the limit. So
-//! connections that say nothing keep no place from those that do. Silent ones lose their seats, and in negotiation their
-//! places, when all are taken. Clients of an export keep their places, however idle they are. So that a peer with many of them
-//! doesn't keep everybody else out, a peer with few connections may have one of some spare places when all others are taken.
+//! A connection that has sent no option yet takes a seat. Once an option is there with all of its data, the connection takes one
+//! of the places of the limit. So connections that say nothing keep no place from those that do. Silent ones lose their seats,
+//! and in negotiation their places, when all are taken. Seats and places go to the peer that has fewest of them, and a peer with
+//! several in negotiation gives one up for a peer with fewer.
+//!
+//! Clients of an export keep their places, however idle they are. So that a peer with many of them doesn't keep everybody else
+//! out, a peer with few connections may have one of some spare places when all others are taken.
 
 use crate::Disk;
 use crate::config::Limits;
@@ -14,6 +17,7 @@ use cowshed_storage::{Socket, rt};
 use futures_util::FutureExt;
 use futures_util::future::{Either, select};
 use std::cell::Cell;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::pin::pin;
@@ -24,9 +28,12 @@ use std::time::{Duration, Instant};
 /// A connection in negotiation is silent after this time without an option or TLS.
 pub(crate) const SILENCE: Duration = Duration::from_secs(1);
 
+/// So long a cut connection may take to its end before a waiter looks again.
+const CUT_PAUSE: Duration = Duration::from_millis(20);
+
 /// Where a connection comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Origin {
+pub(crate) enum Origin {
     /// An IPv4 address, or the first 64 bits of an IPv6 address: a host can have all of the rest.
     Ip(IpAddr),
     /// The user at the other end of a Unix socket.
@@ -58,6 +65,56 @@ const FEW: usize = 4;
 
 /// Connections that are accepted beyond the limit: that have sent no option, or wait for a place.
 pub(crate) const SEATS: usize = 64;
+/// Connections that are accepted beyond these, and wait for a seat. Not one byte of them is read.
+pub(crate) const PARKED: usize = 256;
+/// Of these, the connections of one address. The server closes further ones: the clients behind them would wait.
+const PARKED_OF_ONE: usize = PARKED / 2;
+
+/// Places or seats, and the connections that wait for one.
+#[derive(Debug, Default)]
+struct Line {
+    /// What peers have.
+    held: BTreeMap<Origin, usize>,
+    /// The connections that wait, in the order of their coming.
+    waiting: VecDeque<(u64, Origin)>,
+    next_number: u64,
+}
+
+impl Line {
+    fn stand(&mut self, origin: Origin) -> u64 {
+        self.next_number += 1;
+        self.waiting.push_back((self.next_number, origin));
+        self.next_number
+    }
+
+    fn leave(&mut self, number: u64) {
+        self.waiting.retain(|(other, _)| *other != number);
+    }
+
+    fn held(&self, origin: Origin) -> usize {
+        self.held.get(&origin).copied().unwrap_or(0)
+    }
+
+    /// Takes one, if it is this connection's turn: that of the peer with fewest comes first.
+    fn take(&mut self, number: u64) -> Option<()> {
+        let &(next, origin) = self.waiting.iter().min_by_key(|(number, origin)| (self.held(*origin), *number))?;
+        (next == number).then(|| self.enter(number, origin))
+    }
+
+    fn enter(&mut self, number: u64, origin: Origin) {
+        self.leave(number);
+        *self.held.entry(origin).or_default() += 1;
+    }
+
+    fn give(&mut self, origin: Origin) {
+        if let Entry::Occupied(mut held) = self.held.entry(origin) {
+            *held.get_mut() -= 1;
+            if *held.get() == 0 {
+                held.remove();
+            }
+        }
+    }
+}
 
 /// The connections that are counted.
 #[derive(Debug, Default)]
@@ -66,11 +123,8 @@ pub(crate) struct Connections {
     pub placed: usize,
     /// The others.
     pub seated: usize,
-    /// The numbers of those that wait for a place, in the order of their coming.
-    line: VecDeque<u64>,
-    next_number: u64,
-    /// How many of each peer have a place.
-    by_origin: BTreeMap<Origin, usize>,
+    places: Line,
+    seats: Line,
 }
 
 impl Connections {
@@ -78,36 +132,35 @@ impl Connections {
         self.placed + self.seated
     }
 
-    fn stand_in_line(&mut self) -> u64 {
-        self.next_number += 1;
-        self.line.push_back(self.next_number);
-        self.next_number
-    }
-
-    /// Moves the connection from its seat to a place, if there is one and it is the first in line, or to a spare one.
-    fn place(&mut self, number: u64, origin: Origin, limits: &Limits) -> Option<()> {
-        let of_peer = self.by_origin.get(&origin).copied().unwrap_or(0);
-        let fits = match self.placed.checked_sub(limits.max_connections) {
-            None => self.line.front() == Some(&number),
-            Some(beyond) => beyond < limits.spare_connections && of_peer < FEW,
-        };
-        if !fits {
+    /// Takes a seat, if there is one and it is this connection's turn.
+    fn seat(&mut self, number: u64) -> Option<()> {
+        if self.seated >= SEATS {
             return None;
         }
-        self.line.retain(|other| *other != number);
+        self.seats.take(number)?;
+        self.seated += 1;
+        Some(())
+    }
+
+    /// Moves the connection from its seat to a place, if there is one and it is its turn, or to a spare one.
+    fn place(&mut self, number: u64, origin: Origin, limits: &Limits) -> Option<()> {
+        match self.placed.checked_sub(limits.max_connections) {
+            None => self.places.take(number)?,
+            Some(beyond) if beyond < limits.spare_connections && self.places.held(origin) < FEW => {
+                self.places.enter(number, origin);
+            }
+            Some(_) => return None,
+        }
+        self.seats.give(origin);
         self.placed += 1;
         self.seated -= 1;
-        self.by_origin.insert(origin, of_peer + 1);
         Some(())
     }
 
     /// A connection with a place has ended.
     fn leave(&mut self, origin: Origin) {
         self.placed -= 1;
-        match self.by_origin.get_mut(&origin) {
-            Some(count) if *count > 1 => *count -= 1,
-            _ => drop(self.by_origin.remove(&origin)),
-        }
+        self.places.give(origin);
     }
 }
 
@@ -119,6 +172,21 @@ enum Stage {
     /// It waits for a place: no fault of the client.
     Waiting,
     Placed,
+}
+
+/// Since when.
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    stage: Stage,
+    since: Instant,
+    /// The last option, or the begin.
+    progress: Instant,
+}
+
+impl Standing {
+    fn new(stage: Stage, since: Instant) -> Mutex<Standing> {
+        Mutex::new(Standing { stage, since, progress: since })
+    }
 }
 
 /// What newcomers need.
@@ -133,8 +201,7 @@ pub(crate) enum Room {
 struct Haggler {
     socket: Socket,
     origin: Origin,
-    /// With the time of the last option, or of the begin.
-    stage: Mutex<(Stage, Instant)>,
+    stage: Mutex<Standing>,
     cut: AtomicBool,
 }
 
@@ -142,9 +209,27 @@ impl Haggler {
     /// True where its end makes such room.
     fn takes(&self, room: Room) -> bool {
         match room {
-            Room::Seat => lock(&self.stage).0 == Stage::Seated,
-            Room::Place => lock(&self.stage).0 == Stage::Placed,
+            Room::Seat => self.stage() != Stage::Placed,
+            Room::Place => self.stage() == Stage::Placed,
         }
+    }
+
+    fn stage(&self) -> Stage {
+        lock(&self.stage).stage
+    }
+
+    fn silence(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(lock(&self.stage).progress)
+    }
+
+    /// How long its stage lasts.
+    fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(lock(&self.stage).since)
+    }
+
+    fn cut(&self) {
+        self.cut.store(true, Ordering::Release);
+        self.socket.shutdown();
     }
 
     fn is_cut(&self) -> bool {
@@ -168,46 +253,65 @@ impl Hagglers {
         let haggler = Arc::new(Haggler {
             socket: socket.clone(),
             origin: Origin::of(socket),
-            stage: Mutex::new((Stage::Seated, Instant::now())),
+            stage: Standing::new(Stage::Seated, Instant::now()),
             cut: AtomicBool::new(false),
         });
         lock(&self.0).push(Arc::clone(&haggler));
         Haggling { all: self, haggler }
     }
 
-    /// Cuts one silent connection: the one that is silent for longest of the peer that has most of them. Returns how long to
-    /// wait for free room before another attempt. While one that was cut is about to end, nothing more is cut.
-    pub(crate) fn make_room(&self, room: Room, now: Instant) -> Duration {
+    /// Cuts one connection for one of `newcomer`: of the silent ones the one that is silent for longest of the peer that has most
+    /// of them. Where none is silent, one of the peer that has most, if that is more than `newcomer` will have. Returns how long
+    /// to wait for free room before another attempt. While one that was cut is about to end, nothing more is cut.
+    pub(crate) fn make_room(&self, room: Room, newcomer: Origin, now: Instant) -> Duration {
         let all = lock(&self.0);
         let those: Vec<&Arc<Haggler>> = all.iter().filter(|haggler| haggler.takes(room)).collect();
         if those.iter().any(|haggler| haggler.is_cut()) {
-            return SILENCE;
+            return CUT_PAUSE;
         }
-        let silence = |haggler: &Haggler| now.saturating_duration_since(lock(&haggler.stage).1);
-        let mut silent: BTreeMap<Origin, Vec<&Arc<Haggler>>> = BTreeMap::new();
-        for haggler in those.iter().filter(|haggler| silence(haggler) >= SILENCE) {
-            silent.entry(haggler.origin).or_default().push(haggler);
+        // The wait for a place is no silence.
+        let talking: Vec<_> = those.iter().filter(|haggler| haggler.stage() != Stage::Waiting).collect();
+        let silent = talking.iter().filter(|haggler| haggler.silence(now) >= SILENCE);
+        let most = by_origin(silent.map(|haggler| **haggler)).into_values().max_by_key(Vec::len);
+        let longest = most.and_then(|most| most.into_iter().max_by_key(|haggler| haggler.silence(now)));
+        if let Some(cut) = longest.or_else(|| excess(&those, room, newcomer, now)) {
+            cut.cut();
+            return CUT_PAUSE;
         }
-        if let Some(most) = silent.into_values().max_by_key(Vec::len)
-            && let Some(longest) = most.into_iter().max_by_key(|haggler| silence(haggler))
-        {
-            longest.cut.store(true, Ordering::Release);
-            longest.socket.shutdown();
-            return SILENCE;
+        let left = |haggler: &&&Arc<Haggler>| SILENCE.saturating_sub(haggler.silence(now));
+        talking.iter().map(left).min().filter(|left| !left.is_zero()).unwrap_or(SILENCE)
+    }
+}
+
+fn by_origin<'a>(those: impl Iterator<Item = &'a Arc<Haggler>>) -> BTreeMap<Origin, Vec<&'a Arc<Haggler>>> {
+    let mut origins: BTreeMap<Origin, Vec<&Arc<Haggler>>> = BTreeMap::new();
+    those.for_each(|haggler| origins.entry(haggler.origin).or_default().push(haggler));
+    origins
+}
+
+/// A connection that its peer has beyond what `newcomer` will have: the last that waits for a place, or the one that negotiates
+/// for longest, and for `SILENCE` at least.
+fn excess<'a>(those: &[&'a Arc<Haggler>], room: Room, newcomer: Origin, now: Instant) -> Option<&'a Arc<Haggler>> {
+    let mut origins = by_origin(those.iter().copied());
+    let own = origins.remove(&newcomer).map_or(0, |own| own.len());
+    let most = origins.into_values().max_by_key(Vec::len).filter(|most| most.len() >= own + 2)?;
+    match room {
+        Room::Seat => most.into_iter().rfind(|haggler| haggler.stage() == Stage::Waiting),
+        Room::Place => {
+            most.into_iter().filter(|haggler| haggler.age(now) >= SILENCE).max_by_key(|haggler| haggler.age(now))
         }
-        let soonest = those.iter().map(|haggler| SILENCE.saturating_sub(silence(haggler))).min();
-        soonest.unwrap_or(SILENCE)
     }
 }
 
 impl Haggling<'_> {
     /// An option came, or TLS was started.
     pub(crate) fn note_progress(&self) {
-        lock(&self.haggler.stage).1 = Instant::now();
+        lock(&self.haggler.stage).progress = Instant::now();
     }
 
     fn enter(&self, stage: Stage) {
-        *lock(&self.haggler.stage) = (stage, Instant::now());
+        let now = Instant::now();
+        *lock(&self.haggler.stage) = Standing { stage, since: now, progress: now };
     }
 
     /// True when this connection had to make room.
@@ -220,26 +324,35 @@ impl Haggling<'_> {
 #[derive(Debug)]
 pub(crate) struct Slot<D: Disk> {
     registry: Arc<Registry<D>>,
-    /// Of its place: where the connection comes from.
-    place_of: Cell<Option<Origin>>,
+    origin: Origin,
+    has_place: Cell<bool>,
 }
 
 impl<D: Disk> Slot<D> {
-    /// Waits for a free seat and takes it.
-    pub(crate) async fn take(registry: &Arc<Registry<D>>) -> Slot<D> {
-        let free = |all: &mut Connections| (all.seated < SEATS).then(|| all.seated += 1);
-        registry.wait_for_room(Room::Seat, free).await;
-        Slot { registry: Arc::clone(registry), place_of: Cell::new(None) }
+    /// Waits for a free seat and takes it. `None` when too many connections of the peer's address wait for one.
+    pub(crate) async fn take(registry: &Arc<Registry<D>>, socket: &Socket) -> Option<Slot<D>> {
+        let origin = Origin::of(socket);
+        let number = registry.connections.change(|all| {
+            let waiting = all.seats.waiting.iter().filter(|(_, other)| *other == origin).count();
+            let is_flood = matches!(origin, Origin::Ip(_)) && waiting >= PARKED_OF_ONE;
+            (!is_flood).then(|| all.seats.stand(origin))
+        })?;
+        let in_line = InLine { registry, number, room: Room::Seat };
+        registry.wait_for_room(Room::Seat, origin, |all| all.seat(number)).await;
+        let slot = Slot { registry: Arc::clone(registry), origin, has_place: Cell::new(false) };
+        drop(in_line);
+        Some(slot)
     }
 
-    /// The client has sent an option: waits for a place, behind those that wait already. False when the client goes first.
+    /// The client has sent an option: waits for a place, until it is its turn. False when the client goes first.
     pub(crate) async fn rise(&self, haggling: &Haggling<'_>) -> bool {
-        let registry = &self.registry;
-        let (limits, origin) = (registry.config.limits, haggling.haggler.origin);
-        let number = registry.connections.change(Connections::stand_in_line);
-        let in_line = InLine { registry, number };
+        let (registry, origin) = (&self.registry, self.origin);
+        let limits = registry.config.limits;
+        let number = registry.connections.change(|all| all.places.stand(origin));
+        let in_line = InLine { registry, number, room: Room::Place };
         haggling.enter(Stage::Waiting);
-        let mut place = pin!(registry.wait_for_room(Room::Place, move |all| all.place(number, origin, &limits)));
+        let take = move |all: &mut Connections| all.place(number, origin, &limits);
+        let mut place = pin!(registry.wait_for_room(Room::Place, origin, take));
         let has_place = match place.as_mut().now_or_never() {
             Some(()) => true,
             None => {
@@ -249,7 +362,7 @@ impl<D: Disk> Slot<D> {
         };
         drop(in_line);
         if has_place {
-            self.place_of.set(Some(origin));
+            self.has_place.set(true);
             haggling.enter(Stage::Placed);
         }
         has_place
@@ -258,9 +371,12 @@ impl<D: Disk> Slot<D> {
 
 impl<D: Disk> Drop for Slot<D> {
     fn drop(&mut self) {
-        self.registry.connections.change(|all| match self.place_of.get() {
-            Some(origin) => all.leave(origin),
-            None => all.seated -= 1,
+        self.registry.connections.change(|all| match self.has_place.get() {
+            true => all.leave(self.origin),
+            false => {
+                all.seated -= 1;
+                all.seats.give(self.origin);
+            }
         });
     }
 }
@@ -269,23 +385,32 @@ impl<D: Disk> Drop for Slot<D> {
 struct InLine<'a, D: Disk> {
     registry: &'a Registry<D>,
     number: u64,
+    room: Room,
 }
 
 impl<D: Disk> Drop for InLine<'_, D> {
     fn drop(&mut self) {
-        self.registry.connections.change(|all| all.line.retain(|other| *other != self.number));
+        self.registry.connections.change(|all| match self.room {
+            Room::Seat => all.seats.leave(self.number),
+            Room::Place => all.places.leave(self.number),
+        });
     }
 }
 
 impl<D: Disk> Registry<D> {
-    /// Waits until `take` takes what it needs. Silent connections in negotiation make room.
-    async fn wait_for_room(&self, room: Room, mut take: impl FnMut(&mut Connections) -> Option<()> + Unpin) {
+    /// Waits until `take` takes what one of `newcomer` needs. Connections in negotiation make room.
+    async fn wait_for_room(
+        &self,
+        room: Room,
+        newcomer: Origin,
+        mut take: impl FnMut(&mut Connections) -> Option<()> + Unpin,
+    ) {
         let mut pause = Duration::ZERO;
         loop {
             let free = pin!(self.connections.wait(&mut take));
             match select(free, pin!(rt::sleep(pause))).await {
                 Either::Left(_) => return,
-                Either::Right(_) => pause = self.hagglers.make_room(room, Instant::now()),
+                Either::Right(_) => pause = self.hagglers.make_room(room, newcomer, Instant::now()),
             }
         }
     }
@@ -315,7 +440,7 @@ mod tests {
         let mut all = Connections { placed: 1, seated: 3, ..Connections::default() };
         let limits = |max_connections| Limits { max_connections, ..Limits::default() };
         let origin = Origin::User(1);
-        let [first, second, third] = [(); 3].map(|()| all.stand_in_line());
+        let [first, second, third] = [(); 3].map(|()| all.places.stand(origin));
         assert_eq!(all.place(first, origin, &limits(1)), None, "there is no place");
         assert_eq!(all.place(second, origin, &limits(3)), None, "it isn't its turn");
         assert_eq!(all.place(first, origin, &limits(3)), Some(()));
@@ -330,9 +455,9 @@ mod tests {
         let mut all = Connections { seated: 20, ..Connections::default() };
         let (many, other) = (Origin::User(1), Origin::User(2));
         let mut come = |origin| {
-            let number = all.stand_in_line();
+            let number = all.places.stand(origin);
             let has_place = all.place(number, origin, &limits).is_some();
-            all.line.retain(|waiting| *waiting != number);
+            all.places.leave(number);
             has_place
         };
         assert_eq!([(); 8].map(|()| come(many)), [true, true, true, true, true, true, false, false]);
@@ -343,11 +468,77 @@ mod tests {
             all.leave(origin);
         }
         // The limit counts those in spare places too.
-        let number = all.stand_in_line();
+        let number = all.places.stand(many);
         assert_eq!((all.place(number, many, &limits), all.placed), (None, 8));
+        let number = all.places.stand(other);
         assert_eq!(all.place(number, other, &limits), Some(()));
         (0..9).for_each(|_| all.leave(other));
-        assert_eq!((all.placed, all.by_origin.get(&other)), (0, None));
+        assert_eq!((all.placed, all.places.held.get(&other)), (0, None));
+    }
+
+    #[test]
+    fn the_peer_that_has_fewest_has_its_turn_first() {
+        let (many, few) = (Origin::User(1), Origin::User(2));
+        let mut all = Connections::default();
+        let [first, second, third] = [(); 3].map(|()| all.seats.stand(many));
+        let late = all.seats.stand(few);
+        assert_eq!(all.seat(late), None, "both have none, and the other came first");
+        assert_eq!(all.seat(first), Some(()));
+        assert_eq!(all.seat(second), None);
+        assert_eq!(all.seat(late), Some(()));
+        all.seats.leave(second);
+        assert_eq!(all.seat(third), Some(()));
+        all.seats.give(many);
+        all.seats.give(many);
+        assert_eq!(all.seats.held, BTreeMap::from([(few, 1)]), "a peer that has none is forgotten");
+    }
+
+    /// Hagglers of these origins in this stage, since so many milliseconds after `started`, without a moment of silence.
+    fn talkers(started: Instant, those: &[(u32, Stage, u64)]) -> (Hagglers, Vec<Arc<Haggler>>) {
+        let hagglers = Hagglers::default();
+        let (socket, _peer) = Socket::pair().expect("a pair");
+        let all: Vec<_> = those
+            .iter()
+            .map(|&(user, stage, after)| {
+                let since = started + Duration::from_millis(after);
+                let progress = started + Duration::from_secs(3600);
+                let stage = Mutex::new(Standing { stage, since, progress });
+                let (socket, origin) = (socket.clone(), Origin::User(user));
+                Arc::new(Haggler { socket, origin, stage, cut: AtomicBool::new(false) })
+            })
+            .collect();
+        lock(&hagglers.0).extend(all.iter().cloned());
+        (hagglers, all)
+    }
+
+    fn cut_of(all: &[Arc<Haggler>]) -> Vec<usize> {
+        (0..all.len()).filter(|&index| all[index].is_cut()).collect()
+    }
+
+    #[test]
+    fn a_peer_with_several_places_gives_up_the_longest_negotiation_for_a_peer_with_fewer() {
+        let started = Instant::now();
+        let (hagglers, all) =
+            talkers(started, &[(1, Stage::Placed, 900), (1, Stage::Placed, 200), (2, Stage::Placed, 0)]);
+        let at = |user: u32, millis: u64| {
+            hagglers.make_room(Room::Place, Origin::User(user), started + Duration::from_millis(millis));
+            cut_of(&all)
+        };
+        assert_eq!(at(1, 5000), [0; 0], "its own");
+        assert_eq!(at(2, 5000), [0; 0], "it has as many then");
+        assert_eq!(at(3, 1100), [0; 0], "none of them has had its second");
+        assert_eq!(at(3, 1200), [1]);
+    }
+
+    #[test]
+    fn the_last_that_waits_of_the_peer_with_most_seats_gives_it_up() {
+        let started = Instant::now();
+        let those = [(1, Stage::Waiting, 0), (1, Stage::Waiting, 1), (1, Stage::Seated, 2), (2, Stage::Waiting, 3)];
+        let (hagglers, all) = talkers(started, &those);
+        hagglers.make_room(Room::Seat, Origin::User(1), started);
+        assert_eq!(cut_of(&all), [0; 0]);
+        hagglers.make_room(Room::Seat, Origin::User(3), started);
+        assert_eq!(cut_of(&all), [1]);
     }
 
     #[test]
@@ -357,7 +548,7 @@ mod tests {
         let started = Instant::now();
         let enter = |origin: Origin, after: u64| {
             let socket = socket.clone();
-            let stage = Mutex::new((Stage::Placed, started + Duration::from_millis(after)));
+            let stage = Standing::new(Stage::Placed, started + Duration::from_millis(after));
             let haggler = Arc::new(Haggler { socket, origin, stage, cut: AtomicBool::new(false) });
             lock(&hagglers.0).push(Arc::clone(&haggler));
             haggler
@@ -365,18 +556,21 @@ mod tests {
         let lone = enter(Origin::User(1), 0);
         let (second, first) = (enter(Origin::User(2), 300), enter(Origin::User(2), 100));
         let young = enter(Origin::User(2), 5000);
-        let at = |millis: u64| hagglers.make_room(Room::Place, started + Duration::from_millis(millis));
+        let at = |millis: u64| {
+            // One of the same peer: the rule on shares has no part in this.
+            hagglers.make_room(Room::Place, Origin::User(2), started + Duration::from_millis(millis))
+        };
         let end_cut = || lock(&hagglers.0).retain(|haggler| !haggler.cut.load(Ordering::Acquire));
         let cut = || [&lone, &first, &second, &young].map(|haggler| haggler.cut.load(Ordering::Acquire));
-        assert_eq!(hagglers.make_room(Room::Seat, started + Duration::from_secs(9)), SILENCE);
+        assert_eq!(hagglers.make_room(Room::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
         assert_eq!(cut(), [false; 4], "none of them has a seat");
         // Nobody is silent long enough yet.
         assert_eq!(at(900), Duration::from_millis(100));
         assert_eq!(cut(), [false; 4]);
-        assert_eq!(at(1400), SILENCE);
+        assert_eq!(at(1400), CUT_PAUSE);
         assert_eq!(cut(), [false, true, false, false]);
         // Its end comes first.
-        assert_eq!(at(1400), SILENCE);
+        assert_eq!(at(1400), CUT_PAUSE);
         assert_eq!(cut(), [false, true, false, false]);
         // Both peers have one that is silent now.
         for _ in 0..2 {

@@ -57,6 +57,10 @@ pub(crate) enum Work {
     Write(IoBuf),
     /// Block status of these contexts, by their numbers.
     Status(Vec<u32>),
+    /// A write that was carried out in pieces.
+    Done(Result<()>),
+    /// A read whose reply is sent already.
+    Answered,
     /// Nothing but this answer.
     Fail(NbdErrno, &'static str),
 }
@@ -178,10 +182,14 @@ impl Intake {
         match request.command {
             Command::Write => {
                 let permit = match purpose {
-                    Purpose::Begin => session.budget.take(request.length).await,
+                    Purpose::Begin => session.budget.take_some(request.length, || !life.is_ending()).await,
                     Purpose::Gather => session.budget.take_aside(request.length, session.stall_limit).await,
                 };
                 let Some(permit) = permit else { return Ok(Taken::End) };
+                if permit.bytes() < request.length {
+                    let job = Box::pin(self.write_in_pieces(session, request, permit)).await?;
+                    return Ok(job.map_or(Taken::End, Taken::Job));
+                }
                 let Ok(buf) = IoBuf::try_scratch(payload_bytes as usize) else {
                     self.receiver.skip(stream, payload_bytes).await?;
                     let work = Work::Fail(NbdErrno::ENOMEM, "the server is out of memory");
@@ -210,12 +218,25 @@ impl Intake {
         if purpose == Purpose::Gather || bytes == 0 {
             return Ok(Taken::Job(Job { request, work, permit: None }));
         }
-        let permit = session.budget.take(bytes).await;
-        Ok(permit.map_or(Taken::End, |permit| Taken::Job(Job { request, work, permit: Some(permit) })))
+        let may_be_some = || request.command == Command::Read && !session.life.is_ending();
+        let Some(permit) = session.budget.take_some(bytes, may_be_some).await else { return Ok(Taken::End) };
+        let work = match permit.bytes() < bytes {
+            true => {
+                Box::pin(session.read_in_pieces(&request)).await?;
+                Work::Answered
+            }
+            false => work,
+        };
+        Ok(Taken::Job(Job { request, work, permit: Some(permit) }))
     }
 
     /// Receives the data of a write. `is_shared`: into memory that others may wait for.
-    async fn payload<D: Disk>(&mut self, session: &Session<D>, mut rest: IoBuf, is_shared: bool) -> Result<IoBuf> {
+    pub(crate) async fn payload<D: Disk>(
+        &mut self,
+        session: &Session<D>,
+        mut rest: IoBuf,
+        is_shared: bool,
+    ) -> Result<IoBuf> {
         let stream = &session.stream;
         if !is_shared {
             let (result, buf) = self.receiver.fill(stream, rest).await;
@@ -284,7 +305,7 @@ fn memory_of(request: &Request, work: &Work) -> u64 {
         Work::Plain if request.command == Command::Cache => request.length.min(CACHE_PIECE_BYTES),
         Work::Status(contexts) => status_bytes(request, contexts.len()),
         Work::Write(buf) => buf.len() as u64,
-        Work::Plain | Work::Fail(..) => 0,
+        Work::Plain | Work::Done(_) | Work::Answered | Work::Fail(..) => 0,
     }
 }
 

@@ -24,6 +24,7 @@ mod intake;
 mod life;
 mod negotiation;
 mod outbox;
+mod pieces;
 mod pool;
 mod queue;
 mod registry;

@@ -164,7 +164,7 @@ fn refused(why: impl Into<String>) -> Error {
 }
 
 impl<D: Disk> Negotiation<'_, D> {
-    /// Greets the client and waits for its first option; `None` when it goes.
+    /// Greets the client and waits for its first option with its data; `None` when it goes.
     async fn greet(&mut self) -> Result<Option<()>> {
         self.out.extend_from_slice(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES));
         self.send().await?;
@@ -174,7 +174,13 @@ impl<D: Disk> Negotiation<'_, D> {
         let flags = greeting::parse_client_flags(self.receiver.array(self.stream).await?).map_err(broken)?;
         self.fixed = flags.contains(ClientFlags::FIXED_NEWSTYLE);
         self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
-        Ok(self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.map(drop))
+        let Some(header) = self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await? else { return Ok(None) };
+        let len = match header.try_into().map(OptionHeader::parse) {
+            Ok(Ok(header)) if header.len <= MAX_OPTION_BYTES => header.len as usize,
+            // What is wrong with it is said when it has its turn.
+            _ => 0,
+        };
+        Ok(self.receiver.peek(self.stream, OPTION_HEADER_BYTES + len).await?.map(drop))
     }
 
     /// Answers options until one ends the negotiation.

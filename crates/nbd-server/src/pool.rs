@@ -77,6 +77,10 @@ impl ExportShare {
     pub(crate) fn new(export: &str) -> Arc<ExportShare> {
         Arc::new(ExportShare { export: export.to_owned(), ..ExportShare::default() })
     }
+
+    fn holds(&self) -> bool {
+        self.held_bytes.load(Ordering::Relaxed) > 0
+    }
 }
 
 /// What one connection holds of the pool, and whether its peer does its part.
@@ -175,7 +179,11 @@ impl Patience {
 impl Account {
     /// True while requests of the connection hold shared memory.
     pub(crate) fn holds(&self) -> bool {
-        self.held_bytes.load(Ordering::Relaxed) > 0
+        self.held() > 0
+    }
+
+    fn held(&self) -> u64 {
+        self.held_bytes.load(Ordering::Relaxed)
     }
 
     /// True when the peer has kept shared memory from others for too long.
@@ -253,6 +261,7 @@ impl Pool {
         if self.try_take(account, bytes) {
             return true;
         }
+        self.cut_stalled(account);
         self.note_stuck();
         let mut place = Place { pool: self, account, ticket: None };
         let mut waiting = pin!(poll_fn(|context| {
@@ -351,16 +360,17 @@ impl Pool {
         stuck_bytes.load(Ordering::Relaxed) == 0 && (held == 0 || held.saturating_add(bytes) <= open - open / 4)
     }
 
-    /// Hands free memory to those who wait: first to the connections that hold least, of these to the one that came first.
+    /// Hands free memory to requests that wait: first to those of exports that hold nothing, then to the connections that hold
+    /// least, of these to the one that came first. A connection that is cut off gets none.
     /// A request that doesn't fit yet lets none past it, but for one of an export that has its part.
     fn serve(&self, state: &mut State) {
         loop {
-            let candidates =
-                state.waiting.iter().enumerate().filter(|(_, waiting)| {
-                    !waiting.is_granted && self.fits_export(state, &waiting.account, waiting.bytes)
-                });
+            let candidates = state.waiting.iter().enumerate().filter(|(_, waiting)| {
+                let account = &waiting.account;
+                !waiting.is_granted && !account.is_cut() && self.fits_export(state, account, waiting.bytes)
+            });
             let first = candidates
-                .min_by_key(|(_, waiting)| (waiting.account.held_bytes.load(Ordering::Relaxed), waiting.ticket));
+                .min_by_key(|(_, Waiting { account, ticket, .. })| (account.export.holds(), account.held(), *ticket));
             let Some((index, _)) = first else { return };
             if !self.fits_pool(state, state.waiting[index].bytes) {
                 return;

@@ -3,7 +3,7 @@
 
 use crate::Disk;
 use crate::config::Event;
-use crate::haggling::Slot;
+use crate::haggling::{PARKED, Slot};
 use crate::negotiation::negotiate;
 use crate::registry::Registry;
 use crate::session;
@@ -12,6 +12,10 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt::JoinHandle;
 use cowshed_storage::{Listener, Socket, rt};
+use futures_util::StreamExt;
+use futures_util::future::{Either, pending, select};
+use futures_util::stream::FuturesUnordered;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -135,13 +139,40 @@ async fn accept_all<D: Disk>(
     next: Arc<AtomicUsize>,
 ) {
     registry.held.wait(|held| (!*held).then_some(())).await;
+    let mut parked = FuturesUnordered::new();
     loop {
-        match listener.accept().await {
+        let count = parked.len();
+        let accepted = {
+            let accept = pin!(async {
+                match count < PARKED {
+                    true => listener.accept().await,
+                    // The clients behind are left where the system keeps them.
+                    false => pending().await,
+                }
+            });
+            let seated = pin!(async {
+                if parked.next().await.is_none() {
+                    pending::<()>().await;
+                }
+            });
+            match select(accept, seated).await {
+                Either::Left((accepted, _)) => accepted,
+                Either::Right(_) => continue,
+            }
+        };
+        match accepted {
             Ok(socket) => {
-                // The clients behind one that waits here are left where the system keeps them.
-                let slot = Slot::take(&registry).await;
-                let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
-                mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
+                let (registry, mailboxes, next) = (&registry, &mailboxes, &next);
+                parked.push(async move {
+                    let Some(slot) = Slot::take(registry, &socket).await else {
+                        let peer = socket.peer();
+                        tracing::info!(peer, "too many connections of this address wait, and this one is closed");
+                        socket.shutdown();
+                        return;
+                    };
+                    let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
+                    mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
+                });
             }
             Err(error) if Listener::is_transient(&error) => {
                 tracing::warn!(%error, "can't take clients at the moment");
@@ -167,7 +198,7 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
     let haggling = slot.as_ref().map(|slot| (slot, registry.hagglers.enter(stream.socket())));
     let mut negotiated = negotiate(&registry, &stream, &mut receiver, haggling.as_ref()).await;
     if haggling.is_some_and(|(_, haggling)| haggling.was_cut()) {
-        let message = "the client was silent, and others waited for room";
+        let message = "the client was silent, or its peer had most connections, and others waited for room";
         negotiated = Err(Error::new(ErrorKind::Limit, message));
     }
     let (stay, terms) = match negotiated {

@@ -21,8 +21,10 @@ use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt;
 use futures_util::lock::Mutex;
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 pub(crate) struct Session<D: Disk> {
@@ -44,6 +46,8 @@ pub(crate) struct Session<D: Disk> {
     reading: Cell<bool>,
     /// Behind the request that was taken last there is more that has been received.
     has_more: Cell<bool>,
+    /// The reader waits until no request runs.
+    waits_alone: Cell<Option<Waker>>,
     /// The last worker has ended.
     ended: Watched<bool>,
     error: RefCell<Option<Error>>,
@@ -76,6 +80,7 @@ pub(crate) async fn run<D: Disk>(
         idle: Cell::new(0),
         reading: Cell::new(false),
         has_more: Cell::new(false),
+        waits_alone: Cell::new(None),
         ended: Watched::new(false),
         error: RefCell::default(),
     });
@@ -126,8 +131,26 @@ impl<D: Disk> Session<D> {
         }
     }
 
+    /// For the worker that reads: waits until all requests of the connection are answered. False when the client is gone.
+    pub(crate) async fn wait_until_alone(&self) -> bool {
+        poll_fn(|context| {
+            if rt::is_cancelled() {
+                return Poll::Ready(false);
+            }
+            if self.workers.get() - self.idle.get() == 1 {
+                return Poll::Ready(true);
+            }
+            self.waits_alone.set(Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await
+    }
+
     async fn next_job(&self) -> Option<Job> {
         self.idle.set(self.idle.get() + 1);
+        if let Some(waker) = self.waits_alone.take() {
+            waker.wake();
+        }
         let mut intake = self.intake.lock().await;
         self.idle.set(self.idle.get() - 1);
         if intake.ended {

@@ -43,12 +43,12 @@ impl<D: Disk> Session<D> {
         self.terms.replies == ReplyStyle::Extended
     }
 
-    fn push_data(&self, request: &Request, offset: u64, data: IoBuf, flags: ReplyFlags) {
+    pub(crate) fn push_data(&self, request: &Request, offset: u64, data: IoBuf, flags: ReplyFlags) {
         let head = reply::offset_data(self.is_extended(), answered(request), flags, offset, data.len() as u64);
         self.outbox.push([Piece::Head(head), Piece::Data(data)]);
     }
 
-    fn push_hole(&self, request: &Request, offset: u64, len: usize, flags: ReplyFlags) {
+    pub(crate) fn push_hole(&self, request: &Request, offset: u64, len: usize, flags: ReplyFlags) {
         // Lengths of 32 bits: a read is never longer.
         let head = reply::offset_hole(self.is_extended(), answered(request), flags, offset, len as u32);
         self.outbox.push([Piece::Head(head)]);
@@ -109,7 +109,7 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 /// Zero bytes at the start, in whole blocks (or up to the end).
-fn leading_zeroes(bytes: &[u8]) -> usize {
+pub(crate) fn leading_zeroes(bytes: &[u8]) -> usize {
     let mut len = 0;
     for block in bytes.chunks(HOLE_ALIGN) {
         if !is_zero(block) {

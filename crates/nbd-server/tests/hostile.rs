@@ -12,8 +12,11 @@ use cowshed_nbd_server::{Event, Limits, Removal, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
 use served::Served;
 use served::wire::Wire;
-use std::net::TcpStream;
+use std::io::Write;
+use std::net::{SocketAddrV4, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 const SIZE: u64 = 4 << 20;
@@ -331,6 +334,67 @@ fn silent_connections_in_all_places_make_room() {
     assert_eq!(served.server.connections(), 4);
     drop((busy, silent, fifth));
     rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+#[test]
+fn an_option_without_its_data_takes_no_place() {
+    let served = serve_patiently(2);
+    let mut halves: Vec<Wire> = (0..64).map(|_| Wire::connect(&served.socket)).collect();
+    for wire in &mut halves {
+        wire.send(&OptionHeader { option: code::INFO, len: 100 }.encode());
+    }
+    let mut next = Wire::connect(&served.socket);
+    assert_eq!(next.outcome(code::LIST, &[]), rep::ACK);
+    let refused = refusals(&served);
+    assert!(refused.len() == 1 && is_refusal(&refused[0], "silent"), "one gave its seat up: {refused:?}");
+    // Both places are there for clients that say something.
+    let mut clients = [(); 2].map(|()| Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0);
+    drop(next);
+    for wire in &mut clients {
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 512).errno, 0);
+    }
+    drop((halves, clients));
+    rt::block_on(served.server.wait_until_idle());
+    served.stop();
+}
+
+/// A connection from this address of the loopback network.
+fn connect_from(last_byte: u8, port: u16) -> OwnedFd {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+    let fd = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    bind(&fd, &SocketAddrV4::new([127, 0, 0, last_byte].into(), 0)).expect("bind");
+    connect(&fd, &SocketAddrV4::new([127, 0, 0, 1].into(), port)).expect("connect");
+    fd
+}
+
+#[test]
+fn connections_of_one_address_that_negotiate_for_ever_keep_no_other_address_out() {
+    // Alone, no rule ends the negotiation of any of them.
+    let served = serve_patiently(2);
+    let address = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let SocketAddress::Tcp { port, .. } = served.server.listen(&address).expect("listen").remove(0) else {
+        panic!("TCP")
+    };
+    // All seats and places, and more than that behind them.
+    let mut crowd: Vec<UnixStream> = (0..100).map(|_| connect_from(2, port).into()).collect();
+    let (is_over, over) = std::sync::mpsc::channel::<()>();
+    let talking = std::thread::spawn(move || {
+        let begin = [&3u32.to_be_bytes()[..], &option::encode(77, &[])].concat();
+        crowd.iter_mut().for_each(|stream| drop(stream.write_all(&begin)));
+        while over.recv_timeout(Duration::from_millis(200)) == Err(RecvTimeoutError::Timeout) {
+            crowd.iter_mut().for_each(|stream| drop(stream.write_all(&option::encode(77, &[]))));
+        }
+    });
+    await_connections(&served, 66);
+    for _ in 0..3 {
+        let stream = UnixStream::from(connect_from(3, port));
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a bound");
+        let mut wire = Wire::enter_on(stream, ReplyStyle::Structured, "", &[]).0;
+        assert_eq!(wire.ask(Command::Read, NONE, 0, 65_536).errno, 0);
+    }
+    drop(is_over);
+    talking.join().expect("the crowd goes");
     served.stop();
 }
 

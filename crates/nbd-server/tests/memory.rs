@@ -3,20 +3,25 @@
 
 mod served;
 
+use cowshed_image::OpenRequest;
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle};
 use cowshed_nbd_server::{Event, EventHandler, Export, Limits, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use served::Served;
 use served::held::{HELD_FROM, Held, HeldDisk};
 use served::wire::Wire;
 use std::io::Read;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const NONE: CommandFlags = CommandFlags(0);
 const MIB: u64 = 1 << 20;
+/// What a long request has at a time when the pool is taken.
+const PIECE_BYTES: u64 = 512 << 10;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Setup {
@@ -120,7 +125,8 @@ fn a_connection_goes_on_with_its_own_share_while_others_hold_the_pool() {
         wire.request(Command::Read, NONE, HELD_FROM, 3 * MIB, &[]);
     }
     setup.await_that("the pool is taken", || setup.server.memory().used_bytes == 6 * MIB);
-    setup.await_that("the third waits", || setup.server.memory().waiting == 1);
+    let held = || setup.disk.bytes.load(Ordering::SeqCst) + setup.other_disk.bytes.load(Ordering::SeqCst);
+    setup.await_that("the third goes on in pieces", || held() == 6 * MIB + PIECE_BYTES);
     let mut small = setup.enter("a");
     for _ in 0..100 {
         assert_eq!(small.ask(Command::Read, NONE, 0, MIB).errno, 0);
@@ -163,7 +169,8 @@ fn disks_that_hang_for_too_long_leave_memory_to_others_however_many_they_are() {
         wire.request(Command::Read, NONE, HELD_FROM, 2 * MIB, &[]);
     }
     setup.await_that("all is taken", || setup.server.memory().used_bytes == 8 * MIB);
-    setup.await_that("the last one waits", || setup.server.memory().waiting == 1);
+    let held = || setup.disk.bytes.load(Ordering::SeqCst) + setup.other_disk.bytes.load(Ordering::SeqCst);
+    setup.await_that("the last one has its own share", || held() == 8 * MIB + PIECE_BYTES);
     let mut other = setup.enter("c");
     for _ in 0..10 {
         assert_eq!(other.ask(Command::Read, NONE, 0, 2 * MIB).errno, 0);
@@ -172,7 +179,7 @@ fn disks_that_hang_for_too_long_leave_memory_to_others_however_many_they_are() {
     // The exports whose disks hang have what they have, and get no more.
     assert_eq!(setup.server.memory().stuck_bytes, 8 * MIB);
     setup.await_that("the long write is given back", || setup.server.memory().used_bytes == 8 * MIB);
-    assert_eq!(setup.server.memory().waiting, 1);
+    assert_eq!(held(), 8 * MIB + PIECE_BYTES);
     setup.other_disk.open();
     (3..5).for_each(|hog| take_read(&mut hogs[hog], 2 * MIB));
     setup.disk.open();
@@ -190,9 +197,11 @@ fn expect_cut(hold: impl FnOnce(&mut Wire)) {
     hold(&mut greedy);
     setup.await_that("the pool is taken", || setup.server.memory().used_bytes == 3 * MIB);
     let mut other = setup.enter("b");
-    other.request(Command::Read, NONE, 0, 3 * MIB, &[]);
-    take_read(&mut other, 3 * MIB);
-    assert_eq!(setup.server.memory().cut, 1);
+    setup.await_that("the greedy one is cut off", || {
+        other.request(Command::Read, NONE, 0, 3 * MIB, &[]);
+        take_read(&mut other, 3 * MIB);
+        setup.server.memory().cut == 1
+    });
     setup.await_that("the owner is told", || setup.losses().iter().any(|loss| loss.contains("kept memory")));
     drop((greedy, other));
     setup.stop();
@@ -227,10 +236,15 @@ fn a_slow_client_that_does_its_part_stays() {
     let mut slow = setup.enter("a");
     slow.request(Command::Read, NONE, 0, 3 * MIB, &[]);
     setup.await_that("the pool is taken", || setup.server.memory().used_bytes == 3 * MIB);
+    let (is_over, over) = std::sync::mpsc::channel::<()>();
     let mut other = setup.enter("b");
-    other.request(Command::Read, NONE, 0, 3 * MIB, &[]);
-    setup.await_that("the other waits", || setup.server.memory().waiting == 1);
-    // About 640 KiB in a second.
+    let asking = std::thread::spawn(move || {
+        while over.recv_timeout(Duration::from_millis(50)) == Err(RecvTimeoutError::Timeout) {
+            other.request(Command::Read, NONE, 0, 3 * MIB, &[]);
+            take_read(&mut other, 3 * MIB);
+        }
+    });
+    // About 640 KiB in a second, while the other asks for memory again and again.
     let mut left = 16 + 3 * MIB as usize;
     let mut piece = vec![0; 64 << 10];
     while left > 0 {
@@ -239,10 +253,11 @@ fn a_slow_client_that_does_its_part_stays() {
         left -= len;
         std::thread::sleep(Duration::from_millis(100));
     }
-    take_read(&mut other, 3 * MIB);
+    drop(is_over);
+    asking.join().expect("the other is served");
     assert_eq!(setup.server.memory().cut, 0);
     assert_eq!(setup.losses(), Vec::<String>::new());
-    drop((slow, other));
+    drop(slow);
     setup.stop();
 }
 
@@ -272,6 +287,126 @@ fn connections_that_each_hold_a_part_all_come_to_their_end() {
     let most = setup.disk.most_bytes.load(Ordering::SeqCst) + setup.other_disk.most_bytes.load(Ordering::SeqCst);
     assert!(most <= 2 * (5 + 8) * MIB, "{most}");
     setup.stop();
+}
+
+/// The stall limit is far away, so nobody is cut off.
+#[test]
+fn clients_that_take_no_replies_hold_up_neither_other_exports_nor_their_own() {
+    let setup = serve(8 * MIB, Duration::from_secs(3600), 1);
+    let mut hogs: Vec<Wire> = (0..24).map(|n| setup.enter(["a", "b"][n % 2])).collect();
+    for wire in &mut hogs {
+        for _ in 0..2 {
+            wire.request(Command::Read, NONE, 0, 2 * MIB, &[]);
+        }
+    }
+    // Writes whose data doesn't come hold memory, too.
+    let mut halves: Vec<Wire> = (0..8).map(|_| setup.enter("a")).collect();
+    for wire in &mut halves {
+        wire.request(Command::Write, NONE, 0, 2 * MIB, &[1; 1000]);
+    }
+    setup.await_that("the pool is taken", || setup.server.memory().used_bytes == 8 * MIB);
+    for export in ["c", "a", "b"] {
+        let mut other = setup.enter(export);
+        for _ in 0..5 {
+            assert_eq!(other.ask(Command::Read, NONE, 0, 8 * MIB).errno, 0);
+            assert_eq!(other.write(NONE, 0, &vec![0; 8 * MIB as usize]).errno, 0);
+        }
+    }
+    assert_eq!(setup.server.memory().cut, 0);
+    assert_eq!(setup.server.memory().used_bytes, 8 * MIB, "the others needed none of it");
+    drop((hogs, halves));
+    setup.stop();
+}
+
+/// A server of one image whose pool a client holds that takes no replies.
+fn serve_pattern(stall_limit: Duration) -> (Served, Wire, Vec<u8>) {
+    let limits = Limits { memory_bytes: 4 * MIB, max_payload_bytes: 4 << 20, stall_limit, ..Limits::default() };
+    let served = Served::start(ServerConfig { limits, ..ServerConfig::default() });
+    let image = served.path("disk.raw");
+    let content = served::write_pattern(&image, 16 * MIB, 7);
+    served.export(OpenRequest::file(image.to_str().unwrap()).format("raw").writable(true), |_| ());
+    let mut greedy = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0;
+    greedy.request(Command::Read, NONE, 0, 3 * MIB, &[]);
+    let until = Instant::now() + PATIENCE;
+    while served.server.memory().used_bytes < 3 * MIB {
+        assert!(Instant::now() < until, "the pool isn't taken: {:?}", served.server.memory());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    (served, greedy, content)
+}
+
+#[test]
+fn requests_that_go_in_pieces_are_whole() {
+    let (served, greedy, mut content) = serve_pattern(Duration::from_secs(3600));
+    // Odd offsets and lengths: no piece ends where the request does.
+    let (offset, len) = (12_345u64, 3 * MIB + 777);
+    let range = offset as usize..(offset + len) as usize;
+    for (round, style) in [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended].into_iter().enumerate() {
+        let mut wire = Wire::enter(&served.socket, style, "", &[]).0;
+        wire.stream.set_read_timeout(Some(PATIENCE)).expect("a bound");
+        for flags in [NONE, CommandFlags::DF] {
+            if style == ReplyStyle::Simple && flags != NONE {
+                continue;
+            }
+            let read = wire.ask(Command::Read, flags, offset, len);
+            assert!(read.errno == 0 && read.data == content[range.clone()], "{style:?} {flags:?}");
+            assert!(flags == NONE || read.pieces == [(offset, len, false)], "one part: {:?}", read.pieces);
+        }
+        let data: Vec<u8> = (0..len as u32).map(|byte| (byte / 251) as u8 ^ round as u8).collect();
+        let fua = CommandFlags::FUA;
+        assert_eq!(wire.write(fua, offset, &data).errno, 0);
+        content[range.clone()].copy_from_slice(&data);
+        // Others stand behind the long ones, in order.
+        let cookies: Vec<u64> = (0..4).map(|n| wire.request(Command::Read, NONE, n * MIB, 2 * MIB, &[])).collect();
+        for (n, cookie) in cookies.into_iter().enumerate() {
+            let read = wire.collect(cookie, n as u64 * MIB, 2 * MIB);
+            assert!(read.errno == 0 && read.data == content[n << 20..(n + 2) << 20], "{style:?} {n}");
+        }
+    }
+    assert_eq!(served.server.memory().used_bytes, 3 * MIB);
+    drop(greedy);
+    let dir = served.stop();
+    assert!(std::fs::read(dir.path().join("disk.raw")).expect("read") == content, "it reached the file");
+}
+
+#[test]
+fn a_write_that_waits_for_memory_is_carried_out_when_a_goodbye_is_behind_it() {
+    for says_goodbye in [true, false] {
+        let (served, greedy, content) = serve_pattern(Duration::from_millis(200));
+        let data = vec![0x5a; 3 << 20];
+        let mut wire = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0;
+        let mut sender = wire.stream.try_clone().expect("a clone");
+        wire.request(Command::Write, NONE, 0, 3 * MIB, &[]);
+        let sending = std::thread::spawn(move || {
+            use std::io::Write;
+            sender.write_all(&data).expect("the data");
+            if says_goodbye {
+                let goodbye = cowshed_nbd_proto::Request {
+                    command: Command::Disconnect,
+                    flags: NONE,
+                    cookie: 99,
+                    offset: 0,
+                    length: 0,
+                };
+                let (bytes, len) = goodbye.encode(cowshed_nbd_proto::HeaderStyle::Compact);
+                sender.write_all(&bytes[..len]).expect("the goodbye");
+            }
+            sender.shutdown(std::net::Shutdown::Write).expect("shutdown");
+        });
+        let mut reply = Vec::new();
+        wire.stream.set_read_timeout(Some(PATIENCE)).expect("a bound");
+        wire.stream.read_to_end(&mut reply).expect("the end");
+        sending.join().expect("sent");
+        drop((greedy, wire));
+        let dir = served.stop();
+        let found = std::fs::read(dir.path().join("disk.raw")).expect("read");
+        let is_done = found[..3 << 20].iter().all(|byte| *byte == 0x5a);
+        assert!(found[3 << 20..] == content[3 << 20..], "nothing else is touched");
+        let is_answered = reply.len() == 16 && reply[4..8] == [0; 4];
+        assert!(is_answered || reply.is_empty(), "{reply:?}");
+        assert!(is_done || !is_answered, "an answer to what isn't done");
+        assert!(is_answered || !says_goodbye, "a goodbye stood behind the write");
+    }
 }
 
 #[test]
