@@ -6,7 +6,7 @@
 //! both read the same.
 
 use crate::JobHandle;
-use crate::commit::merge::{BackingName, relink};
+use crate::commit::merge::{BackingName, check_name, relink};
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
@@ -24,7 +24,7 @@ pub struct StreamRequest {
     pub node: Arc<Node>,
     /// The layer that it is to stand on; `None`: none.
     pub base: Option<Arc<Node>>,
-    /// How the image's header is to name that layer.
+    /// How the image's header is to name that layer; `None`: by a name that opens it as it is.
     pub backing_file: Option<String>,
     /// It names the format `raw` where that layer is a protocol's node.
     pub mask_protocol: bool,
@@ -40,19 +40,27 @@ pub struct Stream {
     filter: Arc<Node>,
     user: Arc<Attachment>,
     was_read_only: bool,
+    /// No layer comes out of the chain: its images stay as they are, headers too.
+    stays: bool,
 }
 
 impl Stream {
     /// Starts it: puts the filter between the image and its users.
     pub async fn start(graph: &Arc<Graph>, id: &str, request: StreamRequest) -> Result<Stream> {
         let node = &request.node;
-        if node.qcow2().is_none() {
+        let chain = Chain::between(node, request.base.as_ref())?;
+        let stays = chain.layers().len() == 1 && request.backing_file.is_none();
+        if node.qcow2().is_none() && !stays {
             let message = format!("node '{}' ({}) can't have a backing file", node.name(), node.driver_name());
             return Err(Error::invalid_argument(message));
         }
-        let chain = Chain::between(node, request.base.as_ref())?;
+        if let Some(base) = request.base.as_ref().filter(|_| !stays) {
+            check_name(node, base, request.backing_file.as_deref())?;
+        }
         let was_read_only = node.is_read_only();
-        graph.set_read_only(node, false).await?;
+        if !stays {
+            graph.set_read_only(node, false).await?;
+        }
         if let Some(base) = &request.base {
             // What reads as zeroes behind a short layer is to be zeroes on a longer base too.
             let _drained = graph.drain(&[node]).await;
@@ -62,7 +70,9 @@ impl Stream {
             }
         }
         match Self::insert(graph, id, &request, &chain).await {
-            Ok((filter, user)) => Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only }),
+            Ok((filter, user)) => {
+                Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays })
+            }
             Err(error) => {
                 Self::restore(graph, node, was_read_only).await?;
                 Err(error)
@@ -147,9 +157,10 @@ impl Stream {
         let drained = self.graph.drain(&[&self.request.node]).await;
         let flushed = self.request.node.flush().await;
         let linked = match flushed {
+            Ok(()) if self.stays => Ok(()),
             Ok(()) => {
                 let mask_protocol = self.request.mask_protocol;
-                let name = self.request.backing_file.as_deref().map(|file| BackingName { file, mask_protocol });
+                let name = BackingName { file: self.request.backing_file.as_deref(), mask_protocol };
                 relink(&self.graph, &self.request.node, self.request.base.as_ref(), name).await
             }
             error => error,

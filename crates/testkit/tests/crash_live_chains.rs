@@ -78,7 +78,7 @@ async fn act(action: Action) -> Result<()> {
     let (job, top) = (JobHandle::new(), node("top"));
     match action {
         Action::Merge => {
-            let (overlay, backing_file) = (top, "base".to_owned());
+            let (overlay, backing_file) = (top, Some("base".to_owned()));
             let request =
                 MergeRequest { overlay, top: node("mid"), base: node("base"), backing_file, mask_protocol: false };
             let merge = Merge::start(&graph, "job", request).await?;

@@ -224,7 +224,7 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         return start_mirror(&daemon, mirror, None, |nodes| common.spec("commit", nodes, (policy, policy)));
     };
     daemon.jobs.check_free(&overlay)?;
-    let backing_file = arguments.maybe_text("backing-file").map_or_else(|| header_name(&base), str::to_owned);
+    let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
     let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
@@ -245,8 +245,7 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     let filter_name = filter_name(&daemon, &arguments);
     let common = Common::of(&daemon, &arguments)?;
-    let named = arguments.maybe_text("backing-file").map(str::to_owned);
-    let backing_file = named.or_else(|| base.as_deref().map(header_name));
+    let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
     let stream = Stream::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
@@ -440,15 +439,5 @@ fn is_file(node: &Node, file: &str) -> bool {
     let same = |one: &str, other: &str| {
         std::fs::canonicalize(one).is_ok_and(|one| std::fs::canonicalize(other).is_ok_and(|other| one == other))
     };
-    node.filename() == file || same(&node.filename(), file)
-}
-
-/// How the header of an image in any folder names the file of a node.
-pub(super) fn header_name(node: &Node) -> String {
-    // Relative names in an image are relative to its own folder, not to ours.
-    let name = node.filename();
-    match name.contains(':') {
-        true => name,
-        false => std::path::absolute(&name).map_or(name, |path| path.to_string_lossy().into_owned()),
-    }
+    node.filename() == file || node.reference() == file || same(&node.filename(), file)
 }

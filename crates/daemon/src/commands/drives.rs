@@ -2,7 +2,7 @@
 //! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file, made for it where it isn't
 //! there, and closed again when the job ends.
 
-use super::block_jobs::{BackupPlan, BackupStarted, header_name, mirror_sync, mirror_to, plan_backup};
+use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, mirror_to, plan_backup};
 use super::names;
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
 use crate::state::Daemon;
@@ -100,12 +100,13 @@ fn remove(created: Option<String>) {
 
 /// Makes an image as large as the source, on top of `below`; its file name. A file that is there already is left alone.
 async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, format: &str) -> QmpResult<String> {
+    let below = below.map(|node| node.header_name(Some(file))).transpose().map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),
         size: Some(source.size()),
-        backing_file: below.map(|node| header_name(node)),
-        backing_format: below.map(|node| node.driver_name().to_owned()),
+        backing_format: below.as_ref().map(|below| below.format.to_owned()),
+        backing_file: below.map(|below| below.file),
         backing_unchecked: true,
         ..CreateRequest::default()
     };

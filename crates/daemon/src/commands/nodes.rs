@@ -295,7 +295,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         }
     }
     if let Some(backing) = node.backing() {
-        info["backing_file"] = json!(backing.filename());
+        info["backing_file"] = json!(backing.reference());
     }
     info["image"] = image;
     if !flat {
@@ -328,7 +328,7 @@ async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
     let asked = Arc::clone(node);
     match within(ANSWER_LIMIT, rt::spawn(async move { image_of(&asked).await })).await {
         Some(image) => image,
-        None => Ok(json!({"filename": node.filename(), "format": node.driver_name(), "virtual-size": node.size(),
+        None => Ok(json!({"filename": node.reference(), "format": node.driver_name(), "virtual-size": node.size(),
                           "dirty-flag": false})),
     }
 }

@@ -2,7 +2,7 @@
 //! Live snapshots, one or several at the same moment.
 
 use super::bitmaps::{self, BitmapAction, BitmapChanged};
-use super::block_jobs::{BackupPlan, BackupStarted, header_name, plan_backup};
+use super::block_jobs::{BackupPlan, BackupStarted, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
 use super::names;
@@ -63,6 +63,17 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
+    /// Another action of the same transaction may have changed the disk below since its overlay was created: the header names it
+    /// as it is now.
+    async fn name_again(&self) -> cowshed_block::Result<()> {
+        let (Some(file), Some(qcow2)) = (&self.created, self.overlay.qcow2()) else { return Ok(()) };
+        let below = self.node.header_name(Some(file))?;
+        if qcow2.header().backing_file_name().is_some_and(|name| name == below.file) {
+            return Ok(());
+        }
+        self.overlay.change_backing_file(Some(&below.file), Some(below.format)).await
+    }
+
     async fn discard(self, daemon: &Rc<Daemon>) {
         if self.opened
             && let Err(error) = daemon.graph.delete(self.overlay.name()).await
@@ -162,7 +173,13 @@ impl Action {
     async fn run(self, daemon: &Rc<Daemon>) -> QmpResult<Done> {
         match self {
             Action::Snapshot(one) => match daemon.graph.take_snapshot(&one.node, &one.overlay).await {
-                Ok(()) => Ok(Done::Snapshot(one)),
+                Ok(()) => match one.name_again().await {
+                    Ok(()) => Ok(Done::Snapshot(one)),
+                    Err(error) => {
+                        Done::Snapshot(one).take_back(daemon).await;
+                        Err(failed(error))
+                    }
+                },
                 Err(error) => {
                     one.discard(daemon).await;
                     Err(failed(error))
@@ -331,12 +348,13 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
 
 /// Creates an overlay over the node; its file name. A file that is there already is left alone.
 async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
+    let below = node.header_name(Some(file)).map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),
         size: Some(node.size()),
-        backing_file: Some(header_name(node)),
-        backing_format: Some(node.driver_name().to_owned()),
+        backing_file: Some(below.file),
+        backing_format: Some(below.format.to_owned()),
         backing_unchecked: true,
         ..CreateRequest::default()
     };

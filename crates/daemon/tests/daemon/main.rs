@@ -14,6 +14,7 @@ mod drives;
 mod exported_files;
 mod exports;
 mod fleecing;
+mod header_names;
 mod ids;
 mod internal;
 mod jobs;

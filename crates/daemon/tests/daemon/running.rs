@@ -151,6 +151,11 @@ impl Client {
         self.folder = Some(folder.to_owned());
     }
 
+    /// A file of that folder.
+    pub fn in_folder(&self, name: &str) -> String {
+        self.folder.as_ref().expect("a folder").join(name).display().to_string()
+    }
+
     fn place_files(&self, arguments: &mut Value) {
         let Some(folder) = &self.folder else { return };
         match arguments {

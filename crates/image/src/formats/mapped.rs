@@ -128,6 +128,11 @@ impl MappedDriver {
         MappedDriver { format, filename, backing, no_backing, unpack_budget, kept: Mutex::default() }
     }
 
+    /// True when the image names a backing file that was left out at open.
+    pub(crate) fn lacks_backing(&self) -> bool {
+        self.no_backing
+    }
+
     pub(crate) fn name(&self) -> &'static str {
         self.format.name()
     }

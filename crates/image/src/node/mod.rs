@@ -24,6 +24,7 @@ pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
 pub(crate) use naming::given;
+pub use naming::{HeaderName, check_header_name};
 pub use requests::LocalNode;
 use settings::LiveSettings;
 use tracking::Tracking;

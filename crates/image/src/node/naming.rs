@@ -1,13 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The name under which a node opens again: a path, a pseudo name, or `json:{…}` where only options say what it is.
+//!
+//! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
+//! name says them, children by their own options and not by their node-names.
 
 use super::driver::Driver;
 use super::{ChildRole, Node};
-use crate::options::parse_size;
+use crate::open::resolve_name;
+use crate::options::{BlockdevOptions, DriverKind, DriverSchema, parse_size};
+use cowshed_block::{Error, Result, name_of_text};
+use cowshed_storage::{path_of_text, text_of_path};
 use serde_json::{Map, Value};
-use std::sync::PoisonError;
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
 
-/// Options that change what a node is, by its driver. `blkdebug` has all of its own.
+/// Options that change what a node is, by its driver. `blkdebug` and `nbd` have all of their own.
 const TELLING: &[(&str, &[&str])] = &[
     ("raw", &["offset", "size"]),
     ("null-co", &["size", "read-zeroes"]),
@@ -20,8 +27,12 @@ const TELLING: &[(&str, &[&str])] = &[
     ("quorum", &["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]),
 ];
 
+/// Options of an NBD client that its URI doesn't say and without which the server isn't the same.
+const NBD_BESIDE_URI: &[&str] = &["tls-creds", "tls-certificates", "tls-hostname", "tls-verify-peer"];
+
 /// The order in which QEMU prints keys, as far as it shows one. Other keys follow `driver`.
 const ORDER: &[&str] = &[
+    "backing",
     "encrypt.format",
     "encrypt.key-secret",
     "force_size_calc",
@@ -56,63 +67,227 @@ const ORDER: &[&str] = &[
     "blkverify",
     "rewrite-corrupted",
     "vote-threshold",
+    "data-file",
     "file",
     "filename",
     "key-secret",
 ];
 
+/// The longest name that a header holds, in bytes.
+const MAX_HEADER_NAME_BYTES: usize = 1023;
+
+/// How the header of an image names the image below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderName {
+    /// The name.
+    pub file: String,
+    /// The driver that opens it.
+    pub format: &'static str,
+}
+
+/// What a name is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// To be shown, with the words of the user.
+    Shown,
+    /// To be written into a header. What only watches or slows requests isn't part of the image and is left out, and paths don't
+    /// depend on the working directory.
+    Written,
+}
+
+/// A node by its name and by its options.
+struct Named {
+    /// A name without options that means the same.
+    plain: Option<String>,
+    /// The plain name is a path.
+    is_path: bool,
+    options: Value,
+    driver: &'static str,
+    /// Of a raw disk: its format was guessed from its content.
+    is_probed_raw: bool,
+}
+
+impl Named {
+    fn text(&self) -> String {
+        match &self.plain {
+            Some(plain) => plain.clone(),
+            None => {
+                let mut text = String::from("json:");
+                print(&self.options, &mut text);
+                text
+            }
+        }
+    }
+
+    fn is_protocol(&self) -> bool {
+        is_protocol(self.driver)
+    }
+
+    /// Its bytes are those of a file.
+    fn is_bytes(&self) -> bool {
+        self.driver == "raw" || self.is_protocol()
+    }
+}
+
 impl Node {
     /// The node's name for who wants to open the same thing again, as QEMU prints it. Other than [`Node::filename`] it says
     /// options that count.
     pub fn reference(&self) -> String {
-        self.plain_reference().unwrap_or_else(|| {
-            let mut text = String::from("json:");
-            print(&self.telling_options(), &mut text);
-            text
-        })
-    }
-
-    /// A name without options.
-    fn plain_reference(&self) -> Option<String> {
-        let own = self.telling();
-        let child = |role| self.child(role)?.plain_reference();
-        match (&self.driver, self.driver_name()) {
-            (Driver::File(_), "blkdebug") => {
-                let config = own.iter().find(|(key, _)| key == "config").and_then(|(_, value)| value.as_str());
-                let is_all = own.len() == usize::from(config.is_some());
-                let image = child(ChildRole::Image).filter(|_| is_all)?;
-                Some(format!("blkdebug:{}:{image}", config.unwrap_or_default()))
-            }
-            (Driver::File(_), driver @ ("null-co" | "null-aio")) => own.is_empty().then(|| format!("{driver}://")),
-            (Driver::File(_), _) => Some(self.filename.clone()).filter(|name| !name.starts_with("json:")),
-            (Driver::Replicas(_), "blkverify") => {
-                Some(format!("blkverify:{}:{}", child(ChildRole::Raw)?, child(ChildRole::Test)?))
-            }
-            (Driver::Filter(_) | Driver::Snapshot(_) | Driver::Replicas(_), _) => None,
-            _ if own.is_empty() => child(ChildRole::File),
-            _ => None,
+        match self.named(Purpose::Shown, false) {
+            Ok(named) => named.text(),
+            Err(_) => self.filename.clone(),
         }
     }
 
-    /// The options that count, as the user gave them, with flat keys.
-    fn telling(&self) -> Vec<(String, Value)> {
+    /// How the header of the image in file `overlay` is to name this node as its backing file. What opens by that name reads as this
+    /// node does now. Paths are relative where the user gave a relative one and both files are in one folder, else absolute.
+    ///
+    /// # Errors
+    /// No name opens the node again, or it is longer than the 1023 bytes of a header.
+    pub fn header_name(&self, overlay: Option<&str>) -> Result<HeaderName> {
+        let named = self.named(Purpose::Written, false)?;
+        let file = match &named.plain {
+            Some(path) if named.is_path => place(path, overlay),
+            _ => named.text(),
+        };
+        check_header_name(&file)?;
+        Ok(HeaderName { file, format: named.driver })
+    }
+
+    /// The path of the file that this image is, unless it is stored in another way.
+    pub fn image_path(&self) -> Option<String> {
+        let named = self.stored_in()?;
+        named.plain.filter(|_| named.is_path)
+    }
+
+    fn named(&self, purpose: Purpose, as_storage: bool) -> Result<Named> {
+        if purpose == Purpose::Written
+            && let Some(child) = self.passed_on_to(as_storage)?
+        {
+            return child.named(purpose, as_storage);
+        }
+        let driver = self.driver_name();
+        let mut own = self.telling(purpose);
+        let is_plain = own.is_empty();
+        own.push(("driver".to_owned(), driver.into()));
+        if let Driver::File(file) = &self.driver
+            && ["file", "host_device", "host_cdrom"].contains(&file.name)
+        {
+            let filename = if purpose == Purpose::Written { absolute(&self.filename) } else { self.filename.clone() };
+            own.push(("filename".to_owned(), filename.into()));
+        }
+        let mut plain = self.plain_protocol(is_plain);
+        let mut is_path = plain.is_some() && ["file", "host_device", "host_cdrom"].contains(&driver);
+        let mut replicas = Vec::new();
+        for child in self.children() {
+            let is_shown = child.role != ChildRole::Header || purpose == Purpose::Written;
+            if matches!(child.role, ChildRole::Backing | ChildRole::Extent(_)) || !is_shown {
+                continue;
+            }
+            let named = child.node.named(purpose, true)?;
+            match child.role {
+                ChildRole::DataFile if self.names_data_file(&named) => continue,
+                ChildRole::Image => plain = self.plain_blkdebug(&own, &named),
+                ChildRole::Raw => plain = named.plain.clone().filter(|_| driver == "blkverify"),
+                ChildRole::Test => {
+                    plain = plain.and_then(|raw| Some(format!("blkverify:{raw}:{}", named.plain.as_ref()?)));
+                }
+                ChildRole::Replica(_) => {
+                    plain = None;
+                    replicas.push(named.options);
+                    continue;
+                }
+                ChildRole::File if is_plain && named.is_protocol() && !self.is_passing() => {
+                    (plain, is_path) = (named.plain.clone(), named.is_path);
+                }
+                ChildRole::File => {}
+                _ => plain = None,
+            }
+            own.push((child.role.name(), named.options));
+        }
+        if !replicas.is_empty() {
+            own.push(("children".to_owned(), Value::Array(replicas)));
+        }
+        if let Some(backing) = self.other_backing(purpose)? {
+            plain = None;
+            own.push(("backing".to_owned(), backing));
+        }
+        Ok(Named { plain, is_path, options: sorted(own), driver, is_probed_raw: self.is_probed_raw() })
+    }
+
+    /// The storage below an image.
+    fn stored_in(&self) -> Option<Named> {
+        let child = self.child(ChildRole::File)?;
+        child.named(Purpose::Written, true).ok().filter(Named::is_protocol)
+    }
+
+    /// The node that reads the same as this one, where this one only passes on.
+    fn passed_on_to(&self, as_storage: bool) -> Result<Option<Arc<Node>>> {
+        match &self.driver {
+            Driver::Filter(_) => Ok(self.child(ChildRole::File)),
+            Driver::File(file) if file.name == "blkdebug" => Ok(self.child(ChildRole::Image)),
+            Driver::Raw(_) if as_storage && self.is_whole() => Ok(self.child(ChildRole::File)),
+            Driver::Snapshot(_) => {
+                let message = format!("node '{}' shows the past of a disk: no name opens that again", self.name);
+                Err(Error::unsupported(message))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A raw node that shows all of what is below it.
+    fn is_whole(&self) -> bool {
+        let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
+        options.number("offset").unwrap_or(0) == 0 && options.get("size").is_none()
+    }
+
+    /// A filter, which no plain name says.
+    fn is_passing(&self) -> bool {
+        matches!(self.driver, Driver::Filter(_) | Driver::Snapshot(_))
+    }
+
+    fn plain_protocol(&self, is_plain: bool) -> Option<String> {
+        let Driver::File(file) = &self.driver else { return None };
+        match file.name {
+            "blkdebug" => None,
+            driver @ ("null-co" | "null-aio") => is_plain.then(|| format!("{driver}://")),
+            "nbd" => {
+                let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
+                let says_all = NBD_BESIDE_URI.iter().all(|key| options.get(key).is_none());
+                says_all.then(|| self.filename.clone())
+            }
+            _ => Some(self.filename.clone()).filter(|name| !name.starts_with("json:")),
+        }
+    }
+
+    fn plain_blkdebug(&self, own: &[(String, Value)], image: &Named) -> Option<String> {
+        let config = own.iter().find(|(key, _)| key == "config").and_then(|(_, value)| value.as_str());
+        // The driver is among them.
+        let is_all = own.len() == 1 + usize::from(config.is_some());
+        let image = image.plain.as_ref().filter(|_| is_all)?;
+        Some(format!("blkdebug:{}:{image}", config.unwrap_or_default()))
+    }
+
+    /// The options that count, with flat keys.
+    fn telling(&self, purpose: Purpose) -> Vec<(String, Value)> {
         let driver = self.driver_name();
         let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut flat = Vec::new();
-        for (key, value) in options.iter() {
-            flatten(key, value, &mut flat);
-        }
+        let mut flat = given(&options);
         drop(options);
         let telling = TELLING.iter().find(|(name, _)| *name == driver).map_or(&[][..], |(_, keys)| keys);
         let is_own = |key: &str| {
             let first = key.split('.').next().unwrap_or_default();
             let of_all = ["driver", "node-name", "read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
-            driver == "blkdebug" && first != "image" && !of_all.contains(&first) && first != "force-share"
+            let has_all = driver == "nbd" || (driver == "blkdebug" && first != "image");
+            has_all && !of_all.contains(&first) && first != "force-share" && first != "active"
         };
         // The rules of a file with rules are said by its name.
         let is_given = |key: &str| self.given.iter().any(|(given, _)| given == key);
         flat.retain(|(key, _)| telling.contains(&key.as_str()) || (is_own(key) && is_given(key)));
-        for (key, value) in &mut flat {
+        if driver == "luks" && purpose == Purpose::Shown {
+            flat.retain(|(_, value)| !value.is_null());
+        }
+        for (key, value) in flat.iter_mut().filter(|_| purpose == Purpose::Shown) {
             // What a reopening has changed is said as it is now.
             if let Some((_, given)) = self.given.iter().find(|(given, _)| given == key)
                 && is_same(given, value)
@@ -123,40 +298,142 @@ impl Node {
         flat
     }
 
-    /// Everything that opens the node again.
-    fn telling_options(&self) -> Value {
-        let mut all = self.telling();
-        all.push(("driver".to_owned(), self.driver_name().into()));
-        if let Driver::File(file) = &self.driver
-            && ["file", "host_device", "host_cdrom"].contains(&file.name)
-        {
-            all.push(("filename".to_owned(), self.filename.clone().into()));
+    /// True when the header names this data file.
+    fn names_data_file(&self, data_file: &Named) -> bool {
+        let Some(qcow2) = self.qcow2() else { return false };
+        let header = qcow2.header();
+        match (header.data_file_name(), &data_file.plain) {
+            (Some(name), Some(path)) => is_same_file(&name, path),
+            _ => false,
         }
-        let mut replicas = Vec::new();
-        for child in self.children() {
-            match child.role {
-                ChildRole::Backing | ChildRole::DataFile | ChildRole::Header => {}
-                ChildRole::Replica(_) => replicas.push(child.node.telling_options()),
-                role => all.push((role.name(), child.node.telling_options())),
+    }
+
+    /// The backing file as an option, where it isn't what the image itself says.
+    fn other_backing(&self, purpose: Purpose) -> Result<Option<Value>> {
+        let (name, format) = match &self.driver {
+            Driver::Qcow2(qcow2) if !qcow2.lacks_backing() => {
+                let header = qcow2.header();
+                let name = header.backing_file_name().map(|name| name.into_owned());
+                (name, header.backing_format().map(|format| format.into_owned()))
             }
-        }
-        if !replicas.is_empty() {
-            all.push(("children".to_owned(), Value::Array(replicas)));
-        }
-        let rank = |key: &str| {
-            let first = key.split('.').map(|part| if part.parse::<u32>().is_ok() { "0" } else { part });
-            let first: Vec<&str> = first.collect();
-            let first = first.join(".");
-            let driver = ORDER.iter().position(|known| *known == "driver").unwrap_or(0);
-            ORDER.iter().position(|known| *known == first).unwrap_or(driver)
+            Driver::Mapped(mapped) if !mapped.lacks_backing() => {
+                let description = mapped.describe();
+                (description.backing_name, description.backing_format.map(str::to_owned))
+            }
+            _ => return Ok(None),
         };
-        all.sort_by_key(|(key, _)| rank(key));
-        Value::Object(all.into_iter().collect::<Map<_, _>>())
+        let name = name.filter(|name| !name.is_empty());
+        let backing = match self.backing() {
+            Some(backing) => crate::graph::below_filters(&backing).named(purpose, false)?,
+            None => return Ok(name.map(|_| Value::Null)),
+        };
+        let is_named = name.is_some_and(|name| self.means(&name, format.as_deref(), &backing, purpose));
+        Ok((!is_named).then_some(backing.options))
+    }
+
+    /// True when a name in this image's header stands for the node below.
+    fn means(&self, name: &str, format: Option<&str>, backing: &Named, purpose: Purpose) -> bool {
+        if let Some(options) = BlockdevOptions::from_json_name(name) {
+            let Ok(options) = options else { return false };
+            let (mut named, mut real) = (given(&options), Vec::new());
+            flatten("", &backing.options, &mut real);
+            real.iter_mut().for_each(|(key, _)| *key = key.trim_start_matches('.').to_owned());
+            named.sort_by(|one, other| one.0.cmp(&other.0));
+            real.sort_by(|one, other| one.0.cmp(&other.0));
+            let is_equal = |((key, value), (other, real)): (&(String, Value), &(String, Value))| {
+                let is_file = key.ends_with("filename") && value.is_string();
+                let texts = (value.as_str().unwrap_or_default(), real.as_str().unwrap_or_default());
+                key == other && (is_same(value, real) || (is_file && is_same_file(texts.0, texts.1)))
+            };
+            return named.len() == real.len() && named.iter().zip(&real).all(is_equal);
+        }
+        let (Some(plain), Ok(named)) = (&backing.plain, resolve_name(name, self.image_path().as_deref())) else {
+            return false;
+        };
+        let is_there = match backing.is_path {
+            true if purpose == Purpose::Written => is_same_file(&named, plain),
+            true => without_prefix(&named) == plain,
+            false => named == *plain,
+        };
+        is_there && opens_as(format, backing, purpose)
     }
 }
 
-/// The options of a node as the user gave them, with flat keys.
-pub(crate) fn given(options: &crate::options::BlockdevOptions) -> Vec<(String, Value)> {
+/// True when a file opened in this format, or in the one that it seems to have, is the node below.
+fn opens_as(format: Option<&str>, backing: &Named, purpose: Purpose) -> bool {
+    match format {
+        Some(format) => format == backing.driver || (backing.is_bytes() && (format == "raw" || is_protocol(format))),
+        None => purpose == Purpose::Shown || !backing.is_bytes() || backing.is_probed_raw,
+    }
+}
+
+fn is_protocol(driver: &str) -> bool {
+    DriverSchema::find(driver).is_some_and(|schema| schema.kind == DriverKind::Protocol)
+        || ["blkdebug", "blkverify"].contains(&driver)
+}
+
+fn without_prefix(name: &str) -> &str {
+    name.strip_prefix("file:").unwrap_or(name)
+}
+
+fn is_same_file(name: &str, path: &str) -> bool {
+    let (name, real) = (without_prefix(name), |name: &str| std::fs::canonicalize(path_of_text(name)));
+    name == path || real(name).is_ok_and(|one| real(path).is_ok_and(|other| one == other))
+}
+
+fn absolute(name: &str) -> String {
+    std::path::absolute(path_of_text(name)).map_or_else(|_| name.to_owned(), |path| text_of_path(&path))
+}
+
+/// A path as the image in file `overlay` is to name it.
+fn place(name: &str, overlay: Option<&str>) -> String {
+    let path = path_of_text(name);
+    let folder = |path: &Path| match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => std::fs::canonicalize("."),
+        Some(parent) => std::fs::canonicalize(parent),
+        None => Err(std::io::ErrorKind::NotFound.into()),
+    };
+    // A link to an image may be opened by either name.
+    let overlay = overlay.map(path_of_text).filter(|overlay| !overlay.is_symlink());
+    let is_beside = |overlay: &Path| folder(overlay).is_ok_and(|one| folder(&path).is_ok_and(|other| one == other));
+    match path.file_name() {
+        Some(last) if path.is_relative() && overlay.as_deref().is_some_and(is_beside) => {
+            let last = text_of_path(Path::new(last));
+            // What stands before a colon would be a protocol.
+            if last.contains(':') { format!("./{last}") } else { last }
+        }
+        _ => absolute(name),
+    }
+}
+
+/// Refuses a name that no header holds.
+///
+/// # Errors
+/// It is longer than 1023 bytes.
+pub fn check_header_name(name: &str) -> Result<()> {
+    let bytes = name_of_text(name).len();
+    if bytes <= MAX_HEADER_NAME_BYTES {
+        return Ok(());
+    }
+    let message = format!("the name of the backing file is longer than the {MAX_HEADER_NAME_BYTES} bytes of a header");
+    let error = Error::invalid_argument(message).field("backing_file").value(format!("{bytes} bytes"));
+    Err(error.qemu("backing file name too long"))
+}
+
+fn sorted(mut all: Vec<(String, Value)>) -> Value {
+    let rank = |key: &str| {
+        let parts: Vec<&str> =
+            key.split('.').map(|part| if part.parse::<u32>().is_ok() { "0" } else { part }).collect();
+        let name = parts.join(".");
+        let driver = ORDER.iter().position(|known| *known == "driver").unwrap_or(0);
+        ORDER.iter().position(|known| *known == name).unwrap_or(driver)
+    };
+    all.sort_by_key(|(key, _)| rank(key));
+    Value::Object(all.into_iter().collect::<Map<_, _>>())
+}
+
+/// The options of a node as they are, with flat keys.
+pub(crate) fn given(options: &BlockdevOptions) -> Vec<(String, Value)> {
     let mut flat = Vec::new();
     for (key, value) in options.iter() {
         flatten(key, value, &mut flat);

@@ -10,7 +10,8 @@ use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::Result;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, below_filters};
+use cowshed_image::node::{HeaderName, check_header_name};
 use cowshed_image::options::{DriverKind, DriverSchema};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
@@ -32,8 +33,8 @@ pub struct MergeRequest {
     pub top: Arc<Node>,
     /// The image that gets what the layers hold.
     pub base: Arc<Node>,
-    /// How the overlay's header is to name the base.
-    pub backing_file: String,
+    /// How the overlay's header is to name the base; `None`: by a name that opens it as it is.
+    pub backing_file: Option<String>,
     /// It names the format `raw` where the base is a protocol's node.
     pub mask_protocol: bool,
 }
@@ -50,6 +51,7 @@ impl Merge {
     /// Starts it. The layers from `top` to `base` must have no users but each other.
     pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
         let chain = Chain::between(&request.top, Some(&request.base))?;
+        check_name(&request.overlay, &request.base, request.backing_file.as_deref())?;
         Chain::between(&request.overlay, Some(&request.base))?.check_private(id)?;
         let reader = AttachRequest::job(format!("{id}-source"), Permissions::READ);
         let reader = graph.attach(&request.top, reader).await?;
@@ -133,8 +135,8 @@ impl Merge {
         let closed = opened.close().await;
         let result = match closed {
             Ok(()) => {
-                let name = BackingName { file: &request.backing_file, mask_protocol: request.mask_protocol };
-                relink(&graph, &request.overlay, Some(&request.base), Some(name)).await
+                let name = BackingName { file: request.backing_file.as_deref(), mask_protocol: request.mask_protocol };
+                relink(&graph, &request.overlay, Some(&request.base), name).await
             }
             error => error,
         };
@@ -164,9 +166,18 @@ async fn copy_chunk(at: u64, len: u64, (source, target): (&Queue, &Queue)) -> Re
 /// How a header is to name a backing file.
 #[derive(Clone, Copy)]
 pub(crate) struct BackingName<'a> {
-    pub file: &'a str,
+    /// `None`: by a name that opens the node as it is.
+    pub file: Option<&'a str>,
     /// The format is `raw` where the node is a protocol's.
     pub mask_protocol: bool,
+}
+
+/// Refuses, before anything is copied, what [`relink`] could not write.
+pub(crate) fn check_name(overlay: &Node, base: &Node, given: Option<&str>) -> Result<()> {
+    match given {
+        Some(name) => check_header_name(name),
+        None => base.header_name(overlay.image_path().as_deref()).map(drop),
+    }
 }
 
 fn is_protocol(driver: &str) -> bool {
@@ -185,21 +196,29 @@ pub(crate) async fn relink(
     graph: &Arc<Graph>,
     overlay: &Arc<Node>,
     base: Option<&Arc<Node>>,
-    name: Option<BackingName<'_>>,
+    name: BackingName<'_>,
 ) -> Result<()> {
+    // What stands below the base may have changed since the job began.
+    let named = match (base, name.file) {
+        (None, _) => None,
+        (Some(base), Some(file)) => {
+            Some(HeaderName { file: file.to_owned(), format: below_filters(base).driver_name() })
+        }
+        (Some(base), None) => Some(base.header_name(overlay.image_path().as_deref())?),
+    };
     let was_read_only = overlay.is_read_only();
     graph.set_read_only(overlay, false).await?;
-    let named = match overlay.qcow2() {
+    let written = match overlay.qcow2() {
         Some(_) => {
-            let format = base.map(|base| match base.driver_name() {
-                driver if name.is_some_and(|name| name.mask_protocol) && is_protocol(driver) => "raw",
+            let format = named.as_ref().map(|named| match named.format {
+                driver if name.mask_protocol && is_protocol(driver) => "raw",
                 driver => driver,
             });
-            overlay.change_backing_file(name.map(|name| name.file), format).await
+            overlay.change_backing_file(named.as_ref().map(|named| named.file.as_str()), format).await
         }
         None => Ok(()),
     };
-    let linked = match named {
+    let linked = match written {
         Ok(()) => graph.set_backing(overlay, base).await,
         error => error,
     };
