@@ -130,8 +130,7 @@ async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
 async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("device"))?;
     let speed = arguments.number("speed")?.unwrap_or(0);
-    job.speed.set(speed);
-    job.handle.set_speed(Some(speed));
+    job.set_speed(speed)?;
     nothing()
 }
 

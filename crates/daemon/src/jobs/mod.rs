@@ -202,7 +202,7 @@ impl Job {
         match self.status() {
             Status::Paused => self.enter(Status::Running),
             Status::Standby => self.enter(Status::Ready),
-            _ => return Err(self.cannot("resume")),
+            _ => return Err(QmpError::generic("Can't resume a job that was not paused")),
         }
         self.io_status.set("ok");
         self.handle.resume();
@@ -212,9 +212,13 @@ impl Job {
     /// `wish` must be one that ends the job.
     pub fn end(&self, wish: Wish) -> QmpResult<()> {
         match (self.status(), self.is_block_job()) {
-            (Status::Ready, true) => {
+            // What is paused ends once it goes on.
+            (Status::Ready | Status::Standby, true) => {
                 self.wish.set(wish);
                 Ok(())
+            }
+            (Status::Waiting | Status::Pending | Status::Aborting | Status::Concluded | Status::Null, _) => {
+                Err(self.cannot("complete"))
             }
             _ => Err(QmpError::generic(format!("The active block job '{}' cannot be completed", self.id))),
         }
@@ -227,6 +231,18 @@ impl Job {
                 self.handle.cancel();
                 Ok(())
             }
+        }
+    }
+
+    /// `speed` in bytes a second; 0: no limit.
+    pub fn set_speed(&self, speed: u64) -> QmpResult<()> {
+        match self.status() {
+            Status::Created | Status::Running | Status::Paused | Status::Ready | Status::Standby => {
+                self.speed.set(speed);
+                self.handle.set_speed(Some(speed));
+                Ok(())
+            }
+            _ => Err(self.cannot("set-speed")),
         }
     }
 

@@ -18,7 +18,7 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
     let handle = job.handle.clone();
     let mut result = Ok(());
     let mut is_ready = false;
-    while result.is_ok() && job.wish.get() == Wish::None {
+    while result.is_ok() && (job.wish.get() == Wish::None || job.status() == Status::Standby) {
         if is_ready {
             rt::sleep(LOOK).await;
         }

@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
-const COMMON: &[&str] = &["read-only", "discard", "detect-zeroes", "cache"];
+const COMMON: &[&str] = &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
 /// Options of a qcow2 node that it changes, beside its backing file.
 const QCOW2: &[&str] = &[
     "lazy-refcounts",
@@ -77,7 +77,7 @@ enum Backing {
 
 impl Graph {
     /// Gives nodes other options (`blockdev-reopen`): each of `list` names its node and has the options that the node
-    /// is to have from now on. An option that is left out goes back to its default, but for children and `backing`,
+    /// is to have from now on. An option that is left out goes back to its default, but for children, `backing` and `discard`,
     /// which stay. What can't change is refused by name. Either all nodes are reopened or none. A future that is dropped while
     /// it waits for requests changes nothing; later, the nodes are reopened all the same.
     pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
@@ -163,6 +163,7 @@ impl Graph {
         }
         let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         options.insert("driver", driver);
+        let describes_file = matches!(options.get(ChildRole::File.as_str()), Some(Value::Object(_)));
         for (key, value) in old.iter() {
             // Children stay where nothing is said of them. A backing file must be named.
             if is_child(key) && key != ChildRole::Backing.as_str() && options.get(key).is_none() {
@@ -174,10 +175,13 @@ impl Graph {
         schema.check(&mut options, "")?;
         check_unchanged(&node, &old, &options)?;
         let read_only = options.flag("read-only").unwrap_or(false);
+        if options.get("read-only").is_none() && !describes_file && node.is_read_only() && stays_read_only(&node) {
+            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+        }
         let discard = match options.text("discard") {
             Some(word) => matches!(word, "unmap" | "on"),
-            // A node below others passes on what those let through, and so does a filter.
-            None => !self.owns(&node) || node.is_filter(),
+            // As in QEMU it stays as it is, other than `detect-zeroes` and `cache`.
+            None => node.discards(),
         };
         let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
         let qcow2 = match node.qcow2() {
@@ -371,6 +375,13 @@ fn is_child(key: &str) -> bool {
     ROLES.iter().any(|role| role.as_str() == key)
 }
 
+/// True for an image with metadata whose file is open for reading: it was made so together with the image, and only an option
+/// changes both.
+fn stays_read_only(node: &Node) -> bool {
+    let has_metadata = node.qcow2().is_some() || node.description().is_some();
+    has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())
+}
+
 /// Refuses options that differ from what the node has and that only an open can change.
 fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
     let changeable = |key: &str| {
@@ -385,7 +396,10 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
         if old.get(key) == new.get(key) || is_same_child(node, key, new.get(key)) {
             continue;
         }
-        return Err(cannot_change(key));
+        return Err(match new.get(key) {
+            None => Error::invalid_argument(format!("Option '{key}' cannot be reset to its default value")),
+            Some(_) => cannot_change(key),
+        });
     }
     Ok(())
 }

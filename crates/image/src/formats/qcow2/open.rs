@@ -182,7 +182,7 @@ pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
 
 fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     let options = &context.options;
-    check_lazy(header, options)?;
+    check_version(header, options)?;
     let format = L2Format::of(header)?;
     let cluster_size = format.geometry.cluster_size();
     let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, &format, header.size)?;
@@ -216,8 +216,12 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
     })
 }
 
-/// Refuses lazy refcounts of an image that has no dirty bit.
-pub(super) fn check_lazy(header: &Header, options: &Qcow2RuntimeOptions) -> Result<()> {
+/// Refuses what version 2 of the format has no means for.
+pub(super) fn check_version(header: &Header, options: &Qcow2RuntimeOptions) -> Result<()> {
+    if header.version < 3 && options.discard_no_unref {
+        let message = "discard-no-unref is only supported since qcow2 version 3";
+        return Err(Error::invalid_argument(message).field("discard-no-unref").value("on").qemu(message));
+    }
     if header.version >= 3 || options.lazy_refcounts != Some(true) {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 
 use super::Qcow2Driver;
 use super::cleaner::clean_each;
-use super::open::{cache_sizes, check_lazy, check_may_write, overlap_set, slice_bytes, snapshots_to_keep};
+use super::open::{cache_sizes, check_may_write, check_version, overlap_set, slice_bytes, snapshots_to_keep};
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -90,7 +90,7 @@ impl Qcow2Driver {
 
     /// Refuses run-time options that the image can't have.
     pub(crate) fn check_options(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
-        check_lazy(&self.header(), options).map_err(|error| self.error(error))?;
+        check_version(&self.header(), options).map_err(|error| self.error(error))?;
         self.cache_sizes(options).map(drop)
     }
 
