@@ -52,9 +52,9 @@ impl Replicas {
 
     /// Of the node under test, else of all.
     pub(crate) fn size(&self) -> u64 {
-        let sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
+        let mut sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
         match self.agreement {
-            Agreement::Verify => sizes.last().unwrap_or(0),
+            Agreement::Verify => sizes.next_back().unwrap_or(0),
             Agreement::Votes { .. } => sizes.min().unwrap_or(0),
         }
     }
