@@ -495,6 +495,29 @@ mod tests {
     }
 
     #[test]
+    fn an_export_that_holds_nothing_comes_first_and_a_connection_that_is_cut_off_gets_nothing() {
+        rt::block_on(async {
+            let pool = Pool::new(100, 100, Duration::from_secs(3600));
+            let of = |export: &Arc<ExportShare>| pool.open(&Socket::pair().expect("a pair").0, export);
+            let (busy, idle) = (ExportShare::new("busy"), ExportShare::new("idle"));
+            let (holder, first, cut, late) = (of(&busy), of(&busy), of(&idle), of(&idle));
+            assert!(pool.try_take(&holder, 75));
+            let mut first_of_busy = pin!(pool.take(&first, 50, NEVER));
+            let mut cut_of_idle = pin!(pool.take(&cut, 50, NEVER));
+            let mut late_of_idle = pin!(pool.take(&late, 50, NEVER));
+            assert!(poll!(&mut first_of_busy).is_pending() && poll!(&mut cut_of_idle).is_pending());
+            assert!(poll!(&mut late_of_idle).is_pending());
+            cut.is_cut.store(true, Ordering::Relaxed);
+            pool.give(&holder, 55);
+            assert!(poll!(&mut first_of_busy).is_pending() && poll!(&mut cut_of_idle).is_pending());
+            assert_eq!(poll!(&mut late_of_idle), Poll::Ready(true));
+            pool.give(&late, 50);
+            assert_eq!(poll!(&mut first_of_busy), Poll::Ready(true));
+            assert!(poll!(&mut cut_of_idle).is_pending());
+        });
+    }
+
+    #[test]
     fn a_large_request_is_not_passed_by_small_ones_and_one_that_is_given_up_blocks_nobody() {
         rt::block_on(async {
             let pool = Pool::new(100, 100, Duration::from_secs(3600));
