@@ -172,7 +172,7 @@ fn a_preallocated_disk_shows_the_length_that_was_asked_for() {
 /// The entries of a log: sector, number of sectors, flags, and the data behind them.
 fn entries(log: &[u8]) -> Vec<(u64, u64, u64, Vec<u8>)> {
     let number = |at: usize| u64::from_le_bytes(log[at..at + 8].try_into().unwrap());
-    assert_eq!((number(0), number(8)), (0x6a73_6677_7368_72, 1));
+    assert_eq!((number(0), number(8)), (0x006a_7366_7773_6872, 1));
     let sector = u32::from_le_bytes(log[24..28].try_into().unwrap()) as usize;
     let mut at = sector;
     (0..number(16))
@@ -232,7 +232,7 @@ fn damaged_logs_are_refused_and_reading_makes_none() {
     assert_eq!(len(&files.path("log")), 0);
     let super_block = |entries: u64, sector: u32| {
         let mut bytes = vec![0u8; 4096];
-        for (at, number) in [0x6a73_6677_7368_72u64, 1, entries].into_iter().enumerate() {
+        for (at, number) in [0x006a_7366_7773_6872_u64, 1, entries].into_iter().enumerate() {
             bytes[at * 8..at * 8 + 8].copy_from_slice(&number.to_le_bytes());
         }
         bytes[24..28].copy_from_slice(&sector.to_le_bytes());
