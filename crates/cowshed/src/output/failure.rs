@@ -88,7 +88,13 @@ impl Failure {
             }
             // What can't be made, or is no target for this, is no matter of opening.
             Persona::QemuImg if UNFRAMED.iter().any(|start| error.sentence().starts_with(start)) => {
-                Self::new(error.sentence())
+                match error.kind() {
+                    // Of damage QEMU says the system's words only; here it is said, with the image.
+                    ErrorKind::InvalidImage if error.sentence().starts_with("error while ") => {
+                        Self::new(terse("", error))
+                    }
+                    _ => Self::new(error.sentence()),
+                }
             }
             Persona::QemuImg => Self::of_backing(error)
                 .unwrap_or_else(|| Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error)))),

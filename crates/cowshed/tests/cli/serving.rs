@@ -353,7 +353,7 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
         (&["serve", "-k", "n.sock", "--monitor", "foo:bar", "disk.qcow2"], "foo:bar"),
         (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,iops=5,iops_rd=1"], "at the same time"),
         (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,throttling.group=none"], "'none' does not exist"),
-        (&["qemu-nbd", "-k", "n.sock", "-c", "/dev/nbd0", "disk.qcow2"], "--connect"),
+        (&["qemu-nbd", "-k", "n.sock", "-c", "/dev/nosuch", "disk.qcow2"], "Failed to open /dev/nosuch"),
         (&["qemu-nbd", "-k", "n.sock", "--selinux-label", "x", "disk.qcow2"], "--selinux-label"),
         (
             &["qemu-nbd", "-k", "n.sock", "--tls-authz", "x", "disk.qcow2"],
