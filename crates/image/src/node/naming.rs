@@ -176,7 +176,7 @@ impl Node {
             let filename = if purpose == Purpose::Written { absolute(&self.filename) } else { self.filename.clone() };
             own.push(("filename".to_owned(), filename.into()));
         }
-        let mut plain = self.plain_protocol(is_plain);
+        let mut plain = self.plain_protocol(is_plain, purpose);
         let mut is_path = plain.is_some() && ["file", "host_device", "host_cdrom"].contains(&driver);
         let mut replicas = Vec::new();
         for child in self.children() {
@@ -246,7 +246,7 @@ impl Node {
         matches!(self.driver, Driver::Filter(_) | Driver::Snapshot(_))
     }
 
-    fn plain_protocol(&self, is_plain: bool) -> Option<String> {
+    fn plain_protocol(&self, is_plain: bool, purpose: Purpose) -> Option<String> {
         let Driver::File(file) = &self.driver else { return None };
         match file.name {
             "blkdebug" => None,
@@ -254,7 +254,8 @@ impl Node {
             "nbd" => {
                 let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
                 let says_all = NBD_BESIDE_URI.iter().all(|key| options.get(key).is_none());
-                says_all.then(|| self.filename.clone())
+                // Shown is the address alone, as in QEMU.
+                (says_all || purpose == Purpose::Shown).then(|| self.filename.clone())
             }
             _ => Some(self.filename.clone()).filter(|name| !name.starts_with("json:")),
         }
