@@ -12,6 +12,7 @@ use cowshed_image::open::resolve_name;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
+use cowshed_storage::{FileIdentity, path_of_text};
 use serde_json::{Map, Value, json};
 
 /// What to look at.
@@ -124,6 +125,8 @@ impl ImageInfo {
 /// Looks: one layer, or with `backing_chain` all, the top first.
 pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo>> {
     let mut layers: Vec<ImageInfo> = Vec::new();
+    // Names of one file can differ, and grow with each turn of a loop.
+    let mut files: Vec<FileIdentity> = Vec::new();
     let mut next = Some(options.image.clone());
     while let Some(spec) = next.take() {
         job.pause_point().await?;
@@ -139,7 +142,9 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
         if options.backing_chain
             && let Some(name) = &info.full_backing_filename
         {
-            if layers.iter().any(|layer| layer.filename == *name) {
+            files.extend(FileIdentity::of_path(&path_of_text(&info.filename)));
+            let is_known = FileIdentity::of_path(&path_of_text(name)).is_some_and(|file| files.contains(&file));
+            if is_known || layers.iter().any(|layer| layer.filename == *name) {
                 let error = Error::invalid_argument("the backing chain loops").file(name.clone());
                 return Err(error.qemu(format!("Backing file '{name}' creates an infinite loop.")));
             }
