@@ -115,10 +115,12 @@ fn a_raw_window_moves_and_bounds_every_request() {
     rt::block_on(node.close()).unwrap();
     let node = open_now(OpenRequest::options(again)).unwrap();
     assert_eq!(read(&node, 2047, 1), b"x");
-    for window in ["offset=17k", "offset=16k,size=1", "size=16385", "offset=1,size=16384"] {
+    for window in ["offset=17k", "offset=16k,size=512", "size=16896", "offset=1,size=16384"] {
         let opts = format!("driver=raw,file.filename={name},{window}");
         assert!(refused(OpenRequest::image_opts(&opts).unwrap()).contains("past the end"));
     }
+    let opts = format!("driver=raw,file.filename={name},size=513");
+    assert!(refused(OpenRequest::image_opts(&opts).unwrap()).contains("not multiple of 512"));
 }
 
 #[test]

@@ -90,8 +90,9 @@ impl Failure {
             Persona::QemuImg if UNFRAMED.iter().any(|start| error.sentence().starts_with(start)) => {
                 match error.kind() {
                     // Of damage QEMU says the system's words only; here it is said, with the image.
-                    ErrorKind::InvalidImage if error.sentence().starts_with("error while ") => {
-                        Self::new(terse("", error))
+                    ErrorKind::Io | ErrorKind::NoSpace | ErrorKind::Poisoned => Self::new(error.sentence()),
+                    _ if error.sentence().starts_with("error while ") => {
+                        Self::new(format!("{}: {}", error.file_name().unwrap_or(name), error.sentence()))
                     }
                     _ => Self::new(error.sentence()),
                 }
