@@ -8,7 +8,7 @@ use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
-use cowshed_block::Error;
+use cowshed_block::{Errno, Error, ErrorKind};
 use cowshed_image::create::schema::options_of;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
@@ -401,7 +401,12 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     let target = &options.target;
     let sentence = error.sentence();
     if let (Persona::QemuImg, Some(sentence)) = (persona, of_copying(&sentence)) {
-        return Failure::new(sentence);
+        let of_system = matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace | ErrorKind::Poisoned);
+        // Of damage QEMU says the system's words only; here it is said, with the image.
+        return Failure::new(match error.file_name().filter(|_| !of_system && error.errno() != Errno::EFBIG) {
+            Some(file) => format!("{file}: {sentence}"),
+            None => sentence.to_owned(),
+        });
     }
     if let (Persona::QemuImg, Some(reason)) = (persona, sentence.strip_prefix("could not open the backing image: ")) {
         let backing = error.file_name().unwrap_or_default();
