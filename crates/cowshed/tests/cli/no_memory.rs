@@ -128,7 +128,7 @@ fn no_amount_of_memory_ends_a_verb_half_way() {
                 refused += u64::from(said.contains("could not get memory"));
                 done += u64::from(!said.contains("could not get memory"));
             }
-            // What is damaged may be refused for that.
+            // A damaged image may be refused for its damage.
             assert!(done > 0, "`{line}` of {image} was never done");
             assert!(refused > 0 || image != "l1.qcow2", "`{line}` of {image} was never refused");
         }

@@ -155,7 +155,7 @@ const SAID: &[&str] = &[
     "qemu-nbd -d /dev/nbd0: 0 /dev/nbd0 disconnected",
     "servers: 0",
     "disconnected: size 0 read-only 0 pid no",
-    // What was never synced has reached the image.
+    // Data that were never synced have reached the image.
     "7 at 1M",
     "qemu-nbd -t -c /dev/nbd0 --discard=unmap --detect-zeroes=unm: 0",
     "discarded",

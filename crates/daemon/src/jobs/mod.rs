@@ -212,7 +212,7 @@ impl Job {
     /// `wish` must be one that ends the job.
     pub fn end(&self, wish: Wish) -> QmpResult<()> {
         match (self.status(), self.is_block_job()) {
-            // What is paused ends once it goes on.
+            // A paused job ends once it goes on.
             (Status::Ready | Status::Standby, true) => {
                 self.wish.set(wish);
                 Ok(())

@@ -22,7 +22,7 @@ fn throttle(name: &str, file: &str) -> Step {
     ("blockdev-add", json!({"driver": "throttle", "node-name": name, "throttle-group": "g", "file": file}))
 }
 
-/// What is done with the file node `f`, under names that begin with it: what it is about, and the steps.
+/// The steps that use the file node `f`, under names that begin with it, each list with its title.
 fn orders(f: &str) -> Vec<(&'static str, Vec<Step>)> {
     let name = |what: &str| format!("{f}-{what}");
     let mut all = Vec::new();

@@ -62,7 +62,7 @@ pub struct CreatePlan {
     secrets: Vec<(String, Secret)>,
     /// The files that the new image is to be read through to: none of them may become a part of it.
     below: Vec<(FileIdentity, String)>,
-    /// What is found wrong only while the image is made.
+    /// A fault that shows only while the image is made.
     refused: Option<Error>,
 }
 

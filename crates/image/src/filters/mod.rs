@@ -189,7 +189,7 @@ impl Filter {
                 used: wanted.used | PermissionSet::WRITE_UNCHANGED,
                 shared: wanted.shared & !PermissionSet::WRITE,
             },
-            // What is written past the filter would miss the log.
+            // A write past the filter would miss the log.
             Filter::LogWrites(_) if wanted.used.contains(PermissionSet::WRITE) => {
                 Permissions { shared: wanted.shared & !PermissionSet::WRITE, ..wanted }
             }
