@@ -2,6 +2,8 @@
 //! Memory whose size an image or a peer says: where there is none, that is an error, and not the end of the process.
 
 use crate::{Errno, Error, Result};
+use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
 
 /// The error: there is no memory for so many bytes.
 #[cold]
@@ -16,6 +18,32 @@ pub fn vec_for<T>(len: usize) -> Result<Vec<T>> {
         Ok(()) => Ok(items),
         Err(_) => Err(no_memory(len.saturating_mul(size_of::<T>()))),
     }
+}
+
+/// Appends an item. `ENOMEM` where there is no memory for a longer list.
+pub fn try_push<T>(items: &mut Vec<T>, item: T) -> Result<()> {
+    items.try_reserve(1).map_err(|_| no_memory(2 * size_of_val(items.as_slice())))?;
+    items.push(item);
+    Ok(())
+}
+
+/// Appends all items of another list. `ENOMEM` where there is no memory for them.
+pub fn try_extend<T>(items: &mut Vec<T>, more: Vec<T>) -> Result<()> {
+    items.try_reserve(more.len()).map_err(|_| no_memory(size_of_val(more.as_slice())))?;
+    items.extend(more);
+    Ok(())
+}
+
+/// An empty set with room for `len` items. `ENOMEM` where there is none.
+pub fn set_for<T: Eq + Hash>(len: usize) -> Result<HashSet<T>> {
+    let mut items = HashSet::new();
+    items.try_reserve(len).map_err(|_| no_memory(len.saturating_mul(size_of::<T>())))?;
+    Ok(items)
+}
+
+/// Room for one more pair in a map. `ENOMEM` where there is none.
+pub fn grow_map<K: Eq + Hash, V>(map: &mut HashMap<K, V>) -> Result<()> {
+    map.try_reserve(1).map_err(|_| no_memory(map.len().saturating_mul(2 * size_of::<(K, V)>())))
 }
 
 /// Whether there is memory for so many bytes, for what is made of many small pieces: none of them is tried alone. `ENOMEM`
@@ -43,5 +71,6 @@ mod tests {
         assert!(vec_for::<u8>(usize::MAX).is_err());
         assert!(expect_memory(4096).is_ok() && expect_memory(usize::MAX / 2).is_err());
         assert_eq!(try_collect([1, 2, 3].into_iter()).expect("three"), [1, 2, 3]);
+        assert!(set_for::<u64>(usize::MAX / 16).is_err());
     }
 }

@@ -40,7 +40,7 @@ fn repair(image: &Path) {
     let image = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
     let options = CheckOptions { image, repair: Repair::All, threads: Some(2), ..CheckOptions::default() };
     let outcome = rt::block_on(check::run(&options, &JobHandle::new())).expect("a check").expect("qcow2 is checked");
-    assert_eq!(outcome.exit_code(), 0, "{}", report::finding_lines(&outcome).join("\n"));
+    assert_eq!(outcome.exit_code(), 0, "{}", report::finding_lines(&outcome).collect::<Vec<_>>().join("\n"));
 }
 
 /// The bytes of all clusters of all bitmaps, and their entries.
@@ -152,7 +152,7 @@ fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
         check(&careful, false);
         assert_eq!(bitmaps(&careful).len(), 2, "an ordinary repair gives nothing up");
         let outcome = check(&copy, true);
-        assert_eq!(outcome.exit_code(), 0, "{}", report::finding_lines(&outcome).join("\n"));
+        assert_eq!(outcome.exit_code(), 0, "{}", report::finding_lines(&outcome).collect::<Vec<_>>().join("\n"));
         assert_eq!(bitmaps(&copy).len(), kept);
         let said = outcome.report.notes.iter().any(|note| note.contains("dirty bitmaps were removed (2)"));
         assert_eq!(said, kept == 0, "{:?}", outcome.report.notes);
@@ -221,14 +221,19 @@ fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
         assert_eq!(check(Repair::None, false).exit_code(), 2, "{name}");
         if lossy {
             let refused = check(Repair::All, false);
-            assert_eq!(refused.exit_code(), 2, "{name}: {}", report::finding_lines(&refused).join("\n"));
+            assert_eq!(
+                refused.exit_code(),
+                2,
+                "{name}: {}",
+                report::finding_lines(&refused).collect::<Vec<_>>().join("\n")
+            );
             assert!(
                 std::fs::read(&copy).expect("the image") == damaged,
                 "{name}: changed, though nothing was repaired"
             );
         }
         let repaired = check(Repair::All, lossy);
-        let lines = report::finding_lines(&repaired).join("\n");
+        let lines = report::finding_lines(&repaired).collect::<Vec<_>>().join("\n");
         assert_eq!(repaired.exit_code(), 0, "{name}: {lines}");
         assert!(check(Repair::None, false).exit_code() == 0, "{name}: damage or leaks are left");
         bench.qemu.expect_clean(&copy);
@@ -316,7 +321,7 @@ fn a_snapshot_that_cannot_be_read_bars_no_other_repair() {
         let planned = rt::block_on(check::run(&planned, &JobHandle::new())).expect("a check").expect("qcow2");
         let stays = |outcome: &CheckOutcome| outcome.report.findings.len();
         let all = check_as(spec(), Repair::All, false);
-        let lines = report::finding_lines(&all).join("\n");
+        let lines = report::finding_lines(&all).collect::<Vec<_>>().join("\n");
         assert!(all.report.changed && stays(&all) < stays(&planned), "{name}: {lines}");
         assert!(all.report.findings.iter().all(|finding| is_of_unread_snapshot(&finding.kind)), "{name}: {lines}");
         let notes = all.report.notes.join("\n");
@@ -330,7 +335,7 @@ fn a_snapshot_that_cannot_be_read_bars_no_other_repair() {
         assert!(std::fs::read(&copy).expect("the image") == now, "{name}: it writes again and again");
 
         let lossy = check_as(spec(), Repair::All, true);
-        assert_eq!(lossy.exit_code(), 0, "{name}: {}", report::finding_lines(&lossy).join("\n"));
+        assert_eq!(lossy.exit_code(), 0, "{name}: {}", report::finding_lines(&lossy).collect::<Vec<_>>().join("\n"));
         bench.qemu.expect_clean(&copy);
         assert!(bench.content(&copy) == before, "{name}: the disk changed");
         assert!(["a", "b"].map(|name| snapshot(&bench, &copy, name)).to_vec() == kept, "{name}: snapshots");
@@ -357,7 +362,7 @@ fn a_snapshot_behind_a_bad_sector_bars_no_other_repair() {
     victim.set_refcount(victim.host_cluster(4), 0);
     let counts = refcounts(&image);
     let all = check_as(spec(), Repair::All, false);
-    let lines = report::finding_lines(&all).join("\n");
+    let lines = report::finding_lines(&all).collect::<Vec<_>>().join("\n");
     assert!(all.report.changed && all.exit_code() == 2, "{lines}");
     assert!(all.report.findings.iter().all(|finding| is_of_unread_snapshot(&finding.kind)), "{lines}");
     assert!(counts.iter().zip(refcounts(&image)).all(|(before, after)| after >= *before), "a count fell");
@@ -365,7 +370,7 @@ fn a_snapshot_behind_a_bad_sector_bars_no_other_repair() {
     bench.qemu.expect_clean(&image);
     assert!(snapshot(&bench, &image, "a").is_some() && bench.content(&image) == before);
     let lossy = check_as(spec(), Repair::All, true);
-    assert_eq!(lossy.exit_code(), 0, "{}", report::finding_lines(&lossy).join("\n"));
+    assert_eq!(lossy.exit_code(), 0, "{}", report::finding_lines(&lossy).collect::<Vec<_>>().join("\n"));
     bench.qemu.expect_clean(&image);
     assert!(snapshot(&bench, &image, "a").is_none() && snapshot(&bench, &image, "b").is_some());
     assert!(bench.content(&image) == before, "the disk changed");

@@ -53,7 +53,7 @@ fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
         Err(error) if REFUSED_HERE.iter().any(|part| error.to_string().contains(part)) => return Ok(()),
         Err(error) => return Err(format!("ours: {error}\n{told}")),
     };
-    let lines = head(&report::finding_lines(&ours).join("\n"));
+    let lines = head(&report::finding_lines(&ours).collect::<Vec<_>>().join("\n"));
     let what = format!("ours {} {:?}\n{lines}\n{told}", ours.exit_code(), ours.report.counters);
     match (ours.exit_code(), theirs.code) {
         (ours, theirs) if i32::from(ours) == theirs => Ok(()),

@@ -197,12 +197,11 @@ fn print(outcome: &CheckOutcome, args: &CheckArgs, console: &mut Console) {
     match args.output {
         _ if args.quiet => {}
         OutputFormat::Json => {
-            let mut counters = json::in_qemu_order(report::json(outcome));
-            let wanted = console.persona == Persona::Cowshed || args.dry_run;
-            if let Some(map) = counters.as_object_mut().filter(|_| wanted) {
-                map.insert("findings".to_owned(), report::findings(outcome));
+            let counters = json::in_qemu_order(report::json(outcome));
+            match console.persona == Persona::Cowshed || args.dry_run {
+                true => json::print_with_list(console, &counters, "findings", report::findings(outcome)),
+                false => console.line(json::pretty(&counters)),
             }
-            console.line(json::pretty(&counters));
         }
         OutputFormat::Human => console.print(report::human(outcome)),
     }

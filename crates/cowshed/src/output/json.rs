@@ -4,6 +4,7 @@
 //! QEMU's order of keys is fixed (it comes from the hashes of their names), so one list can hold it. Some callers
 //! compare the text, so we keep to it.
 
+use super::Console;
 use cowshed_block::shown_name;
 use serde_json::{Map, Value};
 
@@ -110,6 +111,26 @@ pub fn pretty(value: &Value) -> String {
     let mut text = String::new();
     write_value(&mut text, value, 0);
     text
+}
+
+/// Prints the object as [`pretty`] shows it, with a list as its last entry. An item at a time: there may be a hundred
+/// thousand.
+pub fn print_with_list(console: &mut Console, object: &Value, key: &str, items: impl Iterator<Item = Value>) {
+    let mut text = pretty(object);
+    text.truncate(text.trim_end_matches(['\n', '}']).len());
+    text.push_str(",\n");
+    indent(&mut text, 1);
+    write_string(&mut text, key);
+    text.push_str(": [");
+    for (index, item) in items.enumerate() {
+        text.push_str(if index == 0 { "\n" } else { ",\n" });
+        indent(&mut text, 2);
+        write_value(&mut text, &item, 2);
+        console.print_text(&text);
+        text.clear();
+    }
+    text.push_str("\n    ]\n}\n");
+    console.print_text(&text);
 }
 
 fn write_value(text: &mut String, value: &Value, depth: usize) {

@@ -4,6 +4,7 @@
 
 use super::session::Session;
 use super::sweep::OverlapEntry;
+use cowshed_block::memory::{grow_map, try_push, vec_for};
 use cowshed_block::{HostOffset, Result};
 use cowshed_layout::qcow2::L2Entry;
 use cowshed_qcow2::check::{FindingKind, Ledger};
@@ -38,6 +39,7 @@ impl Session<'_> {
             if let FindingKind::RefcountLow { cluster, references, .. } = finding.kind
                 && references > max
             {
+                grow_map(&mut clusters)?;
                 clusters.insert(cluster, Overfull { references, seen: 0, surplus: Vec::new() });
             }
         }
@@ -62,12 +64,17 @@ impl Session<'_> {
                 } else if weight <= max && room > 0 {
                     room -= 1;
                     cluster.references = cluster.references.saturating_sub(weight);
-                    cluster.surplus.push(OverlapEntry { at, entry: entry.0, weight: table.weight });
+                    let entry = OverlapEntry { at, entry: entry.0, weight: table.weight };
+                    try_push(&mut cluster.surplus, entry)?;
                 }
             }
         }
-        let movable = clusters.into_iter().filter(|(_, cluster)| cluster.references == cluster.seen);
-        Ok(movable.map(|(number, cluster)| (number, cluster.surplus)).collect())
+        let mut movable = HashMap::new();
+        for (number, cluster) in clusters.into_iter().filter(|(_, cluster)| cluster.references == cluster.seen) {
+            grow_map(&mut movable)?;
+            movable.insert(number, cluster.surplus);
+        }
+        Ok(movable)
     }
 
     /// Copies each entry's cluster to a free one, with a barrier. Nothing refers to the copies yet.
@@ -89,8 +96,9 @@ impl Session<'_> {
             return Ok(Vec::new());
         }
         let cluster_size = self.geometry.cluster_size() as usize;
-        let mut copies = Vec::new();
-        let movable: Vec<_> = overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at)).collect();
+        let mut movable: Vec<&OverlapEntry> = vec_for(overlaps.len())?;
+        movable.extend(overlaps.iter().filter(|overlap| !self.is_claimed_twice(overlap.at)));
+        let mut copies = vec_for(movable.len())?;
         let room = self.take_room(movable.len() as u64, false).await?;
         for (cluster, overlap) in room.into_iter().zip(movable) {
             let bytes = self.read(L2Entry(overlap.entry).offset().0, cluster_size).await?;

@@ -7,11 +7,10 @@ use super::relocate::Copy;
 use super::session::Session;
 use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
-use cowshed_block::memory::{try_collect, vec_for};
+use cowshed_block::memory::{set_for, try_collect, try_extend, vec_for};
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{features, offset, refcount};
 use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
-use std::collections::HashSet;
 
 /// Repairs an image that was surveyed into `before`.
 pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[OverlapEntry]) -> Result<CheckReport> {
@@ -37,12 +36,15 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
         changed = session.repair(&before, overlaps, &mut notes).await?;
     }
     let mut after = Ledger::new(session.options.findings_max);
+    let mut repaired = Vec::new();
+    let was = before.counters;
     let mut session = if changed {
         let mut reread = Session::load(file, session.options, session.watch, session.journal, &mut after).await?;
         reread.survey(&mut after).await?;
+        repaired = repaired_findings(before, &after)?;
         reread
     } else {
-        after = before.clone();
+        after = before;
         session
     };
     let clean = after.counters.corruptions == 0;
@@ -50,10 +52,9 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
         session.free_past_end().await?;
     }
     changed |= session.clear_bits(clean, all).await?;
-    let repaired = repaired_findings(&before, &after);
     let mut report = report_of(after);
-    report.counters.corruptions_fixed = before.counters.corruptions.saturating_sub(report.counters.corruptions);
-    report.counters.leaks_fixed = before.counters.leaks.saturating_sub(report.counters.leaks);
+    report.counters.corruptions_fixed = was.corruptions.saturating_sub(report.counters.corruptions);
+    report.counters.leaks_fixed = was.leaks.saturating_sub(report.counters.leaks);
     report.repaired = repaired;
     report.notes = notes;
     report.changed = changed;
@@ -61,14 +62,16 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
 }
 
 /// What was found before and is gone.
-fn repaired_findings(before: &Ledger, after: &Ledger) -> Vec<Finding> {
+fn repaired_findings(before: Ledger, after: &Ledger) -> Result<Vec<Finding>> {
     let key = |finding: &Finding| (finding.order(), std::mem::discriminant(&finding.kind));
-    let left: HashSet<_> = after.findings.iter().map(key).collect();
-    let mut gone: Vec<Finding> =
-        before.findings.iter().filter(|finding| !left.contains(&key(finding))).cloned().collect();
+    let mut left = set_for(after.findings.len())?;
+    left.extend(after.findings.iter().map(key));
+    let mut gone = before.findings;
+    gone.retain(|finding| !left.contains(&key(finding)));
     gone.iter_mut().for_each(|finding| finding.repaired = true);
-    gone.sort_by_key(Finding::order);
-    gone
+    // In place: a stable sort takes as much memory again.
+    gone.sort_unstable_by_key(Finding::order);
+    Ok(gone)
 }
 
 impl Session<'_> {
@@ -88,8 +91,10 @@ impl Session<'_> {
         if self.options.repair == Repair::All {
             let mut copies = self.copy_snapshot_table(notes).await?;
             let snapshot_table = copies.first().and_then(|copy| copy.pointer);
-            let mut movable = overlaps.to_vec();
-            movable.extend(self.overfull(before).await?.into_values().flatten());
+            let mut movable = try_collect(overlaps.iter().copied())?;
+            for surplus in self.overfull(before).await?.into_values() {
+                try_extend(&mut movable, surplus)?;
+            }
             movable.sort_unstable_by_key(|entry| entry.at);
             copies.extend(self.copy_overlaps(&movable, notes).await?);
             changed |= !copies.is_empty();

@@ -3,6 +3,7 @@
 
 use super::session::Session;
 use cowshed_block::Result;
+use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{HeaderStages, extension_type, switch_header};
 use cowshed_qcow2::check::{Ledger, Outlook};
 
@@ -41,9 +42,11 @@ impl Session<'_> {
     pub(super) async fn outlook(&self, ledger: &Ledger) -> Result<Outlook> {
         let bitmaps_stay = self.stale_bitmaps && self.without_bitmaps().await?.is_none();
         let mut outlook =
-            Outlook::new(&self.header, ledger, self.obstacles.clone(), bitmaps_stay, self.context.file_len);
+            Outlook::new(&self.header, ledger, self.obstacles.clone(), bitmaps_stay, self.context.file_len)?;
         outlook.lossy = self.options.lossy;
-        outlook.movable = self.overfull(ledger).await?.into_keys().collect();
+        let movable = self.overfull(ledger).await?;
+        outlook.movable = set_for(movable.len())?;
+        outlook.movable.extend(movable.into_keys());
         Ok(outlook)
     }
 }

@@ -4,6 +4,7 @@
 use super::crew::fan_out;
 use super::metadata::Scope;
 use super::session::Session;
+use cowshed_block::memory::{try_collect, try_extend, try_push};
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{
@@ -77,10 +78,10 @@ impl Session<'_> {
         let mut overlaps = Vec::new();
         for window in windows {
             let (counts, sums) = self.count_window(window, Scope::Whole, ledger).await?;
-            overlaps.extend(sums.overlaps);
+            try_extend(&mut overlaps, sums.overlaps)?;
             self.compare_window(&counts, ledger).await?;
         }
-        self.clashes.clone_from(&ledger.clashes);
+        self.clashes = try_collect(ledger.clashes.iter().copied())?;
         self.clashes.sort_unstable();
         if ledger.clashes_omitted {
             self.obstacles.push("too many structures overlap".to_owned());
@@ -217,7 +218,7 @@ impl Session<'_> {
         scan_l2(&context, counts, table, bytes, &mut out)?;
         for suspect in &out.copied {
             if let Some(finding) = self.judge_copied(counts, table, suspect).await? {
-                out.findings.push((finding, 1));
+                try_push(&mut out.findings, (finding, 1))?;
             }
         }
         if !out.findings.is_empty() {
@@ -226,12 +227,10 @@ impl Session<'_> {
                 shared.0.add_times(finding, times);
             }
             let room = shared.0.limit.saturating_sub(shared.1.overlaps.len());
-            let found = out.overlaps.iter().take(room).map(|(word, entry, _)| OverlapEntry {
-                at: table.offset + *word as u64 * 8,
-                entry: *entry,
-                weight: table.weight,
-            });
-            shared.1.overlaps.extend(found);
+            for (word, entry, _) in out.overlaps.iter().take(room) {
+                let at = table.offset + *word as u64 * 8;
+                try_push(&mut shared.1.overlaps, OverlapEntry { at, entry: *entry, weight: table.weight })?;
+            }
         }
         Ok(out.stats)
     }
@@ -274,7 +273,8 @@ impl Session<'_> {
                 let end =
                     compare_block(counts, order, block, index * entries, entries, self.file_clusters, |difference| {
                         sums.add(finding_of(difference));
-                        if found.len() < limit {
+                        // Without memory for more it is counted all the same.
+                        if found.len() < limit && found.try_reserve(1).is_ok() {
                             found.push(difference);
                         }
                     });
@@ -286,8 +286,12 @@ impl Session<'_> {
                 counters.leaks += sums.counters.leaks;
                 shared.0.uncounted |= sums.uncounted;
                 shared.0.omitted += sums.omitted.saturating_sub(found.len() as u64);
-                if !found.is_empty() && kept.fetch_add(found.len(), Relaxed) < limit {
-                    shared.1.push((index, found));
+                let differences = &mut shared.1;
+                if !found.is_empty()
+                    && kept.fetch_add(found.len(), Relaxed) < limit
+                    && differences.try_reserve(1).is_ok()
+                {
+                    differences.push((index, found));
                 } else {
                     shared.0.omitted += found.len() as u64;
                 }

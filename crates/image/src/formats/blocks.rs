@@ -6,6 +6,7 @@ use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Place,
 use crate::node::{ChildRole, Driver, LocalFuture, Node};
 use crate::open::{Draft, NamedBacking, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
+use cowshed_block::memory::grow_map;
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};
 use cowshed_storage::IoBuf;
 use std::collections::HashMap;
@@ -293,7 +294,7 @@ impl Survey {
                     survey.apart += u64::from(neighbour_end.is_some_and(|end| end != host));
                     last_end = Some(host + block_bytes);
                     neighbour_end = last_end;
-                    survey.claim(host, block_bytes, || format!("block at byte {at} of the disk"));
+                    survey.claim(host, block_bytes, || format!("block at byte {at} of the disk"))?;
                     at += len;
                 }
                 Ok((_, len)) => {
@@ -310,17 +311,19 @@ impl Survey {
         Ok(survey)
     }
 
-    /// Notes that a block of the file is in use; twice is a corruption.
-    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) {
+    /// Notes that a block of the file is in use; twice is a corruption. `ENOMEM` where there is no memory to note it.
+    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<()> {
         // Blocks begin at one distance from each other, so each has a number of its own.
         let number = host / block_bytes;
+        grow_map(&mut self.used)?;
         let words = self.used.entry(number / 512).or_default();
         let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
         if *word & bit != 0 {
             self.corruption(format!("{}: offset {host:#x} is in use already", whose()));
-            return;
+            return Ok(());
         }
         *word |= bit;
+        Ok(())
     }
 
     /// Blocks of the file that are in use.

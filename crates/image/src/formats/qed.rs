@@ -6,6 +6,7 @@ use super::mapped::{Description, MappedCheck, Place};
 use crate::node::{Driver, LocalFuture};
 use crate::open::{Draft, NamedBacking, Opener};
 use crate::options::{DriverKind, DriverSchema};
+use cowshed_block::memory::try_push;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qed::{HEADER_BYTES, QedCluster, QedHeader};
 use std::rc::Rc;
@@ -122,12 +123,14 @@ impl BlockFormat for Qed {
         let starts = std::iter::once(self.l1.offset);
         let mut starts: Vec<u64> = starts.collect();
         for index in 0..tables {
-            starts.extend(self.l2(file, index * self.header.l2_span_bytes()).await?.map(|table| table.offset));
+            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
+                try_push(&mut starts, table.offset)?;
+            }
         }
         for start in starts {
             for cluster in 0..table_clusters {
                 let offset = start + cluster * cluster_bytes;
-                survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"));
+                survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))?;
             }
         }
         // What the header is said to take is before the L1 table, and no table or data are there.

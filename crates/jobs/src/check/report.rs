@@ -5,23 +5,21 @@ use super::{CheckOutcome, Repair};
 use cowshed_image::check::{Counters, Finding, FindingKind};
 use serde_json::{Map, Value, json};
 
-/// The lines about single findings, for the error output: what was repaired, then what is wrong now.
-pub fn finding_lines(outcome: &CheckOutcome) -> Vec<String> {
+/// The lines about single findings, for the error output: what was repaired, then what is wrong now. One is made when it is
+/// asked for: a damaged image may have a hundred thousand.
+pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
     let report = &outcome.report;
-    let found = report.repaired.iter().chain(&report.findings);
-    let mut lines: Vec<String> = match outcome.is_dry_run {
-        // As in qemu-img the lines of what was found come first.
-        false => report.repaired.iter().filter_map(as_found).chain(found.map(ToString::to_string)).collect(),
-        true => found.map(|finding| format!("{finding}\n  repair: {}", forecast(outcome, finding))).collect(),
-    };
-    if report.omitted != 0 {
-        lines.push(format!("{} more findings are not listed", report.omitted));
-    }
-    lines.extend(report.notes.iter().cloned());
-    if outcome.is_dry_run {
-        lines.extend(report.outlook.obstacles.iter().map(|why| format!("nothing would be repaired: {why}")));
-    }
-    lines
+    let is_dry_run = outcome.is_dry_run;
+    // As in qemu-img the lines of what was found come first.
+    let before = report.repaired.iter().filter(move |_| !is_dry_run).filter_map(as_found);
+    let found = report.repaired.iter().chain(&report.findings).map(move |finding| match is_dry_run {
+        false => finding.to_string(),
+        true => format!("{finding}\n  repair: {}", forecast(outcome, finding)),
+    });
+    let omitted = (report.omitted != 0).then(|| format!("{} more findings are not listed", report.omitted));
+    let obstacles = report.outlook.obstacles.iter().filter(move |_| is_dry_run);
+    let obstacles = obstacles.map(|why| format!("nothing would be repaired: {why}"));
+    before.chain(found).chain(omitted).chain(report.notes.iter().cloned()).chain(obstacles)
 }
 
 /// The line that a repaired count had before its repair.
@@ -37,10 +35,10 @@ fn forecast(outcome: &CheckOutcome, finding: &Finding) -> String {
 
 /// Every finding as an object. `offset`: host offset in bytes of what is damaged; `guest`: first byte of the virtual
 /// disk that it concerns; `repair`: what the repair that was asked for (without one: `-r all`) does or did about it,
-/// null where it stays.
-pub fn findings(outcome: &CheckOutcome) -> Value {
+/// null where it stays. One is made when it is asked for.
+pub fn findings(outcome: &CheckOutcome) -> impl Iterator<Item = Value> {
     let report = &outcome.report;
-    let list = report.repaired.iter().chain(&report.findings).map(|finding| {
+    report.repaired.iter().chain(&report.findings).map(move |finding| {
         let remedy = report.outlook.remedy(finding, outcome.repair != Repair::Leaks);
         json!({
             "kind": finding.kind_name(),
@@ -50,8 +48,7 @@ pub fn findings(outcome: &CheckOutcome) -> Value {
             "repair": remedy.map(|remedy| remedy.describe()),
             "repaired": finding.repaired,
         })
-    });
-    list.collect()
+    })
 }
 
 /// The text for the standard output, with its line ends.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The reference counts of a window of host clusters, two bytes a cluster.
 
-use cowshed_block::memory::vec_for;
+use cowshed_block::memory::{grow_map, vec_for};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
 use std::collections::HashMap;
@@ -136,12 +136,14 @@ impl Counts {
         let mut overflow = self.overflow.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let old = self.cells[index].fetch_or(COUNT, Relaxed);
         if old & COUNT == COUNT {
+            grow_map(&mut overflow)?;
             let count = overflow.entry(index as u64).or_insert(u64::from(COUNT));
             *count = count.saturating_add(u64::from(weight));
         } else {
             if overflow.len() >= OVERFLOW_MAX {
                 return Err(Error::new(ErrorKind::Limit, "too many clusters with over 16382 references each"));
             }
+            grow_map(&mut overflow)?;
             overflow.insert(index as u64, u64::from(old & COUNT) + u64::from(weight));
         }
         Ok(Mark(old))

@@ -2,6 +2,8 @@
 //! What a repair does about a finding, told before it does it.
 
 use super::{Finding, FindingKind, Ledger, Structure};
+use cowshed_block::Result;
+use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Entry};
 use std::collections::HashSet;
 
@@ -97,15 +99,25 @@ pub struct Outlook {
 }
 
 impl Outlook {
-    /// From what a check found.
-    pub fn new(header: &Header, ledger: &Ledger, obstacles: Vec<String>, bitmaps_stay: bool, file_len: u64) -> Self {
-        let low = ledger.findings.iter().filter_map(|finding| match finding.kind {
+    /// From what a check found. `ENOMEM` where there is no memory for its sets.
+    pub fn new(
+        header: &Header,
+        ledger: &Ledger,
+        obstacles: Vec<String>,
+        bitmaps_stay: bool,
+        file_len: u64,
+    ) -> Result<Self> {
+        let is_low = |finding: &&Finding| matches!(finding.kind, FindingKind::RefcountLow { .. });
+        let mut low = set_for(ledger.findings.iter().filter(is_low).count())?;
+        low.extend(ledger.findings.iter().filter_map(|finding| match finding.kind {
             FindingKind::RefcountLow { cluster, .. } => Some(cluster),
             _ => None,
-        });
+        }));
+        let mut clashes = set_for(ledger.clashes.len())?;
+        clashes.extend(ledger.clashes.iter().copied());
         let data = |finding: &Finding| matches!(finding.kind, FindingKind::Overlap { structure: Structure::Data, .. });
         let order = header.refcount_order;
-        Outlook {
+        Ok(Outlook {
             obstacles,
             lossy: false,
             has_backing: header.backing_file.is_some(),
@@ -118,10 +130,10 @@ impl Outlook {
             refcount_max: if order >= 6 { u64::MAX } else { (1 << (1 << order)) - 1 },
             cluster_bits: header.cluster_bits,
             file_len,
-            clashes: ledger.clashes.iter().copied().collect(),
+            clashes,
             movable: HashSet::new(),
-            low: low.collect(),
-        }
+            low,
+        })
     }
 
     /// What a repair of everything (`all`) or of leaks alone will do about a finding; `None`: it stays.

@@ -3,6 +3,7 @@
 
 use super::{Counts, Finding, FindingKind, INACTIVE, Structure, TableRef};
 use cowshed_block::Result;
+use cowshed_block::memory::{no_memory, try_push};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, SubclusterBitmap};
 
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
@@ -83,6 +84,18 @@ pub struct ScanOutput {
     pub copied: Vec<CopiedSuspect>,
     /// Entries that use a cluster of metadata for guest data: (word index, entry, guest offset).
     pub overlaps: Vec<(usize, u64, Option<u64>)>,
+    /// There was no memory for one of the lists.
+    lacks_memory: bool,
+}
+
+impl ScanOutput {
+    fn find(&mut self, finding: Finding, times: u64) {
+        self.keep(|out| &mut out.findings, (finding, times));
+    }
+
+    fn keep<T>(&mut self, list: impl FnOnce(&mut Self) -> &mut Vec<T>, item: T) {
+        self.lacks_memory |= try_push(list(self), item).is_err();
+    }
 }
 
 /// See [`ScanOutput::copied`].
@@ -98,7 +111,8 @@ pub struct CopiedSuspect {
     pub cluster: u64,
 }
 
-/// Counts the references of one L2 table and notes what is wrong with it. `bytes` is the whole table.
+/// Counts the references of one L2 table and notes what is wrong with it. `bytes` is the whole table. `ENOMEM` where there is
+/// no memory for the findings.
 pub fn scan_l2(
     context: &ScanContext,
     counts: &Counts,
@@ -119,6 +133,9 @@ pub fn scan_l2(
                 scan.entry(base + index * step, u64::from_be_bytes(pair[0]), bitmap, out)?;
             }
         }
+    }
+    if out.lacks_memory {
+        return Err(no_memory(size_of_val(out.findings.as_slice())));
     }
     Ok(())
 }
@@ -193,13 +210,13 @@ impl Scan<'_> {
         }
         let kind = FindingKind::Overlap { structure: Structure::Data, cluster };
         let guest = self.guest(word);
-        out.findings.push((self.at(word, kind), 1));
-        out.overlaps.push((word, entry, guest));
+        out.find(self.at(word, kind), 1);
+        out.keep(|out| &mut out.overlaps, (word, entry, guest));
     }
 
     fn suspect(&self, word: usize, entry: u64, cluster: u64, out: &mut ScanOutput) {
         let guest = self.guest(word).unwrap_or_default();
-        out.copied.push(CopiedSuspect { word, entry, guest, cluster });
+        out.keep(|out| &mut out.copied, CopiedSuspect { word, entry, guest, cluster });
     }
 
     /// The guest offset of an entry of an active table.
@@ -216,7 +233,7 @@ impl Scan<'_> {
     /// Reports what each of the table's users would run into, once.
     fn found(&self, word: usize, kind: FindingKind, out: &mut ScanOutput) {
         if self.context.first_pass && self.table.weight != 0 {
-            out.findings.push((self.at(word, kind), u64::from(self.table.weight)));
+            out.find(self.at(word, kind), u64::from(self.table.weight));
         }
     }
 
@@ -331,7 +348,7 @@ impl Scan<'_> {
             let mark = self.counts.add(cluster, self.table.weight)?;
             if compressed && mark.is_some_and(|mark| mark.is_metadata()) {
                 let kind = FindingKind::Overlap { structure: Structure::Data, cluster };
-                out.findings.push((self.at(word, kind), 1));
+                out.find(self.at(word, kind), 1);
             }
         }
         Ok(())
