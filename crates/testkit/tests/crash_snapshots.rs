@@ -223,9 +223,10 @@ fn snapshots_on_a_full_disk_survive_power_cuts() {
                 Ok(report) => total.add(&report),
                 Err(failure) => panic!("{text}: {failure}"),
             }
-            // Without a dirty bit a deletion may leak.
+            // Without a dirty bit the rest of a deletion needs room of its own, and snapshot b owns no data that it frees.
             let left = world.run(run_check(Repair::None)).expect("a check").counters;
-            let may_leak = must_work && case.options.contains("0.10");
+            let owns_little = matches!(case.action, Action::Delete("b"));
+            let may_leak = must_work && case.options.contains("0.10") && owns_little;
             assert!(left.corruptions == 0 && (left.leaks == 0 || may_leak), "{text}: {left:?}");
         }
     }

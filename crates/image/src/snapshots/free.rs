@@ -58,17 +58,24 @@ pub(crate) struct FreeClusters {
     limit: u64,
     /// Clusters that hold metadata, whatever their count says.
     metadata: HashSet<u64>,
+    /// Clusters that are free, and not to be used yet.
+    kept: HashSet<u64>,
 }
 
 impl FreeClusters {
     pub fn new(file: File, geometry: Geometry, table: Vec<u64>, metadata: HashSet<u64>) -> Self {
         let limit = if file.is_device() { file.measure_len() / geometry.cluster_size() } else { u64::MAX };
-        FreeClusters { stored: StoredCounts::new(file, geometry, table), at: 1, limit, metadata }
+        FreeClusters { stored: StoredCounts::new(file, geometry, table), at: 1, limit, metadata, kept: HashSet::new() }
     }
 
     /// As [`StoredCounts::counted_clusters`].
     pub fn counted_clusters(&self) -> u64 {
         self.stored.counted_clusters()
+    }
+
+    /// Leaves the clusters at these host offsets as they are, though they may be free.
+    pub fn keep(&mut self, hosts: impl Iterator<Item = u64>) {
+        self.kept.extend(hosts.map(|host| host >> self.stored.geometry.cluster_bits()));
     }
 
     /// The first of `count` neighbouring free clusters.
@@ -98,7 +105,7 @@ impl FreeClusters {
             let at = cluster << self.stored.geometry.cluster_bits();
             return Err(Error::invalid_image("refcount", 0, message).offset(at));
         }
-        Ok(is_free)
+        Ok(is_free && !self.kept.contains(&cluster))
     }
 }
 

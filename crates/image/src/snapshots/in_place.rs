@@ -17,6 +17,7 @@ use cowshed_layout::qcow2::features::{AUTOCLEAR_KNOWN, INCOMPAT_DIRTY};
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Written in place at once, in bytes: what holds an entry has space for all of it.
 const PIECE_BYTES: usize = 4096;
@@ -29,8 +30,9 @@ impl Image {
 }
 
 impl Publication<'_> {
-    /// Carries the change out with new tables where they differ alone. The number of clusters that leak for want of a dirty bit.
-    pub(super) async fn run_in_place(mut self, change: Change) -> Result<u64> {
+    /// Carries the change out with new tables where they differ alone. The number of clusters whose count is too high for want of
+    /// a dirty bit, and what has become free then, whose space isn't given back yet.
+    pub(super) async fn run_in_place(mut self, change: Change) -> Result<(u64, Vec<Range<u64>>)> {
         let length = self.image.file.len();
         let placed = self.place_differing(&change).await;
         let (survey, deltas) = match placed {
@@ -56,8 +58,10 @@ impl Publication<'_> {
             self.image.write_header().await?;
         }
         let Image { file, geometry, .. } = &self.image;
-        give_back(file, *geometry, &self.refcount_table, &self.freed, self.options.discard).await?;
-        Ok(left)
+        if left == 0 {
+            give_back(file, *geometry, &self.refcount_table, &self.freed, self.options.discard).await?;
+        }
+        Ok((left, self.freed))
     }
 
     /// Writes the tables that differ to free clusters, and counts them. Nothing refers to them yet.

@@ -21,12 +21,13 @@ use cowshed_block::memory::expect_memory;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, offset, snapshot};
 use cowshed_storage::{File, IoBuf};
-use free::FreeClusters;
+use free::{FreeClusters, StoredCounts, give_back};
 use plan::Change;
 use publish::Publication;
 pub(crate) use publish::write_all;
 use std::collections::HashSet;
 use std::fmt;
+use std::ops::Range;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub use tree::read_l1;
 
@@ -214,7 +215,8 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
             name: name.to_vec(),
         });
         let l1 = image.l1.clone();
-        let change = Change { raised: Some(l1.clone()), lowered: None, active: l1.clone(), taken: Some(l1) };
+        let change =
+            Change { raised: Some(l1.clone()), lowered: None, active: l1.clone(), taken: Some(l1), is_begun: false };
         carry_out(image, change, options, watch).await?;
         Ok(id)
     })
@@ -246,7 +248,8 @@ pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch:
         let mut active = stored.clone();
         active.resize(active.len().max(needed as usize), 0);
         image.header.size = size;
-        let change = Change { raised: Some(stored), lowered: Some(image.l1.clone()), active, taken: None };
+        let change =
+            Change { raised: Some(stored), lowered: Some(image.l1.clone()), active, taken: None, is_begun: false };
         carry_out(image, change, options, watch).await
     })
     .await
@@ -282,7 +285,7 @@ async fn delete_where(
         let stored = read_l1(file, &snapshot, image.header.version, image.header.cluster_bits).await?;
         image.released = Some(snapshot.clone());
         let active = image.l1.clone();
-        let change = Change { raised: None, lowered: Some(stored), active, taken: None };
+        let change = Change { raised: None, lowered: Some(stored), active, taken: None, is_begun: false };
         carry_out(image, change, options, watch).await?;
         Ok(snapshot)
     })
@@ -295,17 +298,44 @@ async fn carry_out(image: Image, change: Change, options: &SnapshotOptions, watc
     match Publication::new(image, options, watch).run(change.clone()).await {
         Err(error) if is_no_room(&error) && again.may_change_in_place(&change) => {
             let file = again.file.clone();
-            match Publication::new(again, options, watch).run_in_place(change).await? {
-                0 => Ok(()),
-                left => {
-                    let file = file.name();
-                    tracing::warn!("{file}: {left} clusters leak for want of space, 'check -r leaks' brings them back");
-                    Ok(())
-                }
+            let (left, freed) = Publication::new(again, options, watch).run_in_place(change.clone()).await?;
+            if left == 0 {
+                return Ok(());
             }
+            finish_in_place(&file, change, (left, freed), options, watch).await
         }
         done => done,
     }
+}
+
+/// Lowers the counts that `change` has left too high, in the room of what it freed. They are too high still where even that is too
+/// little.
+async fn finish_in_place(
+    file: &File,
+    change: Change,
+    (left, freed): (u64, Vec<Range<u64>>),
+    options: &SnapshotOptions,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let image = Image::load(file).await?;
+    let rest = Change { active: image.l1.clone(), is_begun: true, ..change };
+    match Publication::new(image, options, watch).run(rest).await {
+        Err(error) if is_no_room(&error) => {
+            let name = file.name();
+            tracing::warn!("{name}: {left} clusters leak for want of space, 'check -r leaks' brings them back");
+        }
+        done => done?,
+    }
+    let image = Image::load(file).await?;
+    let table = image.refcount_table().await?;
+    let mut counts = StoredCounts::new(file.clone(), image.geometry, table.clone());
+    let mut free = Vec::new();
+    for cluster in freed.into_iter().flatten() {
+        if counts.get(cluster).await? == 0 {
+            free.push(cluster..cluster + 1);
+        }
+    }
+    give_back(file, image.geometry, &table, &free, options.discard).await
 }
 
 /// The file can't take more: a full disk, a quota, or a limit of file sizes.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What an operation changes: the trees that gain or lose a reference, and what that does to counts and COPIED flags.
 
+use super::free::read_block;
 use super::tree;
 use super::{Image, Watch};
 use cowshed_block::memory::{expect_memory, no_memory, vec_for};
@@ -20,6 +21,8 @@ pub(super) struct Change {
     pub active: Vec<u64>,
     /// The table of the new snapshot, the last one in the list.
     pub taken: Option<Vec<u64>>,
+    /// Clusters that had no other reference than those of `lowered` have lost their count already, and others have theirs.
+    pub is_begun: bool,
 }
 
 /// By how much the counts of a window of host clusters change.
@@ -40,6 +43,17 @@ impl Deltas {
         for cluster in clusters.start.max(self.clusters.start)..clusters.end.min(self.clusters.end) {
             let cell = &mut self.cells[(cluster - self.clusters.start) as usize];
             *cell = cell.saturating_add(by);
+        }
+    }
+
+    /// Leaves out what has no count in a block, of which `first` is the first cluster.
+    fn clear_uncounted(&mut self, first: u64, stored: Option<&[u8]>, geometry: Geometry) {
+        for entry in 0..geometry.refcount_block_entries() {
+            let count = stored.map_or(0, |block| refcount::get(block, geometry.refcount_order(), entry as usize));
+            let cluster = first + entry;
+            if count == 0 && self.clusters.contains(&cluster) {
+                self.cells[(cluster - self.clusters.start) as usize] = 0;
+            }
         }
     }
 }
@@ -113,6 +127,13 @@ impl Image {
         for (l1, by) in [(&change.raised, 1), (&change.lowered, -1)] {
             if let Some(l1) = l1 {
                 self.add_tree(l1, by, &mut deltas, watch).await?;
+            }
+        }
+        if change.is_begun {
+            let (table, per_block) = (self.refcount_table().await?, self.geometry.refcount_block_entries());
+            for index in deltas.clusters.start / per_block..deltas.clusters.end.div_ceil(per_block) {
+                let stored = read_block(&self.file, self.geometry, &table, index).await?;
+                deltas.clear_uncounted(index * per_block, stored.as_deref(), self.geometry);
             }
         }
         Ok(deltas)

@@ -67,6 +67,12 @@ impl<'a> Publication<'a> {
         self.refcount_table = self.image.refcount_table().await?;
         let (survey, deltas) = self.survey(change).await?;
         let mut free = self.image.free_clusters(&self.refcount_table)?;
+        if let Some(lowered) = change.lowered.as_ref().filter(|_| change.is_begun) {
+            // They are read again.
+            free.keep(
+                tree::tables(lowered, self.image.geometry, self.image.file.len())?.into_iter().map(|(_, host)| host),
+            );
+        }
         let copies = self.place_copies(change, &survey, &mut free).await?;
         self.copy_tables(&copies, &survey).await?;
         self.place_l1_tables(change, &copies, &survey, &mut free).await?;
@@ -380,7 +386,7 @@ pub(crate) async fn write_all(file: &File, writes: Vec<(u64, IoBuf)>) -> Result<
 }
 
 pub(super) fn no_change() -> Change {
-    Change { raised: None, lowered: None, active: Vec::new(), taken: None }
+    Change { raised: None, lowered: None, active: Vec::new(), taken: None, is_begun: false }
 }
 
 /// An L2 entry with its COPIED flag as it should be.
