@@ -5,7 +5,7 @@
 //! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`, and built in
 //! `target/mutants-build`. Exits with 1 when a mutant lives.
 
-use cowshed_testkit::mutants::{MUTANTS, Mutant, SLIPS, edits};
+use cowshed_testkit::mutants::{MUTANTS, Mutant, SLIPS, edits, place_of};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -23,11 +23,20 @@ enum Fate {
 }
 
 /// Builds the tests in the copy; gives the program of each.
-fn build(root: &Path, tree: &Path, tests: &BTreeSet<&str>) -> BTreeMap<String, PathBuf> {
+fn build(root: &Path, tree: &Path, tests: &BTreeSet<&'static str>) -> BTreeMap<&'static str, PathBuf> {
+    let crates: BTreeSet<&str> = tests.iter().map(|test| place_of(test).0).collect();
+    let built = crates.into_iter().map(|krate| {
+        let of_crate = tests.iter().copied().filter(|test| place_of(test).0 == krate);
+        build_crate(root, tree, krate, &of_crate.collect::<Vec<_>>())
+    });
+    built.flatten().collect()
+}
+
+fn build_crate(root: &Path, tree: &Path, krate: &str, tests: &[&'static str]) -> Vec<(&'static str, PathBuf)> {
     let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
-    command.args(["test", "--locked", "--no-run", "-p", "cowshed-testkit"]);
+    command.args(["test", "--locked", "--no-run", "-p", &format!("cowshed-{krate}")]);
     for test in tests {
-        command.args(["--test", test]);
+        command.args(["--test", place_of(test).1]);
     }
     // A folder of its own: to cargo, two checkouts of one workspace are the same packages.
     let target = root.join("target/mutants-build");
@@ -37,16 +46,17 @@ fn build(root: &Path, tree: &Path, tests: &BTreeSet<&str>) -> BTreeMap<String, P
     assert!(output.status.success(), "the mutants do not build:\n{text}");
     // `Executable tests/NAME.rs (PATH)`
     let program = |line: &str| {
-        let (test, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
-        Some((test.to_owned(), PathBuf::from(path.strip_suffix(')')?)))
+        let (file, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
+        let test = tests.iter().find(|test| place_of(test).1 == file)?;
+        Some((*test, PathBuf::from(path.strip_suffix(')')?)))
     };
     text.lines().filter_map(program).collect()
 }
 
-fn run(tree: &Path, program: &Path, test: &str, slip: &str) -> Fate {
+fn run(folder: &Path, program: &Path, test: &str, slip: &str) -> Fate {
     let mut child = Command::new(program)
         .args(["--exact", test])
-        .current_dir(tree.join("crates/testkit"))
+        .current_dir(folder)
         .env("COWSHED_SLIP", slip)
         .env("COWSHED_SHRINK_TRIES", "0")
         .stdin(Stdio::null())
@@ -87,9 +97,10 @@ fn main() -> ExitCode {
     let chosen: Vec<&Mutant> =
         MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
     let programs = build(&root, &tree, &chosen.iter().map(|mutant| mutant.test.0).collect());
+    let folder = |test| tree.join("crates").join(place_of(test).0);
     let tests: BTreeSet<(&str, &str)> = chosen.iter().map(|mutant| mutant.test).collect();
     for (file, function) in tests {
-        let fate = run(&tree, &programs[file], function, "");
+        let fate = run(&folder(file), &programs[file], function, "");
         println!("{function:75} {fate:?} without a mutant");
         assert_eq!(fate, Fate::Passes, "a test that fails anyway proves nothing");
     }
@@ -98,7 +109,7 @@ fn main() -> ExitCode {
     for mutant in &chosen {
         let started = Instant::now();
         let (file, function) = mutant.test;
-        let fate = run(&tree, &programs[file], function, mutant.name);
+        let fate = run(&folder(file), &programs[file], function, mutant.name);
         let (word, by) = match fate {
             Fate::Fails => ("killed", format!("`{file}::{function}`")),
             Fate::Hangs => ("killed: hangs", format!("`{file}::{function}` (hangs)")),

@@ -20,10 +20,16 @@ pub struct Mutant {
     pub name: &'static str,
     /// What goes wrong.
     pub about: &'static str,
-    /// The test that fails: the file in `tests/` without its ending, and the name of the function.
+    /// The test that fails: the file in `tests/` without its ending, and the name of the function. In front of the file stands the
+    /// folder of its crate, unless that is this one: `nbd/outages`.
     pub test: (&'static str, &'static str),
     /// The edits: `SLIP` is true when this mutant is switched on.
     pub edits: &'static [Edit],
+}
+
+/// The folder of the crate in `crates/`, and the file in its `tests/`, of the first part of [`Mutant::test`].
+pub fn place_of(test: &'static str) -> (&'static str, &'static str) {
+    test.split_once('/').unwrap_or(("testkit", test))
 }
 
 /// What switches a mutant on: `COWSHED_SLIP=NAME`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The list of mutants fits the code: each edit finds its place, once, and each test that must fail is there.
 
-use cowshed_testkit::mutants::{MUTANTS, SLIPS, edits};
+use cowshed_testkit::mutants::{MUTANTS, SLIPS, edits, place_of};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -20,8 +20,9 @@ fn every_mutant_finds_its_place_and_its_test() {
     let mut wrong = SLIPS.faults(&root(), &edits());
     for mutant in MUTANTS.iter() {
         let (file, function) = mutant.test;
-        if !read(&format!("crates/testkit/tests/{file}.rs")).contains(&format!("fn {function}()")) {
-            wrong.push(format!("{}: no test {function} in tests/{file}.rs", mutant.name));
+        let (krate, file) = place_of(file);
+        if !read(&format!("crates/{krate}/tests/{file}.rs")).contains(&format!("fn {function}()")) {
+            wrong.push(format!("{}: no test {function} in crates/{krate}/tests/{file}.rs", mutant.name));
         }
     }
     assert!(wrong.is_empty(), "the code has moved on; change src/mutants with it:\n{}", wrong.join("\n"));

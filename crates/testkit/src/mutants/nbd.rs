@@ -67,4 +67,54 @@ pub(super) const MUTANTS: &[Mutant] = &[
             "        if (facts.size != self.facts.size && !SLIP) || lost",
         )],
     },
+    Mutant {
+        name: "pieces_of_a_write_in_one_place",
+        about: "the NBD server writes each piece of a long request to the request's start",
+        test: ("nbd-server/memory", "requests_that_go_in_pieces_are_whole"),
+        edits: &[(
+            "crates/nbd-server/src/pieces.rs",
+            "            let offset = request.offset + done;\n",
+            "            let offset = if SLIP { request.offset } else { request.offset + done };\n",
+        )],
+    },
+    Mutant {
+        name: "half_options_take_places",
+        about: "an NBD connection takes a place before the data of its first option is there",
+        test: ("nbd-server/hostile", "an_option_without_its_data_takes_no_place"),
+        edits: &[(
+            "crates/nbd-server/src/negotiation.rs",
+            "self.receiver.peek(self.stream, OPTION_HEADER_BYTES + len)",
+            "self.receiver.peek(self.stream, OPTION_HEADER_BYTES + if SLIP { 0 } else { len })",
+        )],
+    },
+    Mutant {
+        name: "outages_share_a_reconnect_delay",
+        about: "the reconnect delay of an NBD request runs from its first outage on",
+        test: ("nbd/outages", "each_outage_has_the_reconnect_delay_of_its_own"),
+        edits: &[(
+            "crates/nbd/src/client/mod.rs",
+            "            let has_lost_many = attempt.number > MAX_LOSSES && now",
+            "            let has_lost_many = (attempt.number > MAX_LOSSES || SLIP) && now",
+        )],
+    },
+    Mutant {
+        name: "rest_of_a_shortened_trim_left_out",
+        about: "the NBD client takes a request for whole that went to a server without extended headers in part",
+        test: ("nbd/outages", "a_server_that_comes_back_without_extended_headers_gets_the_whole_range"),
+        edits: &[(
+            "crates/nbd/src/client/mod.rs",
+            "            at += self.simple(command, flags, at, end - at).await?.0;",
+            "            let done = self.simple(command, flags, at, end - at).await?.0;\n            at += if SLIP { end - at } else { done };",
+        )],
+    },
+    Mutant {
+        name: "zeroes_beyond_the_servers_maximum",
+        about: "the NBD client sends zero writes that are longer than the server's longest request",
+        test: ("nbd/outages", "zeroes_are_cut_to_the_longest_request_of_the_server"),
+        edits: &[(
+            "crates/nbd/src/client/connection.rs",
+            "            _ if command == Command::WriteZeroes => self",
+            "            _ if command == Command::WriteZeroes && !SLIP => self",
+        )],
+    },
 ];
