@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Options of the daemon's programs, and what is said of those that can't be.
 
-use super::process::{COWSHED, Monitor, Serving, text, tool};
+use super::process::{COWSHED, Killed, Monitor, Serving, text, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// What a program that can't start says, on standard error; no socket is left.
 #[track_caller]
@@ -348,4 +349,42 @@ fn a_drive_keeps_what_is_read_through_it() {
         assert_eq!(allocated(), expected, "copy-on-read={option}");
     }
     qemu.expect_clean(&disk);
+}
+
+/// A terminal of its own for the program: `script` gives it one, and what the test writes are its keys.
+#[test]
+fn q_ends_top_on_a_terminal() {
+    let folder = temp_dir();
+    Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 1 << 20);
+    let mut serving = Serving::start(folder.path(), &["serve", "--monitor", "m.sock", "-k", "n.sock", "disk.qcow2"]);
+    serving.line();
+    let command = format!("stty cols 80; exec {COWSHED} top --interval 0.1 m.sock");
+    let mut top = Command::new("script");
+    top.args(["--quiet", "--return", "--flush", "--command", &command, "/dev/null"]).current_dir(folder.path());
+    let spawned = top.env("TERM", "xterm").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let mut top = Killed(spawned.expect("script runs: scripts/setup test installs it"));
+    let mut screen = top.0.stdout.take().expect("a pipe");
+    let mut seen = Vec::new();
+    let mut part = [0; 4096];
+    // The end of the output would show as nothing read.
+    while !String::from_utf8_lossy(&seen).contains("disk ") {
+        let count = screen.read(&mut part).expect("the terminal's output");
+        assert!(count > 0, "top has ended: {}", String::from_utf8_lossy(&seen));
+        seen.extend_from_slice(&part[..count]);
+    }
+    let mut keys = top.0.stdin.take().expect("a pipe");
+    keys.write_all(b"xq").expect("the terminal takes keys");
+    let rest = std::thread::spawn(move || screen.read_to_end(&mut Vec::new()));
+    let end = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        match top.0.try_wait().expect("a child") {
+            Some(status) => break status,
+            None if Instant::now() > end => panic!("'q' hasn't ended top"),
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    assert!(status.success(), "{status}");
+    rest.join().expect("no panic").expect("the terminal's output");
+    drop(keys);
+    serving.stop();
 }
