@@ -30,6 +30,7 @@ impl Errno {
     pub const ENOSYS: Errno = Errno(38);
     pub const ENOTSUP: Errno = Errno(95);
     pub const ETIMEDOUT: Errno = Errno(110);
+    pub const ENOMEDIUM: Errno = Errno(123);
     pub const ECANCELED: Errno = Errno(125);
 }
 

@@ -36,6 +36,10 @@ impl Loop {
     fn new(file: &Path) -> Loop {
         Loop(run("losetup", &["--find", "--show", file.to_str().unwrap()]).trim().to_owned())
     }
+
+    fn read_only(file: &Path) -> Loop {
+        Loop(run("losetup", &["--read-only", "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+    }
 }
 
 impl Drop for Loop {
@@ -537,4 +541,55 @@ fn a_device_is_not_copied_onto_itself_by_another_node() {
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         assert!(std::fs::read(&below).unwrap() == vec![0xee; 8 * MIB], "{arguments:?}: written to");
     }
+}
+
+/// A device that takes no writes is refused where it is opened for writing, and a device of fixed size isn't resized: in the words of
+/// qemu-img, and the device keeps its bytes.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn a_read_only_device_is_read_and_never_opened_for_writing() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("below"), vec![0xee; MIB]).unwrap();
+    std::fs::write(path("source"), vec![0x11; MIB]).unwrap();
+    let (qemu, ours) = (Qemu::newest().program("qemu-img"), folder.path().join("qemu-img"));
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &ours).unwrap();
+    let both = |arguments: &[&str]| {
+        let said = [&qemu, &ours].map(|program| {
+            let output = Command::new(program).args(arguments).output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+        });
+        assert_eq!(said[0], said[1], "{arguments:?}");
+        said[1].clone()
+    };
+    let source = path("source");
+    {
+        let device = Loop::read_only(Path::new(&path("below")));
+        let device = device.0.as_str();
+        for written in [
+            &["convert", "-n", "-f", "raw", "-O", "raw", &source, device][..],
+            &["convert", "-f", "raw", "-O", "raw", &source, device],
+            &["resize", "-f", "raw", device, "512k", "--shrink"],
+            &["create", "-q", "-f", "qcow2", device, "512k"],
+            &["create", "-q", "-f", "raw", device, "512k"],
+            &["bench", "-w", "-f", "raw", "-c", "1", device],
+        ] {
+            let (code, words) = both(written);
+            assert!(code == Some(1) && words.contains("The device is not writable: Permission denied"), "{words}");
+        }
+        for read in [
+            &["info", "-f", "raw", device][..],
+            &["map", "-f", "raw", device],
+            &["convert", "-f", "raw", "-O", "raw", device, &path("copy")],
+            &["compare", "-f", "raw", "-F", "raw", device, &path("copy")],
+        ] {
+            assert_eq!(both(read), (Some(0), String::new()), "{read:?}");
+        }
+    }
+    let device = Loop::new(Path::new(&path("below")));
+    for size in ["2M", "512k"] {
+        let (code, words) = both(&["resize", "--shrink", "-f", "raw", &device.0, size]);
+        assert_eq!((code, words.as_str()), (Some(1), "qemu-img: Cannot resize device files\n"));
+    }
+    assert!(std::fs::read(path("below")).unwrap() == vec![0xee; MIB]);
 }

@@ -63,10 +63,15 @@ impl Secret {
             }
             None => bytes,
         };
-        if !is_base64 && std::str::from_utf8(&bytes).is_err() {
-            return Err(Error::invalid_argument(format!("{source}: a secret of format 'raw' must be UTF-8 text")));
-        }
         Ok(Secret(Arc::new(bytes)))
+    }
+
+    /// The secret as a passphrase, which is text; `id` names it.
+    pub fn passphrase(self, id: &str) -> Result<Secret> {
+        match std::str::from_utf8(&self.0) {
+            Ok(_) => Ok(self),
+            Err(_) => Err(Error::invalid_argument(format!("Data from secret {id} is not valid UTF-8"))),
+        }
     }
 
     /// The bytes.

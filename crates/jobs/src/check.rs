@@ -11,6 +11,7 @@ use cowshed_image::formats::MappedCheck;
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, OpenRequest, check as image_check};
 use cowshed_storage::File;
+use cowshed_storage::fault::as_metadata;
 use undo::NewLog;
 pub use undo::{UndoReport, undo};
 
@@ -66,6 +67,10 @@ impl CheckOutcome {
 /// Checks an image; `None`: its format has nothing to check. Progress counts tables of metadata. The image is opened
 /// and locked for the time, for writing when something is to be repaired.
 pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
+    as_metadata(check_image(options, job)).await
+}
+
+async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
     let node = match options.image.open(request(options)?.for_check()).await {
         // A format that is only read has no repair: whether it is one, an open for reading tells.
         Err(error) if error.kind() == ErrorKind::ReadOnly && options.repair != Repair::None => {

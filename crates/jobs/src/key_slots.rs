@@ -86,7 +86,7 @@ fn opening_secret(node: &Node, image: &ImageSpec) -> Result<Option<Secret>> {
 
 fn find(image: &ImageSpec, id: &str) -> Result<Secret> {
     let found = image.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
-    found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))
+    found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?.passphrase(id)
 }
 
 /// The options of one change.

@@ -3,6 +3,7 @@
 
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
+use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, Preallocation};
 
 /// The new size.
@@ -91,9 +92,27 @@ async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
     if node.qcow2().is_some() && !new_size.is_multiple_of(512) {
         return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").value(new_size));
     }
+    check_grows(node, old_size, new_size)?;
     node.resize(new_size, options.preallocation).await?;
     node.flush().await?;
     Ok(ResizeOutcome { old_size, new_size: node.size() })
+}
+
+/// Refuses another size for what has one that can't be changed: a raw disk would only say that it has become smaller.
+fn check_grows(node: &Node, old_size: u64, new_size: u64) -> Result<()> {
+    let below = match node.driver_name() {
+        "raw" => node.child(ChildRole::File),
+        _ => None,
+    };
+    let sentence = match below.as_deref().unwrap_or(node).driver_name() {
+        "nbd" => "Cannot resize NBD nodes",
+        "host_device" | "host_cdrom" => "Cannot resize device files",
+        _ => return Ok(()),
+    };
+    match new_size == old_size {
+        true => Ok(()),
+        false => Err(Error::unsupported("the size of a device or export can't be changed").qemu(sentence)),
+    }
 }
 
 #[cfg(test)]

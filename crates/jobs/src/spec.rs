@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How the user names an image.
 
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::graph::Graph;
 use cowshed_image::open::{Policy, options_of_name};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
@@ -35,6 +36,8 @@ pub struct ImageSpec {
     pub secrets: Vec<(String, Secret)>,
     /// TLS credentials that options can name (`--object tls-creds-x509`), by their id.
     pub tls: Vec<(String, TlsCredentials)>,
+    /// The throttle groups that options can name (`--object throttle-group`), which the images of a command share.
+    pub graph: Option<Arc<Graph>>,
     /// Options of the driver besides, with dotted keys: not together with `image_opts`.
     pub extra: Vec<(&'static str, String)>,
     /// Where warnings go, one line each; nowhere when `None`.
@@ -81,6 +84,10 @@ impl ImageSpec {
             .secrets(self.secrets.iter().cloned())
             .tls_credentials(self.tls.iter().cloned());
         let request = if self.shares_raw { request.sharing_raw() } else { request };
+        let request = match &self.graph {
+            Some(graph) => request.graph(Arc::clone(graph)),
+            None => request,
+        };
         match &self.cache {
             Some(mode) => request.cache(mode),
             None => Ok(request),
@@ -114,7 +121,12 @@ impl ImageSpec {
     /// Opens a request that was made of this image, and passes its warnings on.
     pub async fn open(&self, request: OpenRequest) -> Result<Arc<Node>> {
         // What is wrong before any file was opened is about this image.
+        let is_to_write = request.is_writable();
         let node = open(request).await.map_err(|error| error.file(&self.name))?;
+        if is_to_write && node.is_read_only() {
+            node.close().await?;
+            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only").file(&self.name));
+        }
         if let Some(warn) = self.on_warning {
             node.warnings().iter().for_each(|text| warn(text));
         }

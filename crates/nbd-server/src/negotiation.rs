@@ -346,7 +346,7 @@ impl<D: Disk> Negotiation<'_, D> {
             return self.refuse(option, rep::ERR_SHUTDOWN, "the server is stopping").await;
         }
         let Some(served) = self.find(request.name) else {
-            let message = format!("there is no export '{}'", request.name);
+            let message = format!("export '{}' not present", request.name);
             return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
         };
         let export = &served.export;
@@ -395,7 +395,7 @@ impl<D: Disk> Negotiation<'_, D> {
             return self.refuse(option, rep::ERR_TOO_BIG, "too many queries").await;
         }
         let Some(served) = self.find(request.name) else {
-            let message = format!("there is no export '{}'", request.name);
+            let message = format!("export '{}' not present", request.name);
             return self.refuse(option, rep::ERR_UNKNOWN, &message).await;
         };
         let mut contexts = Context::of(&served.export);

@@ -233,7 +233,10 @@ impl DirtyBits {
     /// Makes dirty what is dirty in `other`, whose granularity may differ; the disks must be equally large.
     pub fn merge(&mut self, other: &DirtyBits) -> Result<()> {
         if self.disk_bytes != other.disk_bytes {
-            let message = format!("the bitmaps are of disks of {} and {} bytes", self.disk_bytes, other.disk_bytes);
+            let message = format!(
+                "Bitmaps are of different sizes (destination size is {}, source size is {}) and can't be merged",
+                self.disk_bytes, other.disk_bytes
+            );
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         for range in other.dirty_ranges() {

@@ -13,7 +13,9 @@
 
 use crate::IoBuf;
 use crate::blocklock::{Access, BlockGuard};
+use crate::fault::Event;
 use crate::file::Inner;
+use crate::medium::Medium;
 use crate::payload::{Bufs, Payload};
 use crate::sys::SysResult;
 use std::sync::atomic::Ordering;
@@ -84,11 +86,15 @@ impl Inner {
         let mut bounce = IoBuf::zeroed((stop - start) as usize);
         let block = self.alignment.get().offset as usize;
         if offset > start {
+            self.meet(Event::PwritevRmwHead).await;
             self.fill_block(&mut bounce[..block], start).await?;
+            self.meet(Event::PwritevRmwAfterHead).await;
         }
         let last = bounce.len() - block;
         if end < stop && (last > 0 || offset == start) {
+            self.meet(Event::PwritevRmwTail).await;
             self.fill_block(&mut bounce[last..], start + last as u64).await?;
+            self.meet(Event::PwritevRmwAfterTail).await;
         }
         let place = (offset - start) as usize;
         gather(bufs, from, &mut bounce[place..place + count]);
@@ -104,6 +110,13 @@ impl Inner {
         }
         drop(guard);
         Ok(())
+    }
+
+    /// Tells the faults of the file, where it has some, what comes next.
+    async fn meet(&self, event: Event) {
+        if let Medium::Faulty(faulty) = &self.medium {
+            faulty.faults().meet(event).await;
+        }
     }
 
     /// Writes whole blocks; the file counts as no longer than `final_len`.

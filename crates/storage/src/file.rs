@@ -474,7 +474,13 @@ impl File {
         if self.is_device() && self.is_writable() {
             return match len <= self.len() {
                 true => Ok(()),
-                false => Err(Error::unsupported("a block device can't grow").file(self.name())),
+                false if matches!(self.0.medium, Medium::Remote(_)) => {
+                    Err(Error::unsupported("an export can't grow").file(self.name()).qemu("Cannot grow NBD nodes"))
+                }
+                false => {
+                    let error = Error::unsupported("a block device can't grow").file(self.name());
+                    Err(error.qemu("Cannot grow device files"))
+                }
             };
         }
         self.check_change(len, 0, true)?;

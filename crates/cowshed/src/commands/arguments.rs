@@ -6,11 +6,15 @@ use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_daemon::{refused_object, tls_credentials};
 use cowshed_image::TlsCredentials;
+use cowshed_image::filters::throttle::Limits;
+use cowshed_image::graph::Graph;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_image::secret::{Secret, Wrapping};
 use cowshed_jobs::ImageSpec;
 use cowshed_storage::path_of_text;
+use serde_json::{Map, Value};
 use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// `--output`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -29,6 +33,18 @@ pub struct Objects {
     pub secrets: Vec<(String, Secret)>,
     /// For images on servers.
     pub tls: Vec<(String, TlsCredentials)>,
+    /// Holds the throttle groups, where there are any.
+    pub graph: Option<Arc<Graph>>,
+    /// The ids of objects that images have no use for.
+    unused: Vec<String>,
+}
+
+impl Objects {
+    fn has(&self, id: &str) -> bool {
+        let groups = self.graph.as_ref().is_some_and(|graph| graph.throttle_groups().find(id).is_some());
+        let named = self.secrets.iter().map(|(known, _)| known).chain(self.tls.iter().map(|(known, _)| known));
+        groups || named.chain(&self.unused).any(|known| known == id)
+    }
 }
 
 /// How an image is named, for every verb that opens one.
@@ -37,8 +53,8 @@ pub struct NamingArgs {
     /// FILE is an option string (driver=…,file.filename=…), not a file name
     #[arg(long)]
     pub image_opts: bool,
-    /// A secret for encrypted images, secret,id=ID,file=FILE (or data=TEXT; format=raw|base64), or TLS credentials for
-    /// servers, tls-creds-x509,id=ID,dir=FOLDER
+    /// A secret for encrypted images, secret,id=ID,file=FILE (or data=TEXT; format=raw|base64), TLS credentials for
+    /// servers, tls-creds-x509,id=ID,dir=FOLDER, or limits for the driver throttle, throttle-group,id=ID,x-iops-total=N
     #[arg(long = "object", value_name = "OBJDEF")]
     pub definitions: Vec<String>,
     #[arg(skip)]
@@ -69,7 +85,7 @@ impl NamingArgs {
     /// The image `name`.
     pub fn spec(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
         self.check(format)?;
-        let Objects { secrets, tls } = self.objects()?;
+        let Objects { secrets, tls, graph, .. } = self.objects()?;
         Ok(ImageSpec {
             name: name.to_owned(),
             format: format.cloned(),
@@ -79,6 +95,7 @@ impl NamingArgs {
             policy: self.untrusted.policy()?,
             secrets,
             tls,
+            graph,
             ..ImageSpec::default()
         })
     }
@@ -97,28 +114,33 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
     let mut objects = Objects::default();
     for definition in definitions {
         let (kind, options) = definition_of(definition)?;
-        let id = match kind.as_str() {
-            "secret" => {
-                let (id, secret) = secret(&options, &objects)?;
-                objects.secrets.push((id.clone(), secret));
-                id
+        if !is_known(&kind) {
+            if let Some(error) = refused_object(&kind) {
+                return Err(error.into());
             }
-            "tls-creds-x509" => {
-                let id = id_of(&options)?;
-                objects.tls.push((id.clone(), tls_credentials(definition)?));
-                id
-            }
-            kind => {
-                if let Some(error) = refused_object(kind) {
-                    return Err(error.into());
-                }
-                let failure = Failure::new(format!("Parameter 'qom-type' does not accept value '{kind}'"));
-                return Err(failure.hint(" (images need objects of the types 'secret' and 'tls-creds-x509')"));
-            }
-        };
-        let ids = objects.secrets.iter().map(|(id, _)| id).chain(objects.tls.iter().map(|(id, _)| id));
-        if ids.filter(|known| **known == id).count() > 1 {
+            let message = match NOT_OF_IMAGES.contains(&kind.as_str()) {
+                true => format!("invalid object type: {kind}"),
+                false => format!("Parameter 'qom-type' does not accept value '{kind}'"),
+            };
+            return Err(
+                Failure::new(message).hint(&format!(" (images need objects of the types {})", KNOWN.join(", ")))
+            );
+        }
+        let id = id_of(&options)?;
+        if objects.has(&id) {
             return Err(Failure::new(format!("attempt to add duplicate property '{id}' to object (type 'container')")));
+        }
+        match kind.as_str() {
+            "secret" => {
+                let secret = secret(&options, &objects)?;
+                objects.secrets.push((id, secret));
+            }
+            "tls-creds-x509" => objects.tls.push((id, tls_credentials(definition)?)),
+            "throttle-group" => {
+                let limits = limits(&options)?;
+                objects.graph.get_or_insert_with(Graph::new).throttle_groups().create(&id, limits)?;
+            }
+            _ => objects.unused.push(id),
         }
     }
     Ok(objects)
@@ -145,8 +167,31 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
     }
 }
 
+/// The types that are known here. Nothing of an image asks who is authorized, but scripts define such objects.
+const KNOWN: [&str; 6] = ["secret", "tls-creds-x509", "throttle-group", "authz-simple", "authz-list", "authz-listfile"];
+/// Types that only daemons have.
+const NOT_OF_IMAGES: [&str; 2] = ["iothread", "monitor-qmp"];
+
 fn is_known(kind: &str) -> bool {
-    ["secret", "tls-creds-x509"].contains(&kind)
+    KNOWN.contains(&kind)
+}
+
+/// The limits of a throttle group: `x-iops-total=N`, `limits.iops-total=N`, or the JSON of QMP.
+fn limits(options: &BlockdevOptions) -> Result<Limits, Failure> {
+    let mut given = match options.get("limits") {
+        Some(Value::Object(map)) => map.clone(),
+        _ => Map::new(),
+    };
+    for (key, value) in options.iter().filter(|(key, _)| !["id", "limits"].contains(&key.as_str())) {
+        if !key.starts_with("x-") || !Limits::is_name(key) {
+            return Err(Failure::new(format!("Parameter '{key}' is unexpected")));
+        }
+        given.insert(key.clone(), value.clone());
+    }
+    if let Some(key) = given.keys().find(|key| !Limits::is_name(key)) {
+        return Err(Failure::new(format!("Parameter 'limits.{key}' is unexpected")));
+    }
+    Ok(Limits::from_json(&given)?)
 }
 
 fn id_of(options: &BlockdevOptions) -> Result<String, Failure> {
@@ -160,13 +205,12 @@ fn id_of(options: &BlockdevOptions) -> Result<String, Failure> {
     }
 }
 
-/// A secret with its id; `known` may hold the key that it is encrypted with.
-fn secret(options: &BlockdevOptions, known: &Objects) -> Result<(String, Secret), Failure> {
+/// A secret; `known` may hold the key that it is encrypted with.
+fn secret(options: &BlockdevOptions, known: &Objects) -> Result<Secret, Failure> {
     if let Some((key, _)) = options.iter().find(|(key, _)| !SECRET_KEYS.contains(&key.as_str())) {
         let failure = Failure::new(format!("Parameter '{key}' is unexpected"));
         return Err(failure.hint(&format!(" (a secret has {})", SECRET_KEYS.join(", "))));
     }
-    let id = id_of(options)?;
     let is_base64 = match options.text("format") {
         None | Some("raw") => false,
         Some("base64") => true,
@@ -178,8 +222,7 @@ fn secret(options: &BlockdevOptions, known: &Objects) -> Result<(String, Secret)
     let file = options.text("file").map(path_of_text);
     let find = |id: &str| known.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret);
     let wrapping = Wrapping::of(options.text("keyid"), options.text("iv"), find)?;
-    let secret = Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?;
-    Ok((id, secret))
+    Ok(Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?)
 }
 
 /// A cache mode of `-t` or `-T`; `which` is "" or "source " for the message.

@@ -313,7 +313,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
             Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, shares_raw: false, snapshot, ..spec })
         })
         .collect();
-    let Objects { secrets, tls } = args.naming.objects()?;
+    let Objects { secrets, tls, graph, .. } = args.naming.objects()?;
     let target = ImageSpec {
         name: target.to_owned(),
         format: args.target_format.clone(),
@@ -324,6 +324,7 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
         policy: args.naming.untrusted.policy_of_target(!args.no_create)?,
         secrets,
         tls,
+        graph,
         ..ImageSpec::default()
     };
     let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;

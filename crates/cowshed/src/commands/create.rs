@@ -81,7 +81,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new(format!("{file}: Unknown file format '{format}'")));
     }
     new_image::check_absent(file, args.force, console)?;
-    let Objects { secrets, tls } = objects(&args.objects)?;
+    let Objects { secrets, tls, .. } = objects(&args.objects)?;
     let request = CreateRequest {
         filename: file.clone(),
         format,

@@ -91,7 +91,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let chosen = new_image::format(args.output_format.as_deref(), &output, "-O", console)?;
     let format = chosen.format.clone();
     new_image::check_absent(&output, args.force, console)?;
-    let Objects { secrets, tls } = args.naming.objects()?;
+    let Objects { secrets, tls, graph, .. } = args.naming.objects()?;
     let options = DdOptions {
         // What is copied onto itself would be lost.
         source: ImageSpec {
@@ -99,7 +99,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             shares_raw: !is_same(&input, &output),
             ..args.naming.spec(&input, args.format.as_ref())?
         },
-        target: ImageSpec { shares_raw: true, secrets, tls, ..ImageSpec::file(&output).format(format) },
+        target: ImageSpec { shares_raw: true, secrets, tls, graph, ..ImageSpec::file(&output).format(format) },
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
         count: operands.count,
         skip: operands.skip.unwrap_or(0),

@@ -133,5 +133,6 @@ fn open_spec(args: &IoArgs, file: &str) -> Result<OpenSpec, Failure> {
         policy: spec.policy,
         secrets: spec.secrets,
         tls: spec.tls,
+        graph: spec.graph,
     })
 }

@@ -167,7 +167,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         (None, true) => Some((String::new(), None)),
         (None, false) => None,
     };
-    let Objects { secrets, tls } = args.naming.objects()?;
+    let Objects { secrets, tls, .. } = args.naming.objects()?;
     let target = target.map(|name| ImageSpec { secrets, tls, ..ImageSpec::file(name).format(&args.target_format) });
     Ok(RescueOptions {
         image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },

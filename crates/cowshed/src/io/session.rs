@@ -6,8 +6,9 @@ use super::outcome::{Done, Failed};
 use super::{Shell, background};
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::create::{self, CreateRequest};
+use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
 use cowshed_image::options::BlockdevOptions;
@@ -52,6 +53,8 @@ pub struct OpenSpec {
     pub secrets: Vec<(String, Secret)>,
     /// `--object tls-creds-x509`, by their id.
     pub tls: Vec<(String, TlsCredentials)>,
+    /// Where the throttle groups are.
+    pub graph: Option<Arc<Graph>>,
 }
 
 /// An open image.
@@ -122,6 +125,10 @@ impl OpenSpec {
             request.writable(!self.read_only).force_share(self.force_share).discard(unmaps).policy(self.policy.clone());
         let request = request.secrets(self.secrets.iter().cloned()).tls_credentials(self.tls.iter().cloned());
         let request = request.sharing_raw();
+        let request = match &self.graph {
+            Some(graph) => request.graph(Arc::clone(graph)),
+            None => request,
+        };
         // What the shell writes is durable when it says so, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }
@@ -144,6 +151,16 @@ async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
         }
         tree => open_image(spec.request(tree)?).await,
     }
+}
+
+/// As [`open_node`]. A disk that options keep from being written is refused where it is opened for that.
+async fn open_to_use(spec: &OpenSpec) -> Result<Arc<Node>> {
+    let node = open_node(spec).await?;
+    if node.is_read_only() && !spec.read_only {
+        node.close().await?;
+        return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+    }
+    Ok(node)
 }
 
 /// The options with the filter above. What has no backing file has nothing to keep.
@@ -206,7 +223,7 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
         return Err(Failed::complaint("file open already, try 'help close'"));
     }
     let name = spec.name();
-    let node = open_node(&spec).await.map_err(|error| refusal(shell, &name, !spec.image_opts, &error))?;
+    let node = open_to_use(&spec).await.map_err(|error| refusal(shell, &name, !spec.image_opts, &error))?;
     node.warnings().iter().for_each(|text| warning::print(text));
     shell.session = Some(Session { node, spec });
     Ok(())
@@ -261,5 +278,9 @@ pub(super) async fn close(shell: &mut Shell) -> Done {
     background::wait_for_all(shell).await;
     let Some(session) = shell.session.take() else { return Ok(()) };
     let closed = session.node.close().await;
+    // That it is corrupt was said when it was found out.
+    if session.node.qcow2().is_some_and(|image| image.is_corrupt()) && shell.manner.terse {
+        return Ok(());
+    }
     closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))
 }

@@ -53,7 +53,10 @@ impl Progress {
             Progress::Percent { shown } => {
                 let hundredths = hundredths(done, total);
                 let is_step = match *shown {
-                    Some(before) => hundredths.abs_diff(before) >= STEP || (hundredths == 10_000 && before != 10_000),
+                    // Work in several rounds begins again; what was said before stays.
+                    Some(before) => {
+                        hundredths.saturating_sub(before) >= STEP || (hundredths == 10_000 && before != 10_000)
+                    }
                     None => true,
                 };
                 if is_step {

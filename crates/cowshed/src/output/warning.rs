@@ -51,13 +51,16 @@ fn worded(persona: Persona, text: &str) -> Option<String> {
         Persona::QemuImg if FIELDS.iter().any(|field| text.contains(field)) => {
             Some(format!("qemu-img: warning: {text}\n"))
         }
-        Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(text),
+        Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(persona, text),
         Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
     }
 }
 
-/// The one warning of QEMU's tools that scripts know.
-fn as_qemu(text: &str) -> Option<String> {
+/// The warnings of QEMU's tools that scripts know.
+fn as_qemu(persona: Persona, text: &str) -> Option<String> {
+    if text.starts_with("Use of \"backing\"") {
+        return Some(format!("{}: warning: {text}\n", persona.name()));
+    }
     text.split_once(": the image format was not given").map(|(name, _)| {
         format!(
             "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \

@@ -6,8 +6,8 @@ use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::encryption::{Cipher, NewEncryption, encrypt};
 use crate::node::Preallocation;
-use crate::open::{is_nbd_name, open_nbd_file};
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
+use crate::open::{is_nbd_name, is_read_only_device, open_nbd_file};
+use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, rt, sync_folder_of,
     text_of_path,
@@ -122,6 +122,12 @@ async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> 
     let name = text_of_path(path);
     if is_nbd_name(&name) {
         return take_export(&name, len).await;
+    }
+    if is_read_only_device(path) {
+        let sentence = "Protocol driver 'host_device' does not support creating new images, so an existing image must be \
+                        selected as the target; however, opening the given target as an existing image failed: The device \
+                        is not writable";
+        return Err(Error::os(Errno::EACCES, "the device is not writable").file(name).qemu(sentence));
     }
     let existed = std::fs::metadata(path).is_ok_and(|metadata| metadata.len() > 0);
     let options =
@@ -287,8 +293,18 @@ pub async fn write_fresh_raw(file: &File, size: u64, preallocation: Preallocatio
     if size > 0 {
         file.set_len(size).await?;
         reserve(file, 0, size, preallocation).await?;
+        if preallocation == Preallocation::Off && !file.is_device() {
+            allocate_first_block(file, size).await?;
+        }
     }
     file.sync().await
+}
+
+/// Gives a new file its first block, as QEMU does: what wants to know how direct I/O must be aligned reads it, and in a hole
+/// any alignment works.
+async fn allocate_first_block(file: &File, size: u64) -> Result<()> {
+    const BLOCK_BYTES: u64 = 4096;
+    write(file, 0, &vec![0; usize::try_from(size.min(BLOCK_BYTES)).unwrap_or_default()]).await
 }
 
 /// Makes `file`, whose contents count for nothing, a fresh qcow2 image. Its header is written last, after a barrier:

@@ -199,7 +199,16 @@ impl OptionValues {
                 parse_on_off(&value).ok_or_else(|| wrong(option, "'on' or 'off'", &value))?;
                 value
             }
+            // QEMU counts a negative number from 2^64 down, and shows it as it was given.
+            Number if value.starts_with('-') => {
+                parse_number(&value[1..]).ok_or_else(|| wrong(option, "a number", &value))?;
+                value
+            }
             Number => parse_number(&value).ok_or_else(|| wrong(option, "a number", &value))?.to_string(),
+            Size if value.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => {
+                let sentence = format!("Value '{value}' is out of range for parameter '{}'", option.name);
+                return Err(wrong(option, SIZE_EXPECTED, &value).qemu(sentence));
+            }
             Size => parse_size(&value).map_err(|_| wrong(option, SIZE_EXPECTED, &value))?.to_string(),
         };
         self.values.retain(|(name, _)| *name != option.name);
@@ -237,7 +246,11 @@ impl OptionValues {
 
     /// The value of a number or size.
     pub fn number(&self, key: &str) -> Option<u64> {
-        self.get(key).and_then(|value| value.parse().ok())
+        let value = self.get(key)?;
+        match value.strip_prefix('-') {
+            Some(rest) => parse_number(rest).map(u64::wrapping_neg),
+            None => value.parse().ok(),
+        }
     }
 
     /// ` key=value key=value`, in the order of the schema; commas are doubled as qemu-img doubles them.

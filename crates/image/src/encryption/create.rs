@@ -152,7 +152,7 @@ fn secret_of(option: &str, id: Option<&str>, secrets: &[(String, Secret)]) -> Re
     };
     let found = secrets.iter().find(|(known, _)| known == id);
     let (_, secret) = found.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?;
-    Ok(secret.clone())
+    secret.clone().passphrase(id)
 }
 
 /// The volume, its master key, and what to write.

@@ -131,7 +131,7 @@ fn free_slot(volume: &Volume, wanted: Option<usize>, force: bool) -> Result<usiz
     check_slot(slot)?;
     match is_active(volume, slot) && !force {
         true => {
-            let message = format!("Refusing to overwrite active keyslot {slot} - please erase it first, or force it");
+            let message = format!("Refusing to overwrite active keyslot {slot} - please erase it first");
             Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot").value(slot))
         }
         false => Ok(slot),

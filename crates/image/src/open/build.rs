@@ -20,6 +20,7 @@ use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOption
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, File, FileIdentity, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -78,7 +79,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         warnings: RefCell::default(),
     });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
-    let node = opener.node(options, place).await?;
+    let node = as_metadata(opener.node(options, place)).await?;
     if wants_snapshot && node.qcow2().is_none() {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
         let sentence = format!(
@@ -243,6 +244,10 @@ impl Opener {
         match schema.name {
             "blkdebug" => options::read_config(&mut draft.options)?,
             "quorum" => options::check_quorum(&draft.options)?,
+            "qcow2" if draft.options.text("backing") == Some("") => {
+                let text = "Use of \"backing\": \"\" is deprecated; use \"backing\": null instead";
+                self.warnings.borrow_mut().push(text.to_owned());
+            }
             _ => {}
         }
         schema.check(&mut draft.options, &draft.place.path)?;
@@ -542,7 +547,7 @@ impl Opener {
 }
 
 /// True for a block device that takes no writes, which the system tells who writes only.
-fn is_read_only_device(path: &std::path::Path) -> bool {
+pub(crate) fn is_read_only_device(path: &std::path::Path) -> bool {
     let Ok(metadata) = std::fs::metadata(path) else { return false };
     let device = std::os::unix::fs::MetadataExt::rdev(&metadata);
     let major = ((device >> 8) & 0xfff) | ((device >> 32) & !0xfff);

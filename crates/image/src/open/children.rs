@@ -97,7 +97,7 @@ impl Opener {
     pub(crate) fn secret(&self, id: &str) -> Result<Secret> {
         let given = self.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
         let secret = given.or_else(|| self.graph.secret(id));
-        secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))
+        secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?.passphrase(id)
     }
 
     /// True when the backing file is to be opened, or the options name one.
@@ -125,12 +125,8 @@ impl Opener {
     async fn data_file(self: &Rc<Self>, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
         let given = draft.options.get("data-file").cloned();
         if !header.has_data_file() {
-            return match given {
-                None => Ok(None),
-                Some(_) => {
-                    Err(Error::invalid_argument("'data-file' is given, but the image has no data file").file(image))
-                }
-            };
+            // As in QEMU it is nothing wrong to give one: the image needs no second file.
+            return Ok(None);
         }
         let spec = match (given, header.data_file_name()) {
             (Some(spec), _) => spec,
@@ -141,7 +137,9 @@ impl Opener {
             }
             (None, None) => {
                 let message = "'data-file' is required for this image: its header names none";
-                return Err(Error::invalid_argument(message).file(image));
+                return Err(Error::invalid_argument(message)
+                    .file(image)
+                    .qemu("'data-file' is required for this image"));
             }
             (None, Some(name)) => {
                 self.policy.check(self.policy.allow_data_file, "the data file", &name, image)?;

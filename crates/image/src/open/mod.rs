@@ -13,7 +13,7 @@ mod null;
 mod permissions;
 mod policy;
 
-pub(crate) use build::{Draft, Opener};
+pub(crate) use build::{Draft, Opener, is_read_only_device};
 pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;
@@ -128,6 +128,11 @@ impl OpenRequest {
     pub fn writable(mut self, writable: bool) -> Self {
         self.writable = writable;
         self
+    }
+
+    /// True where it is opened for writing, unless options say otherwise.
+    pub fn is_writable(&self) -> bool {
+        self.writable
     }
 
     /// Share everything with other users of the files (`-U`): what is read may be inconsistent. Not with `writable`.

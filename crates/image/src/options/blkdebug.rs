@@ -143,6 +143,8 @@ fn fault_rule(rule: &Value) -> FaultRule {
         Some("corrupt") => FaultAction::Corrupt,
         Some("lose") => FaultAction::Lose,
         Some("delay") => FaultAction::Pass,
+        // As in QEMU a rule without an error only waits.
+        _ if errno.0 == 0 => FaultAction::Pass,
         _ => FaultAction::Fail(errno),
     };
     let range = number(rule, "sector").map(|first| {
@@ -159,7 +161,8 @@ fn fault_rule(rule: &Value) -> FaultRule {
         skip: number(rule, "skip").unwrap_or(0),
         times: if once { 1 } else { number(rule, "times").unwrap_or(u64::MAX) },
         probability_percent: number(rule, "probability-percent").and_then(|p| u8::try_from(p).ok()).unwrap_or(100),
-        delay: Duration::from_millis(number(rule, "delay-ms").unwrap_or(0)),
+        delay: Duration::from_millis(number(rule, "delay-ms").unwrap_or(0))
+            .saturating_add(Duration::from_nanos(number(rule, "delay-ns").unwrap_or(0))),
         action,
     }
 }

@@ -90,17 +90,21 @@ fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
             }
             is_unix
         }
-        (None, Some(_), Some(_)) => return Err(Error::invalid_argument("'path' and 'host' exclude one another")),
+        (None, Some(_), Some(_)) => {
+            return Err(Error::invalid_argument("path and host may not be used at the same time"));
+        }
         (None, Some(_), None) => true,
         (None, None, Some(_)) => false,
         (None, None, None) => {
-            return Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path' or 'server.host'"));
+            let message = "driver 'nbd' needs the option 'server.path' or 'server.host'";
+            return Err(Error::invalid_argument(message).qemu("NBD server address missing"));
         }
     };
     if is_unix {
         let path = server.text("path").unwrap_or_default();
         return match path.is_empty() {
-            true => Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path'")),
+            true => Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path'")
+                .qemu("Parameter 'path' is missing")),
             false => Ok(SocketAddress::Unix(path.to_owned())),
         };
     }

@@ -578,5 +578,15 @@ impl<'a> Iterator for Extensions<'a> {
 }
 
 fn parse_extensions(area: &[u8], header: &Header) -> Result<Vec<Extension>> {
-    Extensions::new(area, header).map(|raw| raw.and_then(|(kind, data)| Extension::parse(kind, data))).collect()
+    let mut extensions: Vec<Extension> = Vec::new();
+    for raw in Extensions::new(area, header) {
+        let (kind, data) = raw?;
+        let extension = Extension::parse(kind, data)?;
+        // Of a known kind that appears twice the last one counts, as in QEMU: an image with such a header can be repaired then.
+        if !matches!(extension, Extension::Unknown { .. }) {
+            extensions.retain(|earlier| earlier.kind() != kind || matches!(earlier, Extension::Unknown { .. }));
+        }
+        extensions.push(extension);
+    }
+    Ok(extensions)
 }

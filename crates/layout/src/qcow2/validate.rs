@@ -225,7 +225,8 @@ fn encryption(header: &Header) -> Result<()> {
     match (header.crypt_method, header.encryption_header()) {
         (0 | 1, None) => Ok(()),
         (0 | 1, Some(_)) => method("encryption header extension without LUKS encryption"),
-        (2, None) => method("LUKS encryption without the encryption header extension"),
+        (2, None) => method("LUKS encryption without the encryption header extension")
+            .map_err(|error| error.qemu("Missing CRYPTO header for crypt method 2")),
         (2, Some(pointer)) => {
             aligned("encryption_header_offset", pointer.offset, header)?;
             region("encryption_header_offset", pointer.offset, pointer.length, limits::ENCRYPTION_HEADER_BYTES)
@@ -268,7 +269,7 @@ fn tables(header: &Header) -> Result<()> {
 fn l1_table(header: &Header) -> Result<()> {
     if header.size > i64::MAX as u64 {
         let message = "virtual size is 2^63 bytes or more";
-        return Err(Error::invalid_image("size", header.size, message).offset(offset::SIZE));
+        return Err(Error::invalid_image("size", header.size, message).offset(offset::SIZE).qemu("Image is too big"));
     }
     let bytes = u64::from(header.l1_size) * 8;
     if bytes > limits::L1_BYTES {

@@ -258,7 +258,11 @@ impl Handshake<'_> {
 pub(super) fn refused(kind: u32, message: &str, export: &str) -> Error {
     let because = if message.is_empty() { String::new() } else { format!(": {message}") };
     match kind {
-        rep::ERR_UNKNOWN => Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}")),
+        rep::ERR_UNKNOWN => {
+            let said = if message.is_empty() { String::new() } else { format!("\nserver reported: {message}") };
+            Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}"))
+                .qemu(format!("Requested export not available{said}"))
+        }
         rep::ERR_TLS_REQD => Error::new(ErrorKind::PermissionDenied, format!("the server insists on TLS{because}")),
         rep::ERR_SHUTDOWN => Error::new(ErrorKind::Busy, format!("the server is stopping{because}")),
         rep::ERR_POLICY => Error::new(ErrorKind::PermissionDenied, format!("the server refuses the export{because}")),

@@ -6,7 +6,9 @@
 
 mod breakpoints;
 mod medium;
+mod metadata;
 mod rules;
 
 pub(crate) use medium::FaultyFile;
+pub use metadata::{AsMetadata, as_metadata};
 pub use rules::{Event, FaultAction, FaultRule, Faults, IoType, StateRule};

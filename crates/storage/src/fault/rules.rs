@@ -2,6 +2,7 @@
 //! The rule table of a file with faults: which operation is hit, and by what. No I/O here.
 
 use super::breakpoints::{Breakpoints, Held};
+use super::metadata::is_metadata;
 use crate::sim::Rng;
 use cowshed_block::Errno;
 use std::ops::Range;
@@ -74,9 +75,9 @@ macro_rules! events {
 events! {
     /// The rule doesn't wait.
     None = "none",
-    /// Before any read.
+    /// Before a read of guest data: of any but those that a format marks as its own ([`super::as_metadata`]).
     ReadAio = "read_aio",
-    /// Before any write.
+    /// Before a write of guest data: of any but those that a format marks as its own.
     WriteAio = "write_aio",
     /// Before any write, after [`Event::WriteAio`].
     Pwritev = "pwritev",
@@ -150,13 +151,13 @@ events! {
     ClusterAllocBytes = "cluster_alloc_bytes",
     /// Before freed clusters may be used again.
     ClusterFree = "cluster_free",
-    /// Known for the sake of scripts; nothing here causes it.
+    /// Before the first block of a write is read, where the write covers a part of it only.
     PwritevRmwHead = "pwritev_rmw_head",
-    /// Known for the sake of scripts; nothing here causes it.
+    /// After that block was read.
     PwritevRmwAfterHead = "pwritev_rmw_after_head",
-    /// Known for the sake of scripts; nothing here causes it.
+    /// Before the last block of a write is read, where the write covers a part of it only.
     PwritevRmwTail = "pwritev_rmw_tail",
-    /// Known for the sake of scripts; nothing here causes it.
+    /// After that block was read.
     PwritevRmwAfterTail = "pwritev_rmw_after_tail",
     /// Before all clusters of a disk are given back.
     EmptyImagePrepare = "empty_image_prepare",
@@ -178,6 +179,8 @@ impl Event {
 
     fn before(io: IoType) -> &'static [Event] {
         match io {
+            IoType::Read if is_metadata() => &[],
+            IoType::Write if is_metadata() => &[Event::Pwritev],
             IoType::Read => &[Event::ReadAio],
             IoType::Write => &[Event::WriteAio, Event::Pwritev],
             IoType::WriteZeroes => &[Event::PwritevZero],

@@ -6,7 +6,7 @@ use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
-use cowshed_storage::fault::Event;
+use cowshed_storage::fault::{Event, as_metadata};
 use futures_util::stream::{self, StreamExt};
 use std::sync::atomic::Ordering;
 
@@ -131,6 +131,13 @@ impl Qcow2Driver {
     /// Writes metadata side by side and waits for all of it, also after an error: a write that is still on its way
     /// must not meet the next one to its place.
     pub(super) async fn write_all(&self, writes: &[MetaWrite]) -> Result<()> {
+        match self.file.faults() {
+            Some(_) => as_metadata(self.write_side_by_side(writes)).await,
+            None => self.write_side_by_side(writes).await,
+        }
+    }
+
+    async fn write_side_by_side(&self, writes: &[MetaWrite]) -> Result<()> {
         let mut running = stream::iter(writes)
             .map(|write| self.file.write_at(IoBuf::copy_from(&write.bytes), write.host.0))
             .buffer_unordered(WRITES_AT_ONCE);

@@ -49,7 +49,7 @@ use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};
-use cowshed_storage::fault::Event;
+use cowshed_storage::fault::{Event, as_metadata};
 use cowshed_storage::{File, IoBuf};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -190,7 +190,7 @@ impl Qcow2Driver {
         }
         if self.corrupt.load(Ordering::Relaxed) {
             let message = "the image is marked as corrupt: nothing more is written to it";
-            return Err(self.error(Error::new(ErrorKind::InvalidImage, message).with_errno(Errno::EIO)));
+            return Err(self.error(Error::new(ErrorKind::InvalidImage, message).with_errno(Errno::ENOMEDIUM)));
         }
         match self.file.poison().or_else(|| self.data_file.as_ref().and_then(File::poison)) {
             Some(error) => Err(error),
@@ -292,7 +292,6 @@ impl Qcow2Driver {
         Err(error)
     }
 
-    /// Reads a table for the engine.
     /// Tells the faults of the file, where it has some, what comes next.
     async fn meet(&self, event: Event) {
         if let Some(faults) = self.file.faults() {
@@ -300,6 +299,7 @@ impl Qcow2Driver {
         }
     }
 
+    /// Reads a table for the engine.
     async fn load(&self, load: Load) -> Result<()> {
         struct Guard<'a>(&'a Qcow2Driver, Option<Load>);
         impl Drop for Guard<'_> {
@@ -322,7 +322,11 @@ impl Qcow2Driver {
             return Err(self.error(Error::invalid_image("table", load.host, message).with_errno(Errno::EIO)));
         }
         self.meet(event).await;
-        let (result, buf) = self.file.read_at(IoBuf::try_zeroed(load.len)?, load.host.0).await;
+        let read = self.file.read_at(IoBuf::try_zeroed(load.len)?, load.host.0);
+        let (result, buf) = match self.file.faults() {
+            Some(_) => as_metadata(read).await,
+            None => read.await,
+        };
         result?;
         guard.1 = None;
         match self.engine.loaded(&load, &buf) {

@@ -46,7 +46,12 @@ impl Qcow2Driver {
         let old = self.size();
         // What a shrink that was cut off has left there.
         self.unmap_behind(old).await?;
-        self.zero_new_range(old, size).await?;
+        // Clusters that are preallocated hold zeroes by that.
+        let zeroed = match preallocation {
+            Preallocation::Off => size,
+            _ => old.next_multiple_of(self.cluster_size()).min(size),
+        };
+        self.zero_new_range(old, zeroed).await?;
         if preallocation != Preallocation::Off
             && let Err(error) = self.preallocate(old, size - old, preallocation, |_| {}).await
         {

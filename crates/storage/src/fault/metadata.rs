@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Tells the rules which operations are a format's own: they are no reads and writes of guest data.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+thread_local! {
+    static IS_METADATA: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `work` does to files with faults causes no [`super::Event::ReadAio`] and no [`super::Event::WriteAio`].
+pub fn as_metadata<F: Future>(work: F) -> AsMetadata<F> {
+    AsMetadata(Box::pin(work))
+}
+
+/// See [`as_metadata`].
+pub struct AsMetadata<F>(Pin<Box<F>>);
+
+impl<F: Future> Future for AsMetadata<F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let _scope = Scope(IS_METADATA.replace(true));
+        self.0.as_mut().poll(cx)
+    }
+}
+
+/// Restores what was before, also after a panic.
+struct Scope(bool);
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        IS_METADATA.set(self.0);
+    }
+}
+
+pub(super) fn is_metadata() -> bool {
+    IS_METADATA.get()
+}
