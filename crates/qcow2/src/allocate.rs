@@ -72,6 +72,9 @@ enum Class {
     New { whole: bool },
 }
 
+/// The slice that was looked up last, with its number: neighbouring clusters share it.
+type LastSlice = Option<(u64, Arc<Slice>)>;
+
 /// One entry as found.
 struct Found {
     entry: L2Entry,
@@ -82,36 +85,46 @@ struct Found {
 
 impl Engine {
     /// Plans a write of `len` bytes at `guest`, as far as it comes in one piece: see [`Allocation::data_end`]. `Retry`
-    /// when the first byte can be written in place after all.
-    pub fn begin_allocate(&self, guest: GuestOffset, len: u64) -> Planned<Allocation> {
-        self.plan_allocation(guest, len, false)
+    /// when the first byte can be written in place after all; with `bounded`, `WriteBack` when too much metadata is dirty.
+    pub fn begin_allocate(&self, guest: GuestOffset, len: u64, bounded: bool) -> Planned<Allocation> {
+        let mut state = self.own();
+        if bounded && self.is_beyond_bound(&state, true) {
+            return Err(Stall::WriteBack);
+        }
+        self.plan_allocation(&mut state, guest, len, false)
     }
 
-    fn plan_allocation(&self, guest: GuestOffset, len: u64, only_unallocated: bool) -> Planned<Allocation> {
-        let mut state = self.own();
-        let clusters = self.clusters_at_once(&mut state, guest, len)?;
+    fn plan_allocation(
+        &self,
+        state: &mut State,
+        guest: GuestOffset,
+        len: u64,
+        only_unallocated: bool,
+    ) -> Planned<Allocation> {
+        let clusters = self.clusters_at_once(state, guest, len)?;
         let end = (guest.0 + len).min(clusters.end << self.geometry.cluster_bits());
-        let first = self.find(&mut state, clusters.start, guest.0..end)?;
+        let mut slice = None;
+        let first = self.find(state, &mut slice, clusters.start, guest.0..end)?;
         if only_unallocated && first.cluster != Cluster::Unallocated {
             return Err(Stall::Retry);
         }
         let mut count = 1;
         while count < clusters.end - clusters.start {
             let cluster = clusters.start + count;
-            match self.peek(&mut state, cluster, guest.0..end)? {
-                Some(next) if self.refuse_overlap(&state, next.entry).is_err() => break,
+            match self.peek(state, &mut slice, cluster, guest.0..end)? {
+                Some(next) if self.refuse_overlap(state, next.entry).is_err() => break,
                 Some(next) if only_unallocated && next.cluster != Cluster::Unallocated => break,
                 Some(next) if self.continues_class(&first, &next, count) => count += 1,
                 _ => break,
             }
         }
         let hit = |stall| narrowed(stall, guest.within(self.geometry.cluster_bits()), end - guest.0);
-        self.refuse_overlap(&state, first.entry).map_err(hit)?;
+        self.refuse_overlap(state, first.entry).map_err(hit)?;
         let (base, count, is_zero, is_new) = match first.class {
             Class::InPlace => return Err(Stall::Retry),
-            Class::Reuse(host) => (host, count, self.data_file_is_zero(&mut state, host, count), false),
+            Class::Reuse(host) => (host, count, self.data_file_is_zero(state, host, count), false),
             Class::New { .. } => {
-                let run = self.allocate(&mut state, count, None)?;
+                let run = self.allocate(state, count, None)?;
                 (HostOffset(run.cluster << self.geometry.cluster_bits()), run.count, run.is_zero, true)
             }
         };
@@ -119,7 +132,7 @@ impl Engine {
         let end = end.min(clusters.end << self.geometry.cluster_bits());
         let last = match count {
             1 => None,
-            _ => self.peek(&mut state, clusters.end - 1, guest.0..end)?,
+            _ => self.peek(state, &mut slice, clusters.end - 1, guest.0..end)?,
         };
         let mut allocation = Allocation {
             start: guest,
@@ -140,7 +153,7 @@ impl Engine {
         self.set_edges(&mut allocation, &first, last.as_ref().unwrap_or(&first))?;
         allocation.host =
             base + (allocation.start - GuestOffset(allocation.clusters.start << self.geometry.cluster_bits()));
-        self.lock(&mut state, &allocation.clusters);
+        self.lock(state, &allocation.clusters);
         Ok(allocation)
     }
 
@@ -160,15 +173,14 @@ impl Engine {
         let bits = self.geometry.cluster_bits();
         let start = guest.align_down(bits);
         let end = (guest.0 + len).div_ceil(1 << bits) << bits;
-        {
-            let mut state = self.own();
-            let clusters = self.clusters_at_once(&mut state, start, end - start.0)?;
-            let found = self.find(&mut state, clusters.start, start.0..start.0 + self.geometry.cluster_size())?;
-            if found.cluster != Cluster::Unallocated {
-                return Ok(None);
-            }
+        let mut state = self.own();
+        let clusters = self.clusters_at_once(&mut state, start, end - start.0)?;
+        let found =
+            self.find(&mut state, &mut None, clusters.start, start.0..start.0 + self.geometry.cluster_size())?;
+        if found.cluster != Cluster::Unallocated {
+            return Ok(None);
         }
-        self.plan_allocation(start, end - start.0, true).map(Some)
+        self.plan_allocation(&mut state, start, end - start.0, true).map(Some)
     }
 
     /// The clusters of a request that may be planned at once: below one L2 table, not locked by others.
@@ -187,39 +199,60 @@ impl Engine {
         Ok(first..end)
     }
 
-    /// Slice and word of a guest cluster's entry, if the slice is at hand without I/O.
-    fn slice_at_hand(&self, state: &mut State, cluster: u64) -> Option<(Arc<Slice>, u64, usize)> {
+    /// Where a guest cluster's entry is: L1 index, index of the slice in its table, number of the slice, word in the slice.
+    fn entry_position(&self, cluster: u64) -> (usize, usize, u64, usize) {
         let guest = GuestOffset(cluster << self.geometry.cluster_bits());
         let l1_index = self.geometry.l1_index(guest) as usize;
         let (index, word) = self.slice_position(self.geometry.l2_index(guest));
-        let number = self.slice_number(l1_index, index);
-        if self.directory.slice(l1_index, index).is_none() && !state.tables.fresh.contains_key(&l1_index) {
-            return None;
-        }
-        self.slice(state, l1_index, index).ok().map(|slice| (slice, number, word))
+        (l1_index, index, self.slice_number(l1_index, index), word)
     }
 
     /// The slice of a guest cluster below an allocated table: slice, number, word.
     pub(crate) fn entry_slice(&self, state: &mut State, cluster: u64) -> Planned<(Arc<Slice>, u64, usize)> {
-        let guest = GuestOffset(cluster << self.geometry.cluster_bits());
-        let l1_index = self.geometry.l1_index(guest) as usize;
-        let (index, word) = self.slice_position(self.geometry.l2_index(guest));
-        Ok((self.slice(state, l1_index, index)?, self.slice_number(l1_index, index), word))
+        let (l1_index, index, number, word) = self.entry_position(cluster);
+        Ok((self.slice(state, l1_index, index)?, number, word))
     }
 
-    fn find(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Found> {
-        let (slice, _, word) = self.entry_slice(state, cluster)?;
+    /// As [`Self::entry_slice`], from `last` where the slice is the same; kept there otherwise.
+    fn next_slice<'a>(
+        &self,
+        state: &mut State,
+        last: &'a mut LastSlice,
+        cluster: u64,
+    ) -> Planned<(&'a mut Arc<Slice>, u64, usize)> {
+        let (l1_index, index, number, word) = self.entry_position(cluster);
+        let slice = match last.take_if(|(known, _)| *known == number) {
+            Some((_, slice)) => slice,
+            None => self.slice(state, l1_index, index)?,
+        };
+        Ok((&mut last.insert((number, slice)).1, number, word))
+    }
+
+    fn find(&self, state: &mut State, last: &mut LastSlice, cluster: u64, touched: Range<u64>) -> Planned<Found> {
+        let (slice, _, word) = self.next_slice(state, last, cluster)?;
         let at = GuestOffset(touched.start.max(cluster << self.geometry.cluster_bits()));
-        let found = self.classify(&slice, word, cluster, touched);
+        let found = self.classify(slice, word, cluster, touched);
         Ok(found.map_err(|error| self.entry_damage(error, at, L2Entry(slice.word(word)), Purpose::Write))?)
     }
 
-    fn peek(&self, state: &mut State, cluster: u64, touched: Range<u64>) -> Planned<Option<Found>> {
-        match self.slice_at_hand(state, cluster) {
-            // A bad entry further on is met again, as the first one of a later plan.
-            Some((slice, _, word)) => Ok(self.classify(&slice, word, cluster, touched).ok()),
-            None => Ok(None),
+    /// As [`Self::find`]; `None` where the slice isn't at hand without I/O.
+    fn peek(
+        &self,
+        state: &mut State,
+        last: &mut LastSlice,
+        cluster: u64,
+        touched: Range<u64>,
+    ) -> Planned<Option<Found>> {
+        let (l1_index, index, number, _) = self.entry_position(cluster);
+        let is_at_hand = last.as_ref().is_some_and(|(known, _)| *known == number)
+            || self.directory.slice(l1_index, index).is_some()
+            || state.tables.fresh.contains_key(&l1_index);
+        if !is_at_hand {
+            return Ok(None);
         }
+        let (slice, _, word) = self.next_slice(state, last, cluster)?;
+        // A bad entry further on is met again, as the first one of a later plan.
+        Ok(self.classify(slice, word, cluster, touched).ok())
     }
 
     fn classify(&self, slice: &Slice, word: usize, cluster: u64, touched: Range<u64>) -> Result<Found, Error> {
@@ -357,13 +390,13 @@ impl Engine {
     fn publish(&self, allocation: Allocation, preallocation: bool) -> Result<(), Error> {
         let mut state = self.own();
         let bits = self.geometry.cluster_bits();
-        let mut lost = Vec::new();
+        let (mut lost, mut last) = (Vec::new(), None);
         let clusters = allocation.clusters.clone();
         for cluster in clusters.clone() {
-            let Ok((mut slice, number, word)) = self.entry_slice(&mut state, cluster) else {
+            let Ok((slice, number, word)) = self.next_slice(&mut state, &mut last, cluster) else {
                 return Err(Error::internal("a busy L2 slice left the cache"));
             };
-            let old = self.entry_of(&slice, word);
+            let old = self.entry_of(slice, word);
             let host = allocation.base + ((cluster - clusters.start) << bits);
             let is_whole = (cluster == clusters.start && allocation.whole.0)
                 || (cluster == clusters.end - 1 && allocation.whole.1);
@@ -389,7 +422,7 @@ impl Engine {
             if allocation.is_new {
                 self.references_of(L2Entry(old.0), &mut lost);
             }
-            self.edit_entry(&mut state, number, &mut slice, word, (entry.0, bitmap.0));
+            self.edit_entry(&mut state, number, slice, word, (entry.0, bitmap.0));
         }
         self.retire(&mut state, lost);
         self.unlock(&mut state, &clusters);

@@ -66,6 +66,8 @@ pub enum Stall {
     Wait,
     /// Plan again at once: the mapping isn't what the caller took it to be.
     Retry,
+    /// Run a write-back cycle first, then plan again: too much of the metadata is dirty; see [`Engine::wants_writeback`].
+    WriteBack,
     /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
     GrowRefcounts,
     /// The container of the image can't grow and has no room for it. It may be longer than it was
@@ -329,7 +331,10 @@ impl Engine {
     /// True when enough of the cache is dirty, or enough freed space waits for a cycle, that the caller should run a
     /// write-back cycle before going on. `allocates`: the caller is going to make the file longer otherwise.
     pub fn wants_writeback(&self, allocates: bool) -> bool {
-        let state = self.own();
+        self.is_beyond_bound(&self.own(), allocates)
+    }
+
+    pub(crate) fn is_beyond_bound(&self, state: &State, allocates: bool) -> bool {
         if state.freed_in_cycle > LEAST_FREED_CLUSTERS && self.holds_much_freed(state.freed_in_cycle, allocates) {
             return true;
         }

@@ -10,7 +10,8 @@ use crate::tables::Dirt;
 use cowshed_block::memory::vec_for;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use foldhash::{HashMap, HashMapExt};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// A refcount block in memory.

@@ -7,7 +7,8 @@
 
 use crate::engine::{Engine, Planned, Stall, State};
 use cowshed_block::HostOffset;
-use std::collections::{BTreeMap, HashSet};
+use foldhash::HashSet;
+use std::collections::BTreeMap;
 
 /// Space in the image file that must be reserved before the plan can be made.
 ///

@@ -10,7 +10,8 @@ use crate::room::Edit;
 use crate::slice::Slice;
 use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use foldhash::{HashMap, HashMapExt};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -319,7 +320,11 @@ impl Engine {
 
     /// Where the L2 table behind an L1 entry is, checked against the file.
     pub(crate) fn l2_table(&self, state: &State, l1_index: usize) -> Result<Option<HostOffset>, Error> {
-        let entry = L1Entry(self.directory.l1(l1_index));
+        self.table_of(state, l1_index, L1Entry(self.directory.l1(l1_index)))
+    }
+
+    /// As [`Self::l2_table`], with the entry at hand.
+    fn table_of(&self, state: &State, l1_index: usize, entry: L1Entry) -> Result<Option<HostOffset>, Error> {
         let table = entry.table(self.geometry).map_err(|error| {
             let (offset, index) = (hex(entry.offset().0), hex(l1_index as u64));
             error.with_report(format!("L2 table offset {offset} unaligned (L1 index: {index})"))
@@ -336,7 +341,7 @@ impl Engine {
     /// Makes sure that there is an L2 table for `l1_index` which only we refer to, so that its entries may be edited.
     pub(crate) fn own_table(&self, state: &mut State, l1_index: usize, edit: Edit) -> Planned<()> {
         let old = L1Entry(self.directory.l1(l1_index));
-        let table = self.l2_table(state, l1_index)?;
+        let table = self.table_of(state, l1_index, old)?;
         if let Some(host) = table
             && state.overlapping_tables.contains(&l1_index)
         {

@@ -118,6 +118,7 @@ impl Disk {
                 Err(Stall::Load(load)) => self.load(&load),
                 Err(Stall::Reserve(reserve)) => self.engine.reserved(&reserve),
                 Err(Stall::Retry) => {}
+                Err(Stall::WriteBack) => self.cycle(),
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
                 Err(Stall::Wait) => panic!("a single request waits for nobody"),
                 Err(Stall::Full) => panic!("the file can grow"),
@@ -217,7 +218,7 @@ impl Disk {
     }
 
     fn write_allocating(&mut self, at: u64, data: &[u8]) -> usize {
-        let allocation = self.plan(|engine| engine.begin_allocate(GuestOffset(at), data.len() as u64));
+        let allocation = self.plan(|engine| engine.begin_allocate(GuestOffset(at), data.len() as u64, true));
         assert_eq!(allocation.data_start.0, at);
         let len = (allocation.data_end - allocation.data_start) as usize;
         let mut bytes = Vec::new();
@@ -488,16 +489,19 @@ fn an_aborted_write_leaves_the_old_data_and_gives_its_clusters_back() {
         budget_bytes: u64::MAX,
     };
     let mut disk = Disk::new(shape);
-    let allocation = disk.plan(|engine| engine.begin_allocate(GuestOffset(8192), 4096));
+    let allocation = disk.plan(|engine| engine.begin_allocate(GuestOffset(8192), 4096, false));
     let host = allocation.host;
-    assert!(matches!(disk.engine.begin_allocate(GuestOffset(8192), 4096), Err(Stall::Wait)), "the cluster is locked");
+    assert!(
+        matches!(disk.engine.begin_allocate(GuestOffset(8192), 4096, false), Err(Stall::Wait)),
+        "the cluster is locked"
+    );
     disk.write_host(host.0, &[7; 100]);
     disk.engine.abort(allocation, true);
     assert_eq!(disk.read(8192, 4096), vec![0; 4096]);
     disk.flush();
     disk.check();
     // The space is found again, and nobody takes it for zero.
-    let again = disk.plan(|engine| engine.begin_allocate(GuestOffset(0), 100));
+    let again = disk.plan(|engine| engine.begin_allocate(GuestOffset(0), 100, false));
     assert_eq!(again.host, HostOffset(host.0));
     assert!(!again.host_is_zero);
     disk.engine.abort(again, true);

@@ -50,11 +50,12 @@ impl Qcow2Driver {
     pub(super) async fn write_allocating(&self, at: u64, mut buf: IoBuf) -> (Result<u64>, IoBuf, IoBuf) {
         let len = buf.len() as u64;
         self.meet(Event::ClusterAlloc).await;
-        let planned = match self.make_room().await {
-            Ok(()) => self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len)).await,
-            Err(error) => Err(error),
-        };
-        let allocation = match planned {
+        let mut bounded = true;
+        let plan = self.try_plan(|engine| {
+            let bounded = std::mem::take(&mut bounded);
+            engine.begin_allocate(GuestOffset(at), len, bounded)
+        });
+        let allocation = match plan.await {
             Ok(Some(allocation)) => allocation,
             other => {
                 let none = buf.split_to(0);
@@ -99,6 +100,18 @@ impl Qcow2Driver {
         if allocation.encrypted {
             return self.write_filled_encrypted(allocation, data).await;
         }
+        let head_len = allocation.data_start - allocation.start;
+        let tail_len = allocation.end - allocation.data_end;
+        let is_there = |fill, len| len == 0 || fill == Fill::None || (fill == Fill::Zero && allocation.host_is_zero);
+        if is_there(allocation.head, head_len) && is_there(allocation.tail, tail_len) {
+            return self.stored_in(allocation.file).write_at(data, allocation.host.0 + head_len).await;
+        }
+        // In a box: the common case doesn't move what only this needs.
+        Box::pin(self.write_around(allocation, data)).await
+    }
+
+    /// As [`Self::write_filled`], where something has to be written before or behind the data.
+    async fn write_around(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
         let head_len = allocation.data_start - allocation.start;
         let tail_len = allocation.end - allocation.data_end;
         let total = allocation.end - allocation.start;

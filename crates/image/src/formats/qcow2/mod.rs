@@ -242,6 +242,7 @@ impl Qcow2Driver {
                 Ok(())
             }
             Stall::Retry => Ok(()),
+            Stall::WriteBack => Box::pin(self.write_back(false)).await,
             Stall::GrowRefcounts => self.grow_refcounts().await,
             Stall::Full => Err(self.no_room()),
             Stall::Corrupt(error, hit) => self.mark_corrupt(error, Some(hit)).await,

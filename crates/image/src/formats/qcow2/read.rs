@@ -86,7 +86,7 @@ impl Qcow2Driver {
             },
             Direct::Zeroes => Way::Zeroes,
             Direct::Stalled(stall, seen) => Way::Stalled(stall, seen),
-            Direct::Other => Way::Other,
+            Direct::Nothing | Direct::Other => Way::Other,
         }
     }
 
@@ -114,7 +114,7 @@ impl Qcow2Driver {
                 Ok(()) => Err(buf),
                 Err(error) => Ok((Err(error), buf)),
             },
-            Direct::Zeroes | Direct::Below | Direct::Other => Err(buf),
+            Direct::Zeroes | Direct::Below | Direct::Nothing | Direct::Other => Err(buf),
         }
     }
 

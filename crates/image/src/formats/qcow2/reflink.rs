@@ -32,7 +32,7 @@ impl Qcow2Driver {
     /// As far as one allocation reaches.
     async fn share_some(&self, at: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
         self.make_room().await?;
-        let Some(allocation) = self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len)).await? else {
+        let Some(allocation) = self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len, false)).await? else {
             return Ok(0);
         };
         let mut pending = Pending::new(self, allocation);

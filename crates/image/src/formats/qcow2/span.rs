@@ -25,6 +25,8 @@ pub(super) enum Direct<'a> {
     Zeroes,
     /// Nothing of it is in this image: it reads as what is below.
     Below,
+    /// The mapping answered for no byte: not even the first one can be written in place.
+    Nothing,
     /// Several extents, or one that isn't plain data.
     Other,
     /// First this has to be settled, with the count of events from before.
@@ -63,6 +65,7 @@ impl Qcow2Driver {
                 [Extent { mapping: Mapping::Zero { .. }, .. }] => Direct::Zeroes,
                 _ => Direct::Other,
             },
+            Ok(0) => Direct::Nothing,
             Ok(_) => Direct::Other,
             // Who is told to load a table must do it: everybody else waits for that.
             Err(stall) => Direct::Stalled(stall, seen),

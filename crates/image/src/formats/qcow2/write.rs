@@ -33,10 +33,26 @@ impl Qcow2Driver {
                         return (Err(error), buf);
                     }
                 }
+                Direct::Nothing => return Box::pin(self.write_unmapped(offset, buf)).await,
                 Direct::Zeroes | Direct::Below | Direct::Other => {}
             }
         }
         Box::pin(self.write_alone(offset, buf)).await
+    }
+
+    /// As [`Self::write_range`] of an image without a cipher, where the first byte can't be written in place: the allocation
+    /// comes without a second look at the mapping.
+    async fn write_unmapped(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let (result, part, rest) = self.write_allocating(offset, buf).await;
+        match result {
+            Ok(_) if rest.is_empty() => (Ok(()), part),
+            // Boxed: most writes of a guest end in one allocation.
+            Ok(bytes) => {
+                let (result, rest) = Box::pin(self.write_range(offset + bytes, rest)).await;
+                (result, join(Some(part), rest))
+            }
+            Err(error) => (Err(error), join(Some(part), rest)),
+        }
     }
 
     /// As [`Self::write_range`], and no other write changes meanwhile what this one must leave as it is.
