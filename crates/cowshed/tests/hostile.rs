@@ -248,6 +248,24 @@ fn null_disks_in_images() {
     assert!(std::fs::read(bench.path("out")).unwrap().iter().all(|byte| *byte == 0));
 }
 
+/// A log of writes would be written to a file that the image names beside its backing file, with a commit.
+#[test]
+fn logs_of_writes_in_images() {
+    let bench = Bench::new();
+    let (base, victim) = (bench.path("base"), bench.path("victim"));
+    std::fs::write(&base, [1; 65536]).unwrap();
+    std::fs::write(&victim, [2; 65536]).unwrap();
+    let file = |path: &std::path::Path| serde_json::json!({"driver": "file", "filename": path});
+    let name = serde_json::json!({"driver": "blklogwrites", "file": file(&base), "log": file(&victim)});
+    bench.make(&format!("create -q -u -f qcow2 -F blklogwrites -b json:{name} evil 64k"));
+    for verb in ["convert -O raw evil out", "commit evil", "compare evil base", "info --backing-chain evil"] {
+        bench.expect_refused(verb, "a log of writes");
+    }
+    bench.expect_refused("convert -O raw --untrusted --allow backing,json evil out", "a log of writes");
+    bench.expect_ok("info evil");
+    assert!(std::fs::read(&victim).unwrap() == [2; 65536], "the file that the image names as log");
+}
+
 /// Tables that the format allows and that nobody needs, as in CVE-2014-0144, and larger ones.
 #[test]
 fn oversize_tables() {

@@ -162,7 +162,7 @@ impl Opener {
             Some(options) => options,
             None => protocol_options(name, &*self.files),
         }?;
-        self.policy.check_no_null(&options.clone().into(), name, image)?;
+        self.policy.check_drivers(&options.clone().into(), name, image)?;
         Ok(options)
     }
 
@@ -232,7 +232,7 @@ impl Opener {
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
         let options = named(&name, header.format.as_deref(), &*self.files)?;
-        self.policy.check_no_null(&options.clone().into(), &name, image)?;
+        self.policy.check_drivers(&options.clone().into(), &name, image)?;
         Ok(options)
     }
 

@@ -119,15 +119,17 @@ impl Policy {
         self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;
         // A name that means nothing is an error of its own where it is opened.
         match named(name, None, &HostFiles) {
-            Ok(options) => self.check_no_null(&options.into(), name, image),
+            Ok(options) => self.check_drivers(&options.into(), name, image),
             Err(_) => Ok(()),
         }
     }
 
-    /// Refuses a `null-*` disk on an image's word, whatever else is allowed: no image needs one, and in other programs its
-    /// reads show the reader's memory.
-    pub(crate) fn check_no_null(&self, options: &Value, name: &str, image: &str) -> Result<()> {
-        self.check(!has_null_driver(options), "a disk that is nothing by", name, image)
+    /// Refuses drivers that no image needs, whatever else is allowed. The reads of a `null-*` disk show the reader's memory in other
+    /// programs. `blklogwrites` would write to a second file as soon as the node is written to.
+    pub(crate) fn check_drivers(&self, options: &Value, name: &str, image: &str) -> Result<()> {
+        let is_null = |driver: &str| driver.starts_with("null-");
+        self.check(!has_driver(options, is_null), "a disk that is nothing by", name, image)?;
+        self.check(!has_driver(options, |driver| driver == "blklogwrites"), "a log of writes by", name, image)
     }
 
     pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {
@@ -139,14 +141,14 @@ impl Policy {
     }
 }
 
-/// True when a driver of an option tree is a `null-*` one.
-pub(crate) fn has_null_driver(options: &Value) -> bool {
+/// True when a driver of an option tree is one of those meant.
+fn has_driver(options: &Value, is_meant: fn(&str) -> bool) -> bool {
     match options {
         Value::Object(map) => map.iter().any(|(key, value)| match value {
-            Value::String(driver) => key == "driver" && driver.starts_with("null-"),
-            nested => has_null_driver(nested),
+            Value::String(driver) => key == "driver" && is_meant(driver),
+            nested => has_driver(nested, is_meant),
         }),
-        Value::Array(nodes) => nodes.iter().any(has_null_driver),
+        Value::Array(nodes) => nodes.iter().any(|node| has_driver(node, is_meant)),
         _ => false,
     }
 }
