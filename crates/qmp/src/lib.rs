@@ -5,6 +5,8 @@
 mod codec;
 mod error;
 mod json;
+mod lexer;
+mod order;
 mod parse;
 mod schema;
 mod session;
@@ -13,8 +15,8 @@ mod types;
 
 pub use codec::{Event, Timestamp, encode, greeting, reply};
 pub use error::{ErrorClass, QmpError, QmpResult};
-pub use json::parse_json;
+pub use json::{MAX_DEPTH, parse_json};
 pub use schema::{Schema, Strictness};
 pub use session::{Command, Incoming, Session};
-pub use stream::{JsonStream, MAX_DEPTH, MAX_TEXT_BYTES};
+pub use stream::{JsonStream, MAX_TEXT_BYTES};
 pub use types::{Alternative, Member, ObjectType, Type};

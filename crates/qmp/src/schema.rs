@@ -3,6 +3,7 @@
 //! one changes nothing, and clients learn it with `query-qmp-schema`.
 
 use crate::error::{QmpError, QmpResult};
+use crate::order::ordered;
 use crate::parse::{self, Arguments, Definition};
 use crate::types::{Alternative, Member, ObjectType, Type};
 use serde_json::{Map, Value, json};
@@ -173,8 +174,8 @@ impl Schema {
             checked.extend(rest);
             return Ok(checked);
         }
-        match object.keys().next() {
-            Some(key) => Err(QmpError::generic(format!("Parameter '{}' is unexpected", join(path, key)))),
+        match ordered(&object).first() {
+            Some((key, _)) => Err(QmpError::generic(format!("Parameter '{}' is unexpected", join(path, key)))),
             None => Ok(checked),
         }
     }
@@ -232,20 +233,23 @@ impl Schema {
             Some(Alternative::Enum(words)) => match value {
                 Value::String(word) if words.contains(&word) => Ok(Value::String(word)),
                 Value::String(word) => {
-                    let allowed = words.join(", ");
-                    let message = format!("Parameter '{path}' does not accept value '{word}'");
+                    let message = format!("Parameter '{}' does not accept value '{word}'", own_name(path));
                     if let Some(reason) = self.refusals.get(&(name.to_owned(), word)) {
                         return Err(QmpError::generic(format!("{message}: {reason}")));
                     }
-                    let is_short = words.len() <= MOST_WORDS;
-                    Err(QmpError::generic(if is_short { format!("{message}: one of {allowed}") } else { message }))
+                    // A program has the schema.
+                    let is_helpful = strictness == Strictness::Texts && words.len() <= MOST_WORDS;
+                    Err(QmpError::generic(match is_helpful {
+                        true => format!("{message}: one of {}", words.join(", ")),
+                        false => message,
+                    }))
                 }
                 _ => Err(QmpError::generic(format!("Invalid parameter type for '{path}', expected: string"))),
             },
             Some(Alternative::Alternate(types)) => {
                 match types.iter().find(|of| self.json_type(of) == Some(kind_of(&value))) {
                     Some(of) => self.check_value(of, value, path, strictness),
-                    None => Err(self.wrong_type(&Type::Named(name.to_owned()), path)),
+                    None => Err(self.wrong_type(&Type::Named(name.to_owned()), own_name(path))),
                 }
             }
             None => match value {
@@ -380,6 +384,12 @@ fn collect_names(of: &Type, names: &mut BTreeSet<String>) {
 
 fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
+}
+
+/// The name by which QEMU calls a value in an enumeration or an alternate: without the path, and `null` in a list.
+fn own_name(path: &str) -> &str {
+    let name = path.rsplit('.').next().unwrap_or(path);
+    if name.ends_with(']') { "null" } else { name }
 }
 
 fn kind_of(value: &Value) -> &'static str {

@@ -3,6 +3,7 @@
 
 use crate::codec::{encode, greeting, reply};
 use crate::error::{ErrorClass, QmpError, QmpResult};
+use crate::order::ordered;
 use crate::schema::Schema;
 use crate::stream::JsonStream;
 use serde_json::{Map, Value, json};
@@ -34,13 +35,15 @@ pub struct Session {
     schema: Arc<Schema>,
     stream: JsonStream,
     negotiated: bool,
+    /// The client may send `exec-oob`.
+    out_of_band: bool,
     pretty: bool,
 }
 
 impl Session {
     /// A client that has just come. `pretty`: messages over several lines.
     pub fn new(schema: Arc<Schema>, pretty: bool) -> Self {
-        Session { schema, stream: JsonStream::new(), negotiated: false, pretty }
+        Session { schema, stream: JsonStream::new(), negotiated: false, out_of_band: false, pretty }
     }
 
     /// The first thing to send.
@@ -79,30 +82,18 @@ impl Session {
         let Value::Object(mut message) = message else {
             return Err(QmpError::generic("QMP input must be a JSON object"));
         };
-        *id = message.remove("id");
-        let name = message.remove("execute");
-        let arguments = message.remove("arguments");
-        if let Some(unexpected) = message.keys().next() {
-            return Err(QmpError::generic(format!("QMP input member '{unexpected}' is unexpected")));
-        }
-        let name = match name {
-            Some(Value::String(name)) => name,
-            Some(_) => return Err(QmpError::generic("QMP input member 'execute' must be a string")),
-            None => return Err(QmpError::generic("QMP input lacks member 'execute'")),
-        };
-        let arguments = match arguments {
-            Some(Value::Object(arguments)) => arguments,
-            Some(_) => return Err(QmpError::generic("QMP input member 'arguments' must be an object")),
-            None => Map::new(),
-        };
+        *id = message.shift_remove("id");
+        let Called { name, arguments, out_of_band } = self.called(&message)?;
         let not_found = |text: String| Err(QmpError::new(ErrorClass::CommandNotFound, text));
         match (name == "qmp_capabilities", self.negotiated) {
-            (true, false) => self.negotiate(&arguments).map(|()| None),
-            (true, true) => not_found("Capabilities negotiation is already complete, command ignored".into()),
+            (true, false) => self.negotiate(arguments).map(|()| None),
             (false, false) => not_found("Expecting capabilities negotiation with 'qmp_capabilities'".into()),
             (false, true) if !self.schema.has_command(&name) => {
                 not_found(format!("The command {name} has not been found"))
             }
+            // As in QEMU's storage daemon there is none that does.
+            (_, true) if out_of_band => Err(QmpError::generic(format!("The command {name} does not support OOB"))),
+            (true, true) => not_found("Capabilities negotiation is already complete, command ignored".into()),
             (false, true) => {
                 let arguments = self.schema.check_arguments(&name, arguments)?;
                 Ok(Some(Command { name, arguments, id: None }))
@@ -110,21 +101,44 @@ impl Session {
         }
     }
 
-    /// `enable` lists capabilities, and we offer none.
-    fn negotiate(&mut self, arguments: &Map<String, Value>) -> QmpResult<()> {
-        for (key, value) in arguments {
-            if key != "enable" {
-                return Err(QmpError::generic(format!("Parameter '{key}' is unexpected")));
-            }
-            let Some(wanted) = value.as_array() else {
-                return Err(QmpError::generic("Invalid parameter type for 'enable', expected: array"));
-            };
-            if let Some(first) = wanted.first() {
-                let name = first.as_str().map_or_else(|| first.to_string(), str::to_owned);
-                return Err(QmpError::generic(format!("Capability '{name}' is not available")));
+    /// What a message calls. Of several faults the first one counts, in QEMU's order of members.
+    fn called(&self, message: &Map<String, Value>) -> QmpResult<Called> {
+        let wrong = |what: String| Err(QmpError::generic(format!("QMP input {what}")));
+        let mut execute: Option<(&String, String)> = None;
+        let mut arguments = Map::new();
+        for (key, value) in ordered(message) {
+            match (key.as_str(), value) {
+                ("execute", _) | ("exec-oob", _) if key == "execute" || self.out_of_band => {
+                    if let Some((other, _)) = execute {
+                        return wrong(format!("member '{key}' clashes with '{other}'"));
+                    }
+                    let Some(name) = value.as_str() else { return wrong(format!("member '{key}' must be a string")) };
+                    execute = Some((key, name.to_owned()));
+                }
+                ("arguments", Value::Object(members)) => arguments = members.clone(),
+                ("arguments", _) => return wrong("member 'arguments' must be an object".into()),
+                _ => return wrong(format!("member '{key}' is unexpected")),
             }
         }
+        match execute {
+            Some((key, name)) => Ok(Called { name, arguments, out_of_band: key == "exec-oob" }),
+            None => wrong("lacks member 'execute'".into()),
+        }
+    }
+
+    /// `enable` lists capabilities.
+    fn negotiate(&mut self, arguments: Map<String, Value>) -> QmpResult<()> {
+        let arguments = self.schema.check_arguments("qmp_capabilities", arguments)?;
+        let enabled = arguments.get("enable").and_then(Value::as_array);
+        self.out_of_band = enabled.is_some_and(|list| list.iter().any(|name| name == "oob"));
         self.negotiated = true;
         Ok(())
     }
+}
+
+/// What a message calls.
+struct Called {
+    name: String,
+    arguments: Map<String, Value>,
+    out_of_band: bool,
 }

@@ -2,37 +2,23 @@
 //! JSON values out of a stream of bytes: several in one read, one over many reads, garbage in between.
 
 use crate::error::{QmpError, QmpResult};
-use crate::json::parse_json;
+use crate::json::{Parser, TOO_LONG};
+use crate::lexer::Lexer;
 use serde_json::Value;
-
-/// Deepest nesting of objects and lists that is taken.
-pub const MAX_DEPTH: usize = 100;
 
 /// Longest text of one value, in bytes. A client can't make us keep more than this.
 pub const MAX_TEXT_BYTES: usize = 4 << 20;
 
-/// Where the scanner stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// Between values.
-    Idle,
-    /// In a number, a word or between the members of an object or list.
-    Plain,
-    /// In a string that ends with this byte.
-    Text { quote: u8, escaped: bool },
-    /// Something was wrong: up to the next line end nothing is taken.
-    Skipping,
-}
-
 /// Splits a stream into JSON values.
 ///
 /// As the protocol has it, strings may also stand in single quotes. A control character other than tab, carriage return
-/// and line feed, or a byte 0xFF, outside of strings brings the stream back into its initial state.
+/// and line feed, or a byte 0xFF, brings the stream back into its initial state.
 #[derive(Debug)]
 pub struct JsonStream {
-    text: Vec<u8>,
-    depth: usize,
-    state: State,
+    lexer: Lexer,
+    parser: Parser,
+    /// Of the value that is open, in bytes.
+    len: usize,
 }
 
 impl Default for JsonStream {
@@ -44,154 +30,54 @@ impl Default for JsonStream {
 impl JsonStream {
     /// At the start of a value.
     pub fn new() -> Self {
-        JsonStream { text: Vec::new(), depth: 0, state: State::Idle }
+        JsonStream { lexer: Lexer::new(MAX_TEXT_BYTES), parser: Parser::default(), len: 0 }
     }
 
     /// Takes bytes; the values that are complete with them, and what is wrong in between.
     pub fn feed(&mut self, bytes: &[u8]) -> Vec<QmpResult<Value>> {
         let mut found = Vec::new();
-        for &byte in bytes {
-            if let Some(value) = self.take(byte) {
-                found.push(value);
+        let mut rest = bytes;
+        loop {
+            let len = self.lexer.take_text(rest);
+            self.len += len;
+            let Some((&byte, behind)) = rest[len..].split_first() else { break };
+            rest = behind;
+            for token in self.lexer.take(byte).into_iter().flatten() {
+                found.extend(self.parser.take(token));
+            }
+            self.len = if self.parser.is_idle() { 0 } else { self.len + 1 };
+            if self.len > MAX_TEXT_BYTES && self.parser.give_up() {
+                found.push(Err(TOO_LONG.to_owned()));
             }
         }
-        found
+        found.into_iter().map(|value| value.map_err(QmpError::generic)).collect()
     }
 
     /// The end of the stream: a number or word at its very end is complete only now.
     pub fn finish(&mut self) -> Option<QmpResult<Value>> {
-        match self.state {
-            State::Plain if self.depth == 0 => Some(self.complete()),
-            State::Idle | State::Skipping => None,
-            State::Plain | State::Text { .. } => Some(self.fail("the input ends within a value", State::Idle)),
-        }
+        let found = self.lexer.finish().0.and_then(|token| self.parser.take(token));
+        *self = Self::new();
+        found.map(|value| value.map_err(QmpError::generic))
     }
-
-    fn take(&mut self, byte: u8) -> Option<QmpResult<Value>> {
-        if self.text.len() >= MAX_TEXT_BYTES {
-            return Some(self.fail("the input is too long", State::Skipping));
-        }
-        match self.state {
-            State::Text { quote, escaped } => self.take_in_text(byte, quote, escaped),
-            State::Skipping => {
-                if byte == b'\n' || is_reset(byte) {
-                    self.state = State::Idle;
-                }
-                None
-            }
-            State::Idle | State::Plain if is_reset(byte) => Some(self.fail("stray control character", State::Idle)),
-            State::Idle | State::Plain => self.take_plain(byte),
-        }
-    }
-
-    fn take_in_text(&mut self, byte: u8, quote: u8, escaped: bool) -> Option<QmpResult<Value>> {
-        let go_on = |escaped| State::Text { quote, escaped };
-        match (byte, escaped) {
-            // JSON knows no `\'`.
-            (b'\'', true) => {
-                self.text.pop();
-                self.text.push(byte);
-                self.state = go_on(false);
-            }
-            (b'\\', false) => {
-                self.text.push(byte);
-                self.state = go_on(true);
-            }
-            (_, false) if byte == quote => {
-                self.text.push(b'"');
-                self.state = State::Plain;
-                return self.complete_at_top();
-            }
-            (b'"', false) => {
-                self.text.extend_from_slice(b"\\\"");
-            }
-            _ => {
-                self.text.push(byte);
-                self.state = go_on(false);
-            }
-        }
-        None
-    }
-
-    fn take_plain(&mut self, byte: u8) -> Option<QmpResult<Value>> {
-        match byte {
-            b' ' | b'\t' | b'\r' | b'\n' => {
-                if self.state == State::Plain {
-                    self.text.push(b' ');
-                    return self.complete_at_top();
-                }
-                return None;
-            }
-            b'"' | b'\'' => {
-                self.text.push(b'"');
-                self.state = State::Text { quote: byte, escaped: false };
-                return None;
-            }
-            b'{' | b'[' => {
-                if self.depth == MAX_DEPTH {
-                    return Some(self.fail("nested too deep", State::Skipping));
-                }
-                self.depth += 1;
-            }
-            b'}' | b']' => {
-                self.text.push(byte);
-                if self.depth == 0 {
-                    return Some(self.fail("unexpected closing bracket", State::Idle));
-                }
-                self.depth -= 1;
-                self.state = State::Plain;
-                return self.complete_at_top();
-            }
-            _ => {}
-        }
-        self.state = State::Plain;
-        self.text.push(byte);
-        None
-    }
-
-    fn complete_at_top(&mut self) -> Option<QmpResult<Value>> {
-        (self.depth == 0).then(|| self.complete())
-    }
-
-    fn complete(&mut self) -> QmpResult<Value> {
-        let parsed = parse_json(&self.text);
-        self.reset(State::Idle);
-        parsed.map_err(|error| parse_error(&error))
-    }
-
-    fn fail(&mut self, reason: &str, next: State) -> QmpResult<Value> {
-        self.reset(next);
-        Err(parse_error(reason))
-    }
-
-    fn reset(&mut self, next: State) {
-        // What a large value took is given back.
-        self.text = Vec::new();
-        self.depth = 0;
-        self.state = next;
-    }
-}
-
-/// What forces the stream into its initial state.
-fn is_reset(byte: u8) -> bool {
-    byte == 0xff || (byte < b' ' && !matches!(byte, b'\t' | b'\r' | b'\n'))
-}
-
-fn parse_error(reason: &str) -> QmpError {
-    QmpError::generic(format!("JSON parse error, {reason}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json::MAX_DEPTH;
     use proptest::prelude::*;
     use serde_json::json;
 
-    fn values(text: &[u8]) -> Vec<Result<Value, ()>> {
+    fn values(text: &[u8]) -> Vec<Result<Value, String>> {
         let mut stream = JsonStream::new();
         let mut found = stream.feed(text);
         found.extend(stream.finish());
-        found.into_iter().map(|value| value.map_err(|_| ())).collect()
+        found.into_iter().map(|value| value.map_err(|error| error.description)).collect()
+    }
+
+    /// What is wrong with a text that stands in a stream, in QEMU's words.
+    fn errors(text: &[u8]) -> Vec<String> {
+        values(text).into_iter().filter_map(Result::err).collect()
     }
 
     #[test]
@@ -210,37 +96,54 @@ mod tests {
     }
 
     #[test]
-    fn after_garbage_the_stream_recovers() {
-        assert_eq!(values(b"{\"execute\": }\n{}"), [Err(()), Ok(json!({}))]);
-        assert_eq!(values(b"]{}"), [Err(()), Ok(json!({}))]);
-        assert_eq!(values(b"{\"a\": [\xff{}"), [Err(()), Ok(json!({}))]);
-        assert_eq!(values(b"\x1b{}"), [Err(()), Ok(json!({}))]);
-        assert_eq!(values(b"{\"a\""), [Err(())]);
+    fn after_garbage_the_stream_recovers_where_qemus_does() {
+        // Each of these ends with a value that is taken.
+        let cases: &[(&[u8], &[&str])] = &[
+            (b"{\"execute\": }\n{}", &["1:13: JSON parse error, expecting value"]),
+            (b"]{}", &["1:1: JSON parse error, expecting value"]),
+            (b"[1}{}", &["1:3: JSON parse error, expected ',' or ']'"]),
+            (b"{\"a\":[}]}{}", &["1:7: JSON parse error, expecting value", "1:9: JSON parse error, expecting value"]),
+            (b"{\"a\": [\xff{}", &["1:8: JSON parse error, stray '\u{fffd}'"]),
+            (b"\x1b{}", &["1:1: JSON parse error, stray '\x1b'"]),
+            (b"{\"a\": \"a\n{}", &["1:7: JSON parse error, stray '\"a\n'"]),
+            (b"1.5e 01 {}", &["1:1: JSON parse error, stray '1.5e '"]),
+            (b"1.5e 7}{}", &["1:1: JSON parse error, stray '1.5e '", "1:8: JSON parse error, expecting value"]),
+            (b"1.5e 7:\n{}", &["1:1: JSON parse error, stray '1.5e '", "1:8: JSON parse error, expecting value"]),
+            (b"\x01 \x02 {}", &["1:1: JSON parse error, stray '\x01'", "1:4: JSON parse error, stray '\x02'"]),
+            (b"{\"a\":1,\"a\":x}{}", &["1:12: JSON parse error, invalid keyword 'x'"]),
+        ];
+        for (text, expected) in cases {
+            let about = String::from_utf8_lossy(text);
+            assert_eq!(errors(text), *expected, "{about}");
+            assert_eq!(values(text).last(), Some(&Ok(json!({}))), "{about}");
+        }
+        assert_eq!(values(b"{\"a\""), []);
     }
 
     #[test]
     fn a_key_that_comes_twice_is_an_error_of_its_message_alone() {
         let text = b"{\"execute\": \"stop\", 'execute': \"quit\"}{\"a\": {\"b\": 1, \"b\": 2}} {}";
-        let mut stream = JsonStream::new();
-        let duplicate = || Err(QmpError::generic("JSON parse error, duplicate key"));
-        assert_eq!(stream.feed(text), [duplicate(), duplicate(), Ok(json!({}))]);
+        assert_eq!(errors(text).len(), 2);
+        assert_eq!(values(text).last(), Some(&Ok(json!({}))));
     }
 
     #[test]
     fn nesting_and_length_have_their_limits() {
-        let mut deep = vec![b'['; MAX_DEPTH + 50];
-        deep.extend_from_slice(b"]]]\n{}");
-        assert_eq!(values(&deep), [Err(()), Ok(json!({}))]);
+        let nested = |depth: usize| [vec![b'['; depth], vec![b']'; depth], b"{}".to_vec()].concat();
+        assert_eq!(errors(&nested(MAX_DEPTH)), [""; 0]);
+        assert_eq!(errors(&nested(MAX_DEPTH + 50)), ["JSON nesting depth limit exceeded"]);
+        assert_eq!(values(&nested(MAX_DEPTH + 50)).last(), Some(&Ok(json!({}))));
 
         let mut stream = JsonStream::new();
         assert!(stream.feed(b"\"").is_empty());
-        let mut errors = 0;
-        for _ in 0..8 {
-            errors += stream.feed(&vec![b'x'; 1 << 20]).len();
-            assert!(stream.text.capacity() <= 2 * MAX_TEXT_BYTES);
-        }
+        let errors: usize = (0..8).map(|_| stream.feed(&vec![b'x'; 1 << 20]).len()).sum();
         assert_eq!(errors, 1);
         assert_eq!(stream.feed(b"\n{}"), [Ok(json!({}))]);
+        let long = [b"\"".to_vec(), vec![b'x'; 1 << 20], b"\",".to_vec()].concat();
+        let errors: usize =
+            std::iter::once(stream.feed(b"[").len()).chain((0..5).map(|_| stream.feed(&long).len())).sum();
+        assert_eq!(errors, 1);
+        assert_eq!(stream.feed(b"1]{}"), [Ok(json!({}))]);
     }
 
     proptest! {
@@ -254,8 +157,12 @@ mod tests {
             let stream: String = texts.iter().map(|text| format!("{}\n", json!({"t": text}))).collect();
             let whole = values(stream.as_bytes());
             let mut pieces = JsonStream::new();
-            let found: Vec<_> =
-                stream.as_bytes().chunks(at).flat_map(|bytes| pieces.feed(bytes)).map(|v| v.map_err(|_| ())).collect();
+            let found: Vec<_> = stream
+                .as_bytes()
+                .chunks(at)
+                .flat_map(|bytes| pieces.feed(bytes))
+                .map(|value| value.map_err(|error| error.description))
+                .collect();
             prop_assert_eq!(&found, &whole);
             let expected: Vec<_> = texts.iter().map(|text| Ok(json!({"t": text}))).collect();
             prop_assert_eq!(found, expected);

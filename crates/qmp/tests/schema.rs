@@ -48,10 +48,7 @@ fn wrong_arguments_are_named() {
         refusal("resize", json!({"size": 1, "force": 1})),
         "Invalid parameter type for 'force', expected: boolean"
     );
-    assert_eq!(
-        refusal("remove", json!({"id": "q", "mode": "foo"})),
-        "Parameter 'mode' does not accept value 'foo': one of safe, hard"
-    );
+    assert_eq!(refusal("remove", json!({"id": "q", "mode": "foo"})), "Parameter 'mode' does not accept value 'foo'");
     assert_eq!(refusal("start", json!({"addr": {"type": "unix"}})), "Parameter 'addr.path' is missing");
     assert_eq!(
         refusal("start", json!({"addr": {"type": "unix", "path": "a", "port": "1"}})),

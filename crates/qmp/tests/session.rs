@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 fn session() -> Session {
     let mut schema = Schema::new();
-    schema.add("command query-version -> any\ncommand resize: size: int").expect("the text is right");
+    let text = "enum QMPCapability: oob\ncommand qmp_capabilities: enable?: [QMPCapability]\ncommand query-version -> any\n\
+                command resize: size: int";
+    schema.add(text).expect("the text is right");
     Session::new(Arc::new(schema), false)
 }
 
@@ -29,13 +31,13 @@ fn refusal(class: &str, desc: &str) -> Value {
 fn nothing_runs_before_the_negotiation() {
     let mut session = session();
     let greeting: Value = serde_json::from_slice(&session.greeting(json!({"v": 1}))).expect("JSON");
-    assert_eq!(greeting, json!({"QMP": {"version": {"v": 1}, "capabilities": []}}));
+    assert_eq!(greeting, json!({"QMP": {"version": {"v": 1}, "capabilities": ["oob"]}}));
     let said = say(&mut session, r#"{"execute": "query-version", "id": 1}"#);
     let desc = "Expecting capabilities negotiation with 'qmp_capabilities'";
     assert_eq!(said, [json!({"error": {"class": "CommandNotFound", "desc": desc}, "id": 1})]);
     assert!(!session.wants_events());
 
-    assert_eq!(say(&mut session, r#"{"execute": "qmp_capabilities", "arguments": {"enable": ["oob"]}}"#).len(), 1);
+    assert_eq!(say(&mut session, r#"{"execute": "qmp_capabilities", "arguments": {"enable": ["x"]}}"#).len(), 1);
     assert!(!session.wants_events());
     assert_eq!(say(&mut session, r#"{"execute": "qmp_capabilities", "id": "c"}"#), [json!({"return": {}, "id": "c"})]);
     assert!(session.wants_events());
@@ -79,6 +81,25 @@ fn what_is_no_command_is_refused() {
         assert_eq!(say(&mut session, text), [refusal(class, desc)], "{text}");
     }
     let said = say(&mut session, "{\"execute\": }\n");
-    assert!(said[0]["error"]["desc"].as_str().expect("a text").starts_with("JSON parse error"), "{said:?}");
+    let desc = said[0]["error"]["desc"].as_str().expect("a text");
+    assert!(desc.ends_with("JSON parse error, expecting value"), "{said:?}");
     assert_eq!(say(&mut session, r#"{"execute": "query-version"}"#).len(), 1);
+}
+
+#[test]
+fn no_command_runs_out_of_band() {
+    let mut session = session();
+    say(&mut session, r#"{"execute": "qmp_capabilities", "arguments": {"enable": ["oob"]}}"#);
+    for (text, class, desc) in [
+        (r#"{"exec-oob": "query-version"}"#, "GenericError", "The command query-version does not support OOB"),
+        (r#"{"exec-oob": "nope"}"#, "CommandNotFound", "The command nope has not been found"),
+        (r#"{"exec-oob": 5}"#, "GenericError", "QMP input member 'exec-oob' must be a string"),
+        (
+            r#"{"exec-oob": "query-version", "execute": "query-version"}"#,
+            "GenericError",
+            "QMP input member 'execute' clashes with 'exec-oob'",
+        ),
+    ] {
+        assert_eq!(say(&mut session, text), [refusal(class, desc)], "{text}");
+    }
 }

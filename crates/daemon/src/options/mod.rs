@@ -82,7 +82,7 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
         return match parse_json(text.as_bytes()) {
             Ok(Value::Object(map)) => Ok((map, Strictness::Exact)),
             Ok(_) => Err(Error::invalid_argument("the JSON text must be an object")),
-            Err(error) => Err(Error::invalid_argument(format!("could not parse the JSON text: {error}"))),
+            Err(error) => Err(Error::invalid_argument(error)),
         };
     }
     let first = text.split(',').next().unwrap_or_default();

@@ -31,15 +31,7 @@ impl BlockdevOptions {
             Ok(Value::Object(map)) => Self::from_map(map),
             Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")
                 .qemu("Invalid JSON object given")),
-            Err(error) => {
-                let message = format!("Could not parse the JSON options: JSON parse error, {error}");
-                let reason = match error.starts_with("EOF ") {
-                    true if text.trim().is_empty() => "Expecting a JSON value".to_owned(),
-                    true => format!("{}: JSON parse error, premature end of input", end_of(text)),
-                    false => return Err(Error::invalid_argument(message)),
-                };
-                Err(Error::invalid_argument(message).qemu(format!("Could not parse the JSON options: {reason}")))
-            }
+            Err(error) => Err(Error::invalid_argument(format!("Could not parse the JSON options: {error}"))),
         }
     }
 
@@ -150,12 +142,6 @@ fn overlay(under: &mut Value, over: Value) {
         }
         (under, over) => *under = over,
     }
-}
-
-/// Line and column behind the last character, from 1.
-fn end_of(text: &str) -> String {
-    let last = text.rsplit('\n').next().unwrap_or_default();
-    format!("{}:{}", text.matches('\n').count() + 1, last.chars().count() + 1)
 }
 
 impl From<BlockdevOptions> for Value {
