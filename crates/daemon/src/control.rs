@@ -57,17 +57,6 @@ pub enum StopReason {
     Idle,
 }
 
-impl StopReason {
-    /// As the event SHUTDOWN names it.
-    fn as_str(self) -> &'static str {
-        match self {
-            StopReason::Quit => "host-qmp-quit",
-            StopReason::Signal(_) => "host-signal",
-            StopReason::Idle => "host-ui",
-        }
-    }
-}
-
 /// What to start.
 #[derive(Clone, Debug)]
 pub struct Setup {
@@ -178,6 +167,9 @@ pub fn run_with(
         let stopped = shut_down(&daemon, stop_limit).await;
         // Those who still wait for a command's reply learn that there won't be one.
         drop(messages);
+        for reply in daemon.farewells.take() {
+            let _ = reply.send(commands::nothing());
+        }
         daemon.events.settle(FAREWELL);
         if let (true, Err(error)) = (stopped.is_overdue, &stopped.result) {
             overdue(error);
@@ -207,10 +199,14 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     let name = command.name.clone();
                     let result = commands::run(&running, command).await;
                     if let Err(error) = &result {
-                        tracing::info!(command = name, %error, "command failed");
+                        tracing::info!(command = name.as_str(), %error, "command failed");
                     }
-                    // The client may be gone.
-                    let _ = reply.send(result);
+                    match result {
+                        // As in QEMU the answer comes last, behind the events of all that ends.
+                        Ok(_) if name == "quit" => running.farewells.borrow_mut().push(reply),
+                        // The client may be gone.
+                        result => drop(reply.send(result)),
+                    }
                 });
             }
             Message::Metrics { reply, scraper } => {
@@ -226,11 +222,7 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     events.emit_due();
                 }));
             }
-            Message::Stop(reason) => {
-                let data = json!({"guest": false, "reason": reason.as_str()});
-                daemon.events.emit("SHUTDOWN", data);
-                return reason;
-            }
+            Message::Stop(reason) => return reason,
         }
     }
 }

@@ -270,7 +270,8 @@ impl Nbd {
         let mut result = stopped.unwrap_or(Ok(()));
         let mut hung = Vec::new();
         let mut exports = std::mem::take(&mut *self.exports.borrow_mut());
-        // Those that answer come first: they are flushed whatever the others do.
+        // As in QEMU the newest goes first. But those that answer come before the others: they are flushed whatever those do.
+        exports.reverse();
         exports.sort_by_key(|export| export.attachment.statistics().in_flight);
         for export in exports {
             let (id, attachment, events) = (export.id.clone(), Arc::clone(&export.attachment), self.events.clone());

@@ -29,7 +29,6 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     let end = rt::now() + limit;
     let mut late: Vec<String> = Vec::new();
     late.extend(daemon.commands.stop(limit / 6).await.into_iter().map(|name| format!("command '{name}'")));
-    late.extend(daemon.jobs.stop(limit / 6).await.into_iter().map(|id| format!("job '{id}'")));
     let nbd = daemon.nbd();
     daemon.set_nbd(None);
     let mut result = Ok(());
@@ -39,6 +38,7 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
         result = stopped;
         late.extend(hung);
     }
+    late.extend(daemon.jobs.stop(limit / 6).await.into_iter().map(|id| format!("job '{id}'")));
     let nodes = daemon.graph.owned_nodes();
     if late.is_empty() {
         let graph = Arc::clone(&daemon.graph);

@@ -16,9 +16,10 @@ use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
+use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
 /// The daemon. No borrow of a cell is held across an `.await`.
 pub(crate) struct Daemon {
@@ -42,6 +43,8 @@ pub(crate) struct Daemon {
     pub untrusted: Untrusted,
     /// Commands that run.
     pub commands: Commands,
+    /// For the answers to `quit`, which come when everything has stopped.
+    pub farewells: RefCell<Vec<mpsc::SyncSender<QmpResult<Value>>>>,
     /// Generated node-names of commands that run.
     pub given_names: RefCell<Vec<String>>,
     /// Threads that serve clients.
@@ -71,6 +74,7 @@ impl Daemon {
             jobs: Rc::default(),
             untrusted: Untrusted::default(),
             commands: Commands::new(setup.turn_limit),
+            farewells: RefCell::default(),
             given_names: RefCell::default(),
             queues: setup.queues,
             request_memory_bytes: setup.request_memory_bytes,

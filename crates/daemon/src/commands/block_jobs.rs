@@ -70,7 +70,7 @@ impl Common {
         }
         Ok(Common {
             id,
-            speed: arguments.number("speed")?.unwrap_or(0),
+            speed: speed(arguments)?,
             auto_finalize: arguments.flag("auto-finalize", true),
             auto_dismiss: arguments.flag("auto-dismiss", true),
         })
@@ -80,6 +80,12 @@ impl Common {
         let Common { id, speed, auto_finalize, auto_dismiss } = self;
         JobSpec { id, kind, auto_finalize, auto_dismiss, speed, nodes, on_error }
     }
+}
+
+/// Bytes a second; 0 is no limit.
+pub(super) fn speed(arguments: &Arguments) -> QmpResult<u64> {
+    let negative = |_| QmpError::generic("Parameter 'speed' expects a non-negative value");
+    Ok(arguments.number("speed").map_err(negative)?.unwrap_or(0))
 }
 
 /// What becomes of errors, by the argument of this name.
@@ -371,10 +377,14 @@ impl BackupPlan {
     pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
         daemon.jobs.check_free(&self.request.source)?;
         daemon.jobs.check_free(&self.request.target)?;
+        let is_idle = self.request.sync == Sync::None;
         let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await.map_err(failed)?;
         let nodes = backup.nodes();
         match daemon.jobs.add(self.common.spec("backup", nodes, self.policies), &daemon.events) {
-            Ok(job) => Ok(BackupStarted { job, backup }),
+            Ok(job) => {
+                job.set_idle(is_idle);
+                Ok(BackupStarted { job, backup })
+            }
             Err(error) => {
                 backup.end().await.map_err(failed)?;
                 Err(error)

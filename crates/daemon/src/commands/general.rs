@@ -14,8 +14,6 @@ pub(super) const GROUP: Group = Group {
 object VersionTriple: major: int, minor: int, micro: int
 object VersionInfo: qemu: VersionTriple, package: str
 object CommandInfo: name: str
-enum ShutdownCause: none host-error host-qmp-quit host-qmp-system-reset host-signal host-ui guest-shutdown guest-reset
-  guest-panic subsystem-reset snapshot-load
 enum QMPCapability: oob
 command qmp_capabilities: enable?: [QMPCapability]
 command query-version -> VersionInfo
@@ -24,7 +22,6 @@ command query-qmp-schema -> [any]
 object XRunningCommand: name: str, seconds: int, waits-for-turn: bool
 command x-query-running -> [XRunningCommand]
 command quit
-event SHUTDOWN: guest: bool, reason: ShutdownCause
 ",
     commands: &[
         command!("qmp_capabilities", capabilities),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs: starting, steering, listing.
 
+use super::block_jobs::speed;
 use super::{Arguments, Group, change, command, failed, free_name, nothing};
 use crate::jobs::{Status, Wish};
 use crate::state::Daemon;
@@ -10,7 +11,7 @@ use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum JobType: commit stream mirror backup create
+enum JobType: commit stream mirror backup create amend
 enum BlockDeviceIoStatus: ok failed nospace
 enum IoOperationType: read write
 enum BlockErrorAction: ignore report stop
@@ -83,7 +84,7 @@ async fn job_resume(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
 }
 
 async fn job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    daemon.jobs.find(arguments.text("id"))?.cancel()?;
+    daemon.jobs.find(arguments.text("id"))?.cancel().await?;
     nothing()
 }
 
@@ -98,7 +99,7 @@ async fn job_dismiss(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
 }
 
 async fn job_finalize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    daemon.jobs.find(arguments.text("id"))?.finalize()?;
+    daemon.jobs.find(arguments.text("id"))?.finalize().await?;
     nothing()
 }
 
@@ -122,15 +123,14 @@ async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
     let job = daemon.jobs.find_block(arguments.text("device"))?;
     match arguments.flag("force", false) {
         false if job.end(Wish::Stop).is_ok() => {}
-        _ => job.cancel()?,
+        _ => job.cancel().await?,
     }
     nothing()
 }
 
 async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("device"))?;
-    let speed = arguments.number("speed")?.unwrap_or(0);
-    job.set_speed(speed)?;
+    job.set_speed(speed(&arguments)?)?;
     nothing()
 }
 

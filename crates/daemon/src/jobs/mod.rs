@@ -18,9 +18,14 @@ use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::{self, JoinHandle};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::Duration;
+
+/// So long the answer to a command waits for the end of the job that it ends.
+const END_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How often a job that waits for its user looks whether there is something to do.
 const LOOK: Duration = Duration::from_millis(20);
@@ -87,11 +92,15 @@ pub(crate) struct Job {
     status: Cell<Status>,
     wish: Cell<Wish>,
     finalize: Cell<bool>,
+    /// It has nothing to do by itself.
+    is_idle: Cell<bool>,
     error: RefCell<Option<String>>,
     /// What the target of a mirror lacks whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
     /// Its mirror, while that can be told to do something else.
     mirror: RefCell<Option<Rc<Mirror>>>,
+    /// Who waits for another status.
+    waiting: RefCell<Vec<Waker>>,
     events: EventBus,
 }
 
@@ -138,6 +147,7 @@ impl Job {
 
     fn enter(&self, status: Status) {
         self.status.set(status);
+        self.wake();
         self.events.emit("JOB_STATUS_CHANGE", json!({"id": self.id, "status": status.as_str()}));
     }
 
@@ -175,7 +185,7 @@ impl Job {
         let (progress, status) = (self.handle.progress(), self.status());
         let paused = matches!(status, Status::Paused | Status::Standby);
         let mut info = json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
-               "busy": status == Status::Running, "paused": paused, "speed": self.speed.get(), "io-status": self.io_status.get(),
+               "busy": status == Status::Running && self.speed.get() == 0 && !self.is_idle.get(), "paused": paused, "speed": self.speed.get(), "io-status": self.io_status.get(),
                "ready": matches!(status, Status::Ready | Status::Standby), "status": status.as_str(),
                "auto-finalize": self.auto_finalize, "auto-dismiss": self.auto_dismiss});
         if let Some(error) = self.error.borrow().as_ref() {
@@ -192,6 +202,7 @@ impl Job {
         match self.status() {
             Status::Running => self.enter(Status::Paused),
             Status::Ready => self.enter(Status::Standby),
+            Status::Paused | Status::Standby => return Err(QmpError::generic("Job is already paused")),
             _ => return Err(self.cannot("pause")),
         }
         self.handle.pause();
@@ -209,31 +220,6 @@ impl Job {
         Ok(())
     }
 
-    /// `wish` must be one that ends the job.
-    pub fn end(&self, wish: Wish) -> QmpResult<()> {
-        match (self.status(), self.is_block_job()) {
-            // A paused job ends once it goes on.
-            (Status::Ready | Status::Standby, true) => {
-                self.wish.set(wish);
-                Ok(())
-            }
-            (Status::Waiting | Status::Pending | Status::Aborting | Status::Concluded | Status::Null, _) => {
-                Err(self.cannot("complete"))
-            }
-            _ => Err(QmpError::generic(format!("The active block job '{}' cannot be completed", self.id))),
-        }
-    }
-
-    pub fn cancel(&self) -> QmpResult<()> {
-        match self.status() {
-            Status::Concluded | Status::Null | Status::Aborting => Err(self.cannot("cancel")),
-            _ => {
-                self.handle.cancel();
-                Ok(())
-            }
-        }
-    }
-
     /// `speed` in bytes a second; 0: no limit.
     pub fn set_speed(&self, speed: u64) -> QmpResult<()> {
         match self.status() {
@@ -246,14 +232,84 @@ impl Job {
         }
     }
 
-    pub fn finalize(&self) -> QmpResult<()> {
+    /// True once nothing is left of its work.
+    fn has_ended(&self) -> bool {
+        matches!(self.status(), Status::Concluded | Status::Null)
+    }
+
+    /// Waits for the end of the job, for at most `limit`; whether it came.
+    async fn ended(&self, limit: Duration) -> bool {
+        let end = poll_fn(|context| match self.has_ended() {
+            true => Poll::Ready(()),
+            false => {
+                self.waiting.borrow_mut().push(context.waker().clone());
+                Poll::Pending
+            }
+        });
+        within(limit, end).await.is_some()
+    }
+
+    /// `wish` must be one that ends the job.
+    pub fn end(&self, wish: Wish) -> QmpResult<()> {
+        match self.status() {
+            // A paused job ends once it goes on.
+            Status::Ready | Status::Standby => {
+                self.wish.set(wish);
+                Ok(())
+            }
+            _ => Err(self.cannot("complete")),
+        }
+    }
+
+    /// Cancels it. As in QEMU the answer comes behind the end of all but mirrors, unless that takes long.
+    pub async fn cancel(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Concluded | Status::Null | Status::Aborting => return Err(self.cannot("cancel")),
+            status => {
+                self.go_on();
+                self.handle.cancel();
+                if status == Status::Pending || !self.is_mirror() {
+                    self.ended(END_PATIENCE).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub async fn finalize(&self) -> QmpResult<()> {
         match self.status() {
             Status::Pending => {
                 self.finalize.set(true);
+                self.wake();
+                self.ended(END_PATIENCE).await;
                 Ok(())
             }
             _ => Err(self.cannot("finalize")),
         }
+    }
+
+    /// True for a copy that goes on until the user says how it ends.
+    fn is_mirror(&self) -> bool {
+        self.mirror.borrow().is_some()
+    }
+
+    /// It only waits for others, and is never busy.
+    pub fn set_idle(&self, is_idle: bool) {
+        self.is_idle.set(is_idle);
+    }
+
+    /// Ends a pause, as cancelling does.
+    fn go_on(&self) {
+        match self.status() {
+            Status::Paused => self.enter(Status::Running),
+            Status::Standby => self.enter(Status::Ready),
+            _ => return,
+        }
+        self.handle.resume();
+    }
+
+    fn wake(&self) {
+        self.waiting.take().into_iter().for_each(Waker::wake);
     }
 
     async fn wait_for_finalize(&self) -> Result<()> {
@@ -264,7 +320,16 @@ impl Job {
             if self.handle.is_cancelled() {
                 return self.handle.pause_point().await;
             }
-            rt::sleep(LOOK).await;
+            let mut is_first = true;
+            let woken = poll_fn(|context| match std::mem::take(&mut is_first) {
+                true => {
+                    self.waiting.borrow_mut().push(context.waker().clone());
+                    Poll::Pending
+                }
+                false => Poll::Ready(()),
+            });
+            // The handle wakes nobody.
+            within(LOOK, woken).await;
         }
         Ok(())
     }
@@ -273,6 +338,11 @@ impl Job {
         let status = self.status().as_str();
         QmpError::generic(format!("Job '{}' in state '{status}' cannot accept command verb '{verb}'", self.id))
     }
+}
+
+/// The system's words for what went wrong, and nothing else.
+fn words_of(error: &Error) -> String {
+    Error::os(error.errno(), "").sentence().trim_start_matches(": ").to_owned()
 }
 
 impl Judge for Job {
@@ -378,9 +448,11 @@ impl Jobs {
             status: Cell::new(Status::Created),
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
+            is_idle: Cell::new(false),
             error: RefCell::default(),
             lacking: RefCell::default(),
             mirror: RefCell::default(),
+            waiting: RefCell::default(),
             events: events.clone(),
         });
         self.list.borrow_mut().push(Rc::clone(&job));
@@ -414,7 +486,11 @@ impl Jobs {
         let cancelled = matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled);
         if let Err(error) = &result {
             tracing::info!(job = job.id, %error, "job failed");
-            *job.error.borrow_mut() = Some(error.to_string());
+            *job.error.borrow_mut() = Some(match job.is_block_job() {
+                // The log has the whole.
+                true => words_of(error),
+                false => error.sentence(),
+            });
             job.enter(Status::Aborting);
         }
         job.block_event(if cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" });
@@ -442,16 +518,31 @@ impl Jobs {
         }
     }
 
-    /// Cancels all jobs and waits for their ends, for at most `limit`. The ids of those that don't end.
+    /// Cancels all jobs and waits for their ends, for at most `limit`. The ids of those that don't end. As in QEMU all of them
+    /// pause first, and the newest one goes first.
     pub async fn stop(&self, limit: Duration) -> Vec<String> {
-        for job in self.list() {
-            job.handle.cancel();
+        let jobs = self.list();
+        for job in &jobs {
+            if matches!(job.status(), Status::Running | Status::Ready) {
+                // It may end just now.
+                let _ = job.pause();
+            }
         }
-        let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
         let end = rt::now() + limit;
         let mut late = Vec::new();
+        for (at, job) in jobs.iter().enumerate().rev() {
+            job.go_on();
+            job.handle.cancel();
+            let share = end.saturating_sub(rt::now()) / u32::try_from(at + 1).unwrap_or(u32::MAX);
+            if !job.ended(share).await {
+                late.push(job.id.clone());
+            } else if job.status() == Status::Concluded {
+                self.dismiss(job);
+            }
+        }
+        let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
         for (id, task) in tasks {
-            if within(end.saturating_sub(rt::now()), task).await.is_none() {
+            if within(end.saturating_sub(rt::now()), task).await.is_none() && !late.contains(&id) {
                 late.push(id);
             }
         }

@@ -75,6 +75,12 @@ impl Outlet {
         self.changed.notify_all();
     }
 
+    /// Waits until it is closed.
+    fn wait_for_close(&self) {
+        let closed = self.changed.wait_while(self.lock(), |waiting| !waiting.closed);
+        drop(closed);
+    }
+
     /// The next message; `None` when it is closed and empty.
     fn next(&self) -> Option<Vec<u8>> {
         let mut waiting = self.lock();
@@ -124,11 +130,20 @@ impl Listener for Outlet {
     }
 }
 
+/// What the end of a client's input means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InputEnd {
+    /// The client has gone.
+    Goes,
+    /// The client still gets events.
+    Stays,
+}
+
 /// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more: what it
 /// left is not run then. `hang_up` ends the connection, and with it the reader's wait for more, when the daemon stops first.
 pub fn serve(
     context: &MonitorContext,
-    mut input: impl Read,
+    (mut input, end): (impl Read, InputEnd),
     output: impl Write + Send + 'static,
     is_gone: impl Fn() -> bool,
     hang_up: impl FnOnce() + Send + 'static,
@@ -146,6 +161,9 @@ pub fn serve(
         return;
     };
     converse(context, &mut input, &outlet, is_gone);
+    if end == InputEnd::Stays {
+        outlet.wait_for_close();
+    }
     outlet.close();
     // A panic of the writer has been reported by the panic itself.
     let _ = writer.join();
@@ -176,7 +194,9 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
                 Incoming::Run(command) => {
                     let id = command.id.clone();
                     outlet.owe();
-                    session.reply(run(context, command), id)
+                    // Behind `quit` nothing is answered.
+                    let Some(result) = run(context, command) else { return outlet.close() };
+                    session.reply(result, id)
                 }
             };
             if !outlet.put(reply) {
@@ -191,10 +211,9 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
     }
 }
 
-/// Has the control thread run a command, and waits for it.
-fn run(context: &MonitorContext, command: Command) -> QmpResult<Value> {
-    let gone = || QmpError::generic("the daemon is shutting down");
+/// Has the control thread run a command, and waits for it. `None`: it has stopped.
+fn run(context: &MonitorContext, command: Command) -> Option<QmpResult<Value>> {
     let (reply, answer) = mpsc::sync_channel(1);
-    context.control.send(Message::Run { command, reply }).map_err(|_| gone())?;
-    answer.recv().unwrap_or_else(|_| Err(gone()))
+    context.control.send(Message::Run { command, reply }).ok()?;
+    Some(answer.recv().unwrap_or_else(|_| Err(QmpError::generic("the daemon is shutting down"))))
 }

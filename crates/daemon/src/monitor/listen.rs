@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where monitors listen.
 
+use super::client::InputEnd;
 use super::{MonitorContext, serve};
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
@@ -94,7 +95,7 @@ impl Bound {
     pub fn start(&self, context: MonitorContext) -> Result<Listening> {
         let stopped = Arc::new(AtomicBool::new(false));
         match self.listener.clone() {
-            None => start("monitor-stdio", move || serve(&context, io::stdin(), io::stdout(), || false, || ()))?,
+            None => start("monitor-stdio", move || serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), || false, || ()))?,
             Some(listener) => {
                 let stopped = Arc::clone(&stopped);
                 start("monitor", move || accept(&listener, &context, &stopped))?;
@@ -179,12 +180,12 @@ impl Connection {
         let served = match self {
             Connection::Unix(stream) => stream.try_clone().and_then(|output| {
                 let line = stream.try_clone()?;
-                serve(context, &stream, output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
+                serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
                 Ok(())
             }),
             Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| {
                 let (output, line) = (stream.try_clone()?, stream.try_clone()?);
-                serve(context, &stream, output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
+                serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
                 Ok(())
             }),
         };
