@@ -24,6 +24,9 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// The release of QEMU whose commands and arguments we follow.
 const LEVEL: (u32, u32, u32) = (11, 1, 0);
 
+/// Takes a command's result, on the control thread: so it comes in order with the events that follow it.
+pub type Reply = Box<dyn FnOnce(QmpResult<Value>) + Send>;
+
 /// What the control thread is told.
 pub enum Message {
     /// A monitor's client wants a command run.
@@ -31,7 +34,7 @@ pub enum Message {
         /// The command, checked against the schema.
         command: Command,
         /// For its result. Dropped without one when the daemon stops.
-        reply: mpsc::SyncSender<QmpResult<Value>>,
+        reply: Reply,
     },
     /// The page of the metrics endpoint is wanted.
     Metrics {
@@ -168,7 +171,7 @@ pub fn run_with(
         // Those who still wait for a command's reply learn that there won't be one.
         drop(messages);
         for reply in daemon.farewells.take() {
-            let _ = reply.send(commands::nothing());
+            reply(commands::nothing());
         }
         daemon.events.settle(FAREWELL);
         if let (true, Err(error)) = (stopped.is_overdue, &stopped.result) {
@@ -204,8 +207,7 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     match result {
                         // As in QEMU the answer comes last, behind the events of all that ends.
                         Ok(_) if name == "quit" => running.farewells.borrow_mut().push(reply),
-                        // The client may be gone.
-                        result => drop(reply.send(result)),
+                        result => reply(result),
                     }
                 });
             }

@@ -46,8 +46,10 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
         let patience = end.saturating_sub(rt::now()) / 2;
         match within(patience, closing).await {
             Some(closed) => {
-                log(&result);
-                log(&closed);
+                // The first one is the result, and the caller says it.
+                if result.is_err() {
+                    log(&closed);
+                }
                 daemon.chardevs.clear();
                 return Stopped { result: result.and(closed), is_overdue: false };
             }

@@ -3,7 +3,7 @@
 
 use crate::chardevs::{Backend, Devices};
 use crate::commands::{InactiveNodes, InsertedFilters};
-use crate::control::{Message, Served, Setup, StopReason};
+use crate::control::{Message, Reply, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::jobs::Jobs;
@@ -16,10 +16,9 @@ use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
-use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 /// The daemon. No borrow of a cell is held across an `.await`.
 pub(crate) struct Daemon {
@@ -44,7 +43,7 @@ pub(crate) struct Daemon {
     /// Commands that run.
     pub commands: Commands,
     /// For the answers to `quit`, which come when everything has stopped.
-    pub farewells: RefCell<Vec<mpsc::SyncSender<QmpResult<Value>>>>,
+    pub farewells: RefCell<Vec<Reply>>,
     /// Generated node-names of commands that run.
     pub given_names: RefCell<Vec<String>>,
     /// Threads that serve clients.

@@ -6,7 +6,7 @@
 //! both read the same.
 
 use crate::JobHandle;
-use crate::commit::merge::{BackingName, check_name, relink};
+use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
@@ -146,7 +146,7 @@ impl Stream {
         if nothing_to_do {
             return Ok((holder.len, Ok(())));
         }
-        let len = holder.len.min(piece);
+        let len = holder.len.min(if job.has_limit() { piece.min(LIMITED_BYTES) } else { piece });
         job.throttle(len).await?;
         let filter = self.filter.copy_on_read().ok_or_else(|| Error::internal("not the filter of a stream"))?;
         Ok((len, filter.take_over(&self.chain, at, len).await.map_err(Failure::from)))

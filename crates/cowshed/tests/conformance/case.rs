@@ -2,7 +2,10 @@
 //! Cases, and the text form in which tables hold them.
 //!
 //! A line `== NAME` begins a case. Lines that begin with `$ ` prepare the folder by QEMU's tools and aren't compared; they
-//! come first. Every other line is a shell command that both sets of tools run in equal folders. `#` begins a comment.
+//! come first. Every other line is a shell command that both sets of tools run in equal folders, or begins a session of QMP
+//! (`session.rs`). `#` begins a comment.
+
+use crate::session;
 
 /// Command lines that run one after the other in one folder.
 #[derive(Clone, Debug)]
@@ -46,7 +49,13 @@ pub fn parse(table: &str, text: &str) -> Vec<Case> {
                 assert!(case.lines.is_empty(), "{}: '{line}' stands behind a compared line", case.name);
                 case.setup.push(setup.to_owned());
             }
-            None => case.lines.push(line.to_owned()),
+            None => match case.lines.last_mut() {
+                Some(last) if session::is_session(last) && session::MARKS.iter().any(|mark| line.starts_with(mark)) => {
+                    last.push('\n');
+                    last.push_str(line);
+                }
+                _ => case.lines.push(line.to_owned()),
+            },
         }
     }
     cases

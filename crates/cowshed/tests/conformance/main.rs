@@ -9,6 +9,8 @@ mod files;
 mod generated;
 mod known;
 mod runner;
+mod session;
+mod sessions;
 
 use case::{Case, parse};
 use cowshed_testkit::qemu::Qemu;
@@ -108,6 +110,15 @@ fn every_command_and_flag_of_qemu_io_is_in_a_session() {
     }
     assert!(commands > 30, "{help}");
     assert!(missing.is_empty(), "no session has {missing:?}");
+}
+
+/// Sessions of each generator.
+const SESSIONS: u64 = 20;
+
+#[test]
+fn sessions() {
+    let cases: Vec<Case> = seeds(SESSIONS).flat_map(sessions::generated).collect();
+    compare("sessions", &cases);
 }
 
 /// Runs all cases by both sets of tools and fails when a difference is not known.

@@ -3,7 +3,9 @@
 
 use crate::case::Case;
 use crate::files;
+use crate::session;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use std::cell::RefCell;
 use std::fmt;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -55,6 +57,8 @@ pub struct Runner<'a> {
     qemu: &'a Qemu,
     theirs: PathBuf,
     ours: PathBuf,
+    /// What the prepared folder was made by.
+    prepared: RefCell<Vec<String>>,
 }
 
 impl<'a> Runner<'a> {
@@ -69,16 +73,20 @@ impl<'a> Runner<'a> {
                 symlink(program, bin.join(tool)).expect("a link to a tool");
             }
         }
-        Runner { folder, qemu, theirs, ours }
+        Runner { folder, qemu, theirs, ours, prepared: RefCell::default() }
     }
 
     /// Everything that differs.
     pub fn compare(&self, case: &Case) -> Vec<Difference> {
         let (prepared, theirs, ours) = (self.place("prepared"), self.place("theirs"), self.place("ours"));
-        for folder in [&prepared, &theirs, &ours] {
+        for folder in [&theirs, &ours] {
             let _ = std::fs::remove_dir_all(folder);
         }
-        self.prepare(case, &prepared);
+        if *self.prepared.borrow() != case.setup || case.setup.is_empty() {
+            let _ = std::fs::remove_dir_all(&prepared);
+            self.prepare(case, &prepared);
+            self.prepared.replace(case.setup.clone());
+        }
         let said_by_theirs = self.run(case, &self.theirs, &prepared, &theirs);
         let said_by_ours = self.run(case, &self.ours, &prepared, &ours);
         let mut found = Vec::new();
@@ -97,7 +105,11 @@ impl<'a> Runner<'a> {
                 }
             };
             add("code", &format!("{:?}", theirs.code), &format!("{:?}", ours.code));
-            add("out", &theirs.out, &ours.out);
+            let same_length = theirs.out.lines().count() == ours.out.lines().count();
+            match same_length && session::is_session(command) {
+                true => theirs.out.lines().zip(ours.out.lines()).for_each(|(theirs, ours)| add("out", theirs, ours)),
+                false => add("out", &theirs.out, &ours.out),
+            }
             add("err", &theirs.err, &ours.err);
         }
         for (theirs, ours) in files::differences(self.qemu, &theirs, &ours) {
@@ -133,6 +145,10 @@ impl<'a> Runner<'a> {
 
 fn shell(line: &str, tools: &Path, folder: &Path) -> Said {
     let path = format!("{}:{}", tools.display(), std::env::var("PATH").unwrap_or_default());
+    if session::is_session(line) {
+        let session::Outcome { code, out, err } = session::run(line, &path, folder);
+        return Said { code, out: masked(&session::masked(&out)), err: masked(&err) };
+    }
     let mut command = Command::new("timeout");
     command.args(["-k", "5", LIMIT_SECONDS, "sh", "-c", line]).current_dir(folder).stdin(Stdio::null());
     command.env("PATH", path).env("TZ", "UTC").env("LC_ALL", "C.UTF-8");

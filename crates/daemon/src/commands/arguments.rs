@@ -56,7 +56,11 @@ impl Arguments {
     }
 }
 
-/// An error of the lower layers as a command's.
+/// An error of the lower layers as a command's, in QEMU's words. The log has the whole.
 pub(crate) fn failed(error: Error) -> QmpError {
-    QmpError::generic(error.to_string())
+    let sentence = error.sentence();
+    if error.message() != sentence {
+        tracing::info!(%error, "refused");
+    }
+    QmpError::generic(sentence)
 }

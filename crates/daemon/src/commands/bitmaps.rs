@@ -113,7 +113,7 @@ fn worded(error: Error) -> QmpError {
     }
 }
 
-fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+pub(super) fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
     daemon.inactive.check(name)?;
     let not_found = |_| QmpError::generic(format!("Node '{name}' not found"));
     names::lookup(daemon, None, Some(name)).map(|found| found.image()).map_err(not_found)

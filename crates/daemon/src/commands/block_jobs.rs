@@ -37,7 +37,8 @@ enum BitmapSyncMode: on-success never always
 object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
   , bitmap?: str, bitmap-mode?: BitmapSyncMode, discard-source?: bool
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
-  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool, x-perf?: BackupPerf
+object BackupPerf: use-copy-range?: bool, max-workers?: int, max-chunk?: int, min-cluster-size?: int
 command blockdev-backup(BlockdevBackup)
 ",
     commands: &[
@@ -321,6 +322,7 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
         _ => Sync::Full,
     };
     let bitmap = backup_bitmap(arguments)?;
+    check_perf(arguments)?;
     let request = BackupRequest {
         source,
         target,
@@ -333,6 +335,32 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
     };
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
     Ok(BackupPlan { common: Common::of(daemon, arguments)?, request, policies })
+}
+
+/// Bounds of QEMU's own steps: checked as there, and without effect, because the copy sizes its steps itself.
+fn check_perf(arguments: &Arguments) -> QmpResult<()> {
+    let Some(perf) = arguments.object("x-perf") else { return Ok(()) };
+    let refuse = |message: &str| Err(QmpError::generic(message));
+    let number = |key: &str, default: i64| perf.get(key).map_or(Some(default), Value::as_i64);
+    if !number("max-workers", 1).is_some_and(|workers| (1..=i64::from(i32::MAX)).contains(&workers)) {
+        return refuse("max-workers must be between 1 and 2147483647");
+    }
+    let chunk = number("max-chunk", 0);
+    if chunk.is_none_or(|chunk| chunk < 0) {
+        return refuse("max-chunk must be zero (which means no limit) or positive");
+    }
+    let smallest = number("min-cluster-size", 1 << 16).unwrap_or(0);
+    if !u64::try_from(smallest).is_ok_and(u64::is_power_of_two) {
+        return refuse(
+            "Could not create node: Cannot create block-copy-state: min-cluster-size needs to be a power of 2",
+        );
+    }
+    match chunk {
+        Some(chunk) if chunk != 0 && chunk < 1 << 16 => {
+            Err(QmpError::generic(format!("Required max-chunk ({chunk}) is less than backup cluster size (65536)")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The bitmap of a backup, by the rules of QEMU for what goes together.
@@ -395,13 +423,13 @@ impl BackupPlan {
 
 impl BackupStarted {
     pub(super) fn run(self, daemon: &Rc<Daemon>) {
-        daemon.jobs.start(Rc::clone(&self.job), run_backup(self.job, self.backup));
+        daemon.jobs.start_backup(Rc::clone(&self.job), run_backup(self.job, self.backup));
     }
 
     /// Runs it; `target` is closed at its end.
     pub(super) fn run_and_close(self, daemon: &Rc<Daemon>, target: Arc<Node>) {
         let work = run_backup(Rc::clone(&self.job), self.backup);
-        daemon.jobs.start(self.job, then_close(work, Arc::clone(&daemon.graph), target));
+        daemon.jobs.start_backup(self.job, then_close(work, Arc::clone(&daemon.graph), target));
     }
 
     /// As if it had not been started.

@@ -73,7 +73,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
     if !matches!(options.text("driver"), "file" | "luks" | "qcow2") {
         // A raw image is the file that driver 'file' creates; an export is its server's.
-        return Err(QmpError::generic(format!("Driver '{}' does not support blockdev-create", options.text("driver"))));
+        return Err(QmpError::generic("Driver does not support blockdev-create"));
     }
     names::check_job_id(arguments.text("job-id"))?;
     let spec = JobSpec {
@@ -85,25 +85,28 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         nodes: Vec::new(),
         on_error: Default::default(),
     };
-    let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(&options)? };
     let job = daemon.jobs.add(spec, &daemon.events)?;
-    let handle = job.handle.clone();
-    let (jobs, file) = (Rc::clone(&daemon.jobs), options.get("file").cloned());
+    let (jobs, handle) = (Rc::clone(&daemon.jobs), job.handle.clone());
     let work = async move {
         handle.set_progress(0, 1);
-        match file {
-            None => drop(prepare(&request).await?.run().await?),
-            Some(file) => create_in(&daemon, &file, request).await?,
-        }
+        let created = create(&daemon, &options).await;
         handle.set_progress(1, 1);
-        Ok(())
+        created
     };
     let finish: Finish = Box::new(|_| Box::pin(async { Ok(()) }));
     jobs.start(job, async move { (work.await, finish) });
     nothing()
 }
 
-fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
+async fn create(daemon: &Rc<Daemon>, options: &Arguments) -> Result<()> {
+    let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options)? };
+    match options.get("file") {
+        None => prepare(&request).await?.run().await.map(drop),
+        Some(file) => create_in(daemon, file, request).await,
+    }
+}
+
+fn request_of(options: &Arguments) -> Result<CreateRequest> {
     let mut list = Vec::new();
     for (key, name) in OPTIONS {
         list.extend(options.get(key).map(|value| assignment(name, value)));
@@ -118,9 +121,9 @@ fn request_of(options: &Arguments) -> QmpResult<CreateRequest> {
         None => {}
     }
     let is_file = options.text("driver") == "file";
-    let size = options.number("size")?;
+    let size = options.number("size").map_err(|error| Error::invalid_argument(error.description))?;
     if !is_file && size.is_some_and(|size| !size.is_multiple_of(512)) {
-        return Err(QmpError::generic("The image size must be a multiple of 512 bytes"));
+        return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
     Ok(CreateRequest {
         filename: options.text("filename").to_owned(),

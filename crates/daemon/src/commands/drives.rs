@@ -19,7 +19,7 @@ pub(super) const GROUP: Group = Group {
 object DriveBackup: job-id?: str, device: str, target: str, format?: str, sync: BackupSyncMode, mode?: NewImageMode
   , speed?: int, compress?: bool, bitmap?: str, bitmap-mode?: BitmapSyncMode, discard-source?: bool
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
-  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool
+  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool, x-perf?: BackupPerf
 object DriveBackupWrapper: data: DriveBackup
 object DriveMirror: job-id?: str, device: str, target: str, format?: str, node-name?: str, replaces?: str
   , sync: MirrorSyncMode, mode?: NewImageMode, speed?: int, granularity?: int, buf-size?: int
@@ -61,7 +61,7 @@ impl Target {
         };
         let created = match exists {
             true => None,
-            false => Some(create(source, below.as_ref(), file, format.unwrap_or("raw")).await?),
+            false => Some(create(daemon, source, below.as_ref(), file, format.unwrap_or("raw")).await?),
         };
         let mut options = options_of_name(file, format).map_err(failed)?;
         options.insert("node-name", name);
@@ -98,8 +98,14 @@ fn remove(created: Option<String>) {
     }
 }
 
-/// Makes an image as large as the source, on top of `below`; its file name. A file that is there already is left alone.
-async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, format: &str) -> QmpResult<String> {
+/// Makes an image as large as the source, on top of `below`; its file name.
+async fn create(
+    daemon: &Rc<Daemon>,
+    source: &Arc<Node>,
+    below: Option<&Arc<Node>>,
+    file: &str,
+    format: &str,
+) -> QmpResult<String> {
     let below = below.map(|node| node.header_name(Some(file))).transpose().map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
@@ -110,7 +116,7 @@ async fn create(source: &Arc<Node>, below: Option<&Arc<Node>>, file: &str, forma
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    new_file::create(request).await?;
+    new_file::create(daemon, request).await?;
     Ok(file.to_owned())
 }
 

@@ -40,7 +40,8 @@ command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
-object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: str, node-name: str
+alternate BlockExportIOThreads: str, [str]
+object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIOThreads, node-name: str
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
@@ -222,11 +223,27 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
     export(&daemon, &device, spec, bitmaps.into_iter().collect()).await
 }
 
+/// One thread, or a list, which QEMU's NBD exports refuse.
+fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
+    let list = given.and_then(Value::as_array);
+    let names = list.into_iter().flatten().chain(given.filter(|given| given.is_string())).filter_map(Value::as_str);
+    match list {
+        Some(list) if list.is_empty() => return Err(QmpError::generic("The set of I/O threads must not be empty")),
+        _ => {}
+    }
+    for name in names {
+        daemon.objects.check_iothread(name)?;
+    }
+    match list {
+        Some(_) if daemon.nbd().is_none() => Err(not_running()),
+        Some(_) => Err(QmpError::generic("NBD export does not support multi-threading")),
+        None => Ok(()),
+    }
+}
+
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
-    if let Some(thread) = arguments.maybe_text("iothread") {
-        daemon.objects.check_iothread(thread)?;
-    }
+    check_iothreads(&daemon, arguments.get("iothread"))?;
     let spec = ExportSpec {
         id: arguments.text("id").to_owned(),
         name: arguments.maybe_text("name").unwrap_or(&node).to_owned(),
@@ -255,12 +272,11 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
     let mut used: Vec<BitmapUse> = Vec::new();
     for (node, name) in wanted {
         let worded = |error: cowshed_block::Error| QmpError::generic(error.message().to_owned());
-        let found = top.find_bitmap(&name).await.map_err(worded)?;
-        if node.is_some_and(|node| !Arc::ptr_eq(&node, &found)) {
-            let message = format!("Bitmap '{name}' of that node is not in the chain of the export");
-            return Err(QmpError::generic(message));
-        }
-        let node = found;
+        let node = match node {
+            Some(node) if node.bitmaps().await.map_err(worded)?.iter().any(|bitmap| bitmap.name == name) => node,
+            Some(_) => return Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
+            None => top.find_bitmap(&name).await.map_err(worded)?,
+        };
         let bitmap = node.check_bitmap(&name).await.map_err(worded)?;
         if !writable && bitmap.recording {
             return Err(QmpError::generic(format!("Enabled bitmap '{name}' incompatible with readonly export")));
@@ -338,5 +354,5 @@ async fn query_block_exports(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpRe
         }
         info
     };
-    Ok(exports.iter().map(info).collect())
+    Ok(exports.iter().rev().map(info).collect())
 }

@@ -66,11 +66,11 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
 };
 
 async fn query_jobs(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
-    Ok(daemon.jobs.list().iter().map(|job| job.info()).collect())
+    Ok(daemon.jobs.newest_first().map(|job| job.info()).collect())
 }
 
 async fn query_block_jobs(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
-    Ok(daemon.jobs.list().iter().filter(|job| job.is_block_job()).map(|job| job.block_info()).collect())
+    Ok(daemon.jobs.newest_first().filter(|job| job.is_block_job()).map(|job| job.block_info()).collect())
 }
 
 async fn job_pause(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

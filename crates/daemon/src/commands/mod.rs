@@ -8,6 +8,7 @@ mod block_jobs;
 mod chardevs;
 mod create;
 mod drives;
+mod experimental;
 mod exports;
 mod general;
 mod internal;
@@ -73,6 +74,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &create::GROUP,
     &bitmaps::GROUP,
     &chardevs::GROUP,
+    &experimental::GROUP,
 ];
 
 /// A line of a group's table.

@@ -2,14 +2,21 @@
 //! New images of commands: made whole under a temporary name, then put in their place. A daemon that is killed meanwhile
 //! leaves no half image there, which would read as a raw disk.
 
-use super::failed;
+use super::{failed, free_name};
+use crate::state::Daemon;
+use cowshed_image::Node;
 use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::graph::{AttachRequest, Attachment, files_below};
+use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::{FileIdentity, PermissionSet, Permissions as LockPermissions};
 use cowshed_storage::{path_of_text, sync_folder_of, text_of_path};
 use std::ffi::OsString;
-use std::fs::OpenOptions;
+use std::fs::{OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
 
 /// Names that are tried.
 const ATTEMPTS: u32 = 100;
@@ -27,22 +34,95 @@ impl Drop for Temporary {
     }
 }
 
-/// Creates the image of a request. A file that is there already is left alone, and so is what a link leads to.
-pub(super) async fn create(request: CreateRequest) -> QmpResult<()> {
+/// Creates the image of a request. A file that is there already is replaced when nobody uses it; what a link leads to is left
+/// alone.
+pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<()> {
+    match path_of_text(&request.filename).symlink_metadata() {
+        Ok(found) if found.is_file() => {
+            let held = Held::take(daemon, &request.filename).await?;
+            let made = make(request, Some(found.permissions())).await;
+            let released = held.release(daemon).await;
+            made.and(released)
+        }
+        _ => make(request, None).await,
+    }
+}
+
+/// Creates an image under a free name, or in the place of a file with these permissions.
+async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResult<()> {
     let file = request.filename.clone();
     let path = path_of_text(&file);
-    if path.symlink_metadata().is_ok() {
+    if replaced.is_none() && path.symlink_metadata().is_ok() {
         return Err(in_the_way(&file));
     }
-    let temporary = reserve(&path).map_err(|error| QmpError::generic(format!("Could not create '{file}': {error}")))?;
+    let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
+    let temporary = reserve(&path).map_err(refused)?;
     let request = CreateRequest { filename: text_of_path(&temporary.0), ..request };
     prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
-    put(&temporary.0, &path).map_err(|error| match error.kind() {
+    let put = match replaced {
+        Some(permissions) => {
+            std::fs::set_permissions(&temporary.0, permissions).and_then(|()| std::fs::rename(&temporary.0, &path))
+        }
+        None => put(&temporary.0, &path),
+    };
+    put.map_err(|error| match error.kind() {
         ErrorKind::AlreadyExists => in_the_way(&file),
-        _ => QmpError::generic(format!("Could not create '{file}': {error}")),
+        _ => refused(error),
     })?;
     drop(temporary);
     sync_folder_of(&path).await.map_err(failed)
+}
+
+/// A file that is locked against everybody else, and that no node of ours has.
+struct Held {
+    node: Arc<Node>,
+    user: Arc<Attachment>,
+}
+
+impl Held {
+    async fn take(daemon: &Rc<Daemon>, file: &str) -> QmpResult<Held> {
+        let mut options = BlockdevOptions::new();
+        let name = free_name(daemon, "replaced");
+        for (key, value) in [("driver", "file"), ("filename", file), ("node-name", &name)] {
+            options.insert(key, value);
+        }
+        let node = daemon.graph.add(options).await.map_err(failed)?;
+        let user = match check_unused(daemon, &node) {
+            Ok(()) => {
+                let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
+                let alone = LockPermissions { used, shared: PermissionSet::NONE };
+                daemon.graph.attach(&node, AttachRequest::job(name, alone)).await.map_err(failed)
+            }
+            Err(error) => Err(error),
+        };
+        match user {
+            Ok(user) => Ok(Held { node, user }),
+            Err(error) => {
+                daemon.graph.delete(node.name()).await.map_err(failed)?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn release(self, daemon: &Rc<Daemon>) -> QmpResult<()> {
+        let detached = self.user.detach().await;
+        detached.and(daemon.graph.delete(self.node.name()).await).map_err(failed)
+    }
+}
+
+/// Locks don't show a node that has none.
+fn check_unused(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
+    let own = files_below(node);
+    let is_own = |(identity, _): &(FileIdentity, String)| own.iter().any(|(known, _)| known == identity);
+    let others = daemon.graph.snapshot();
+    let user =
+        others.nodes().into_iter().find(|other| !Arc::ptr_eq(other, node) && files_below(other).iter().any(is_own));
+    match user {
+        Some(user) => {
+            Err(QmpError::generic(format!("Failed to get \"write\" lock: node '{}' has this file", user.name())))
+        }
+        None => Ok(()),
+    }
 }
 
 fn in_the_way(file: &str) -> QmpError {
@@ -94,15 +174,15 @@ mod tests {
             size: Some(1 << 20),
             ..CreateRequest::default()
         };
-        rt::block_on(create(request("new"))).expect("a free name");
+        rt::block_on(make(request("new"), None)).expect("a free name");
         assert_eq!(std::fs::read(at("new")).expect("a file")[..4], *b"QFI\xfb");
-        let error = rt::block_on(create(request("new"))).expect_err("it is there");
+        let error = rt::block_on(make(request("new"), None)).expect_err("it is there");
         assert!(error.description.contains("a file of this name already"), "{error}");
         std::os::unix::fs::symlink(at("elsewhere"), at("link")).expect("a link");
-        rt::block_on(create(request("link"))).expect_err("a link is in the way");
+        rt::block_on(make(request("link"), None)).expect_err("a link is in the way");
         // What fails leaves nothing behind.
         let wrong = CreateRequest { options: vec!["cluster_size=3".to_owned()], ..request("wrong") };
-        rt::block_on(create(wrong)).expect_err("a wrong option");
+        rt::block_on(make(wrong, None)).expect_err("a wrong option");
         let list = std::fs::read_dir(folder.path()).expect("a folder");
         let mut names: Vec<_> = list.map(|entry| entry.expect("a file").file_name()).collect();
         names.sort();

@@ -11,9 +11,11 @@ use cowshed_image::graph::{Attachment, nodes_below};
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
+use cowshed_jobs::limits::BlockLimits;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{CacheMode, File, rt};
 use serde_json::{Map, Value, json};
+use std::cmp::Reverse;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -244,7 +246,9 @@ fn filter_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 
 async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let flat = arguments.flag("flat", false);
-    let nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
+    let mut nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
+    // As in QEMU the newest comes first.
+    nodes.sort_by_key(|node| Reverse(node.number()));
     let mut list = Vec::new();
     for node in nodes {
         list.push(Value::Object(describe(&node, flat).await?));
@@ -346,6 +350,8 @@ async fn image_of(node: &Node) -> QmpResult<Value> {
     if let Some(map) = value.as_object_mut() {
         // Nodes are listed with their children already.
         map.shift_remove("children");
+        let limits = serde_json::to_value(BlockLimits::of(node));
+        map.insert("limits".to_owned(), limits.map_err(|error| QmpError::generic(error.to_string()))?);
     }
     Ok(value)
 }

@@ -322,7 +322,7 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
         None => free_name(daemon, "snapshot"),
     };
     let existing = arguments.maybe_text("mode") == Some("existing");
-    let created = if existing { None } else { Some(create(&node, file, format).await?) };
+    let created = if existing { None } else { Some(create(daemon, &node, file, format).await?) };
     let options: Map<String, Value> = Map::from_iter([
         ("driver".to_owned(), json!(format)),
         ("node-name".to_owned(), json!(overlay_name)),
@@ -346,8 +346,8 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
     }
 }
 
-/// Creates an overlay over the node; its file name. A file that is there already is left alone.
-async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
+/// Creates an overlay over the node; its file name.
+async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
     let below = node.header_name(Some(file)).map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
@@ -358,7 +358,7 @@ async fn create(node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String>
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    new_file::create(request).await?;
+    new_file::create(daemon, request).await?;
     Ok(file.to_owned())
 }
 

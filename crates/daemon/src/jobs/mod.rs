@@ -5,6 +5,7 @@ mod work;
 
 pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close};
 
+use crate::commands::failed;
 use crate::events::EventBus;
 use crate::waiting::within;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -183,7 +184,9 @@ impl Job {
     /// A `BlockJobInfo`.
     pub fn block_info(&self) -> Value {
         let (progress, status) = (self.handle.progress(), self.status());
-        let paused = matches!(status, Status::Paused | Status::Standby);
+        // A mirror that is pending is held where it was.
+        let is_held = status == Status::Pending && self.is_mirror();
+        let paused = matches!(status, Status::Paused | Status::Standby) || is_held;
         let mut info = json!({"type": self.kind, "device": self.id, "len": progress.len, "offset": progress.offset,
                "busy": status == Status::Running && self.speed.get() == 0 && !self.is_idle.get(), "paused": paused, "speed": self.speed.get(), "io-status": self.io_status.get(),
                "ready": matches!(status, Status::Ready | Status::Standby), "status": status.as_str(),
@@ -357,7 +360,7 @@ impl Judge for Job {
             ErrorAction::Ignore => "ignore",
             ErrorAction::Stop => "stop",
         };
-        tracing::warn!(job = self.id, operation, action = word, error = %failure.error, "job met an error");
+        tracing::info!(job = self.id, operation, action = word, error = %failure.error, "job met an error");
         self.events.emit("BLOCK_JOB_ERROR", json!({"device": self.id, "operation": operation, "action": word}));
         if action == ErrorAction::Stop {
             self.io_status.set(if failure.error.kind() == ErrorKind::NoSpace { "nospace" } else { "failed" });
@@ -395,6 +398,11 @@ pub(crate) struct Jobs {
 }
 
 impl Jobs {
+    /// All jobs, the newest first, as QEMU lists them.
+    pub fn newest_first(&self) -> impl Iterator<Item = Rc<Job>> {
+        self.list().into_iter().rev()
+    }
+
     /// All jobs, in the order of their coming.
     pub fn list(&self) -> Vec<Rc<Job>> {
         self.list.borrow().clone()
@@ -460,6 +468,14 @@ impl Jobs {
         Ok(job)
     }
 
+    /// As [`Jobs::start`] of a backup: QEMU shows that it stops it for a moment to put its filter in.
+    pub fn start_backup(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
+        let shown = Rc::clone(&job);
+        self.start(job, work);
+        shown.enter(Status::Paused);
+        shown.enter(Status::Running);
+    }
+
     /// Runs a job's work as a task, and its life around it. The work comes with what ends it, well or not.
     pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
         let jobs = Rc::clone(self);
@@ -489,7 +505,7 @@ impl Jobs {
             *job.error.borrow_mut() = Some(match job.is_block_job() {
                 // The log has the whole.
                 true => words_of(error),
-                false => error.sentence(),
+                false => failed(error.clone()).description,
             });
             job.enter(Status::Aborting);
         }

@@ -2,10 +2,9 @@
 //! One client of a monitor.
 
 use super::MonitorContext;
-use crate::control::{Message, version};
+use crate::control::{Message, Reply, version};
 use crate::events::Listener;
-use cowshed_qmp::{Command, Event, Incoming, QmpError, QmpResult, Session, encode};
-use serde_json::Value;
+use cowshed_qmp::{Command, Event, Incoming, QmpError, Session, encode, reply};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -50,10 +49,16 @@ impl Outlet {
         self.lock().owes_reply = true;
     }
 
-    /// Puts a reply in, once there is room for it. False when the client is gone.
-    fn put(&self, message: Vec<u8>) -> bool {
+    /// Puts the reply in that is owed.
+    fn answer(&self, message: Vec<u8>) {
         let mut waiting = self.lock();
         waiting.owes_reply = false;
+        self.add(&mut waiting, message);
+    }
+
+    /// Puts a message in, once there is room for it. False when the client is gone.
+    fn put(&self, message: Vec<u8>) -> bool {
+        let mut waiting = self.lock();
         while waiting.bytes > MAX_WAITING_BYTES && !waiting.closed {
             waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
@@ -63,6 +68,9 @@ impl Outlet {
     fn add(&self, waiting: &mut Waiting, message: Vec<u8>) -> bool {
         if waiting.closed {
             return false;
+        }
+        if message.is_empty() {
+            return true;
         }
         waiting.bytes += message.len();
         waiting.messages.push_back(message);
@@ -192,11 +200,13 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
                     return;
                 }
                 Incoming::Run(command) => {
-                    let id = command.id.clone();
                     outlet.owe();
-                    // Behind `quit` nothing is answered.
-                    let Some(result) = run(context, command) else { return outlet.close() };
-                    session.reply(result, id)
+                    match run(context, command, outlet) {
+                        Ran::Answered => Vec::new(),
+                        Ran::Dropped(reply) => reply,
+                        // Behind `quit` nothing is answered.
+                        Ran::Stopped => return outlet.close(),
+                    }
                 }
             };
             if !outlet.put(reply) {
@@ -211,9 +221,35 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
     }
 }
 
-/// Has the control thread run a command, and waits for it. `None`: it has stopped.
-fn run(context: &MonitorContext, command: Command) -> Option<QmpResult<Value>> {
-    let (reply, answer) = mpsc::sync_channel(1);
-    context.control.send(Message::Run { command, reply }).ok()?;
-    Some(answer.recv().unwrap_or_else(|_| Err(QmpError::generic("the daemon is shutting down"))))
+/// What became of a command.
+enum Ran {
+    /// The reply is in the outlet.
+    Answered,
+    /// The daemon stopped meanwhile; what to say of it.
+    Dropped(Vec<u8>),
+    /// The daemon had stopped before.
+    Stopped,
+}
+
+/// Has the control thread run a command and answer it, and waits for that.
+fn run(context: &MonitorContext, command: Command, outlet: &Arc<Outlet>) -> Ran {
+    let (done, ended) = mpsc::sync_channel(1);
+    let (answered, id) = (Arc::clone(outlet), command.id.clone());
+    let answer: Reply = Box::new(move |result| {
+        answered.answer(encode(&reply(result, id), answered.pretty));
+        // Its client waits.
+        let _ = done.send(());
+    });
+    let id = command.id.clone();
+    if context.control.send(Message::Run { command, reply: answer }).is_err() {
+        return Ran::Stopped;
+    }
+    match ended.recv() {
+        Ok(()) => Ran::Answered,
+        Err(_) => {
+            outlet.lock().owes_reply = false;
+            let error = QmpError::generic("the daemon is shutting down");
+            Ran::Dropped(encode(&reply(Err(error), id), outlet.pretty))
+        }
+    }
 }

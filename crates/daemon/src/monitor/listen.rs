@@ -95,7 +95,9 @@ impl Bound {
     pub fn start(&self, context: MonitorContext) -> Result<Listening> {
         let stopped = Arc::new(AtomicBool::new(false));
         match self.listener.clone() {
-            None => start("monitor-stdio", move || serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), || false, || ()))?,
+            None => start("monitor-stdio", move || {
+                serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), || false, || ())
+            })?,
             Some(listener) => {
                 let stopped = Arc::clone(&stopped);
                 start("monitor", move || accept(&listener, &context, &stopped))?;
@@ -180,12 +182,24 @@ impl Connection {
         let served = match self {
             Connection::Unix(stream) => stream.try_clone().and_then(|output| {
                 let line = stream.try_clone()?;
-                serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
+                serve(
+                    context,
+                    (&stream, InputEnd::Goes),
+                    output,
+                    || is_gone(&stream),
+                    move || drop(line.shutdown(Shutdown::Both)),
+                );
                 Ok(())
             }),
             Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| {
                 let (output, line) = (stream.try_clone()?, stream.try_clone()?);
-                serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), move || drop(line.shutdown(Shutdown::Both)));
+                serve(
+                    context,
+                    (&stream, InputEnd::Goes),
+                    output,
+                    || is_gone(&stream),
+                    move || drop(line.shutdown(Shutdown::Both)),
+                );
                 Ok(())
             }),
         };

@@ -6,6 +6,7 @@ use super::tracking::Transient;
 use super::{ChildRole, Node};
 use crate::formats::qcow2::{BitmapChange, BitmapStatus, check_new_bitmap, default_granularity_bytes};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_crypto::Hash;
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::rt;
 use std::future::Future;
@@ -13,6 +14,8 @@ use std::sync::Arc;
 
 /// log2 of the bytes of a piece of a bitmap in memory.
 const PIECE_BITS: u32 = 12;
+/// The longest bitmap that a digest is made of.
+const MAX_DIGESTED_BYTES: usize = 64 << 20;
 
 /// A dirty bitmap of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,6 +133,24 @@ impl Node {
             (None, Some(qcow2)) => qcow2.bitmap_bits(name).await,
             (None, None) => Err(self.no_such_bitmap(name)),
         }
+    }
+
+    /// The SHA-256 of a bitmap's bits, as QEMU has it: in words of 64, the lowest bit first.
+    pub async fn bitmap_digest(&self, name: &str) -> Result<String> {
+        let bits = self.bitmap_bits(name).await?;
+        let len = bits.bits().div_ceil(64).saturating_mul(8);
+        let len = usize::try_from(len).ok().filter(|&len| len <= MAX_DIGESTED_BYTES);
+        let len = len.ok_or_else(|| Error::new(ErrorKind::Limit, format!("bitmap '{name}' is too large")))?;
+        let mut bytes = cowshed_block::memory::vec_for(len)?;
+        bytes.resize(len, 0_u8);
+        let mut rest = bytes.as_mut_slice();
+        for piece in 0..bits.piece_count() {
+            let stored = bits.piece_bytes(piece);
+            let (start, behind) = rest.split_at_mut(stored.len().min(rest.len()));
+            start.copy_from_slice(&stored[..start.len()]);
+            rest = behind;
+        }
+        Ok(Hash::Sha256.digest(&[&bytes]).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// Refuses a bitmap that doesn't exist, is in use, or may not be believed.

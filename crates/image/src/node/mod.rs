@@ -41,7 +41,7 @@ use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result};
 use cowshed_storage::File;
 use cowshed_storage::fault::Faults;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
@@ -146,6 +146,7 @@ pub(crate) enum LockSource {
 /// A dropped future of a request that changes something leaves the request to the thread's executor, which runs it to its end.
 pub struct Node {
     name: String,
+    number: u64,
     filename: String,
     driver: Driver,
     children: Children,
@@ -233,7 +234,10 @@ impl Node {
                 }
             }));
         }
+        static OPENED: AtomicU64 = AtomicU64::new(0);
+        let number = OPENED.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new_cyclic(|this| Node {
+            number,
             this: this.clone(),
             height: AtomicU32::new(height),
             left_behind: AtomicUsize::new(0),
@@ -306,6 +310,11 @@ impl Node {
     /// The children, in the order they were opened: `file`, `data-file`, `backing`, …
     pub fn children(&self) -> Vec<Child> {
         self.children.list()
+    }
+
+    /// Grows with each node that is opened in this process.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// The child with this role.

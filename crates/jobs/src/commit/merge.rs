@@ -22,6 +22,8 @@ use std::sync::Arc;
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Chunks under way at once.
 const AT_ONCE: u64 = 4;
+/// Moved at once under a speed limit: with small steps it is kept, and seen to be kept, from the start.
+pub(crate) const LIMITED_BYTES: u64 = 512 << 10;
 /// Zeroes may be holes.
 const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
@@ -112,7 +114,8 @@ impl Merge {
             write(target.write_zeroes(at, holder.len, ZEROES).await)?;
             return Ok(holder.len);
         }
-        let len = holder.len.min(AT_ONCE * CHUNK_BYTES - at % CHUNK_BYTES);
+        let most = if job.has_limit() { LIMITED_BYTES } else { AT_ONCE * CHUNK_BYTES - at % CHUNK_BYTES };
+        let len = holder.len.min(most);
         job.throttle(len).await.map_err(Stopped::Ended)?;
         // Side by side: while one is written the next one is read.
         let mut chunks = Vec::with_capacity(AT_ONCE as usize);

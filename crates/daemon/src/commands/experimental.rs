@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Commands that QEMU calls experimental (`x-`), and that management tools call all the same.
+
+use super::bitmaps::node_of;
+use super::{Arguments, Group, change, command, failed, names, nothing};
+use crate::jobs::{Finish, JobSpec};
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_qmp::{QmpError, QmpResult};
+use serde_json::{Value, json};
+use std::rc::Rc;
+
+pub(super) const GROUP: Group = Group {
+    schema: "
+alternate StrOrNull: str, null
+object BlockDirtyBitmapSha256: sha256: str
+object BlockdevAmendOptionsQcow2: encrypt?: QCryptoBlockAmendOptions
+object QCryptoBlockAmendOptions: format: QCryptoBlockFormat | format = luks: QCryptoBlockAmendOptionsLUKS
+enum QCryptoBlockLUKSKeyslotState: active inactive
+object QCryptoBlockAmendOptionsLUKS: state: QCryptoBlockLUKSKeyslotState, new-secret?: str, old-secret?: str
+  , keyslot?: int, iter-time?: int, secret?: str
+object BlockdevAmendOptions: driver: BlockdevDriver | driver = luks: QCryptoBlockAmendOptionsLUKS
+  , qcow2: BlockdevAmendOptionsQcow2
+command x-blockdev-amend: job-id: str, node-name: str, options: BlockdevAmendOptions, force?: bool
+command x-blockdev-change: parent: str, child?: str, node?: str
+command x-blockdev-set-iothread: node-name: str, iothread: StrOrNull, force?: bool
+command x-debug-block-dirty-bitmap-sha256(BlockDirtyBitmap) -> BlockDirtyBitmapSha256
+",
+    commands: &[
+        change!("x-blockdev-amend", amend),
+        command!("x-blockdev-change", change_children),
+        command!("x-blockdev-set-iothread", set_iothread),
+        change!("x-debug-block-dirty-bitmap-sha256", bitmap_digest),
+    ],
+};
+
+/// A job, as QEMU has it. Key slots are in the file's header, which an open image holds in memory.
+async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let name = arguments.text("node-name");
+    let node = names::lookup(&daemon, None, Some(name))?.node();
+    let options = arguments.object("options").cloned().unwrap_or_default();
+    let driver = options.get("driver").and_then(Value::as_str).unwrap_or_default();
+    if driver != node.driver_name() {
+        return Err(QmpError::generic("x-blockdev-amend doesn't support changing the block driver"));
+    }
+    if !matches!(driver, "qcow2" | "luks") {
+        return Err(QmpError::generic("Driver does not support x-blockdev-amend"));
+    }
+    let spec = JobSpec {
+        id: arguments.text("job-id").to_owned(),
+        kind: "amend",
+        auto_finalize: true,
+        auto_dismiss: false,
+        speed: 0,
+        nodes: vec![node],
+        on_error: Default::default(),
+    };
+    let job = daemon.jobs.add(spec, &daemon.events)?;
+    let handle = job.handle.clone();
+    let work = async move {
+        handle.set_progress(1, 1);
+        match options.len() {
+            1 => Ok(()),
+            _ => Err(Error::unsupported("key slots change while no daemon has the image open: amend it with qemu-img")),
+        }
+    };
+    let finish: Finish = Box::new(|_| Box::pin(async { Result::Ok(()) }));
+    daemon.jobs.start(job, async move { (work.await, finish) });
+    nothing()
+}
+
+/// QEMU changes the children of a quorum so. There is none here, and no other node lets it.
+async fn change_children(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let parent = names::device(&daemon, arguments.text("parent"))?.node();
+    let action = match (arguments.maybe_text("child"), arguments.maybe_text("node")) {
+        (Some(_), Some(_)) => return Err(QmpError::generic("The parameters child and node are in conflict")),
+        (None, None) => return Err(QmpError::generic("Either child or node must be specified")),
+        (Some(child), None) if !parent.children().iter().any(|known| known.role.name() == child) => {
+            let message = format!("Node '{}' does not have child '{child}'", parent.name());
+            return Err(QmpError::generic(message));
+        }
+        (Some(_), None) => "removing",
+        (None, Some(node)) => {
+            let not_found = |_| QmpError::generic(format!("Node '{node}' not found"));
+            names::node(&daemon, node).map_err(not_found)?;
+            "adding"
+        }
+    };
+    Err(QmpError::generic(format!("The node {} does not support {action} a child", parent.name())))
+}
+
+/// Requests run on the threads of their clients here, so there is nothing to move.
+async fn set_iothread(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let name = arguments.text("node-name");
+    daemon.node(name)?;
+    if let Some(thread) = arguments.maybe_text("iothread") {
+        let not_found = |_| QmpError::generic(format!("Cannot find iothread {thread}"));
+        daemon.objects.check_iothread(thread).map_err(not_found)?;
+    }
+    nothing()
+}
+
+async fn bitmap_digest(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    let (node, name) = (node_of(&daemon, arguments.text("node"))?, arguments.text("name"));
+    if !node.bitmaps().await.map_err(failed)?.iter().any(|bitmap| bitmap.name == name) {
+        return Err(QmpError::generic(format!("Dirty bitmap '{name}' not found")));
+    }
+    let digest = node.bitmap_digest(name).await.map_err(failed)?;
+    Ok(json!({"sha256": digest}))
+}
