@@ -68,6 +68,7 @@ impl Object {
             (Object::IoThread(properties), name) => properties.lock().all.get(name).map(|value| json!(value)),
             (Object::Monitor { chardev, .. }, "chardev") => Some(chardev.as_str().into()),
             (Object::Monitor { pretty, .. }, "pretty") => Some((*pretty).into()),
+            (Object::Monitor { .. }, "close-action") => Some("none".into()),
             _ => None,
         }
     }
@@ -165,7 +166,7 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
         "authz-list" => named(&[("policy", "QAuthZListPolicy"), ("rules", "QAuthZListRule")]),
         "authz-listfile" => named(&[("filename", "string"), ("refresh", "bool")]),
         "iothread" => IoThreadProperties::RANGES.iter().map(|(name, ..)| ((*name).to_owned(), "int")).collect(),
-        "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool")]),
+        "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool"), ("close-action", "MonitorQMPCloseAction")]),
         "secret" => named(&[("file", "string"), ("format", "QCryptoSecretFormat")]),
         "tls-creds-x509" => {
             named(&[("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")])

@@ -25,7 +25,8 @@ object QAuthZListRule: match: str, policy: QAuthZListPolicy, format?: QAuthZList
 object AuthZListProperties: policy?: QAuthZListPolicy, rules?: [QAuthZListRule]
 object AuthZListFileProperties: filename: str, refresh?: bool
 object AuthZSimpleProperties: identity: str
-object MonitorQMPProperties: chardev: str, pretty?: bool
+enum MonitorQMPCloseAction: none delete
+object MonitorQMPProperties: chardev: str, pretty?: bool, close-action?: MonitorQMPCloseAction
 enum QCryptoSecretFormat: raw base64
 object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
 enum QCryptoTLSCredsEndpoint: client server
@@ -96,6 +97,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         "monitor-qmp" => {
+            if arguments.maybe_text("close-action") == Some("delete") {
+                return Err(QmpError::generic("a monitor stays when its client goes: 'close-action' must be 'none'"));
+            }
             Object::Monitor { chardev: arguments.text("chardev").to_owned(), pretty: arguments.flag("pretty", false) }
         }
         _ => {

@@ -31,10 +31,7 @@ async def main(socket: str, image: str) -> None:
             raise AssertionError(f"{command} must be refused")
     nodes = await client.execute("query-named-block-nodes")
     assert any(node["node-name"] == "disk" for node in nodes), nodes
-    with client.listener("SHUTDOWN") as shutdown:
-        await client.execute("quit")
-        event = await shutdown.get()
-    assert event["data"] == {"guest": False, "reason": "host-qmp-quit"}, event
+    await client.execute("quit")
     try:
         await client.disconnect()
     except EOFError:

@@ -25,9 +25,6 @@ fn a_drive_backup_makes_its_target_and_closes_it() {
         let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
         let is_copy = |node: &serde_json::Value| node["file"].as_str().is_some_and(|file| file.ends_with("/copy"));
         assert!(!nodes.as_array().expect("a list").iter().any(is_copy), "the target is closed: {nodes}");
-        // What is there is left alone, unless it is meant.
-        let again = json!({"job-id": "k", "device": "e", "target": target, "sync": "full"});
-        assert!(client.refusal("drive-backup", again).contains("mode 'existing'"));
         let (folder, stopped) = daemon.keep_after_stop();
         stopped.expect("stopped in order");
         let (qemu, copy) = (Qemu::system(), folder.path().join("copy"));
@@ -218,4 +215,28 @@ fn what_a_drive_says_of_the_page_cache_counts_more_than_its_mode() {
         assert_eq!(node["cache"], expected, "{settings}");
         daemon.stop().expect("stopped in order");
     }
+}
+
+#[test]
+fn a_file_that_nobody_uses_is_replaced_and_one_in_use_is_left_alone() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    let target = daemon.path("copy");
+    let backup = |target: &std::path::Path| json!({"job-id": "k", "device": "e", "target": target, "format": "raw", "sync": "full"});
+    std::fs::write(&target, b"older").expect("a file");
+    client.command("drive-backup", backup(&target));
+    client.event("BLOCK_JOB_COMPLETED");
+    assert!(std::fs::read(&target).expect("a file") == model, "the older file is replaced");
+    // A node that holds no lock uses it too, and a link is nobody's to replace.
+    let node = json!({"driver": "raw", "node-name": "unlocked",
+                      "file": {"driver": "file", "filename": target, "locking": "off"}});
+    client.command("blockdev-add", node);
+    let link = daemon.path("link");
+    std::os::unix::fs::symlink(daemon.path("b"), &link).expect("a link");
+    for used in [target.clone(), daemon.path("b"), daemon.path("t"), link] {
+        let before = std::fs::read(&used).expect("a file");
+        let refusal = client.refusal("drive-backup", backup(&used));
+        assert!(refusal.contains("lock") || refusal.contains("mode 'existing'"), "{refusal}");
+        assert!(std::fs::read(&used).expect("a file") == before, "{}", used.display());
+    }
+    daemon.stop().expect("stopped in order");
 }

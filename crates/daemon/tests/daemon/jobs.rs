@@ -189,7 +189,7 @@ fn jobs_pause_slow_down_and_are_cancelled() {
     client.command("job-pause", json!({"id": "m"}));
     assert_eq!(client.command("query-jobs", json!({}))[0]["status"], "paused");
     assert!(client.refusal("job-pause", json!({"id": "m"})).contains("cannot accept command verb 'pause'"));
-    assert!(client.refusal("job-complete", json!({"id": "m"})).contains("cannot be completed"));
+    assert!(client.refusal("job-complete", json!({"id": "m"})).contains("cannot accept command verb 'complete'"));
     client.command("block-job-set-speed", json!({"device": "m", "speed": 2 << 20}));
     client.command("job-resume", json!({"id": "m"}));
     client.command("job-cancel", json!({"id": "m"}));
@@ -265,8 +265,7 @@ fn images_are_created_in_the_files_of_nodes() {
     }
     for driver in ["raw", "nbd", "host_device"] {
         let create = json!({"job-id": "n", "options": {"driver": driver}});
-        let refusal = format!("Driver '{driver}' does not support blockdev-create");
-        assert_eq!(client.refusal("blockdev-create", create), refusal);
+        assert_eq!(client.refusal("blockdev-create", create), "Driver does not support blockdev-create");
     }
     let unknown = json!({"job-id": "n", "options": {"driver": "nosuch"}});
     assert!(client.refusal("blockdev-create", unknown).contains("does not accept value 'nosuch'"));
