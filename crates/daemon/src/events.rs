@@ -91,8 +91,13 @@ impl EventBus {
             _ => Map::new(),
         };
         let event = Event { name, data, timestamp: now() };
-        let text = event.to_value().to_string();
-        tracing::info!(event = name, "{text}");
+        match name {
+            // Told with the whole error where it happens.
+            "BLOCK_JOB_ERROR" => {}
+            // A job's events tell what is of interest.
+            "JOB_STATUS_CHANGE" => tracing::debug!("{}", words(&event)),
+            _ => tracing::info!("{}", words(&event)),
+        }
         self.listeners().iter().for_each(|listener| listener.event(&event));
     }
 
@@ -107,10 +112,44 @@ impl EventBus {
     }
 }
 
+/// The event for people: `export deleted: id e`.
+fn words(event: &Event) -> String {
+    let name = event.name.to_lowercase().replace('_', " ");
+    let name = name.strip_prefix("block ").filter(|rest| !rest.starts_with("io ")).unwrap_or(&name);
+    let detail = |(key, value): (&String, &Value)| match value {
+        Value::String(text) => format!("{} {text}", key.replace('-', " ")),
+        value => format!("{} {value}", key.replace('-', " ")),
+    };
+    let details: Vec<String> = event.data.iter().filter(|(_, value)| *value != "").map(detail).collect();
+    format!("{name}: {}", details.join(", "))
+}
+
 fn now() -> Timestamp {
     let unknown = Timestamp { seconds: -1, microseconds: -1 };
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(unknown, |since| Timestamp {
         seconds: i64::try_from(since.as_secs()).unwrap_or(-1),
         microseconds: i64::from(since.subsec_micros()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_log_tells_events_in_words() {
+        let told = |name, data: Value| {
+            let data = data.as_object().expect("an object").clone();
+            words(&Event { name, data, timestamp: now() })
+        };
+        assert_eq!(told("BLOCK_EXPORT_DELETED", json!({"id": "e"})), "export deleted: id e");
+        let completed = json!({"type": "backup", "device": "j", "len": 5, "offset": 5, "speed": 0});
+        assert_eq!(
+            told("BLOCK_JOB_COMPLETED", completed),
+            "job completed: type backup, device j, len 5, offset 5, speed 0"
+        );
+        let failed = json!({"qom-path": "", "device": "e", "operation": "read", "reason": "gone"});
+        assert_eq!(told("BLOCK_IO_ERROR", failed), "block io error: device e, operation read, reason gone");
+    }
 }

@@ -357,27 +357,21 @@ fn listen_on_passed(server: &Server<Arc<Attachment>>) -> Result<Vec<SocketAddres
     listeners.into_iter().map(|listener| server.listen_on(listener)).collect()
 }
 
-/// Logs what clients do. With `control` the last one that goes stops the daemon.
+/// Counts clients. With `control` the last one that goes stops the daemon.
 fn tell(control: Option<Sender<Message>>) -> EventHandler {
     let connected = AtomicUsize::new(0);
     EventHandler(Arc::new(move |event| match event {
-        Event::ClientConnected { export, peer } => {
+        // The server has logged it.
+        Event::ClientConnected { .. } => {
             connected.fetch_add(1, Ordering::SeqCst);
-            tracing::info!(export, peer, "client connected");
         }
-        Event::ClientDisconnected { export, peer, error } => {
-            match error {
-                Some(error) => tracing::warn!(export, peer, error, "client lost"),
-                None => tracing::info!(export, peer, "client disconnected"),
-            }
+        Event::ClientDisconnected { .. } => {
             let was_last = connected.fetch_sub(1, Ordering::SeqCst) == 1;
             if let Some(control) = control.as_ref().filter(|_| was_last) {
                 // Fails only when the daemon has stopped already.
                 let _ = control.send(Message::Stop(StopReason::Idle));
             }
         }
-        Event::ClientRefused { peer, reason } => tracing::warn!(peer, reason, "client refused"),
-        Event::ExportRemoved { name } => tracing::info!(name, "export removed"),
         _ => {}
     }))
 }

@@ -126,7 +126,7 @@ fn clients_that_are_killed_cost_nobody_else_anything() {
         }
         drop(lost);
     }
-    serving.await_log("client disconnected");
+    serving.await_log("client left");
     serving.await_log("export=\"disk\"");
     assert_eq!(finish(start(fio(folder.path(), &["--do_verify=1"]))).0, u64::from(CONNECTIONS * MIB_OF_EACH) * 256);
     serving.stop();
