@@ -4,6 +4,7 @@
 use crate::monitor::{Bound, Listening, MonitorAddress, MonitorContext};
 use cowshed_block::{Error, ErrorKind, Result};
 use std::cell::RefCell;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
 /// What a character device is.
@@ -20,6 +21,8 @@ struct Chardev {
     backend: Backend,
     /// The monitor that is there.
     monitor: Option<Listening>,
+    /// Grows with each device.
+    number: usize,
 }
 
 /// A character device for `query-chardev`.
@@ -54,7 +57,9 @@ impl Devices {
     /// Adds one; its id is new.
     pub fn add(&self, id: &str, backend: Backend) -> Result<()> {
         self.check_new(id)?;
-        self.0.borrow_mut().insert(id.to_owned(), Chardev { backend, monitor: None });
+        let mut devices = self.0.borrow_mut();
+        let number = devices.values().map(|device| device.number + 1).max().unwrap_or(0);
+        devices.insert(id.to_owned(), Chardev { backend, monitor: None, number });
         Ok(())
     }
 
@@ -136,7 +141,11 @@ impl Devices {
             },
             in_use: device.monitor.is_some(),
         };
-        self.0.borrow().iter().map(describe).collect()
+        let devices = self.0.borrow();
+        let mut devices: Vec<_> = devices.iter().collect();
+        // As in QEMU the newest comes first.
+        devices.sort_by_key(|(_, device)| Reverse(device.number));
+        devices.into_iter().map(describe).collect()
     }
 
     /// Works on a ring buffer.

@@ -9,10 +9,10 @@ use crate::inbox::Sender;
 use crate::jobs::Jobs;
 use crate::monitor::{Bound, MonitorAddress, MonitorContext};
 use crate::nbd::{Exported, Nbd};
-use crate::objects::Objects;
+use crate::objects::{Object, Objects};
 use crate::untrusted::Untrusted;
 use crate::waiting::Commands;
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
@@ -100,6 +100,15 @@ impl Daemon {
             pretty,
         };
         self.chardevs.start_monitor(chardev, context)
+    }
+
+    /// A monitor of the command line, which is an object too.
+    pub fn add_first_monitor(&self, chardev: &str, pretty: bool) -> Result<()> {
+        self.start_monitor(chardev, pretty)?;
+        let number = (0..).find(|number| self.objects.find(&format!("compat_monitor{number}")).is_none());
+        let id = format!("compat_monitor{}", number.unwrap_or(0));
+        let refused = |error: QmpError| Error::invalid_argument(error.description);
+        self.objects.add(&id, Object::Monitor { chardev: chardev.to_owned(), pretty }).map_err(refused)
     }
 
     /// Starts a monitor at an address, on a character device of its own.

@@ -8,9 +8,6 @@ use serde_json::{Map, Number, Value};
 /// Deepest nesting of objects and lists that is taken.
 pub const MAX_DEPTH: usize = 1024;
 
-/// What QEMU says of a key that comes twice.
-const DUPLICATE: &str = "duplicate key";
-
 /// What QEMU says of a text that is longer than it takes.
 pub(crate) const TOO_LONG: &str = "JSON token size limit exceeded";
 
@@ -64,8 +61,6 @@ pub(crate) struct Parser {
     braces: i64,
     brackets: i64,
     skips: bool,
-    /// The object or list that has just ended stands behind a key for the second time.
-    is_duplicate: bool,
 }
 
 type Parsed<T> = Result<T, String>;
@@ -121,9 +116,6 @@ impl Parser {
 
     fn step(&mut self, token: Token) -> Parsed<Option<Value>> {
         let place = token.place;
-        if self.is_duplicate {
-            return Err(wrong(place, DUPLICATE));
-        }
         match (self.expected, token.kind) {
             (Expected::FirstKey, Kind::Mark(b'}')) | (Expected::FirstValue, Kind::Mark(b']')) => self.close(place),
             (Expected::Key | Expected::FirstKey, Kind::Text(text)) => {
@@ -207,13 +199,9 @@ impl Parser {
             }
             Some(Open::List(items)) => items.push(value),
             Some(Open::Object(members, key)) => {
-                let is_nested = value.is_array() || value.is_object();
-                let is_duplicate = members.insert(std::mem::take(key), value).is_some();
-                if is_duplicate && !is_nested {
-                    return Err(wrong(place, DUPLICATE));
+                if members.insert(std::mem::take(key), value).is_some() {
+                    return Err(wrong(place, "duplicate key"));
                 }
-                // QEMU names the place of the token behind it.
-                self.is_duplicate = is_duplicate;
             }
         }
         Ok(None)

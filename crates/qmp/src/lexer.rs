@@ -147,7 +147,7 @@ impl Lexer {
                     self.state = State::Number(next);
                     [None, None]
                 }
-                Ok(None) => [Some(self.end_plain()), self.begin(byte)],
+                Ok(None) => [Some(self.end_plain()), self.begin_behind(byte)],
                 Err(()) => {
                     self.text.push(byte);
                     [Some(self.stray()), None]
@@ -157,12 +157,21 @@ impl Lexer {
                 self.text.push(byte);
                 [None, None]
             }
-            State::Word => [Some(self.end_plain()), self.begin(byte)],
+            State::Word => [Some(self.end_plain()), self.begin_behind(byte)],
         }
     }
 
+    /// A byte that ended another token: QEMU counts it twice.
+    fn begin_behind(&mut self, byte: u8) -> Option<Token> {
+        self.begin_at(Place { column: self.place.column.saturating_add(1), ..self.place }, byte)
+    }
+
     fn begin(&mut self, byte: u8) -> Option<Token> {
-        self.start = self.place;
+        self.begin_at(self.place, byte)
+    }
+
+    fn begin_at(&mut self, place: Place, byte: u8) -> Option<Token> {
+        self.start = place;
         self.state = match byte {
             b' ' | b'\t' | b'\r' | b'\n' => return None,
             b'{' | b'}' | b'[' | b']' | b':' | b',' => return Some(self.token(Kind::Mark(byte))),

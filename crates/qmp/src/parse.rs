@@ -112,6 +112,7 @@ fn value(text: &str) -> Option<Type> {
     Some(match text {
         "str" => Type::Str,
         "int" => Type::Int,
+        "uint32" => Type::Uint32,
         "number" => Type::Number,
         "bool" => Type::Bool,
         "null" => Type::Null,

@@ -211,6 +211,13 @@ impl Schema {
             }
             (Type::Null, Value::Null) => Ok(Value::Null),
             (Type::Int, Value::Number(number)) if number.is_i64() || number.is_u64() => Ok(Value::Number(number)),
+            (Type::Uint32, value) => {
+                let value = self.check_value(&Type::Int, value, path, strictness)?;
+                match value.as_u64().is_some_and(|number| u32::try_from(number).is_ok()) {
+                    true => Ok(value),
+                    false => Err(QmpError::generic(format!("Parameter '{path}' expects uint32_t"))),
+                }
+            }
             (Type::Number, value @ Value::Number(_)) => Ok(value),
             (Type::Bool, Value::String(text)) if texts => flag(&text)
                 .map(Value::Bool)
@@ -273,7 +280,7 @@ impl Schema {
     fn json_type(&self, of: &Type) -> Option<&'static str> {
         Some(match of {
             Type::Str => "string",
-            Type::Int | Type::Number => "number",
+            Type::Int | Type::Uint32 | Type::Number => "number",
             Type::Bool => "boolean",
             Type::Null => "null",
             Type::List(_) => "array",

@@ -101,7 +101,7 @@ mod tests {
         let cases: &[(&[u8], &[&str])] = &[
             (b"{\"execute\": }\n{}", &["1:13: JSON parse error, expecting value"]),
             (b"]{}", &["1:1: JSON parse error, expecting value"]),
-            (b"[1}{}", &["1:3: JSON parse error, expected ',' or ']'"]),
+            (b"[1}{}", &["1:4: JSON parse error, expected ',' or ']'"]),
             (b"{\"a\":[}]}{}", &["1:7: JSON parse error, expecting value", "1:9: JSON parse error, expecting value"]),
             (b"{\"a\": [\xff{}", &["1:8: JSON parse error, stray '\u{fffd}'"]),
             (b"\x1b{}", &["1:1: JSON parse error, stray '\x1b'"]),

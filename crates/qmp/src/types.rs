@@ -8,6 +8,8 @@ pub enum Type {
     Str,
     /// `int`: what fits into 64 bits, with or without sign.
     Int,
+    /// `uint32`: an `int` of 32 bits without sign.
+    Uint32,
     /// `number`
     Number,
     /// `bool`
@@ -58,7 +60,7 @@ impl Type {
     pub fn name(&self) -> String {
         match self {
             Type::Str => "str".into(),
-            Type::Int => "int".into(),
+            Type::Int | Type::Uint32 => "int".into(),
             Type::Number => "number".into(),
             Type::Bool => "bool".into(),
             Type::Null => "null".into(),

@@ -247,18 +247,23 @@ fn job(script: &mut Script) {
     if is_slow {
         arguments["speed"] = json!(1);
     }
-    script.risk(command, arguments.clone());
+    let mut wrong = arguments.clone();
+    wrong["nosuch"] = json!(1);
+    script.run(command, wrong);
     script.run(command, arguments);
-    let steer = |script: &mut Script| {
-        let verb = script.random.pick(&["pause", "resume", "complete", "finalize", "dismiss"]);
-        let is_old = script.random.chance(30);
-        match (is_old, verb) {
-            (true, "finalize" | "dismiss") => script.risk(&format!("block-job-{verb}"), json!({"id": "zz"})),
-            (true, _) => script.risk(&format!("block-job-{verb}"), json!({"device": "zz"})),
-            _ => script.risk(&format!("job-{verb}"), json!({"id": "zz"})),
-        }
-    };
-    steer(script);
+    // Where the job rests until it is told to go on.
+    match (is_slow, copies, waits) {
+        (true, _, _) => {}
+        (_, true, _) => script.wait("BLOCK_JOB_READY"),
+        (_, _, true) => script.wait("BLOCK_JOB_PENDING"),
+        _ => script.wait("concluded"),
+    }
+    let verb = script.random.pick(&["pause", "resume", "complete", "finalize", "dismiss"]);
+    match (script.random.chance(30), verb) {
+        (true, "finalize" | "dismiss") => script.risk(&format!("block-job-{verb}"), json!({"id": "zz"})),
+        (true, _) => script.risk(&format!("block-job-{verb}"), json!({"device": "zz"})),
+        _ => script.risk(&format!("job-{verb}"), json!({"id": "zz"})),
+    }
     match (is_slow, copies, waits) {
         (true, _, _) => {
             // It sleeps after its first piece.
@@ -276,7 +281,6 @@ fn job(script: &mut Script) {
             }
         }
         (_, true, _) => {
-            script.wait("BLOCK_JOB_READY");
             script.run("query-jobs", json!({}));
             if script.random.chance(30) {
                 script.run("job-pause", json!({"id": "j"}));
@@ -300,13 +304,12 @@ fn job(script: &mut Script) {
             }
         }
         (_, _, true) => {
-            script.wait("BLOCK_JOB_PENDING");
             script.run("query-jobs", json!({}));
             script.run("job-pause", json!({"id": "j"}));
             let verb = script.random.pick(&["finalize", "cancel", "complete"]);
             script.run(&format!("job-{verb}"), json!({"id": "j"}));
         }
-        _ => script.wait("concluded"),
+        _ => {}
     }
     script.run("query-jobs", json!({}));
     if keeps {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(super) const GROUP: Group = Group {
     schema: "
 object BlockDirtyBitmap: node: str, name: str
-object BlockDirtyBitmapAdd: node: str, name: str, granularity?: int, persistent?: bool, disabled?: bool
+object BlockDirtyBitmapAdd: node: str, name: str, granularity?: uint32, persistent?: bool, disabled?: bool
 alternate BlockDirtyBitmapOrStr: str, BlockDirtyBitmap
 object BlockDirtyBitmapMerge: node: str, target: str, bitmaps: [BlockDirtyBitmapOrStr]
 object BlockDirtyBitmapWrapper: data: BlockDirtyBitmap
@@ -109,7 +109,7 @@ fn worded(error: Error) -> QmpError {
     // A disk's error says where and why.
     match error.kind() {
         ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::Poisoned => QmpError::generic(error.to_string()),
-        _ => QmpError::generic(error.message().to_owned()),
+        _ => QmpError::generic(error.sentence()),
     }
 }
 

@@ -34,10 +34,11 @@ command block-stream: job-id?: str, device: str, base?: str, base-node?: str, ba
 enum BackupSyncMode: top full incremental none bitmap
 enum OnCbwError: break-guest-write break-snapshot
 enum BitmapSyncMode: on-success never always
-object BlockdevBackup: job-id?: str, device: str, target: str, sync: BackupSyncMode, speed?: int, compress?: bool
-  , bitmap?: str, bitmap-mode?: BitmapSyncMode, discard-source?: bool
+object BlockdevBackup: job-id?: str, device: str, sync: BackupSyncMode, speed?: int, bitmap?: str
+  , bitmap-mode?: BitmapSyncMode, compress?: bool
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
-  , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool, x-perf?: BackupPerf
+  , auto-finalize?: bool, auto-dismiss?: bool, filter-node-name?: str, discard-source?: bool, x-perf?: BackupPerf
+  , target: str
 object BackupPerf: use-copy-range?: bool, max-workers?: int, max-chunk?: int, min-cluster-size?: int
 command blockdev-backup(BlockdevBackup)
 ",

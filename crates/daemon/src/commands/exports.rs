@@ -243,6 +243,9 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
+    if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
+        return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
+    }
     check_iothreads(&daemon, arguments.get("iothread"))?;
     let spec = ExportSpec {
         id: arguments.text("id").to_owned(),
@@ -299,19 +302,22 @@ async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: 
     let Some(node) = daemon.graph.find(node) else {
         return Err(QmpError::generic(format!("Cannot find device='' nor node-name='{node}'")));
     };
-    let nbd = daemon.nbd().ok_or_else(not_running)?;
-    if nbd.exports().iter().any(|known| known.name == spec.name) {
-        return Err(QmpError::generic(format!("NBD server already has export named '{}'", spec.name)));
-    }
     if spec.writable && node.is_read_only() {
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
-    spec.bitmaps = use_bitmaps(&node, spec.writable, bitmaps).await?;
     let request = AttachRequest::export(spec.id.clone(), spec.writable);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
-    if let Err(error) = nbd.add(spec, std::sync::Arc::clone(&attachment)) {
+    let added = async {
+        let nbd = daemon.nbd().ok_or_else(not_running)?;
+        if nbd.exports().iter().any(|known| known.name == spec.name) {
+            return Err(QmpError::generic(format!("NBD server already has export named '{}'", spec.name)));
+        }
+        spec.bitmaps = use_bitmaps(&node, spec.writable, bitmaps).await?;
+        nbd.add(spec, Arc::clone(&attachment)).map_err(failed)
+    };
+    if let Err(error) = added.await {
         attachment.detach().await.map_err(failed)?;
-        return Err(failed(error));
+        return Err(error);
     }
     nothing()
 }
@@ -324,7 +330,6 @@ fn removal(arguments: &Arguments) -> Removal {
 }
 
 async fn nbd_server_remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    daemon.nbd().ok_or_else(not_running)?;
     remove(&daemon, arguments.text("name"), removal(&arguments)).await
 }
 

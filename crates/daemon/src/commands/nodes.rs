@@ -15,7 +15,6 @@ use cowshed_jobs::limits::BlockLimits;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{CacheMode, File, rt};
 use serde_json::{Map, Value, json};
-use std::cmp::Reverse;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -246,15 +245,47 @@ fn filter_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 
 async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let flat = arguments.flag("flat", false);
-    let mut nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
-    // As in QEMU the newest comes first.
-    nodes.sort_by_key(|node| Reverse(node.number()));
     let mut list = Vec::new();
-    for node in nodes {
+    for node in newest_first(&daemon) {
         list.push(Value::Object(describe(&node, flat).await?));
     }
     list.extend(daemon.inactive.described());
     Ok(Value::Array(list))
+}
+
+/// All nodes, the newest first, as in QEMU: there a backing file that an image names is opened behind the image.
+fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
+    fn add(node: &Arc<Node>, owned: &[Arc<Node>], found: &mut Vec<Arc<Node>>) {
+        let is_in = |list: &[Arc<Node>], node: &Arc<Node>| list.iter().any(|one| Arc::ptr_eq(one, node));
+        if is_in(found, node) {
+            return;
+        }
+        found.push(Arc::clone(node));
+        let backing = node.backing().filter(|backing| !is_in(owned, backing));
+        if let Some(backing) = backing {
+            nodes_below(&backing)
+                .iter()
+                .rev()
+                .filter(|below| !is_in(owned, below))
+                .for_each(|below| add(below, owned, found));
+        }
+    }
+    let owned = daemon.graph.owned_nodes();
+    let mut nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
+    nodes.sort_by_key(|node| node.number());
+    let is_owned = |node: &Arc<Node>| owned.iter().any(|owned| Arc::ptr_eq(owned, node));
+    let named = nodes.iter().filter_map(|node| node.backing()).filter(|backing| !is_owned(backing));
+    let named: Vec<Arc<Node>> = named.flat_map(|backing| nodes_below(&backing)).collect();
+    let mut found = Vec::new();
+    for node in &nodes {
+        let comes_with_overlay = !is_owned(node) && named.iter().any(|below| Arc::ptr_eq(below, node));
+        if !comes_with_overlay {
+            add(node, &owned, &mut found);
+        }
+    }
+    nodes.iter().for_each(|node| add(node, &owned, &mut found));
+    found.reverse();
+    found
 }
 
 /// A `BlockDeviceInfo`. `flat`: without the images below.

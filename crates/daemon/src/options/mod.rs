@@ -328,7 +328,7 @@ impl Step {
             What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
             What::Chardev { id, address } => return daemon.add_chardev(&id, &address),
-            What::MonitorOn { chardev, pretty } => return daemon.start_monitor(&chardev, pretty),
+            What::MonitorOn { chardev, pretty } => return daemon.add_first_monitor(&chardev, pretty),
             What::Command { name, object, arguments, strictness } => {
                 match daemon.schema.check(object, arguments, strictness) {
                     Ok(arguments) => commands::call(daemon, name, arguments).await.map(drop),

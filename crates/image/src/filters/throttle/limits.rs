@@ -155,7 +155,11 @@ impl Limits {
         let mut limits = Limits::new();
         for (name, value) in map {
             if value.as_i64().is_some_and(|value| value < 0) {
-                return Err(Error::invalid_argument("Property values cannot be negative"));
+                let message = match name.starts_with("x-") {
+                    true => "Property values cannot be negative".to_owned(),
+                    false => format!("bps/iops/max values must be within [0, {MAX_RATE}]"),
+                };
+                return Err(Error::invalid_argument(message));
             }
             let number = match value {
                 Value::Number(number) => number.as_u64(),
