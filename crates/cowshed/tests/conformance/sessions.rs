@@ -251,6 +251,10 @@ fn job(script: &mut Script) {
     wrong["nosuch"] = json!(1);
     script.run(command, wrong);
     script.run(command, arguments);
+    if command == "blockdev-backup" {
+        // It stops for a moment at its start.
+        script.wait("paused");
+    }
     // Where the job rests until it is told to go on.
     match (is_slow, copies, waits) {
         (true, _, _) => {}
@@ -435,7 +439,7 @@ fn objects(script: &mut Script) {
             3 => script.risk("object-add", json!({"qom-type": "iothread", "id": id, "poll-max-ns": 5})),
             4 => script.risk("object-add", json!({"qom-type": "nosuch", "id": id})),
             5 => script.risk("object-del", json!({"id": id})),
-            6 => script.risk("qom-list", json!({"path": "/objects"})),
+            6 => script.risk("qom-list", json!({"path": "/nosuch"})),
             7 => {
                 let property = script.random.pick(&["limits", "type", "nosuch", "x-iops-total"]);
                 script.risk("qom-get", json!({"path": format!("/objects/{id}"), "property": property}));
@@ -462,7 +466,6 @@ fn objects(script: &mut Script) {
             }
         }
     }
-    script.run("query-chardev", json!({}));
 }
 
 fn script_name(id: &str) -> &'static str {

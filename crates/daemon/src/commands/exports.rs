@@ -243,6 +243,9 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
+    if !is_id(arguments.text("id")) {
+        return Err(QmpError::generic("Invalid block export id"));
+    }
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
         return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
     }
@@ -304,6 +307,10 @@ async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: 
     };
     if spec.writable && node.is_read_only() {
         return Err(QmpError::generic("Cannot export read-only node as writable"));
+    }
+    // QEMU looks whether a node may be written before it looks for the server.
+    if !spec.writable && daemon.nbd().is_none() {
+        return Err(not_running());
     }
     let request = AttachRequest::export(spec.id.clone(), spec.writable);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;

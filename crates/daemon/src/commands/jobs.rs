@@ -58,8 +58,8 @@ event BLOCK_JOB_PENDING: type: JobType, id: str
         command!("block-job-resume", block_job_resume),
         command!("block-job-cancel", block_job_cancel),
         command!("block-job-complete", block_job_complete),
-        command!("block-job-dismiss", job_dismiss),
-        command!("block-job-finalize", job_finalize),
+        command!("block-job-dismiss", block_job_dismiss),
+        command!("block-job-finalize", block_job_finalize),
         command!("block-job-set-speed", block_job_set_speed),
         change!("block-job-change", block_job_change),
     ],
@@ -116,6 +116,16 @@ async fn block_job_resume(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
 async fn block_job_complete(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     daemon.jobs.find_block(arguments.text("device"))?.end(Wish::Complete)?;
     nothing()
+}
+
+async fn block_job_dismiss(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find_block(arguments.text("id"))?;
+    job_dismiss(daemon, arguments).await
+}
+
+async fn block_job_finalize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
+    daemon.jobs.find_block(arguments.text("id"))?;
+    job_finalize(daemon, arguments).await
 }
 
 /// A copy that is ready ends as a copy, unless `force` says to leave it as it is.

@@ -295,11 +295,11 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         true => 0,
         false => std::iter::successors(node.backing(), |node| node.backing()).count(),
     };
-    let children: Vec<Value> = node
-        .children()
-        .iter()
-        .map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()}))
-        .collect();
+    let mut children = node.children();
+    // As in QEMU what was linked last comes first.
+    children.sort_by_key(|child| child.role != ChildRole::Backing);
+    let children: Vec<Value> =
+        children.iter().map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()})).collect();
     let cache = cache_of(node);
     let mut info = json!({
         "file": node.reference(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),

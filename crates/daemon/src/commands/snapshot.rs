@@ -302,6 +302,10 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
     daemon.jobs.check_free(&node)?;
     names::check_no_overlay(daemon, &node)?;
     let overlay = names::device(daemon, arguments.text("overlay"))?.node();
+    if Arc::ptr_eq(&node, &overlay) {
+        let name = node.name();
+        return Err(QmpError::generic(format!("Making '{name}' a backing child of '{name}' would create a cycle")));
+    }
     Ok(Prepared { node, overlay, opened: false, created: None })
 }
 
