@@ -243,7 +243,7 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
-    if !is_id(arguments.text("id")) {
+    if !names::is_id(arguments.text("id")) {
         return Err(QmpError::generic("Invalid block export id"));
     }
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
