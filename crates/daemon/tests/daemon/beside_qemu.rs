@@ -104,10 +104,10 @@ fn shape_of(value: &Value) -> BTreeSet<String> {
 fn compare(about: &str, ours: &Value, theirs: &Value) {
     let (ours, theirs) = (shape_of(ours), shape_of(theirs));
     let missing: Vec<&String> = theirs.difference(&ours).collect();
-    // What our own names say, and what QEMU has from version 8.1 on.
+    // What our own names say, and what QEMU has from version 8.1 on (limits of images from 10.1 on).
     let is_known = |path: &str| {
         let path = path.split(": ").next().unwrap_or_default();
-        path.contains(".x-") || path.contains("zone_append_") || OURS_ONLY.iter().any(|known| path.ends_with(known))
+        [".x-", "zone_append_", "image.limits."].iter().any(|part| path.contains(part)) || OURS_ONLY.iter().any(|known| path.ends_with(known))
     };
     let more: Vec<&String> = ours.difference(&theirs).filter(|path| !is_known(path)).collect();
     assert!(missing.is_empty() && more.is_empty(), "{about}: QEMU has {missing:?}, we have {more:?}");

@@ -2,8 +2,10 @@
 //! Live snapshots by command, under a client that goes on writing.
 
 use super::exports::{node, serving, uri};
+use super::running::Running;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::json;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 #[test]
@@ -114,13 +116,30 @@ fn a_transaction_takes_all_or_none() {
 }
 
 #[test]
-fn a_file_that_is_there_is_not_overwritten() {
+fn an_overlay_replaces_a_file_that_nobody_uses_and_no_other() {
     let (daemon, mut client) = serving();
-    std::fs::write(daemon.path("precious"), "data").expect("a file");
-    let arguments = json!({"node-name": "q", "snapshot-file": daemon.path("precious"), "snapshot-node-name": "o"});
-    assert!(client.refusal("blockdev-snapshot-sync", arguments).contains("already"));
-    assert_eq!(std::fs::read_to_string(daemon.path("precious")).expect("a file"), "data");
-    daemon.stop().expect("stopped in order");
+    let other = Running::start(Vec::new());
+    let mut theirs = other.client();
+    let (old, used, link) = (daemon.path("old"), daemon.path("used"), daemon.path("link"));
+    std::fs::write(&old, "data").expect("a file");
+    Qemu::system().create(&used, "qcow2", "", 1 << 20);
+    std::os::unix::fs::symlink(&old, &link).expect("a link");
+    theirs.command("blockdev-add", node(&used, "n"));
+    let snapshot = |file: &Path, name: &str| json!({"node-name": "q", "snapshot-file": file, "snapshot-node-name": name});
+    // An image of another process, the disk itself, and a file that a link leads to.
+    for (file, words) in [(&used, "lock"), (&daemon.path("a.qcow2"), "lock"), (&link, "mode 'existing'")] {
+        let before = std::fs::read(file).expect("a file");
+        let refusal = client.refusal("blockdev-snapshot-sync", snapshot(file, "o"));
+        assert!(refusal.contains(words), "{refusal}");
+        assert!(std::fs::read(file).expect("a file") == before, "{}", file.display());
+    }
+    client.command("blockdev-snapshot-sync", snapshot(&old, "o"));
+    other.stop().expect("stopped in order");
+    let (_folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    Qemu::system().expect_clean(&old);
+    let info = Qemu::system().info(&old, "qcow2");
+    assert!(info["backing-filename"].as_str().is_some_and(|name| name.ends_with("a.qcow2")), "{info}");
 }
 
 #[test]
