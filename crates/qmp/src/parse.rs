@@ -113,6 +113,7 @@ fn value(text: &str) -> Option<Type> {
         "str" => Type::Str,
         "int" => Type::Int,
         "uint32" => Type::Uint32,
+        "uint64" => Type::Uint64,
         "number" => Type::Number,
         "bool" => Type::Bool,
         "null" => Type::Null,

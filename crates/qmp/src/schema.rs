@@ -210,9 +210,11 @@ impl Schema {
                 Ok(value)
             }
             (Type::Null, Value::Null) => Ok(Value::Null),
-            (Type::Int, Value::Number(number)) if number.is_i64() || number.is_u64() => Ok(Value::Number(number)),
+            (Type::Int | Type::Uint64, Value::Number(number)) if number.is_i64() || number.is_u64() => {
+                Ok(Value::Number(number))
+            }
             (Type::Uint32, value) => {
-                let value = self.check_value(&Type::Int, value, path, strictness)?;
+                let value = self.check_value(&Type::Uint64, value, path, strictness)?;
                 match value.as_u64().is_some_and(|number| u32::try_from(number).is_ok()) {
                     true => Ok(value),
                     false => Err(QmpError::generic(format!("Parameter '{path}' expects uint32_t"))),
@@ -222,7 +224,7 @@ impl Schema {
             (Type::Bool, Value::String(text)) if texts => flag(&text)
                 .map(Value::Bool)
                 .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects 'on' or 'off', not '{text}'"))),
-            (Type::Int, Value::String(text)) if texts => size(&text)
+            (Type::Int | Type::Uint64, Value::String(text)) if texts => size(&text)
                 .map(Value::from)
                 .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects a number, not '{text}'"))),
             (Type::List(element), Value::Array(items)) => {
@@ -267,6 +269,9 @@ impl Schema {
     }
 
     fn wrong_type(&self, of: &Type, path: &str) -> QmpError {
+        if *of == Type::Uint64 {
+            return QmpError::generic(format!("Parameter '{path}' expects uint64"));
+        }
         let expected = match (of, self.json_type(of)) {
             (Type::Int, _) => "integer",
             (_, Some(json_type)) => json_type,
@@ -280,7 +285,7 @@ impl Schema {
     fn json_type(&self, of: &Type) -> Option<&'static str> {
         Some(match of {
             Type::Str => "string",
-            Type::Int | Type::Uint32 | Type::Number => "number",
+            Type::Int | Type::Uint32 | Type::Uint64 | Type::Number => "number",
             Type::Bool => "boolean",
             Type::Null => "null",
             Type::List(_) => "array",

@@ -10,6 +10,8 @@ pub enum Type {
     Int,
     /// `uint32`: an `int` of 32 bits without sign.
     Uint32,
+    /// `uint64`: an `int` without sign.
+    Uint64,
     /// `number`
     Number,
     /// `bool`
@@ -60,7 +62,7 @@ impl Type {
     pub fn name(&self) -> String {
         match self {
             Type::Str => "str".into(),
-            Type::Int | Type::Uint32 => "int".into(),
+            Type::Int | Type::Uint32 | Type::Uint64 => "int".into(),
             Type::Number => "number".into(),
             Type::Bool => "bool".into(),
             Type::Null => "null".into(),

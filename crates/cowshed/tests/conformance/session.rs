@@ -3,7 +3,8 @@
 //!
 //! A session is a line `qmp` with arguments of the daemon (`qmp,pretty=on` with options of the monitor) and lines of its own:
 //! `> TEXT` sends and waits for the answer, `>> TEXT` sends and goes on, `< WORDS` waits for a message with these words behind
-//! what was waited for before, `! SIGNAL` sends a signal. Its end is the end of the input.
+//! what was waited for before, `! SIGNAL` sends a signal. `~ WORDS | COMMAND` repeats a command while its answer has the words;
+//! these answers are left out. The end of the session is the end of the input.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -16,7 +17,10 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Marks of the lines that belong to a session.
-pub const MARKS: [&str; 4] = ["> ", ">> ", "< ", "! "];
+pub const MARKS: [&str; 5] = ["> ", ">> ", "< ", "! ", "~ "];
+
+/// The id of commands that are repeated.
+const REPEATED: &str = "repeated";
 
 /// What a session gave.
 pub struct Outcome {
@@ -95,6 +99,19 @@ fn end_of_message(text: &str, fits: impl Fn(&str) -> bool) -> Option<usize> {
     None
 }
 
+/// Without the answers to commands that were repeated.
+fn without_repeated(text: &str) -> String {
+    let id = format!("\"id\": \"{REPEATED}\"");
+    let (mut kept, mut rest) = (String::new(), text);
+    while let Some(end) = end_of_message(rest, |_| true) {
+        if !rest[..end].contains(&id) {
+            kept += &rest[..end];
+        }
+        rest = &rest[end..];
+    }
+    kept + rest
+}
+
 fn is_answer(message: &str) -> bool {
     !message.contains("\"event\": ") && !message.contains("\"QMP\": ")
 }
@@ -115,7 +132,7 @@ pub fn run(session: &str, path: &str, folder: &Path) -> Outcome {
     let code = ended(&mut child);
     followers.into_iter().for_each(|follower| follower.join().expect("no panic"));
     let missed = missed.map(|what| format!("[waited in vain for {what}]\n")).unwrap_or_default();
-    Outcome { code, out: out.text() + &missed, err: err.text() }
+    Outcome { code, out: without_repeated(&out.text()) + &missed, err: err.text() }
 }
 
 /// Carries the lines out; what was waited for in vain.
@@ -141,6 +158,27 @@ fn converse<'a>(child: &mut Child, out: &Output, lines: impl Iterator<Item = &'a
                 match out.wait(messages, |text| end_of_message(text, fits)) {
                     Some(end) => messages = end,
                     None => return Some(line.to_owned()),
+                }
+            }
+            "~" => {
+                let (words, command) = text.split_once(" | ").unwrap_or_else(|| panic!("'{line}' has no command"));
+                let mut message: serde_json::Value = serde_json::from_str(command).expect("a command is JSON");
+                message["id"] = REPEATED.into();
+                let until = Instant::now() + PATIENCE;
+                loop {
+                    let _ = writeln!(input, "{message}").and_then(|()| input.flush());
+                    let Some(end) = out.wait(answers, |text| end_of_message(text, is_answer)) else {
+                        return Some(line.to_owned());
+                    };
+                    let is_over = !out.text()[answers..end].contains(words);
+                    answers = end;
+                    if is_over {
+                        break;
+                    }
+                    if Instant::now() > until {
+                        return Some(line.to_owned());
+                    }
+                    thread::sleep(Duration::from_millis(5));
                 }
             }
             "!" => {

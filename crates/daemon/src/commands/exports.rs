@@ -243,8 +243,9 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
-    if !names::is_id(arguments.text("id")) {
-        return Err(QmpError::generic("Invalid block export id"));
+    check_new(&daemon, arguments.text("id"))?;
+    if daemon.graph.find(&node).is_none() {
+        return Err(no_node(&node));
     }
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
         return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
@@ -295,16 +296,22 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
     Ok(used)
 }
 
+/// The id of a new export is one, and no other export has it.
+fn check_new(daemon: &Daemon, id: &str) -> QmpResult<()> {
+    match (names::is_id(id), daemon.find_export(id)) {
+        (false, _) => Err(QmpError::generic("Invalid block export id")),
+        (true, Some(_)) => Err(QmpError::generic(format!("Block export id '{id}' is already in use"))),
+        (true, None) => Ok(()),
+    }
+}
+
+fn no_node(name: &str) -> QmpError {
+    QmpError::generic(format!("Cannot find device='' nor node-name='{name}'"))
+}
+
 async fn export(daemon: &Rc<Daemon>, node: &str, mut spec: ExportSpec, bitmaps: Vec<WantedBitmap>) -> QmpResult<Value> {
-    if !names::is_id(&spec.id) {
-        return Err(QmpError::generic("Invalid block export id"));
-    }
-    if daemon.find_export(&spec.id).is_some() {
-        return Err(QmpError::generic(format!("Block export id '{}' is already in use", spec.id)));
-    }
-    let Some(node) = daemon.graph.find(node) else {
-        return Err(QmpError::generic(format!("Cannot find device='' nor node-name='{node}'")));
-    };
+    check_new(daemon, &spec.id)?;
+    let node = daemon.graph.find(node).ok_or_else(|| no_node(node))?;
     if spec.writable && node.is_read_only() {
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }

@@ -137,6 +137,9 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     if size < node.size() {
         check_clients(&daemon, &node)?;
     }
+    if node.driver_name() == "qcow2" && !size.is_multiple_of(512) {
+        return Err(QmpError::generic("The new size must be a multiple of 512"));
+    }
     // Shrinking takes away what a request may be about to write to.
     let drained = daemon.graph.drain(&[&node]).await;
     let result = node.resize(size, Preallocation::Off).await;
@@ -305,7 +308,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         "file": node.reference(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
         "backing_file_depth": depth, "children": children, "active": true,
         "encrypted": image["encrypted"].as_bool().unwrap_or(false),
-        "detect_zeroes": node.options().text("detect-zeroes").unwrap_or("off"), "write_threshold": node.write_threshold(),
+        "detect_zeroes": node.options().text("detect-zeroes").unwrap_or("off"),
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "cache": {"writeback": !node.is_writethrough(), "direct": cache.direct, "no-flush": cache.no_flush},
     });
@@ -332,6 +335,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     if let Some(backing) = node.backing() {
         info["backing_file"] = json!(backing.reference());
     }
+    info["write_threshold"] = json!(node.write_threshold());
     info["image"] = image;
     if !flat {
         let mut below = node.backing();

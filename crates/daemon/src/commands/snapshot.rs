@@ -304,6 +304,9 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
     let overlay = names::device(daemon, arguments.text("overlay"))?.node();
     if Arc::ptr_eq(&node, &overlay) {
         let name = node.name();
+        if overlay.backing().is_some() {
+            return Err(QmpError::generic("The overlay already has a backing image"));
+        }
         return Err(QmpError::generic(format!("Making '{name}' a backing child of '{name}' would create a cycle")));
     }
     Ok(Prepared { node, overlay, opened: false, created: None })

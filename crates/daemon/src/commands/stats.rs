@@ -43,7 +43,7 @@ object MetadataBudget: limit-bytes: int, used-bytes: int, images: int
 command x-query-metadata-budget -> MetadataBudget
 command x-metadata-budget-set: limit-bytes: int
 command x-block-stats-intervals-set: id: str, intervals: [int]
-command block-set-write-threshold: node-name: str, write-threshold: int
+command block-set-write-threshold: node-name: str, write-threshold: uint64
 event BLOCK_WRITE_THRESHOLD: node-name: str, amount-exceeded: int, write-threshold: int
 ",
     commands: &[

@@ -107,7 +107,8 @@ fn compare(about: &str, ours: &Value, theirs: &Value) {
     // What our own names say, and what QEMU has from version 8.1 on (limits of images from 10.1 on).
     let is_known = |path: &str| {
         let path = path.split(": ").next().unwrap_or_default();
-        [".x-", "zone_append_", "image.limits."].iter().any(|part| path.contains(part)) || OURS_ONLY.iter().any(|known| path.ends_with(known))
+        [".x-", "zone_append_", "image.limits."].iter().any(|part| path.contains(part))
+            || OURS_ONLY.iter().any(|known| path.ends_with(known))
     };
     let more: Vec<&String> = ours.difference(&theirs).filter(|path| !is_known(path)).collect();
     assert!(missing.is_empty() && more.is_empty(), "{about}: QEMU has {missing:?}, we have {more:?}");

@@ -125,7 +125,8 @@ fn an_overlay_replaces_a_file_that_nobody_uses_and_no_other() {
     Qemu::system().create(&used, "qcow2", "", 1 << 20);
     std::os::unix::fs::symlink(&old, &link).expect("a link");
     theirs.command("blockdev-add", node(&used, "n"));
-    let snapshot = |file: &Path, name: &str| json!({"node-name": "q", "snapshot-file": file, "snapshot-node-name": name});
+    let snapshot =
+        |file: &Path, name: &str| json!({"node-name": "q", "snapshot-file": file, "snapshot-node-name": name});
     // An image of another process, the disk itself, and a file that a link leads to.
     for (file, words) in [(&used, "lock"), (&daemon.path("a.qcow2"), "lock"), (&link, "mode 'existing'")] {
         let before = std::fs::read(file).expect("a file");

@@ -17,9 +17,6 @@ impl Graph {
     /// the snapshot, and durable. A future that is dropped while it waits for requests changes nothing; later, the snapshot is
     /// taken all the same.
     pub async fn take_internal_snapshot(self: &Arc<Self>, node: &Arc<Node>, name: &str) -> Result<String> {
-        if name.is_empty() {
-            return Err(Error::invalid_argument("Name is empty"));
-        }
         let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;
         let (node, name) = (Arc::clone(node), name.to_owned());
@@ -51,6 +48,9 @@ impl Graph {
 /// No request runs.
 async fn take(node: &Node, name: &str) -> Result<String> {
     let (qcow2, options) = writable(node)?;
+    if name.is_empty() {
+        return Err(Error::invalid_argument("Name is empty"));
+    }
     let known = qcow2.internal_snapshots().await?;
     if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
         let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
