@@ -1,24 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Character devices: where monitors can be, and ring buffers of bytes.
 
-use crate::monitor::{Bound, Listening, MonitorAddress, MonitorContext};
+use crate::monitor::{Bound, Listening, Log, LogOptions, MonitorAddress, MonitorContext, silent_greeting};
 use cowshed_block::{Error, ErrorKind, Result};
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 /// What a character device is.
-pub(crate) enum Backend {
+enum Backend {
     /// A socket that listens, or the standard streams.
     Place(Bound),
     /// Takes everything and has nothing.
     Null,
     /// The last so many bytes that were written.
-    Ring { bytes: VecDeque<u8>, size: usize },
+    Ring(Ring),
+}
+
+/// The last bytes that were written, `size` at most.
+struct Ring {
+    bytes: VecDeque<u8>,
+    size: usize,
+}
+
+impl Ring {
+    /// The oldest bytes give way.
+    fn write(&mut self, bytes: &[u8]) {
+        self.bytes.extend(bytes);
+        let surplus = self.bytes.len().saturating_sub(self.size);
+        self.bytes.drain(..surplus);
+    }
+}
+
+/// What a character device is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ChardevOptions {
+    pub backend: BackendOptions,
+    pub log: Option<LogOptions>,
+}
+
+/// What is to be behind a character device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum BackendOptions {
+    /// A socket that listens, or the standard streams.
+    Place(MonitorAddress),
+    /// Takes everything and has nothing.
+    Null,
+    /// Keeps the last bytes, `size` at most.
+    Ring { size: usize },
+}
+
+impl BackendOptions {
+    /// Size of a ring buffer in bytes, unless it is given.
+    const RING_BYTES: u64 = 65536;
+    /// The largest one.
+    const MAX_RING_BYTES: u64 = 64 << 20;
+
+    /// A ring buffer of this size in bytes.
+    pub fn ring(size: Option<u64>) -> std::result::Result<BackendOptions, String> {
+        match size.unwrap_or(Self::RING_BYTES) {
+            size if !size.is_power_of_two() => Err("size of ringbuf chardev must be power of two".to_owned()),
+            size if size > Self::MAX_RING_BYTES => {
+                Err(format!("a ring buffer has {} bytes at most", Self::MAX_RING_BYTES))
+            }
+            size => Ok(BackendOptions::Ring { size: size as usize }),
+        }
+    }
+}
+
+impl ChardevOptions {
+    /// True for the standard streams.
+    pub fn is_stdio(&self) -> bool {
+        self.backend == BackendOptions::Place(MonitorAddress::Stdio)
+    }
+
+    /// Makes it; a socket listens then.
+    fn make(&self, number: usize) -> Result<Chardev> {
+        let log = self.log.as_ref().map(Log::open).transpose()?;
+        let backend = match &self.backend {
+            BackendOptions::Place(address) => Backend::Place(Bound::new(address)?),
+            BackendOptions::Null => Backend::Null,
+            BackendOptions::Ring { size } => Backend::Ring(Ring { bytes: VecDeque::new(), size: *size }),
+        };
+        Ok(Chardev { backend, log, monitor: None, number })
+    }
 }
 
 struct Chardev {
     backend: Backend,
+    /// Takes a copy of what the monitor says.
+    log: Option<Arc<Log>>,
     /// The monitor that is there.
     monitor: Option<Listening>,
     /// Grows with each device.
@@ -55,11 +127,22 @@ impl Devices {
     }
 
     /// Adds one; its id is new.
-    pub fn add(&self, id: &str, backend: Backend) -> Result<()> {
+    pub fn add(&self, id: &str, options: &ChardevOptions) -> Result<()> {
         self.check_new(id)?;
         let mut devices = self.0.borrow_mut();
         let number = devices.values().map(|device| device.number + 1).max().unwrap_or(0);
-        devices.insert(id.to_owned(), Chardev { backend, monitor: None, number });
+        devices.insert(id.to_owned(), options.make(number)?);
+        Ok(())
+    }
+
+    /// Makes another device of one that has no monitor. Where that fails, the old one stays.
+    pub fn change(&self, id: &str, options: &ChardevOptions) -> Result<()> {
+        let mut devices = self.0.borrow_mut();
+        let device = devices.get_mut(id).ok_or_else(|| not_found(id))?;
+        if device.monitor.is_some() {
+            return Err(refused(ErrorKind::Busy, "Chardev user does not support chardev hotswap".to_owned()));
+        }
+        *device = options.make(device.number)?;
         Ok(())
     }
 
@@ -88,18 +171,31 @@ impl Devices {
         Ok(())
     }
 
-    /// Starts a monitor on a device, which must be a place for one.
-    pub fn start_monitor(&self, id: &str, context: MonitorContext) -> Result<()> {
-        self.check_free(id)?;
+    /// Starts a monitor on a device.
+    pub fn start_monitor(&self, id: &str, mut context: MonitorContext) -> Result<()> {
         let mut devices = self.0.borrow_mut();
-        let device = devices.get_mut(id).ok_or_else(|| not_found(id))?;
-        let Backend::Place(bound) = &device.backend else {
-            let message =
-                format!("Chardev '{id}' is no place for a monitor: it must be a socket or the standard streams");
-            return Err(refused(ErrorKind::InvalidArgument, message));
+        let missing = || refused(ErrorKind::NotFound, format!("chardev \"{id}\" not found"));
+        let device = devices.get_mut(id).ok_or_else(missing)?;
+        if device.monitor.is_some() {
+            return Err(refused(ErrorKind::Busy, format!("chardev '{id}' is already in use")));
+        }
+        context.log = device.log.clone();
+        let monitor = match &mut device.backend {
+            Backend::Place(bound) => bound.start(context)?,
+            Backend::Null => Listening::nowhere(),
+            // Nobody answers the greeting there.
+            Backend::Ring(ring) => {
+                ring.write(&silent_greeting(&context));
+                Listening::nowhere()
+            }
         };
-        device.monitor = Some(bound.start(context)?);
+        device.monitor = Some(monitor);
         Ok(())
+    }
+
+    /// Takes a device away with its monitor. Clients that are there stay until they go.
+    pub fn remove_with_monitor(&self, id: &str) {
+        self.0.borrow_mut().remove(id);
     }
 
     /// Ends the monitor on a device; clients that are there stay until they go. The device listens on, for the next one.
@@ -109,11 +205,13 @@ impl Devices {
         if matches!(&device.backend, Backend::Place(bound) if *bound.address() == MonitorAddress::Stdio) {
             return Err(refused(ErrorKind::Busy, "the monitor on the standard streams stays".to_owned()));
         }
-        let (Some(monitor), Backend::Place(bound)) = (device.monitor.take(), &mut device.backend) else {
-            return Ok(());
-        };
-        drop(monitor);
-        bound.listen_again()
+        match (device.monitor.take(), &mut device.backend) {
+            (Some(monitor), Backend::Place(bound)) => {
+                drop(monitor);
+                bound.listen_again()
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Where monitors are.
@@ -122,7 +220,7 @@ impl Devices {
         let places =
             devices.values().filter(|device| device.monitor.is_some()).filter_map(|device| match &device.backend {
                 Backend::Place(bound) => Some(bound.address().clone()),
-                Backend::Null | Backend::Ring { .. } => None,
+                Backend::Null | Backend::Ring(_) => None,
             });
         places.collect()
     }
@@ -137,7 +235,7 @@ impl Devices {
                     address => format!("disconnected:{address},server=on"),
                 },
                 Backend::Null => "null".to_owned(),
-                Backend::Ring { .. } => "ringbuf".to_owned(),
+                Backend::Ring(_) => "ringbuf".to_owned(),
             },
             in_use: device.monitor.is_some(),
         };
@@ -148,10 +246,22 @@ impl Devices {
         devices.into_iter().map(describe).collect()
     }
 
-    /// Works on a ring buffer.
-    pub fn with_ring<T>(&self, id: &str, work: impl FnOnce(&mut VecDeque<u8>, usize) -> T) -> Result<T> {
+    /// Writes to a ring buffer.
+    pub fn write_ring(&self, id: &str, bytes: &[u8]) -> Result<()> {
+        self.with_ring(id, |ring| ring.write(bytes))
+    }
+
+    /// Takes the oldest bytes out of a ring buffer, `limit` at most.
+    pub fn read_ring(&self, id: &str, limit: u64) -> Result<Vec<u8>> {
+        self.with_ring(id, |ring| {
+            let count = ring.bytes.len().min(usize::try_from(limit).unwrap_or(usize::MAX));
+            ring.bytes.drain(..count).collect()
+        })
+    }
+
+    fn with_ring<T>(&self, id: &str, work: impl FnOnce(&mut Ring) -> T) -> Result<T> {
         match self.0.borrow_mut().get_mut(id).map(|device| &mut device.backend) {
-            Some(Backend::Ring { bytes, size }) => Ok(work(bytes, *size)),
+            Some(Backend::Ring(ring)) => Ok(work(ring)),
             Some(_) => Err(refused(ErrorKind::InvalidArgument, format!("{id} is not a ringbuf device"))),
             None => Err(refused(ErrorKind::NotFound, format!("Device '{id}' not found"))),
         }

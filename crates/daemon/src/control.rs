@@ -5,7 +5,7 @@ use crate::commands;
 use crate::faults;
 use crate::inbox::{Inbox, Sender, inbox};
 use crate::metrics::{self, Awaiting};
-use crate::monitor::MonitorAddress;
+use crate::monitor::{MonitorAddress, MonitorProperties};
 use crate::options::Step;
 use crate::schema;
 use crate::shutdown::shut_down;
@@ -15,7 +15,7 @@ use cowshed_qmp::{Command, QmpResult};
 use cowshed_storage::rt;
 use serde_json::{Value, json};
 use std::rc::Rc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 /// So long may the last messages take to reach the monitors' clients.
@@ -36,6 +36,8 @@ pub enum Message {
         /// For its result. Dropped without one when the daemon stops.
         reply: Reply,
     },
+    /// Something to say between the events, in its turn.
+    Say(Box<dyn FnOnce() + Send>),
     /// The page of the metrics endpoint is wanted.
     Metrics {
         /// For the page.
@@ -45,6 +47,8 @@ pub enum Message {
     },
     /// Events were held back: they are due after this time.
     EventsDue(Duration),
+    /// The last client of a monitor has gone.
+    MonitorClosed(Arc<MonitorProperties>),
     /// Stop in order.
     Stop(StopReason),
 }
@@ -224,6 +228,8 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     events.emit_due();
                 }));
             }
+            Message::Say(say) => say(),
+            Message::MonitorClosed(properties) => daemon.close_monitor(&properties),
             Message::Stop(reason) => return reason,
         }
     }

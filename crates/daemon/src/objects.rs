@@ -2,6 +2,7 @@
 //! What `object-add` makes: throttle groups, credentials, secrets, threads; and of what types that is.
 
 use crate::authorization::{Authorization, Authorizations};
+use crate::monitor::MonitorProperties;
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
@@ -29,7 +30,7 @@ pub(crate) enum Object {
     /// `authz-…`: which clients may come.
     Authorization(Arc<Authorization>),
     /// `monitor-qmp`: a monitor on a character device.
-    Monitor { chardev: String, pretty: bool },
+    Monitor(Arc<MonitorProperties>),
 }
 
 impl Object {
@@ -41,7 +42,7 @@ impl Object {
             Object::Secret(_) => "secret",
             Object::TlsCreds { .. } => "tls-creds-x509",
             Object::Authorization(authorization) => authorization.kind(),
-            Object::Monitor { .. } => "monitor-qmp",
+            Object::Monitor(_) => "monitor-qmp",
         }
     }
 
@@ -66,9 +67,11 @@ impl Object {
             (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
             (Object::Authorization(authorization), name) => authorization.get(name),
             (Object::IoThread(properties), name) => properties.lock().all.get(name).map(|value| json!(value)),
-            (Object::Monitor { chardev, .. }, "chardev") => Some(chardev.as_str().into()),
-            (Object::Monitor { pretty, .. }, "pretty") => Some((*pretty).into()),
-            (Object::Monitor { .. }, "close-action") => Some("none".into()),
+            (Object::Monitor(properties), "chardev") => Some(properties.chardev().into()),
+            (Object::Monitor(properties), "pretty") => Some(properties.is_pretty().into()),
+            (Object::Monitor(properties), "close-action") => {
+                Some(if properties.is_deleted_on_close() { "delete" } else { "none" }.into())
+            }
             _ => None,
         }
     }
@@ -78,6 +81,9 @@ impl Object {
         let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
         if let Object::IoThread(properties) = self {
             return properties.set(property, value);
+        }
+        if let (Object::Monitor(properties), "pretty" | "close-action") = (self, property) {
+            return set_monitor(properties, property, value);
         }
         let Object::ThrottleGroup(group) = self else {
             return Err(QmpError::generic(format!("Property '{property}' of '{}' cannot be changed", self.kind())));
@@ -103,6 +109,22 @@ impl Object {
         }
         group.set_limits(limits).map_err(failed)
     }
+}
+
+fn set_monitor(properties: &MonitorProperties, property: &str, value: &Value) -> QmpResult<()> {
+    let expected = |kind: &str| QmpError::generic(format!("Invalid parameter type for '{property}', expected: {kind}"));
+    if property == "pretty" {
+        properties.set_pretty(value.as_bool().ok_or_else(|| expected("boolean"))?);
+        return Ok(());
+    }
+    match value.as_str().ok_or_else(|| expected("string"))? {
+        "none" => properties.set_deleted_on_close(false),
+        "delete" => properties.set_deleted_on_close(true),
+        other => {
+            return Err(QmpError::generic(format!("Parameter 'close-action' does not accept value '{other}'")));
+        }
+    }
+    Ok(())
 }
 
 /// A type of objects, or one that others are built on.

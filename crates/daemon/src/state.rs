@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the daemon holds. It lives on the control thread.
 
-use crate::chardevs::{Backend, Devices};
+use crate::chardevs::{BackendOptions, ChardevOptions, Devices};
 use crate::commands::{InactiveNodes, InsertedFilters};
 use crate::control::{Message, Reply, Served, Setup, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::jobs::Jobs;
-use crate::monitor::{Bound, MonitorAddress, MonitorContext};
+use crate::monitor::{MonitorAddress, MonitorContext, MonitorProperties};
 use crate::nbd::{Exported, Nbd};
 use crate::objects::{Object, Objects};
 use crate::untrusted::Untrusted;
@@ -85,37 +85,52 @@ impl Daemon {
         }
     }
 
-    /// Adds a character device where a monitor can be.
-    pub fn add_chardev(&self, id: &str, address: &MonitorAddress) -> Result<()> {
-        self.chardevs.check_new(id)?;
-        self.chardevs.add(id, Backend::Place(Bound::new(address)?))
-    }
-
     /// Starts a monitor on a character device.
-    pub fn start_monitor(&self, chardev: &str, pretty: bool) -> Result<()> {
+    pub fn start_monitor(&self, chardev: &str, properties: &Arc<MonitorProperties>) -> Result<()> {
         let context = MonitorContext {
             control: self.control.clone(),
             schema: Arc::clone(&self.schema),
             events: self.events.clone(),
-            pretty,
+            properties: Arc::clone(properties),
+            log: None,
         };
         self.chardevs.start_monitor(chardev, context)
     }
 
+    /// Takes a monitor away with its character device, where its `close-action` says so: its last client has gone.
+    pub fn close_monitor(&self, properties: &Arc<MonitorProperties>) {
+        if !properties.is_deleted_on_close() {
+            return;
+        }
+        let is_it = |object: &Object| matches!(object, Object::Monitor(known) if Arc::ptr_eq(known, properties));
+        let Some(id) = self
+            .objects
+            .list()
+            .into_iter()
+            .map(|(id, _)| id)
+            .find(|id| self.objects.find(id).as_ref().is_some_and(is_it))
+        else {
+            return;
+        };
+        self.objects.remove(&id);
+        self.chardevs.remove_with_monitor(properties.chardev());
+    }
+
     /// A monitor of the command line, which is an object too.
     pub fn add_first_monitor(&self, chardev: &str, pretty: bool) -> Result<()> {
-        self.start_monitor(chardev, pretty)?;
+        let properties = Arc::new(MonitorProperties::new(chardev, pretty, false));
+        self.start_monitor(chardev, &properties)?;
         let number = (0..).find(|number| self.objects.find(&format!("compat_monitor{number}")).is_none());
         let id = format!("compat_monitor{}", number.unwrap_or(0));
         let refused = |error: QmpError| Error::invalid_argument(error.description);
-        self.objects.add(&id, Object::Monitor { chardev: chardev.to_owned(), pretty }).map_err(refused)
+        self.objects.add(&id, Object::Monitor(properties)).map_err(refused)
     }
 
     /// Starts a monitor at an address, on a character device of its own.
     pub fn add_monitor(&self, address: &MonitorAddress, pretty: bool) -> Result<()> {
         let id = self.chardevs.free_id("compat_monitor");
-        self.add_chardev(&id, address)?;
-        self.start_monitor(&id, pretty)
+        self.chardevs.add(&id, &ChardevOptions { backend: BackendOptions::Place(address.clone()), log: None })?;
+        self.start_monitor(&id, &Arc::new(MonitorProperties::new(&id, pretty, false)))
     }
 
     /// Starts a metrics endpoint.

@@ -269,7 +269,7 @@ fn values_ask_for_help() {
         }
     }
     let said = tool(COWSHED, &["qemu-storage-daemon", "--chardev", "help"]);
-    assert_eq!(said, "Available chardev backend types: \n  socket\n  stdio\n");
+    assert_eq!(said, "Available chardev backend types: \n  null\n  ringbuf\n  socket\n  stdio\n");
     assert!(tool(COWSHED, &["qemu-storage-daemon", "--chardev", "socket,help"]).contains("  path=<str>\n"));
 }
 

@@ -2,14 +2,13 @@
 //! Character devices at run time: places for monitors (`object-add` of type `monitor-qmp`), and ring buffers.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::chardevs::Backend;
-use crate::monitor::{Bound, MonitorAddress};
+use crate::chardevs::{BackendOptions, ChardevOptions};
+use crate::monitor::{LogOptions, MonitorAddress};
 use crate::state::Daemon;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value, json};
-use std::collections::VecDeque;
 use std::rc::Rc;
 
 pub(super) const GROUP: Group = Group {
@@ -18,11 +17,11 @@ object ChardevInfo: label: str, filename: str, frontend-open: bool
 object ChardevBackendInfo: name: str
 enum DataFormat: utf8 base64
 enum ChardevBackendKind: socket null ringbuf memory
-object ChardevCommon:
+object ChardevCommon: logfile?: str, logappend?: bool, logtimestamp?: bool
 object ChardevCommonWrapper: data: ChardevCommon
-object ChardevRingbuf: size?: int
+object ChardevRingbuf: logfile?: str, logappend?: bool, logtimestamp?: bool, size?: int
 object ChardevRingbufWrapper: data: ChardevRingbuf
-object ChardevSocket: addr: SocketAddressLegacy, server?: bool, wait?: bool, nodelay?: bool, telnet?: bool
+object ChardevSocket: logfile?: str, logappend?: bool, logtimestamp?: bool, addr: SocketAddressLegacy, server?: bool, wait?: bool, nodelay?: bool, telnet?: bool
 object ChardevSocketWrapper: data: ChardevSocket
 object ChardevBackend: type: ChardevBackendKind | type = socket: ChardevSocketWrapper, null: ChardevCommonWrapper
   , ringbuf: ChardevRingbufWrapper, memory: ChardevRingbufWrapper
@@ -63,11 +62,6 @@ pub(crate) const REFUSED_BACKENDS: &[(&str, &str)] = &[
 
 const NO_MONITOR: &str = "a monitor is on a socket or on the standard streams";
 
-/// Size of a ring buffer in bytes, unless it is given.
-const RING_BYTES: u64 = 65536;
-/// The largest one.
-const MAX_RING_BYTES: u64 = 64 << 20;
-
 async fn query_chardev(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let describe = |device: crate::chardevs::Described| json!({"label": device.label, "filename": device.filename, "frontend-open": device.in_use});
     Ok(daemon.chardevs.list().into_iter().map(describe).collect())
@@ -77,25 +71,26 @@ async fn query_backends(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult
     Ok(["memory", "null", "ringbuf", "socket", "stdio"].into_iter().map(|name| json!({"name": name})).collect())
 }
 
-/// Makes what the arguments describe; a socket listens then.
-fn backend(arguments: &Arguments) -> QmpResult<Backend> {
+/// What the arguments describe.
+fn options(arguments: &Arguments) -> QmpResult<ChardevOptions> {
     let described = arguments.object("backend").cloned().unwrap_or_default();
     let kind = described.get("type").and_then(Value::as_str).unwrap_or_default();
     let data = described.get("data").and_then(Value::as_object).cloned().unwrap_or_default();
-    match kind {
-        "null" => Ok(Backend::Null),
+    let flag = |key: &str| data.get(key).and_then(Value::as_bool).unwrap_or(false);
+    let log = data.get("logfile").and_then(Value::as_str).map(|path| LogOptions {
+        path: path.into(),
+        append: flag("logappend"),
+        timestamps: flag("logtimestamp"),
+    });
+    let backend = match kind {
+        "null" => BackendOptions::Null,
         "ringbuf" | "memory" => {
-            let size = data.get("size").map_or(Some(RING_BYTES), Value::as_u64).unwrap_or(0);
-            if !size.is_power_of_two() {
-                return Err(QmpError::generic("size of ringbuf chardev must be power of two"));
-            }
-            if size > MAX_RING_BYTES {
-                return Err(QmpError::generic(format!("a ring buffer has {MAX_RING_BYTES} bytes at most")));
-            }
-            Ok(Backend::Ring { bytes: VecDeque::new(), size: size as usize })
+            let size = data.get("size").map(|size| size.as_u64().unwrap_or(0));
+            BackendOptions::ring(size).map_err(QmpError::generic)?
         }
-        _ => Ok(Backend::Place(Bound::new(&socket(&data)?).map_err(failed)?)),
-    }
+        _ => BackendOptions::Place(socket(&data)?),
+    };
+    Ok(ChardevOptions { backend, log })
 }
 
 fn socket(data: &Map<String, Value>) -> QmpResult<MonitorAddress> {
@@ -122,20 +117,14 @@ fn socket(data: &Map<String, Value>) -> QmpResult<MonitorAddress> {
 async fn chardev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let id = arguments.text("id");
     daemon.chardevs.check_new(id).map_err(failed)?;
-    let made = backend(&arguments);
-    let made =
-        made.map_err(|error| QmpError::generic(format!("Failed to add chardev '{id}': {}", error.description)))?;
-    daemon.chardevs.add(id, made).map_err(failed)?;
+    let made = options(&arguments).and_then(|options| daemon.chardevs.add(id, &options).map_err(failed));
+    made.map_err(|error| QmpError::generic(format!("Failed to add chardev '{id}': {}", error.description)))?;
     nothing()
 }
 
 /// What a device is made of changes only while no monitor is there.
 async fn chardev_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let id = arguments.text("id");
-    daemon.chardevs.check_free(id).map_err(failed)?;
-    let made = backend(&arguments)?;
-    daemon.chardevs.remove(id).map_err(failed)?;
-    daemon.chardevs.add(id, made).map_err(failed)?;
+    daemon.chardevs.change(arguments.text("id"), &options(&arguments)?).map_err(failed)?;
     nothing()
 }
 
@@ -161,24 +150,14 @@ async fn ringbuf_write(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Va
         }
         _ => arguments.text("data").as_bytes().to_vec(),
     };
-    let write = |bytes: &mut VecDeque<u8>, size: usize| {
-        bytes.extend(data);
-        // The oldest bytes give way.
-        let surplus = bytes.len().saturating_sub(size);
-        bytes.drain(..surplus);
-    };
-    daemon.chardevs.with_ring(arguments.text("device"), write).map_err(failed)?;
+    daemon.chardevs.write_ring(arguments.text("device"), &data).map_err(failed)?;
     nothing()
 }
 
 async fn ringbuf_read(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let size = arguments.number("size").ok().flatten().filter(|&size| size > 0);
     let Some(size) = size else { return Err(QmpError::generic("size must be greater than zero")) };
-    let take = |bytes: &mut VecDeque<u8>, _| -> Vec<u8> {
-        let count = bytes.len().min(usize::try_from(size).unwrap_or(usize::MAX));
-        bytes.drain(..count).collect()
-    };
-    let taken = daemon.chardevs.with_ring(arguments.text("device"), take).map_err(failed)?;
+    let taken = daemon.chardevs.read_ring(arguments.text("device"), size).map_err(failed)?;
     Ok(match arguments.maybe_text("format") {
         Some("base64") => STANDARD.encode(&taken).into(),
         _ => String::from_utf8_lossy(&taken).into(),

@@ -3,6 +3,7 @@
 
 use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
+use crate::monitor::MonitorProperties;
 use crate::objects::{
     IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
 };
@@ -97,10 +98,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         "monitor-qmp" => {
-            if arguments.maybe_text("close-action") == Some("delete") {
-                return Err(QmpError::generic("a monitor stays when its client goes: 'close-action' must be 'none'"));
-            }
-            Object::Monitor { chardev: arguments.text("chardev").to_owned(), pretty: arguments.flag("pretty", false) }
+            let deletes = arguments.maybe_text("close-action") == Some("delete");
+            let (chardev, pretty) = (arguments.text("chardev"), arguments.flag("pretty", false));
+            Object::Monitor(Arc::new(MonitorProperties::new(chardev, pretty, deletes)))
         }
         _ => {
             let dir = check_tls_options(|key| arguments.maybe_text(key))?;
@@ -124,7 +124,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
             daemon.graph.set_tls_credentials(id, Some(credentials));
         }
         Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),
-        Object::Monitor { chardev, pretty } => daemon.start_monitor(chardev, *pretty).map_err(failed)?,
+        Object::Monitor(properties) => {
+            daemon.start_monitor(properties.chardev(), properties).map_err(failed)?;
+        }
         Object::IoThread(_) | Object::ThrottleGroup(_) | Object::Authorization(_) => {}
     }
     daemon.objects.add(id, object)?;
@@ -166,7 +168,7 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
         Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
-        Some(Object::Monitor { chardev, .. }) => daemon.chardevs.stop_monitor(&chardev).map_err(failed)?,
+        Some(Object::Monitor(properties)) => daemon.chardevs.stop_monitor(properties.chardev()).map_err(failed)?,
         Some(Object::IoThread(_) | Object::Authorization(_)) => {}
     }
     daemon.objects.remove(id);

@@ -2,9 +2,11 @@
 //! One client of a monitor.
 
 use super::MonitorContext;
+use super::log::Log;
 use crate::control::{Message, Reply, version};
 use crate::events::Listener;
 use cowshed_qmp::{Command, Event, Incoming, QmpError, Session, encode, reply};
+use serde_json::json;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -104,8 +106,11 @@ impl Outlet {
     }
 
     /// Writes what comes until there is no more, or the client is gone.
-    fn drain(&self, mut output: impl Write) {
+    fn drain(&self, mut output: impl Write, log: Option<&Log>) {
         while let Some(message) = self.next() {
+            if let Some(log) = log {
+                log.write(&message);
+            }
             if output.write_all(&message).and_then(|()| output.flush()).is_err() {
                 break;
             }
@@ -156,11 +161,11 @@ pub fn serve(
     is_gone: impl Fn() -> bool,
     hang_up: impl FnOnce() + Send + 'static,
 ) {
-    let outlet = Outlet::new(context.pretty);
+    let outlet = Outlet::new(context.properties.is_pretty());
     let writer = {
-        let outlet = Arc::clone(&outlet);
+        let (outlet, log) = (Arc::clone(&outlet), context.log.clone());
         thread::Builder::new().name("monitor-out".into()).spawn(move || {
-            outlet.drain(output);
+            outlet.drain(output, log.as_deref());
             hang_up();
         })
     };
@@ -177,8 +182,13 @@ pub fn serve(
     let _ = writer.join();
 }
 
+/// What a monitor says where nobody can answer: a greeting without capabilities.
+pub(crate) fn silent_greeting(context: &MonitorContext) -> Vec<u8> {
+    encode(&json!({"QMP": {"version": version(), "capabilities": []}}), context.properties.is_pretty())
+}
+
 fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet>, is_gone: impl Fn() -> bool) {
-    let mut session = Session::new(Arc::clone(&context.schema), context.pretty);
+    let mut session = Session::new(Arc::clone(&context.schema), outlet.pretty);
     outlet.put(session.greeting(version()));
     let mut listens = false;
     let mut bytes = vec![0; READ_BYTES];
@@ -194,7 +204,11 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
         };
         for incoming in session.feed(&bytes[..len]) {
             let reply = match incoming {
-                Incoming::Reply(reply) => reply,
+                Incoming::Reply(reply) => match say(context, reply, outlet) {
+                    Ran::Answered => Vec::new(),
+                    Ran::Dropped(reply) => reply,
+                    Ran::Stopped => return outlet.close(),
+                },
                 Incoming::Run(command) if is_gone() => {
                     tracing::info!(command = command.name, "not run: the monitor's client has gone");
                     return;
@@ -229,6 +243,22 @@ enum Ran {
     Dropped(Vec<u8>),
     /// The daemon had stopped before.
     Stopped,
+}
+
+/// Says what needs no command. The control thread does it, so that it doesn't come between events that belong together.
+fn say(context: &MonitorContext, reply: Vec<u8>, outlet: &Arc<Outlet>) -> Ran {
+    let (done, ended) = mpsc::sync_channel(1);
+    let answered = Arc::clone(outlet);
+    outlet.owe();
+    let say = Box::new(move || {
+        answered.answer(reply);
+        // Its client waits.
+        let _ = done.send(());
+    });
+    if context.control.send(Message::Say(say)).is_err() || ended.recv().is_err() {
+        return Ran::Stopped;
+    }
+    Ran::Answered
 }
 
 /// Has the control thread run a command and answer it, and waits for that.

@@ -3,6 +3,7 @@
 
 use super::client::InputEnd;
 use super::{MonitorContext, serve};
+use crate::control::Message;
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;
@@ -14,7 +15,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 /// Clients of one monitor at a time; further ones are turned away.
@@ -115,6 +116,13 @@ impl Bound {
     }
 }
 
+impl Listening {
+    /// A monitor that no client can reach.
+    pub(crate) fn nowhere() -> Listening {
+        Listening { listener: None, stopped: Arc::default() }
+    }
+}
+
 impl Drop for Listening {
     fn drop(&mut self) {
         self.stopped.store(true, Ordering::SeqCst);
@@ -138,7 +146,7 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
 
 /// Takes clients until the monitor is stopped.
 fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
-    let clients = Arc::new(());
+    let clients = Arc::new(AtomicUsize::new(0));
     loop {
         let connection = match listener {
             Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::Unix(stream)),
@@ -156,16 +164,21 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
                 continue;
             }
         };
-        if Arc::strong_count(&clients) > MAX_CLIENTS {
+        if clients.load(Ordering::SeqCst) >= MAX_CLIENTS {
             tracing::warn!("a monitor has {MAX_CLIENTS} clients; one more is turned away");
             continue;
         }
         let (context, counted) = (context.clone(), Arc::clone(&clients));
+        counted.fetch_add(1, Ordering::SeqCst);
         let started = start("monitor-in", move || {
             connection.serve(&context);
-            drop(counted);
+            if counted.fetch_sub(1, Ordering::SeqCst) == 1 {
+                // A daemon that has stopped needs no word.
+                let _ = context.control.send(Message::MonitorClosed(context.properties));
+            }
         });
         if let Err(error) = started {
+            clients.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%error, "a monitor's client is turned away");
         }
     }

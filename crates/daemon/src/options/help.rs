@@ -7,19 +7,27 @@ use cowshed_qmp::Type;
 
 /// The backends of `--chardev` with their options.
 const CHARDEVS: &[(&str, &[(&str, &str)])] = &[
+    ("null", &[ID, LOG[0], LOG[1], LOG[2]]),
+    ("ringbuf", &[ID, LOG[0], LOG[1], LOG[2], ("size", "size")]),
     (
         "socket",
         &[
             ("host", "str"),
-            ("id", "str"),
+            ID,
+            LOG[0],
+            LOG[1],
+            LOG[2],
             ("path", "str"),
             ("port", "num"),
             ("server", "bool (on/off)"),
             ("wait", "bool (on/off)"),
         ],
     ),
-    ("stdio", &[("id", "str"), ("signal", "bool (on/off)")]),
+    ("stdio", &[ID, LOG[0], LOG[1], LOG[2], ("signal", "bool (on/off)")]),
 ];
+
+const ID: (&str, &str) = ("id", "str");
+const LOG: [(&str, &str); 3] = [("logappend", "bool (on/off)"), ("logfile", "str"), ("logtimestamp", "bool (on/off)")];
 
 /// The first word of options that ask for help; `None` when they don't.
 fn asked(text: &str) -> Option<String> {
@@ -97,7 +105,7 @@ mod tests {
 
     #[test]
     fn each_backend_of_character_devices_has_its_options() {
-        let all = "Available chardev backend types: \n  socket\n  stdio";
+        let all = "Available chardev backend types: \n  null\n  ringbuf\n  socket\n  stdio";
         assert_eq!(chardev_help("help").as_deref(), Some(all));
         assert_eq!(chardev_help("pty,help").as_deref(), Some(all));
         assert!(chardev_help("socket,help").unwrap().contains("\n  path=<str>\n"));

@@ -10,6 +10,7 @@ pub use chardev::Chardevs;
 pub use drive::Drive;
 pub use help::{chardev_help, object_help};
 
+use crate::chardevs::ChardevOptions;
 use crate::commands;
 use crate::monitor::MonitorAddress;
 use crate::state::Daemon;
@@ -50,7 +51,7 @@ enum What {
     /// A character device where a monitor can be.
     Chardev {
         id: String,
-        address: MonitorAddress,
+        options: ChardevOptions,
     },
     /// A monitor on such a device.
     MonitorOn {
@@ -215,8 +216,8 @@ impl Step {
 
     /// `--chardev BACKEND,id=ID,…`: the device is there from now on, also for [`Step::monitor`].
     pub fn chardev(text: &str, chardevs: &mut Chardevs) -> Result<Step> {
-        let (id, address) = chardevs.add(text)?;
-        Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, address } })
+        let (id, options) = chardevs.add(text)?;
+        Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, options } })
     }
 
     /// The option that asks for it.
@@ -226,7 +227,7 @@ impl Step {
 
     /// True for a monitor on the standard streams, which a process in the background doesn't have.
     pub fn uses_standard_streams(&self) -> bool {
-        matches!(&self.what, What::Chardev { address: MonitorAddress::Stdio, .. })
+        matches!(&self.what, What::Chardev { options, .. } if options.is_stdio())
             || matches!(&self.what, What::Monitor { address: MonitorAddress::Stdio, .. })
     }
 
@@ -250,9 +251,9 @@ impl Step {
             }
         }
         let id = map.get("chardev").and_then(Value::as_str).unwrap_or_default();
-        match chardevs.find(id) {
-            Some(_) => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), pretty } }),
-            None => refused(format!("there is no character device '{id}'")),
+        match chardevs.contains(id) {
+            true => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), pretty } }),
+            false => refused(format!("chardev \"{id}\" not found")),
         }
     }
 
@@ -327,7 +328,7 @@ impl Step {
             What::Controls(id, controls) => controls.apply(daemon, &id).await,
             What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
-            What::Chardev { id, address } => return daemon.add_chardev(&id, &address),
+            What::Chardev { id, options } => return daemon.chardevs.add(&id, &options),
             What::MonitorOn { chardev, pretty } => return daemon.add_first_monitor(&chardev, pretty),
             What::Command { name, object, arguments, strictness } => {
                 match daemon.schema.check(object, arguments, strictness) {

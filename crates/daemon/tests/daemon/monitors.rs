@@ -241,7 +241,9 @@ fn monitors_come_and_go_on_character_devices() {
         let mut second = Client::connect(&path);
         second.command("query-version", json!({}));
         let again = json!({"qom-type": "monitor-qmp", "id": "m3", "chardev": "c"});
-        assert!(client.refusal("object-add", again).contains("Chardev 'c' is busy"));
+        assert_eq!(client.refusal("object-add", again), "chardev 'c' is already in use");
+        let change = json!({"id": "c", "backend": {"type": "null", "data": {}}});
+        assert_eq!(client.refusal("chardev-change", change), "Chardev user does not support chardev hotswap");
         assert!(client.refusal("chardev-remove", json!({"id": "c"})).contains("Chardev 'c' is busy"));
         let listed = client.command("query-chardev", json!({}));
         let known: Vec<_> = listed.as_array().expect("a list").iter().map(|one| &one["frontend-open"]).collect();
@@ -254,7 +256,7 @@ fn monitors_come_and_go_on_character_devices() {
     assert!(!path.exists());
     assert!(client.refusal("chardev-remove", json!({"id": "c"})).contains("Chardev 'c' not found"));
     let missing = json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "c"});
-    assert!(client.refusal("object-add", missing).contains("Chardev 'c' not found"));
+    assert_eq!(client.refusal("object-add", missing), "chardev \"c\" not found");
     daemon.stop().expect("stopped in order");
 }
 
@@ -279,12 +281,115 @@ fn ring_buffers_keep_what_was_written_last() {
         ("chardev-add", json!({"id": "s", "backend": {"type": "pty", "data": {}}}), "a monitor is on a socket"),
         ("chardev-send-break", json!({"id": "zz"}), "'zz' not found"),
         ("chardev-change", json!({"id": "zz", "backend": ring(8)}), "'zz' not found"),
-        ("object-add", json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "r"}), "no place for a monitor"),
     ] {
         let refusal = client.refusal(command, arguments);
         assert!(refusal.contains(reason), "{refusal}");
     }
     let backends = client.command("query-chardev-backends", json!({}));
     assert!(backends.as_array().expect("a list").contains(&json!({"name": "socket"})));
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn a_monitor_goes_with_its_last_client_where_its_close_action_says_so() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let path = daemon.path("second.sock");
+    let backend = json!({"type": "socket", "data": {"addr": {"type": "unix", "data": {"path": path}},
+                                                    "server": true, "wait": false}});
+    let is_there = |client: &mut Client| {
+        let objects = client.command("qom-list", json!({"path": "/objects"})).to_string();
+        let chardevs = client.command("query-chardev", json!({})).to_string();
+        assert_eq!(objects.contains("m2"), chardevs.contains("second.sock"), "{objects} {chardevs}");
+        objects.contains("m2")
+    };
+    for action in ["delete", "set"] {
+        client.command("chardev-add", json!({"id": "c", "backend": backend}));
+        let mut object = json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "c"});
+        if action == "delete" {
+            object["close-action"] = json!("delete");
+        }
+        client.command("object-add", object);
+        let (mut first, mut second) = (Client::connect(&path), Client::connect(&path));
+        first.command("query-version", json!({}));
+        second.command("query-version", json!({}));
+        drop(first);
+        second.command("query-version", json!({}));
+        assert!(is_there(&mut client), "a client is left");
+        if action == "set" {
+            let set = |value: &str| json!({"path": "/objects/m2", "property": "close-action", "value": value});
+            let refusal = client.refusal("qom-set", set("x"));
+            assert_eq!(refusal, "Parameter 'close-action' does not accept value 'x'");
+            client.command("qom-set", set("delete"));
+            let get = json!({"path": "/objects/m2", "property": "close-action"});
+            assert_eq!(client.command("qom-get", get), "delete");
+        }
+        drop(second);
+        let until = Instant::now() + Duration::from_secs(60);
+        while is_there(&mut client) {
+            assert!(Instant::now() < until, "the monitor stays");
+            std::thread::yield_now();
+        }
+        assert!(!path.exists());
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
+fn what_a_monitor_says_is_copied_to_its_log() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    let (path, log) = (daemon.path("second.sock"), daemon.path("log"));
+    std::fs::write(&log, "older\n").expect("a file");
+    let socket = |more: Value| {
+        let mut data = json!({"addr": {"type": "unix", "data": {"path": path}}, "server": true, "wait": false,
+                              "logfile": log});
+        data.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        json!({"id": "c", "backend": {"type": "socket", "data": data}})
+    };
+    let object = json!({"qom-type": "monitor-qmp", "id": "m2", "chardev": "c"});
+    let mut texts = Vec::new();
+    for more in [json!({"logappend": true}), json!({"logtimestamp": true})] {
+        client.command("chardev-add", socket(more));
+        client.command("object-add", object.clone());
+        let mut second = Client::connect(&path);
+        second.command("query-jobs", json!({}));
+        drop(second);
+        client.command("object-del", json!({"id": "m2"}));
+        client.command("chardev-remove", json!({"id": "c"}));
+        texts.push(std::fs::read_to_string(&log).expect("a text"));
+    }
+    let lines: Vec<&str> = texts[0].split_inclusive('\n').collect();
+    assert_eq!((lines[0], lines.len()), ("older\n", 4), "{lines:?}");
+    assert!(lines[1].starts_with("{\"QMP\": ") && lines[3] == "{\"return\": []}\r\n", "{lines:?}");
+    let lines: Vec<&str> = texts[1].split_inclusive('\n').collect();
+    assert_eq!(lines.len(), 3, "{lines:?}");
+    for line in &lines {
+        let (time, _) = line.split_once(" {").expect("a time");
+        assert!(time.starts_with("20") && time.ends_with('Z') && time.len() == 27, "{line}");
+    }
+    let elsewhere = json!({"id": "d", "backend": {"type": "null", "data": {"logfile": "/nonexistent/log"}}});
+    let refusal = client.refusal("chardev-add", elsewhere);
+    let expected = "Failed to add chardev 'd': Could not create '/nonexistent/log': No such file or directory";
+    assert_eq!(refusal, expected);
+    daemon.stop().expect("stopped in order");
+}
+
+/// As in QEMU: a monitor that nobody reaches is allowed, and greets a ring buffer.
+#[test]
+fn a_monitor_may_be_where_no_client_is() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    for (id, kind) in [("n", "null"), ("r", "ringbuf")] {
+        client.command("chardev-add", json!({"id": id, "backend": {"type": kind, "data": {}}}));
+        client.command("object-add", json!({"qom-type": "monitor-qmp", "id": format!("m{id}"), "chardev": id}));
+        assert_eq!(client.refusal("chardev-remove", json!({"id": id})), format!("Chardev '{id}' is busy"));
+    }
+    let said = client.command("ringbuf-read", json!({"device": "r", "size": 4096}));
+    assert!(said.as_str().is_some_and(|text| text.ends_with("\"capabilities\": []}}\r\n")), "{said}");
+    for id in ["n", "r"] {
+        client.command("object-del", json!({"id": format!("m{id}")}));
+        client.command("chardev-remove", json!({"id": id}));
+    }
     daemon.stop().expect("stopped in order");
 }
