@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happens to nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED` and `BLOCK_WRITE_THRESHOLD`.
+//! What happens to nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED`, `BLOCK_WRITE_THRESHOLD`, `QUORUM_REPORT_BAD` and
+//! `QUORUM_FAILURE`.
 
 use crate::control::Message;
 use crate::events::EventBus;
 use crate::inbox::Sender;
+use crate::jobs::words_of;
 use cowshed_block::ErrorKind;
-use cowshed_image::graph::{Corruption, FailedRequest, Graph};
+use cowshed_image::graph::{Corruption, FailedRequest, Graph, QuorumReport, QuorumWork};
 use cowshed_image::stats::IoKind;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -24,6 +26,14 @@ pub(crate) fn watch(graph: &Arc<Graph>, events: EventBus, control: Sender<Messag
                           "write-threshold": crossed.threshold_bytes});
         bus.emit("BLOCK_WRITE_THRESHOLD", data);
     }));
+    let (bus, later) = (events.clone(), control.clone());
+    graph.observe_quorums(Arc::new(move |report, offset, len| {
+        let (name, about, data) = quorum(report, offset, len);
+        if let Some(delay) = bus.emit_limited(name, about, data) {
+            // Fails only when the daemon has stopped.
+            let _ = later.send(Message::EventsDue(delay));
+        }
+    }));
     graph.on_failed(move |failed| {
         let data = io_error(failed);
         if let Some(delay) = events.emit_limited("BLOCK_IO_ERROR", failed.export, data) {
@@ -31,6 +41,31 @@ pub(crate) fn watch(graph: &Arc<Graph>, events: EventBus, control: Sender<Messag
             let _ = control.send(Message::EventsDue(delay));
         }
     });
+}
+
+/// The name of the event, the node that it is about, and its data.
+fn quorum(report: &QuorumReport, offset: u64, len: u64) -> (&'static str, &str, Value) {
+    const SECTOR_BYTES: u64 = 512;
+    let first = offset / SECTOR_BYTES;
+    let count = offset.saturating_add(len).div_ceil(SECTOR_BYTES) - first;
+    match report {
+        QuorumReport::Bad { node_name, work, error } => {
+            let work = match work {
+                QuorumWork::Read => "read",
+                QuorumWork::Write => "write",
+                QuorumWork::Flush => "flush",
+            };
+            let mut data = json!({"type": work, "node-name": node_name, "sector-num": first, "sectors-count": count});
+            if let Some(error) = error {
+                data["error"] = json!(words_of(*error));
+            }
+            ("QUORUM_REPORT_BAD", node_name, data)
+        }
+        QuorumReport::Failure { node_name } => {
+            let data = json!({"reference": node_name, "sector-num": first, "sectors-count": count});
+            ("QUORUM_FAILURE", node_name, data)
+        }
+    }
 }
 
 fn io_error(failed: &FailedRequest<'_>) -> Value {

@@ -294,7 +294,7 @@ fn a_drive_has_limits_and_intervals_from_its_options() {
         .write_all(b"{'execute': 'qmp_capabilities'} {'execute': 'query-blockstats'} {'execute': 'quit'}")
         .expect("it reads");
     let said: String = BufReader::new(monitor).lines().map(|line| line.expect("text") + "\n").collect();
-    for expected in ["\"group\":\"foo\"", "\"interval_length\":30", "\"wr_bytes\":2097152"] {
+    for expected in ["\"group\": \"foo\"", "\"interval_length\": 30", "\"wr_bytes\": 2097152"] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
     assert!(serving.wait().success());

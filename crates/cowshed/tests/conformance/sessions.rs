@@ -238,7 +238,8 @@ fn job(script: &mut Script) {
     arguments["job-id"] = json!("j");
     let keeps = script.random.chance(40);
     let waits = script.random.chance(40);
-    let is_slow = !copies && script.random.chance(30);
+    // How far a backup comes at once is each tool's own choice.
+    let is_slow = !copies && command != "blockdev-backup" && script.random.chance(30);
     for (key, is_on) in [("auto-dismiss", keeps), ("auto-finalize", waits)] {
         if is_on {
             arguments[key] = json!(false);

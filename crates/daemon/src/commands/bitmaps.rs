@@ -120,10 +120,18 @@ pub(super) fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 }
 
 /// The node that is to get a bitmap.
-fn node_for_new(daemon: &Daemon, name: &str, persistent: bool) -> QmpResult<Arc<Node>> {
+fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> {
+    let (name, persistent) = (arguments.text("node"), arguments.flag("persistent", false));
     daemon.inactive.check(name)?;
     let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
     let found = names::lookup(daemon, None, Some(name)).map_err(not_found)?;
+    // As in QEMU these come before all that a persistent bitmap needs.
+    if arguments.text("name").is_empty() {
+        return Err(QmpError::generic("Bitmap name cannot be empty"));
+    }
+    if arguments.number("granularity")?.is_some_and(|bytes| bytes < 512 || !bytes.is_power_of_two()) {
+        return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
+    }
     if persistent && found.node().qcow2().is_none() {
         let message = format!("Can't store persistent bitmaps to {name}: Operation not supported");
         return Err(QmpError::generic(message));
@@ -149,9 +157,8 @@ fn check_stored_name(node: &str, name: &str) -> QmpResult<()> {
 pub(super) fn prepare(daemon: &Daemon, kind: &str, arguments: &Arguments) -> QmpResult<BitmapAction> {
     let node = match kind {
         "block-dirty-bitmap-add" => {
-            let persistent = arguments.flag("persistent", false);
-            let node = node_for_new(daemon, arguments.text("node"), persistent)?;
-            if persistent {
+            let node = node_for_new(daemon, arguments)?;
+            if arguments.flag("persistent", false) {
                 check_stored_name(arguments.text("node"), arguments.text("name"))?;
             }
             node

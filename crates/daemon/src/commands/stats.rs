@@ -45,6 +45,9 @@ command x-metadata-budget-set: limit-bytes: int
 command x-block-stats-intervals-set: id: str, intervals: [int]
 command block-set-write-threshold: node-name: str, write-threshold: uint64
 event BLOCK_WRITE_THRESHOLD: node-name: str, amount-exceeded: int, write-threshold: int
+enum QuorumOpType: read write flush
+event QUORUM_REPORT_BAD: type: QuorumOpType, error?: str, node-name: str, sector-num: int, sectors-count: int
+event QUORUM_FAILURE: reference: str, sector-num: int, sectors-count: int
 ",
     commands: &[
         command!("query-blockstats", query_blockstats),

@@ -8,7 +8,7 @@ pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close}
 use crate::commands::failed;
 use crate::events::EventBus;
 use crate::waiting::within;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::LocalFuture;
@@ -344,8 +344,8 @@ impl Job {
 }
 
 /// The system's words for what went wrong, and nothing else.
-fn words_of(error: &Error) -> String {
-    Error::os(error.errno(), "").sentence().trim_start_matches(": ").to_owned()
+pub(crate) fn words_of(errno: Errno) -> String {
+    Error::os(errno, "").sentence().trim_start_matches(": ").to_owned()
 }
 
 impl Judge for Job {
@@ -504,7 +504,7 @@ impl Jobs {
             tracing::info!(job = job.id, %error, "job failed");
             *job.error.borrow_mut() = Some(match job.is_block_job() {
                 // The log has the whole.
-                true => words_of(error),
+                true => words_of(error.errno()),
                 false => failed(error.clone()).description,
             });
             job.enter(Status::Aborting);

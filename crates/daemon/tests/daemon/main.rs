@@ -27,6 +27,7 @@ mod nodes;
 mod onto_itself;
 mod pull_backup;
 mod python;
+mod quorum;
 mod running;
 mod snapshots;
 mod statistics;

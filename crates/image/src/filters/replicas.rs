@@ -2,12 +2,13 @@
 //! Quorum and blkverify: one disk kept in several nodes, whose answers are compared.
 
 use super::ranges::Ranges;
+use crate::graph::{Graph, QuorumReport, QuorumWork};
 use crate::node::{Link, Node, StatusExtent, ZeroFlags};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 16;
@@ -35,12 +36,15 @@ pub(crate) struct Replicas {
     agreement: Agreement,
     links: Vec<Arc<Link>>,
     ranges: Arc<Ranges>,
+    /// The name of its node, and the graph that hears of a quorum's troubles.
+    name: String,
+    graph: Weak<Graph>,
 }
 
 impl Replicas {
     /// `links` lead to the nodes; of `blkverify` to the trusted one and to the one under test.
-    pub(crate) fn new(agreement: Agreement, links: Vec<Arc<Link>>) -> Replicas {
-        Replicas { agreement, links, ranges: Arc::default() }
+    pub(crate) fn new(agreement: Agreement, links: Vec<Arc<Link>>, name: &str, graph: &Arc<Graph>) -> Replicas {
+        Replicas { agreement, links, ranges: Arc::default(), name: name.to_owned(), graph: Arc::downgrade(graph) }
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -84,13 +88,14 @@ impl Replicas {
             Err(error) => return (Err(error), buf),
         };
         if let Agreement::Votes { fifo: true, .. } = self.agreement {
-            return read_first(&nodes, offset, buf).await;
+            return self.read_first(&nodes, offset, buf).await;
         }
         let reads = nodes.iter().map(|node| async move {
             let (result, buf) = node.read_boxed(offset, IoBuf::try_zeroed(len as usize)?).await;
             result.map(|()| buf)
         });
         let answers = join_all(reads).await;
+        self.report_outcomes(&nodes, QuorumWork::Read, (offset, len), &answers);
         match self.agreed(&nodes, offset, &answers).await {
             Ok(winner) => {
                 let mut buf = buf;
@@ -106,6 +111,7 @@ impl Replicas {
 
     /// The answer that counts, by its number.
     async fn agreed(&self, nodes: &[Arc<Node>], offset: u64, answers: &[Result<IoBuf>]) -> Result<usize> {
+        let len = answers.iter().flatten().next().map_or(0, |buf| buf.len() as u64);
         self.check_outcomes("read", offset, answers)?;
         let good: Vec<usize> = (0..answers.len()).filter(|at| answers[*at].is_ok()).collect();
         let bytes = |at: usize| answers[at].as_ref().map_or(&[][..], |buf| &buf[..]);
@@ -122,7 +128,11 @@ impl Replicas {
             return Err(self.mismatch(offset, bytes(first).len(), at as u64));
         }
         if votes(winner) < self.threshold() {
+            self.report_failure(offset, len);
             return Err(Error::os(Errno::EIO, "too few copies of the disk agree").offset(offset));
+        }
+        for at in good.iter().copied().filter(|at| bytes(*at) != bytes(winner)) {
+            self.report_bad(&nodes[at], QuorumWork::Read, None, (offset, len));
         }
         if let Agreement::Votes { rewrite: true, .. } = self.agreement {
             for at in good.iter().copied().filter(|at| bytes(*at) != bytes(winner)) {
@@ -164,30 +174,81 @@ impl Replicas {
         Error::os(Errno::EIO, "the copies of the disk differ").offset(place).with_report(report)
     }
 
+    /// Tells of the copies that have failed, and whether the others are too few.
+    fn report_outcomes<T>(&self, nodes: &[Arc<Node>], work: QuorumWork, range: (u64, u64), answers: &[Result<T>]) {
+        let failed = nodes.iter().zip(answers).filter_map(|(node, answer)| Some((node, answer.as_ref().err()?)));
+        let count = failed.clone().count();
+        failed.for_each(|(node, error)| self.report_bad(node, work, Some(error), range));
+        // As in QEMU the caller of a flush alone learns that it failed.
+        if count > 0 && answers.len() - count < self.threshold() && work != QuorumWork::Flush {
+            self.report_failure(range.0, range.1);
+        }
+    }
+
+    fn report_bad(&self, node: &Node, work: QuorumWork, error: Option<&Error>, (offset, len): (u64, u64)) {
+        let error = error.map(Error::errno);
+        self.report(&QuorumReport::Bad { node_name: node.name().to_owned(), work, error }, offset, len);
+    }
+
+    fn report_failure(&self, offset: u64, len: u64) {
+        self.report(&QuorumReport::Failure { node_name: self.name.clone() }, offset, len);
+    }
+
+    fn report(&self, report: &QuorumReport, offset: u64, len: u64) {
+        if let (Agreement::Votes { .. }, Some(graph)) = (self.agreement, self.graph.upgrade()) {
+            graph.report_quorum(report, offset, len);
+        }
+    }
+
     /// Has every copy do something; enough of them must succeed.
-    async fn all<F>(&self, what: &str, offset: u64, work: impl Fn(Arc<Node>) -> F) -> Result<()>
+    async fn all<F>(
+        &self,
+        (what, work): (&str, QuorumWork),
+        (offset, len): (u64, u64),
+        run: impl Fn(Arc<Node>) -> F,
+    ) -> Result<()>
     where
         F: Future<Output = Result<()>>,
     {
-        let outcomes = join_all(self.nodes()?.into_iter().map(work)).await;
+        let nodes = self.nodes()?;
+        let outcomes = join_all(nodes.iter().cloned().map(run)).await;
+        self.report_outcomes(&nodes, work, (offset, len), &outcomes);
         self.check_outcomes(what, offset, &outcomes)
     }
 
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let _claim = self.ranges.claim(offset, buf.len() as u64).await;
+        let len = buf.len() as u64;
+        let _claim = self.ranges.claim(offset, len).await;
         let bytes = &buf[..];
-        let written =
-            self.all("write", offset, |node| async move { node.write_boxed(offset, IoBuf::copy_from(bytes)).await.0 });
-        (written.await, buf)
+        let write = |node: Arc<Node>| async move { node.write_boxed(offset, IoBuf::copy_from(bytes)).await.0 };
+        (self.all(("write", QuorumWork::Write), (offset, len), write).await, buf)
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         let _claim = self.ranges.claim(offset, len).await;
-        self.all("write", offset, |node| async move { node.write_zeroes_boxed(offset, len, flags).await }).await
+        let write = |node: Arc<Node>| async move { node.write_zeroes_boxed(offset, len, flags).await };
+        self.all(("write", QuorumWork::Write), (offset, len), write).await
     }
 
     pub(crate) async fn flush(&self) -> Result<()> {
-        self.all("flush", 0, |node| async move { node.flush_boxed().await }).await
+        self.all(("flush", QuorumWork::Flush), (0, 0), |node| async move { node.flush_boxed().await }).await
+    }
+
+    /// The first node that can be read answers.
+    async fn read_first(&self, nodes: &[Arc<Node>], offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let (len, mut buf) = (buf.len() as u64, buf);
+        let mut failed = Error::internal("no copy to read");
+        for node in nodes {
+            let (result, back) = node.read_boxed(offset, buf).await;
+            match result {
+                Ok(()) => return (Ok(()), back),
+                Err(error) => {
+                    self.report_bad(node, QuorumWork::Read, Some(&error), (offset, len));
+                    (failed, buf) = (error, back);
+                }
+            }
+        }
+        (Err(failed), buf)
     }
 
     pub(crate) fn resize_error() -> Error {
@@ -235,18 +296,4 @@ impl Replicas {
         }
         Ok(runs)
     }
-}
-
-/// The first node that can be read answers.
-async fn read_first(nodes: &[Arc<Node>], offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-    let mut buf = buf;
-    let mut failed = Error::internal("no copy to read");
-    for node in nodes {
-        let (result, back) = node.read_boxed(offset, buf).await;
-        match result {
-            Ok(()) => return (Ok(()), back),
-            Err(error) => (failed, buf) = (error, back),
-        }
-    }
-    (Err(failed), buf)
 }

@@ -21,6 +21,7 @@ mod queue;
 mod reopen;
 mod snapshot;
 mod threshold;
+mod votes;
 mod writing;
 
 pub use attachment::{AttachRequest, Attachment};
@@ -34,6 +35,7 @@ pub use files::{check_apart, check_layers, files_below};
 pub use queue::Queue;
 pub(crate) use queue::outcome_of;
 pub use threshold::{ThresholdCrossed, ThresholdObserver};
+pub use votes::{QuorumObserver, QuorumReport, QuorumWork};
 
 use crate::filters::throttle::Groups;
 use crate::node::Node;
@@ -64,6 +66,7 @@ pub struct Graph {
     on_failed: OnceLock<failed::Listener>,
     observers: corruption::Observers,
     threshold_observers: threshold::Observers,
+    quorum_observers: votes::Observers,
     /// The turns of changes.
     changes: changes::Changes,
     /// Users move from node to node: no file gives locks back meanwhile.

@@ -62,8 +62,8 @@ async fn throttle(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    // Nothing could be copied. In a daemon a node may become writable later.
-    if draft.settings.read_only && !opener.locks_by_users {
+    // Nothing could be copied.
+    if draft.settings.read_only {
         return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
     }
     let child = opener.file_child(draft).await?;
@@ -149,7 +149,7 @@ async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         return Err(Error::invalid_argument(message).value(raw.size()));
     }
     let name = raw.filename();
-    Ok((Driver::Replicas(Box::new(Replicas::new(Agreement::Verify, links(draft)))), name))
+    Ok((Driver::Replicas(Box::new(Replicas::new(Agreement::Verify, links(draft), &draft.name, &opener.graph))), name))
 }
 
 async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -171,7 +171,7 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let error = error.value(sizes.join(", "));
         return Err(error.qemu("Could not refresh total sector count: Input/output error"));
     }
-    Ok((Driver::Replicas(Box::new(Replicas::new(agreement, links(draft)))), name))
+    Ok((Driver::Replicas(Box::new(Replicas::new(agreement, links(draft), &draft.name, &opener.graph))), name))
 }
 
 /// Faults below whatever stands on this node: its file is the child's with the rules in front.
