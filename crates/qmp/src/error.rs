@@ -39,12 +39,21 @@ pub struct QmpError {
     pub class: ErrorClass,
     /// For people.
     pub description: String,
+    /// For logs and command lines: more than the description, where there is more.
+    pub whole: Option<String>,
 }
 
 impl QmpError {
     /// An error of any class.
     pub fn new(class: ErrorClass, description: impl Into<String>) -> Self {
-        QmpError { class, description: description.into() }
+        QmpError { class, description: description.into(), whole: None }
+    }
+
+    /// With more for logs and command lines, which begins anew.
+    #[must_use]
+    pub fn with_whole(mut self, whole: impl Into<String>) -> Self {
+        self.whole = Some(whole.into());
+        self
     }
 
     /// `GenericError`.

@@ -147,7 +147,7 @@ mod tests {
             ("stdio,id=a,foo=1", "Invalid parameter 'foo'"),
             ("null,id=a,size=1k", "Invalid parameter 'size'"),
             ("ringbuf,id=a,size=1000", "power of two"),
-            ("null,id=a,logfile=x,logappend=y", "Parameter 'logappend' expects 'on' or 'off'"),
+            ("null,id=a,logfile=x,logappend=maybe", "Parameter 'logappend' expects 'on' or 'off'"),
         ] {
             let error = Chardevs::default().add(wrong).unwrap_err().to_string();
             assert!(error.contains(reason), "{wrong}: {error}");

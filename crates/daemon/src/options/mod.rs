@@ -337,7 +337,10 @@ impl Step {
                 }
             }
         };
-        result.map_err(|error| Error::invalid_argument(error.description).file(self.option))
+        result.map_err(|error| {
+            let whole = error.whole.unwrap_or_else(|| error.description.clone());
+            Error::invalid_argument(whole).qemu(error.description).file(self.option)
+        })
     }
 }
 

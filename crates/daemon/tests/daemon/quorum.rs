@@ -21,7 +21,7 @@ fn troubles() -> Vec<Trouble> {
         (json!({"vote-threshold": 3}), fails("read"), "read 0 1M", both),
         (json!({"vote-threshold": 2}), fails("write"), "write 512k 64k", bad),
         (json!({"vote-threshold": 3}), fails("write"), "write 512k 64k", both),
-        (json!({"vote-threshold": 2}), fails("flush"), "flush", bad),
+        (json!({"vote-threshold": 2}), fails("flush"), "write 0 64k;flush", bad),
         (json!({"vote-threshold": 1, "read-pattern": "fifo"}), fails("read"), "read 0 64k", bad),
     ]
 }
@@ -35,7 +35,8 @@ fn told(client: &mut Client, folder: &Path) -> Vec<Value> {
     for (at, (mut options, faults, command, events)) in troubles().into_iter().enumerate() {
         let copy = |name: &str| {
             let path = folder.join(format!("{name}{at}"));
-            qemu.create(&path, "raw", "", 1 << 20);
+            // Without holes, which clients learn without a read.
+            std::fs::write(&path, vec![1; 1 << 20]).expect("a file");
             json!({"driver": "file", "filename": path, "node-name": format!("{name}{at}")})
         };
         let mut faulty = json!({"driver": "blkdebug", "node-name": format!("faulty{at}"), "image": copy("x")});
@@ -52,7 +53,8 @@ fn told(client: &mut Client, folder: &Path) -> Vec<Value> {
         client.command("block-export-add", export);
         let uri = format!("nbd+unix:///q{at}?socket={}", folder.join("n.sock").display());
         // A flush and a write may fail there, which is told by the events.
-        qemu.io(["-t", "writeback", "-f", "raw", "-c", command, &uri]);
+        let commands = command.split(';').flat_map(|command| ["-c", command]);
+        qemu.io(["-t", "writeback", "-f", "raw"].into_iter().chain(commands).chain([uri.as_str()]));
         told.extend(events.iter().map(|event| json!([at, event, client.event(event)])));
     }
     told
