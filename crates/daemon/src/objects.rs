@@ -473,8 +473,8 @@ mod tests {
         assert_eq!(Secret::new(None, Some(path), true, None).unwrap().bytes().as_bytes(), b"foo");
         assert_eq!(Secret::new(None, Some(path), false, None).unwrap().bytes().as_bytes(), b"Zm9v\n");
         std::fs::write(path, [0xff, 0xfe]).unwrap();
+        assert_eq!(Secret::new(None, Some(path), false, None).unwrap().bytes().as_bytes(), [0xff, 0xfe]);
         for (wrong, reason) in [
-            (Secret::new(None, Some(path), false, None), "UTF-8"),
             (Secret::new(None, Some(path), true, None), "base64"),
             (Secret::new(None, Some("/nonexistent"), true, None), "Unable to read /nonexistent"),
             (Secret::new(Some("a"), Some(path), true, None), "mutually exclusive"),

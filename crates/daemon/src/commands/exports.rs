@@ -244,7 +244,7 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
     check_new(&daemon, arguments.text("id"))?;
-    if daemon.graph.find(&node).is_none() {
+    if daemon.graph.find(&node).is_none() && !daemon.inactive.contains(&node) {
         return Err(no_node(&node));
     }
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
