@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while a client writes through a filter: `compress`, `preallocate`, `quorum`. What was acknowledged and flushed is
-//! there afterwards, in each file that holds the disk, and its images have nothing wrong but leaked clusters.
+//! Power cuts while a client writes through a filter: `compress`, `preallocate`, `quorum`. Acknowledged and flushed data is
+//! there afterwards, in each file that holds the disk. The images have no fault but leaked clusters.
 //! `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
 use cowshed_block::{Error, Result};
