@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! JSON as QEMU's parser takes it, and its words for what is wrong: texts may stand in single quotes, and a key that comes twice in
-//! one object is an error, as nobody can tell which one counts.
+//! JSON as QEMU's parser takes it, with its words for errors. Strings may stand in single quotes. A key that comes twice in one
+//! object is an error, because either value could be meant.
 
 use crate::lexer::{Kind, Lexer, Place, Token};
 use serde_json::{Map, Number, Value};
