@@ -55,7 +55,7 @@ enum Digits {
     Fraction,
     Exponent,
     ExponentSign,
-    ExponentDigits,
+    Power,
 }
 
 impl Digits {
@@ -69,8 +69,8 @@ impl Digits {
             (Digits::Point | Digits::Fraction, b'0'..=b'9') => Digits::Fraction,
             (Digits::Zero | Digits::Whole | Digits::Fraction, b'e' | b'E') => Digits::Exponent,
             (Digits::Exponent, b'+' | b'-') => Digits::ExponentSign,
-            (Digits::Exponent | Digits::ExponentSign | Digits::ExponentDigits, b'0'..=b'9') => Digits::ExponentDigits,
-            (Digits::Zero | Digits::Whole | Digits::Fraction | Digits::ExponentDigits, _) => return Ok(None),
+            (Digits::Exponent | Digits::ExponentSign | Digits::Power, b'0'..=b'9') => Digits::Power,
+            (Digits::Zero | Digits::Whole | Digits::Fraction | Digits::Power, _) => return Ok(None),
             _ => return Err(()),
         }))
     }
@@ -240,5 +240,5 @@ impl Lexer {
 
 /// Bytes that no text holds.
 fn is_reset(byte: u8) -> bool {
-    byte < b' ' || byte >= 0xfe
+    !(b' '..0xfe).contains(&byte)
 }
