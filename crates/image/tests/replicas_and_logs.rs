@@ -2,6 +2,8 @@
 //! The drivers compress, preallocate, blklogwrites, blkverify and quorum: content, power cuts and requests at the same time.
 
 use cowshed_block::{ErrorKind, Result};
+use cowshed_image::graph::Graph;
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
 use std::path::{Path, PathBuf};
@@ -91,6 +93,36 @@ fn compressed_writes_of_any_place_read_back() {
     let runs = rt::block_on(image.block_status(0, image.size(), 64)).unwrap();
     assert!(runs.iter().filter(|run| run.data).all(|run| run.compressed), "{runs:?}");
     close(&image);
+}
+
+#[test]
+fn a_compress_filter_follows_the_clusters_of_an_overlay() {
+    for (below, above) in [(262_144, 65_536), (65_536, 262_144), (4096, 65_536)] {
+        let files = Files::new();
+        for (name, cluster) in [("base", below), ("overlay", above)] {
+            let cluster = format!("cluster_size={cluster}");
+            qemu_img(&["create", "-q", "-f", "qcow2", "-o", &cluster, &files.text(name), "8M"]);
+        }
+        let graph = Graph::new();
+        let add = |options: String| rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
+        let base = add(format!("driver=qcow2,node-name=base,file.driver=file,file.filename={}", files.text("base")));
+        let filter = add("driver=compress,node-name=filter,discard=unmap,file=base".to_owned());
+        write(&filter, 0, &[1; 300_000]).unwrap();
+        let name = files.text("overlay");
+        let overlay = add(format!("driver=qcow2,node-name=overlay,backing=base,file.driver=file,file.filename={name}"));
+        rt::block_on(graph.replace(&base, &overlay)).unwrap();
+        write(&filter, 1000, &[2; 30_000]).unwrap();
+        write(&filter, 1 << 20, &[3; 131_072]).unwrap();
+        rt::block_on(filter.write_zeroes(100_000, 100_000, ZeroFlags::default())).unwrap();
+        let mut model = vec![0u8; 2 << 20];
+        model[..300_000].fill(1);
+        model[1000..31_000].fill(2);
+        model[1 << 20..(1 << 20) + 131_072].fill(3);
+        model[100_000..200_000].fill(0);
+        assert!(read(&filter, 0, model.len()).unwrap() == model, "{below} below, {above} above");
+        rt::block_on(graph.close_all()).unwrap();
+        qemu_img(&["check", "-q", "-f", "qcow2", &name]);
+    }
 }
 
 #[test]

@@ -114,6 +114,7 @@ impl Backup {
         };
         let options = BlockdevOptions::new()
             .with("driver", "copy-before-write")
+            .with("discard", "unmap")
             .with("node-name", request.filter_name.as_str())
             .with("target", target.name())
             .with("on-cbw-error", if request.breaks_writes { "break-guest-write" } else { "break-snapshot" });

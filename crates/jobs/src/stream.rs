@@ -86,8 +86,10 @@ impl Stream {
         request: &StreamRequest,
         chain: &Chain,
     ) -> Result<(Arc<Node>, Arc<Attachment>)> {
-        let mut options =
-            BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", request.filter_name.as_str());
+        let mut options = BlockdevOptions::new()
+            .with("driver", "copy-on-read")
+            .with("discard", "unmap")
+            .with("node-name", request.filter_name.as_str());
         if let Some(bottom) = chain.lowest() {
             options = options.with("bottom", bottom.name());
         }

@@ -125,23 +125,25 @@ impl Engine {
     }
 
     /// Length that the image file needs in bytes: up to the last cluster with a count, looking back from its present
-    /// end as far as counts are zero.
-    pub fn needed_file_len(&self) -> Planned<u64> {
+    /// end as far as counts are zero. No request runs.
+    ///
+    /// `passed` is how far an attempt before this one came, in clusters; `u64::MAX` at first. Without it a tail of more refcount
+    /// blocks than the cache holds would be walked without end, since each block that is read ends the attempt.
+    pub fn needed_file_len(&self, passed: &mut u64) -> Planned<u64> {
         let mut state = self.own();
-        let bits = self.geometry.cluster_bits();
-        let mut end = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
-        while end > 1 {
-            let index = self.geometry.refcount_table_index(end - 1);
+        *passed = (*passed).min(state.refcounts.high_water.div_ceil(self.geometry.cluster_size()));
+        while *passed > 1 {
+            let index = self.geometry.refcount_table_index(*passed - 1);
             if !self.refcount_block(&mut state, index)? {
                 // Nothing in its region is used.
-                end = (index << self.geometry.refcount_block_bits()).max(1);
-            } else if self.cached_refcount(&state, end - 1) == 0 {
-                end -= 1;
+                *passed = (index << self.geometry.refcount_block_bits()).max(1);
+            } else if self.cached_refcount(&state, *passed - 1) == 0 {
+                *passed -= 1;
             } else {
                 break;
             }
         }
-        Ok(end << bits)
+        Ok(*passed << self.geometry.cluster_bits())
     }
 
     /// Says how long the image's container is, in bytes, where it can't grow by itself; true when it has become longer.

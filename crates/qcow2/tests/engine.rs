@@ -667,3 +667,26 @@ fn entries_without_a_table_are_passed_over_together() {
     disk.flush();
     assert!(disk.l1().iter().all(|entry| *entry == 0));
 }
+
+/// Each block that is read ends an attempt, and the cache holds four of the hundred that count the tail.
+#[test]
+fn the_end_behind_a_long_free_tail_is_found() {
+    const KEPT: u64 = 200;
+    let shape = Shape { cluster_bits: 9, refcount_order: 6, size: 4 << 20, l2_cache_bytes: 4096, ..SMALL };
+    let mut disk = Disk::new(shape);
+    for at in (0..shape.size).step_by(64 << 10) {
+        disk.write(at, &[7; 64 << 10]);
+    }
+    disk.flush();
+    let table = disk.read_host(disk.config.refcount_table_offset, (disk.config.refcount_table_clusters * 512) as usize);
+    let blocks = table.chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap()));
+    for (index, block) in blocks.enumerate().filter(|(_, block)| *block != 0) {
+        for entry in (0..64).filter(|entry| index as u64 * 64 + entry >= KEPT) {
+            disk.write_host(block + entry * 8, &[0; 8]);
+        }
+    }
+    disk.config.file_len = disk.bytes.len() as u64;
+    disk.engine = engine_of(&disk.config, &disk.l1(), &disk.budget);
+    let mut passed = u64::MAX;
+    assert_eq!(disk.plan(|engine| engine.needed_file_len(&mut passed)), KEPT * 512);
+}

@@ -174,8 +174,11 @@ async fn insert(daemon: &Rc<Daemon>, target: &Target, name: &str, group: &str) -
         n => format!("{FILTER_PREFIX}{stem}-{n}"),
     });
     let free = candidates.find(|name| daemon.graph.find(name).is_none()).unwrap_or_default();
-    let options =
-        BlockdevOptions::new().with("driver", "throttle").with("node-name", free).with("throttle-group", group);
+    let options = BlockdevOptions::new()
+        .with("driver", "throttle")
+        .with("discard", "unmap")
+        .with("node-name", free)
+        .with("throttle-group", group);
     let inserted = match target {
         Target::Export(attachment) => daemon.graph.insert_filter_for(attachment, options).await,
         Target::Node(node) => daemon.graph.insert_filter(node, options).await,

@@ -242,7 +242,8 @@ impl Drive {
         }
         if copies {
             let filter = BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", self.id.as_str());
-            daemon.graph.add(filter.with("file", node.name())).await?;
+            // The drive's own setting counts, which the image has.
+            daemon.graph.add(filter.with("discard", "unmap").with("file", node.name())).await?;
             return Ok(());
         }
         match above {

@@ -14,12 +14,11 @@ const CLUSTERS_AT_ONCE: usize = 16;
 /// The filter. A write of a part of a cluster reads the rest of it, so each cluster belongs to one write at a time.
 pub struct Compress {
     below: Below,
-    cluster_bytes: u64,
     ranges: Arc<Ranges>,
 }
 
 /// The cluster size of an image that takes compressed clusters, behind whatever filters stand on it.
-pub(crate) fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
+fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
     let image = crate::graph::below_filters(node);
     match image.qcow2() {
         Some(qcow2) => Some(qcow2.cluster_size()),
@@ -30,23 +29,26 @@ pub(crate) fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
 }
 
 impl Compress {
-    /// `cluster_bytes`: the unit of the image below, see [`compressed_cluster_bytes`].
-    pub(crate) fn new(below: Below, cluster_bytes: u64) -> Compress {
-        Compress { below, cluster_bytes, ranges: Arc::default() }
+    pub(crate) fn new(below: Below) -> Compress {
+        Compress { below, ranges: Arc::default() }
     }
 
     pub(crate) fn below(&self) -> &Below {
         &self.below
     }
 
-    /// The unit that the image below compresses, in bytes.
-    pub fn cluster_bytes(&self) -> u64 {
-        self.cluster_bytes
+    /// The unit that the image below compresses, in bytes. A snapshot may put an image of another cluster size there.
+    /// `Unsupported` where that one compresses nothing.
+    pub fn cluster_bytes(&self) -> Result<u64> {
+        let node = self.below.node()?;
+        compressed_cluster_bytes(&node).ok_or_else(|| {
+            let name = node.driver_name();
+            Error::unsupported(format!("Compression is not supported for underlying format: {name}"))
+        })
     }
 
-    /// The range in whole clusters, up to the end of the disk.
-    fn clusters_around(&self, offset: u64, len: u64) -> Result<(u64, u64)> {
-        let unit = self.cluster_bytes;
+    /// The range in whole clusters of `unit` bytes, up to the end of the disk.
+    fn clusters_around(&self, unit: u64, offset: u64, len: u64) -> Result<(u64, u64)> {
         let end = offset.checked_add(len).and_then(|end| end.checked_next_multiple_of(unit));
         let end = end.ok_or_else(|| Error::invalid_argument("a request past all disks").value(offset))?;
         Ok((offset / unit * unit, end.min(self.below.size())))
@@ -64,15 +66,16 @@ impl Compress {
     }
 
     async fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let (start, end) = self.clusters_around(offset, bytes.len() as u64)?;
+        let unit = self.cluster_bytes()?;
+        let (start, end) = self.clusters_around(unit, offset, bytes.len() as u64)?;
         let _claim = self.ranges.claim(start, end - start).await;
-        let piece = self.cluster_bytes.saturating_mul(CLUSTERS_AT_ONCE as u64);
+        let piece = unit.saturating_mul(CLUSTERS_AT_ONCE as u64);
         let mut at = start;
         while at < end {
             let until = end.min(at.saturating_add(piece));
             let mut clusters = Vec::with_capacity(CLUSTERS_AT_ONCE);
             while at < until {
-                let next = until.min(at + self.cluster_bytes);
+                let next = until.min(at + unit);
                 clusters.push((at, self.cluster(at, next, offset, bytes).await?));
                 at = next;
             }
@@ -109,7 +112,7 @@ impl Compress {
 
     /// Whole clusters become zero clusters; a part of one is written with the rest of its cluster.
     pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let unit = self.cluster_bytes;
+        let unit = self.cluster_bytes()?;
         let end = offset.saturating_add(len);
         let first = offset.next_multiple_of(unit).min(end);
         // The last cluster of a disk may be a short one.

@@ -15,7 +15,6 @@ pub mod throttle;
 mod write_blocking;
 
 pub use compress::Compress;
-pub(crate) use compress::compressed_cluster_bytes;
 pub use copy_before_write::CopyBeforeWrite;
 pub(crate) use copy_before_write::SavingOptions;
 pub use copy_on_read::CopyOnRead;

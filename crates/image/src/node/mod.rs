@@ -399,7 +399,7 @@ impl Node {
     /// The unit of requests of a filter that has one, in bytes.
     pub fn request_bytes(&self) -> Option<u64> {
         match &self.driver {
-            Driver::Filter(Filter::Compress(compress)) => Some(compress.cluster_bytes()),
+            Driver::Filter(Filter::Compress(compress)) => compress.cluster_bytes().ok(),
             Driver::Filter(Filter::LogWrites(log)) => Some(log.sector_bytes()),
             _ => None,
         }

@@ -5,7 +5,7 @@ use super::children::encrypt_key;
 use super::filters;
 use super::names::{check_file_kind, driver_for, instead_of, protocol_options};
 use super::null;
-use super::permissions::{asked_at_first, is_plain_filter};
+use super::permissions::asked_at_first;
 use super::policy::{FileKind, Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
 use crate::formats;
@@ -251,10 +251,6 @@ impl Opener {
             _ => {}
         }
         schema.check(&mut draft.options, &draft.place.path)?;
-        if is_plain_filter(schema) && draft.options.get("discard").is_none() {
-            // What comes through is up to the node behind it.
-            draft.settings.discard = true;
-        }
         let (driver, filename) = match schema.name {
             "file" | "host_device" | "host_cdrom" => self.file_driver(&mut draft, schema.name)?,
             "nbd" => self.nbd_driver(&mut draft).await?,

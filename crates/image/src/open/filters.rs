@@ -4,7 +4,7 @@
 use super::build::{Draft, Opener, Place, Role};
 use crate::filters::{
     Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, Filter, LogOptions, LogWrites, Preallocate,
-    Replicas, SnapshotAccess, Throttle, compressed_cluster_bytes,
+    Replicas, SnapshotAccess, Throttle,
 };
 use crate::formats::OpenFormat;
 use crate::graph::storage_of;
@@ -79,11 +79,9 @@ async fn fault(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn compress(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
-    let cluster_bytes = compressed_cluster_bytes(&child).ok_or_else(|| {
-        let name = child.driver_name();
-        Error::unsupported(format!("Compression is not supported for underlying format: {name}"))
-    })?;
-    Ok((Driver::Filter(Filter::Compress(Compress::new(below(draft), cluster_bytes))), child.filename()))
+    let filter = Compress::new(below(draft));
+    filter.cluster_bytes()?;
+    Ok((Driver::Filter(Filter::Compress(filter)), child.filename()))
 }
 
 async fn preallocate(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {

@@ -102,7 +102,7 @@ fn names(set: PermissionSet) -> String {
 
 /// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
 /// `snapshot-access`, which only reads, nor what uses several nodes.
-pub(super) fn is_plain_filter(schema: &DriverSchema) -> bool {
+fn is_plain_filter(schema: &DriverSchema) -> bool {
     schema.kind == DriverKind::Filter && !["blkdebug", "snapshot-access", "blkverify", "quorum"].contains(&schema.name)
 }
 

@@ -264,7 +264,8 @@ impl Qcow2Driver {
             }
         }
         if self.wrote_metadata.load(Ordering::Relaxed) && !self.file.is_device() {
-            let needed = self.plan(|engine| engine.needed_file_len()).await?;
+            let mut passed = u64::MAX;
+            let needed = self.plan(|engine| engine.needed_file_len(&mut passed)).await?;
             if needed < self.file.len() {
                 self.file.set_len(needed).await?;
                 self.engine.truncated(needed);
