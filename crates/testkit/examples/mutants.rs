@@ -53,6 +53,16 @@ fn build_crate(root: &Path, tree: &Path, krate: &str, tests: &[&'static str]) ->
     text.lines().filter_map(program).collect()
 }
 
+/// Tests look for the newest QEMU in `target/peers` of their own tree.
+fn link_peers(root: &Path, tree: &Path) {
+    let (peers, link) = (root.join("target/peers"), tree.join("target/peers"));
+    std::fs::create_dir_all(tree.join("target")).expect("a folder of the copy");
+    if !link.exists() {
+        drop(std::fs::remove_file(&link));
+        std::os::unix::fs::symlink(peers, &link).unwrap_or_else(|error| panic!("{}: {error}", link.display()));
+    }
+}
+
 fn run(folder: &Path, program: &Path, test: &str, slip: &str) -> Fate {
     let mut child = Command::new(program)
         .args(["--exact", test])
@@ -94,6 +104,7 @@ fn main() -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace");
     let tree = root.join("target/mutants");
     SLIPS.copy(&root, &tree, &edits());
+    link_peers(&root, &tree);
     let chosen: Vec<&Mutant> =
         MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
     let programs = build(&root, &tree, &chosen.iter().map(|mutant| mutant.test.0).collect());
