@@ -161,6 +161,45 @@ fn what_a_full_disk_acknowledges_it_keeps() {
     }
 }
 
+/// An image that was copied with holes: the counts of its next clusters lie in a hole of the block that counts them.
+#[test]
+fn counts_in_a_hole_of_their_block_have_room() {
+    const CLUSTER: u64 = 16 << 10;
+    // With the metadata 2,035 clusters; the first page of the block counts 2,048.
+    const USED: u64 = 2030;
+    let qemu = Qemu::system();
+    let folder = temp_dir();
+    let case = Case { options: "cluster_size=16k", size: 64 << 20, step: CLUSTER };
+    image_of(&qemu, folder.path(), &case);
+    let image = folder.path().join("image").to_str().expect("text path").to_owned();
+    qemu.io(["-f", "qcow2", "-c", &format!("write -P 0 0 {}", USED * CLUSTER), &image]).expect_ok();
+    let files = Snapshot::from([(image.clone(), PageMap::from_bytes(&std::fs::read(&image).expect("an image")))]);
+    let (mut all_refused, mut all_written) = (0, 0);
+    for room in (0..=96 << 10).step_by(PIECE as usize) {
+        let text = format!("{room} bytes of room");
+        let machine = Machine::new(&files, &image, Features::default());
+        let (mut written, mut refused) = (Written::new(), Vec::new());
+        machine.world.run(async {
+            let node = opened(&image).await.expect("the image opens");
+            machine.leave_room(room);
+            for at in (USED..USED + 18).map(|cluster| cluster * CLUSTER) {
+                match write(&node, at, 2).await {
+                    Ok(()) => drop(written.insert(at, 2)),
+                    Err(error) => {
+                        assert_eq!(error.kind(), ErrorKind::NoSpace, "{text}: {error}");
+                        refused.push(at);
+                    }
+                }
+            }
+            node.flush().await.unwrap_or_else(|error| panic!("{text}: {error}"));
+        });
+        judge(&qemu, &image, &machine.world.snapshot(), &written, &refused, &text);
+        all_refused += usize::from(written.is_empty());
+        all_written += usize::from(refused.is_empty());
+    }
+    assert!(all_refused > 0 && all_written > 0, "{all_refused} and {all_written}");
+}
+
 /// Some places of an image have no space, and no way to reserve it: metadata that was copied with holes. A flush fails there as
 /// long as the disk is full. Data in place gets its barrier all the same.
 #[test]

@@ -298,7 +298,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "counts_without_room",
         about: "no space is reserved for refcount blocks that are there",
-        test: ("full_guest", "requests_of_all_kinds_keep_their_word_on_a_full_disk"),
+        test: ("full_guest", "counts_in_a_hole_of_their_block_have_room"),
         edits: &[(
             "crates/qcow2/src/room.rs",
             "Some(block) => self.require_room",
