@@ -37,7 +37,8 @@ impl Secret {
         Secret(Arc::new(Zeroizing::new(bytes)))
     }
 
-    /// From text or from a file, as it is (UTF-8) or in base64. Exactly one of the two is given.
+    /// From text or from a file, as it is or in base64. Exactly one of the two is given. A file may hold any bytes, of which only
+    /// UTF-8 is a passphrase ([`Secret::passphrase`]).
     pub fn load(data: Option<&str>, file: Option<&Path>, is_base64: bool) -> Result<Secret> {
         Self::load_wrapped(data, file, is_base64, None)
     }
@@ -155,6 +156,9 @@ mod tests {
             assert!(Secret::load(Some(wrong), None, true).is_err(), "{wrong}");
         }
         std::fs::write(&path, [0xff, 0xfe]).unwrap();
-        assert!(Secret::load(None, Some(&path), false).is_err());
+        let secret = Secret::load(None, Some(&path), false).unwrap();
+        assert_eq!(secret.as_bytes(), [0xff, 0xfe]);
+        let error = secret.passphrase("s").unwrap_err();
+        assert!(error.to_string().contains("Data from secret s is not valid UTF-8"), "{error}");
     }
 }

@@ -20,8 +20,8 @@ async fn add(graph: &Arc<Graph>, options: &str) -> Arc<Node> {
 
 /// A disk whose requests take ten milliseconds, behind a fault filter.
 async fn slow_disk(graph: &Arc<Graph>) -> Arc<Attachment> {
-    let options =
-        "driver=fault,node-name=n,file.driver=null-co,file.size=1M,file.read-zeroes=on,file.latency-ns=10000000";
+    let options = "driver=fault,node-name=n,discard=unmap,file.driver=null-co,file.size=1M,file.read-zeroes=on,\
+                   file.latency-ns=10000000";
     let node = add(graph, options).await;
     graph.attach(&node, AttachRequest::export("e", true)).await.unwrap()
 }
