@@ -338,7 +338,7 @@ fn what_is_wrong_with_an_address_is_said() {
         ("driver=nbd,server.type=inet,server.path=/x", "'path'"),
         ("driver=nbd,server.type=inet,server.host=h,server.port=0", "'0'"),
         ("driver=nbd,server.host=h", "server.type"),
-        ("driver=nbd,host=h,path=/x", "exclude"),
+        ("driver=nbd,host=h,path=/x", "path and host may not be used at the same time"),
         ("driver=nbd,host=h,tls-creds=tls0", "'tls0'"),
         ("driver=nbd,host=h,colour=red", "'colour'"),
     ] {
