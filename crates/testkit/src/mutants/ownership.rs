@@ -422,8 +422,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_engine", "no_power_cut_harms_an_image"),
         edits: &[(
             "crates/qcow2/src/reclaim.rs",
-            "        Ok(end << bits)",
-            "        Ok((end - u64::from(SLIP)) << bits)",
+            "        Ok(*passed << self.geometry.cluster_bits())",
+            "        Ok((*passed - u64::from(SLIP)) << self.geometry.cluster_bits())",
         )],
     },
     Mutant {
