@@ -40,7 +40,7 @@ pub(crate) struct ChardevOptions {
     pub log: Option<LogOptions>,
 }
 
-/// What is to be behind a character device.
+/// The kind of a character device, and where it leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BackendOptions {
     /// A socket that listens, or the standard streams.
@@ -183,7 +183,7 @@ impl Devices {
         let monitor = match &mut device.backend {
             Backend::Place(bound) => bound.start(context)?,
             Backend::Null => Listening::nowhere(),
-            // Nobody answers the greeting there.
+            // No client answers the greeting there.
             Backend::Ring(ring) => {
                 ring.write(&silent_greeting(&context));
                 Listening::nowhere()

@@ -125,7 +125,7 @@ fn qcow2(name: &str) -> Value {
     json!({"driver": "qcow2", "node-name": name, "file": {"driver": "file", "filename": name, "node-name": format!("{name}-file")}})
 }
 
-/// What is no message, or no command.
+/// Lines that are no message, or no command.
 fn text(script: &mut Script) {
     const PIECES: &[&str] = &[
         "{\"execute\": \"query-block-exports\"}",

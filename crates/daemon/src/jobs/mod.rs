@@ -100,7 +100,7 @@ pub(crate) struct Job {
     lacking: RefCell<Option<Arc<DirtyMap>>>,
     /// Its mirror, while that can be told to do something else.
     mirror: RefCell<Option<Rc<Mirror>>>,
-    /// Who waits for another status.
+    /// Tasks that wait for another status.
     waiting: RefCell<Vec<Waker>>,
     events: EventBus,
 }
