@@ -1,7 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is fuzzed. See README.md.
+//! The entry points of the fuzz targets. See README.md.
 
-pub mod engine;
-pub mod image;
-pub mod layout;
-pub mod nbd;
+pub use cowshed_testkit::fuzz::{engine, image, layout, nbd};

@@ -5,7 +5,7 @@
 //! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`, and built in
 //! `target/mutants-build`. Exits with 1 when a mutant lives.
 
-use cowshed_testkit::mutants::{MUTANTS, Mutant, SLIPS, edits, place_of};
+use cowshed_testkit::mutants::{MUTANTS, Mutant, Place, SLIPS, edits, place_of};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -23,20 +23,30 @@ enum Fate {
 }
 
 /// Builds the tests in the copy; gives the program of each.
-fn build(root: &Path, tree: &Path, tests: &BTreeSet<&'static str>) -> BTreeMap<&'static str, PathBuf> {
-    let crates: BTreeSet<&str> = tests.iter().map(|test| place_of(test).0).collect();
-    let built = crates.into_iter().map(|krate| {
-        let of_crate = tests.iter().copied().filter(|test| place_of(test).0 == krate);
-        build_crate(root, tree, krate, &of_crate.collect::<Vec<_>>())
-    });
-    built.flatten().collect()
+fn build(root: &Path, tree: &Path, places: &BTreeMap<&'static str, Place>) -> BTreeMap<&'static str, PathBuf> {
+    let crates: BTreeSet<&str> = places.values().map(|place| place.krate).collect();
+    let built: BTreeMap<&str, Vec<(String, PathBuf)>> =
+        crates.into_iter().map(|krate| (krate, build_crate(root, tree, krate, places))).collect();
+    let program = |(test, place): (&&'static str, &Place)| {
+        let (_, program) = built[place.krate].iter().find(|(name, _)| *name == place.program)?;
+        Some((*test, program.clone()))
+    };
+    places.iter().filter_map(program).collect()
 }
 
-fn build_crate(root: &Path, tree: &Path, krate: &str, tests: &[&'static str]) -> Vec<(&'static str, PathBuf)> {
+/// Builds the programs of a crate; gives the name and the file of each.
+fn build_crate(
+    root: &Path,
+    tree: &Path,
+    krate: &str,
+    places: &BTreeMap<&'static str, Place>,
+) -> Vec<(String, PathBuf)> {
     let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
     command.args(["test", "--locked", "--no-run", "-p", &format!("cowshed-{krate}")]);
-    for test in tests {
-        command.args(["--test", place_of(test).1]);
+    let programs: BTreeSet<&str> =
+        places.values().filter(|place| place.krate == krate).map(|place| place.program.as_str()).collect();
+    for program in programs {
+        command.args(["--test", program]);
     }
     // A folder of its own: to cargo, two checkouts of one workspace are the same packages.
     let target = root.join("target/mutants-build");
@@ -44,11 +54,11 @@ fn build_crate(root: &Path, tree: &Path, krate: &str, tests: &[&'static str]) ->
     let output = output.expect("cargo runs");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "the mutants do not build:\n{text}");
-    // `Executable tests/NAME.rs (PATH)`
+    // `Executable tests/NAME.rs (PATH)` or `Executable tests/NAME/main.rs (PATH)`
     let program = |line: &str| {
         let (file, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
-        let test = tests.iter().find(|test| place_of(test).1 == file)?;
-        Some((*test, PathBuf::from(path.strip_suffix(')')?)))
+        let name = file.strip_suffix("/main").unwrap_or(file);
+        Some((name.to_owned(), PathBuf::from(path.strip_suffix(')')?)))
     };
     text.lines().filter_map(program).collect()
 }
@@ -107,11 +117,13 @@ fn main() -> ExitCode {
     link_peers(&root, &tree);
     let chosen: Vec<&Mutant> =
         MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
-    let programs = build(&root, &tree, &chosen.iter().map(|mutant| mutant.test.0).collect());
-    let folder = |test| tree.join("crates").join(place_of(test).0);
+    let place = |test| place_of(&root, test).unwrap_or_else(|| panic!("no tests in {test}"));
+    let places = chosen.iter().map(|mutant| (mutant.test.0, place(mutant.test.0))).collect();
+    let programs = build(&root, &tree, &places);
+    let folder = |test| tree.join("crates").join(places[test].krate);
     let tests: BTreeSet<(&str, &str)> = chosen.iter().map(|mutant| mutant.test).collect();
     for (file, function) in tests {
-        let fate = run(&folder(file), &programs[file], function, "");
+        let fate = run(&folder(file), &programs[file], &format!("{}{function}", places[file].prefix), "");
         println!("{function:75} {fate:?} without a mutant");
         assert_eq!(fate, Fate::Passes, "a test that fails anyway proves nothing");
     }
@@ -120,7 +132,7 @@ fn main() -> ExitCode {
     for mutant in &chosen {
         let started = Instant::now();
         let (file, function) = mutant.test;
-        let fate = run(&folder(file), &programs[file], function, mutant.name);
+        let fate = run(&folder(file), &programs[file], &format!("{}{function}", places[file].prefix), mutant.name);
         let (word, by) = match fate {
             Fate::Fails => ("killed", format!("`{file}::{function}`")),
             Fate::Hangs => ("killed: hangs", format!("`{file}::{function}` (hangs)")),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The means of speed that no option switches off: edits that take each away and leave what a user sees as it is.
 //! `scripts/without` builds a copy of the sources with all of them, each behind a switch; `cowshed-bench means` measures that
-//! program with and without each. `tests/means.rs` keeps the list true.
+//! program with and without each. `tests/tree/means.rs` keeps the list true.
 
 use crate::switched::{Edit, Switches};
 

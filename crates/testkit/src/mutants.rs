@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, each with the test
 //! that must fail with it, and slips of NBD servers and clients, in four lists. `scripts/mutants` tries them;
-//! `tests/mutants.rs` keeps the list true.
+//! `tests/tree/mutants.rs` keeps the list true.
 //!
 //! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.
 
 use crate::switched::{Edit, Switches};
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 mod files;
@@ -20,16 +21,41 @@ pub struct Mutant {
     pub name: &'static str,
     /// What goes wrong.
     pub about: &'static str,
-    /// The test that fails: the file in `tests/` without its ending, and the name of the function. In front of the file stands the
-    /// folder of its crate, unless that is this one: `nbd/outages`.
+    /// The test that fails: its module below `tests/`, and the name of the function. In front of the module stands the folder of
+    /// its crate, unless that is this one: `nbd/outages`.
     pub test: (&'static str, &'static str),
     /// The edits: `SLIP` is true when this mutant is switched on.
     pub edits: &'static [Edit],
 }
 
-/// The folder of the crate in `crates/`, and the file in its `tests/`, of the first part of [`Mutant::test`].
-pub fn place_of(test: &'static str) -> (&'static str, &'static str) {
-    test.split_once('/').unwrap_or(("testkit", test))
+/// The place of a module of tests.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    /// The folder of its crate in `crates/`.
+    pub krate: &'static str,
+    /// The test program that holds it: `tests/PROGRAM/MODULE.rs`, or `tests/PROGRAM.rs`.
+    pub program: String,
+    /// What stands before the names of its functions: `MODULE::`, or nothing where the program is one file.
+    pub prefix: String,
+    /// Its file.
+    pub file: PathBuf,
+}
+
+/// Looks for the module that the first part of [`Mutant::test`] names, in the sources at `root`.
+pub fn place_of(root: &Path, test: &'static str) -> Option<Place> {
+    let (krate, module) = test.split_once('/').unwrap_or(("testkit", test));
+    let tests = root.join("crates").join(krate).join("tests");
+    let file = tests.join(format!("{module}.rs"));
+    if file.is_file() {
+        return Some(Place { krate, program: module.to_owned(), prefix: String::new(), file });
+    }
+    let mut programs: Vec<PathBuf> = std::fs::read_dir(&tests).ok()?.flatten().map(|entry| entry.path()).collect();
+    programs.sort();
+    programs.into_iter().find_map(|folder| {
+        let file = folder.join(format!("{module}.rs"));
+        let program = folder.file_name()?.to_str()?.to_owned();
+        file.is_file().then(|| Place { krate, program, prefix: format!("{module}::"), file })
+    })
 }
 
 /// What switches a mutant on: `COWSHED_SLIP=NAME`.

@@ -2,6 +2,7 @@
 //! Images that somebody else has open for writing: who may look, and who is refused.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::held;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -37,9 +38,6 @@ fn info_of_an_image_in_use_as_qemu_img() {
         oracle.verdict();
     }
 }
-
-#[path = "../../../storage/tests/held/mod.rs"]
-mod held;
 
 /// A server of an image, killed when dropped.
 pub struct Server(Child);

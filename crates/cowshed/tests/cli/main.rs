@@ -13,6 +13,7 @@ mod damage;
 mod documents;
 mod encryption;
 mod golden;
+mod hostile;
 mod in_use;
 mod instead_of_qemu_img;
 mod io;

@@ -3,14 +3,11 @@
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running};
+use cowshed_testkit::held::locked_bytes;
 use cowshed_testkit::qemu::Qemu;
-use held::locked_bytes;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-
-#[path = "../../../storage/tests/held/mod.rs"]
-mod held;
 
 /// A command, or the bytes that are locked then.
 enum Step {

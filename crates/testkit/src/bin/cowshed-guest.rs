@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs in an emulated guest (`tests/linux_client.rs`): has the kernel attach `/dev/nbd0` to a server, uses it, and gives the
+//! Runs in an emulated guest (`tests/processes/linux_client.rs`): has the kernel attach `/dev/nbd0` to a server, uses it, and gives the
 //! kernel a new connection when the first one is dead. It says on its standard output where it is, and reads there when to go on.
 //!
 //! `cowshed-guest HOST:PORT`

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Entry points of the fuzzer, and a replay of its inputs on a stable compiler. `fuzz/README.md` tells how to fuzz.
+
+pub mod engine;
+pub mod image;
+pub mod layout;
+pub mod nbd;
+pub mod replay;

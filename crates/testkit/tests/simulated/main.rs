@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The engine on the simulated disk: power cuts, I/O errors, dropped requests. No test here needs QEMU.
+
+mod check_owners;
+mod corpus;
+mod crash_create;
+mod crash_encryption;
+mod crash_engine;
+mod crash_filters;
+mod crash_findings;
+mod crash_live;
+mod crash_shrink;
+mod crash_toy;
+mod dropped_requests;
+mod failure_shapes;
+mod live_copies;
+mod nbd;
+mod rescue;
+mod storage_shapes;

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The arrows between the crates, proven from `cargo metadata`: a layer can't grow a dependency unnoticed.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+/// Crate → the crates of the workspace that it may depend on. A new crate is a new line here.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("cowshed-block", &[]),
+    ("cowshed-layout", &["cowshed-block"]),
+    ("cowshed-crypto", &["cowshed-block", "cowshed-layout"]),
+    ("cowshed-qmp", &[]),
+    ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
+    ("cowshed-storage", &["cowshed-block"]),
+    (
+        "cowshed-image",
+        &[
+            "cowshed-block",
+            "cowshed-crypto",
+            "cowshed-layout",
+            "cowshed-nbd",
+            "cowshed-nbd-proto",
+            "cowshed-qcow2",
+            "cowshed-qmp",
+            "cowshed-storage",
+        ],
+    ),
+    ("cowshed-nbd-proto", &["cowshed-block"]),
+    ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
+    (
+        "cowshed",
+        &[
+            "cowshed-block",
+            "cowshed-layout",
+            "cowshed-qcow2",
+            "cowshed-storage",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-daemon",
+        ],
+    ),
+    (
+        "cowshed-daemon",
+        &[
+            "cowshed-block",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-nbd",
+            "cowshed-nbd-proto",
+            "cowshed-nbd-server",
+            "cowshed-qmp",
+            "cowshed-storage",
+        ],
+    ),
+    (
+        "cowshed-testkit",
+        &[
+            "cowshed-block",
+            "cowshed-layout",
+            "cowshed-qcow2",
+            "cowshed-storage",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-nbd-proto",
+        ],
+    ),
+    (
+        "cowshed-bench",
+        &[
+            "cowshed-block",
+            "cowshed-layout",
+            "cowshed-qcow2",
+            "cowshed-storage",
+            "cowshed-image",
+            "cowshed-jobs",
+            "cowshed-nbd-proto",
+            "cowshed-testkit",
+        ],
+    ),
+];
+
+/// Crates that must build without a runtime, the C library or a way to reach the operating system.
+const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-nbd-proto", "cowshed-qcow2", "cowshed-qmp"];
+
+/// What none of [`PURE`] may reach, however far down.
+const RUNTIMES: &[&str] = &[
+    "async-task",
+    "compio",
+    "crossbeam-channel",
+    "futures-util",
+    "io-uring",
+    "libc",
+    "mio",
+    "nix",
+    "ring",
+    "rustls",
+    "rustix",
+    "smol",
+    "tempfile",
+    "tokio",
+];
+
+/// Standard-library modules that none of [`PURE`] may name.
+const SYSTEM_MODULES: &[&str] =
+    &["std::fs", "std::io", "std::net", "std::os", "std::process", "std::thread", "std::env"];
+
+struct Graph {
+    /// Package → the packages that its library and binaries need (not its tests).
+    normal: BTreeMap<String, BTreeSet<String>>,
+    members: BTreeSet<String>,
+}
+
+fn graph() -> Graph {
+    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()))
+        .args(["metadata", "--format-version=1", "--locked", "--filter-platform=x86_64-unknown-linux-gnu"])
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo prints JSON");
+    let array = |value: &Value| value.as_array().expect("an array").clone();
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    let names: BTreeMap<String, String> =
+        array(&metadata["packages"]).iter().map(|package| (text(&package["id"]), text(&package["name"]))).collect();
+    let is_normal = |edge: &Value| array(&edge["dep_kinds"]).iter().any(|kind| kind["kind"].is_null());
+    let normal = array(&metadata["resolve"]["nodes"]).into_iter().map(|node| {
+        let needs =
+            array(&node["deps"]).iter().filter(|e| is_normal(e)).map(|e| names[&text(&e["pkg"])].clone()).collect();
+        (names[&text(&node["id"])].clone(), needs)
+    });
+    Graph {
+        normal: normal.collect(),
+        members: array(&metadata["workspace_members"]).iter().map(|id| names[&text(id)].clone()).collect(),
+    }
+}
+
+/// Everything reached from `start`.
+fn reached(graph: &Graph, start: &str) -> BTreeSet<String> {
+    let (mut seen, mut open) = (BTreeSet::new(), vec![start.to_owned()]);
+    while let Some(package) = open.pop() {
+        for next in graph.normal.get(&package).into_iter().flatten() {
+            if seen.insert(next.clone()) {
+                open.push(next.clone());
+            }
+        }
+    }
+    seen
+}
+
+#[test]
+fn crates_depend_only_along_the_arrows() {
+    let graph = graph();
+    let arrows: BTreeMap<&str, &[&str]> = ARROWS.iter().copied().collect();
+    for member in &graph.members {
+        let allowed = arrows.get(member.as_str()).unwrap_or_else(|| panic!("{member} has no line in ARROWS"));
+        for need in graph.normal[member].iter().filter(|need| graph.members.contains(*need)) {
+            assert!(allowed.contains(&need.as_str()), "{member} must not depend on {need}");
+        }
+    }
+    assert_eq!(graph.members.len(), ARROWS.len(), "a line in ARROWS has no crate");
+}
+
+#[test]
+fn the_pure_crates_reach_no_runtime() {
+    let graph = graph();
+    for pure in PURE {
+        let found: Vec<String> = reached(&graph, pure).into_iter().filter(|p| RUNTIMES.contains(&p.as_str())).collect();
+        assert!(found.is_empty(), "{pure} reaches {found:?}");
+    }
+    assert!(reached(&graph, "cowshed-storage").contains("io-uring"), "the test doesn't see dependencies at all");
+}
+
+#[test]
+fn the_pure_crates_name_no_system_module() {
+    for pure in PURE {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(&pure["cowshed-".len()..]);
+        let sources = rust_files(&folder.join("src"));
+        assert!(!sources.is_empty(), "no sources in {}", folder.display());
+        for path in sources {
+            let text = std::fs::read_to_string(&path).expect("a source file is readable");
+            let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+            for module in SYSTEM_MODULES {
+                // `std::io::Error` is a value that errors are made from, not a way to do I/O.
+                let uses = code.matches(module).count()
+                    - code.matches("std::io::Error").count() * usize::from(*module == "std::io");
+                assert_eq!(uses, 0, "{} names {module}", path.display());
+            }
+        }
+    }
+}
+
+fn rust_files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("a source folder is readable") {
+        let path = entry.expect("a folder entry is readable").path();
+        if path.is_dir() {
+            files.extend(rust_files(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push(path);
+        }
+    }
+    files
+}

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Rules of the source tree that a machine can check.
+
+mod crate_graph;
+mod dependencies;
+mod means;
+mod mutants;
+mod programs;
+mod style;

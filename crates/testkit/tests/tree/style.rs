@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! House rules that a machine can check; see STYLE.md.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const LICENCE_LINE: &str = "// SPDX-License-Identifier: Apache-2.0 OR MIT";
+/// STYLE.md says about 600; beyond this a file must be split.
+const LONGEST_FILE_LINES: usize = 700;
+/// Modules are named after what they hold.
+const VAGUE_NAMES: &[&str] = &["common", "helper", "helpers", "misc", "util", "utils"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository is there")
+}
+
+/// Paths of the files under version control (and new ones not ignored), with their text where they are text.
+fn files() -> Vec<(String, String)> {
+    let output = Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
+        .current_dir(root())
+        .output()
+        .expect("git runs");
+    assert!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).expect("file names are UTF-8");
+    let texts =
+        names.lines().filter_map(|name| Some((name.to_owned(), std::fs::read_to_string(root().join(name)).ok()?)));
+    texts.collect()
+}
+
+fn sources() -> Vec<(String, String)> {
+    let sources: Vec<_> = files().into_iter().filter(|(name, _)| name.ends_with(".rs")).collect();
+    assert!(sources.len() > 20, "only {} sources found", sources.len());
+    sources
+}
+
+fn assert_none(found: Vec<String>, rule: &str) {
+    assert!(found.is_empty(), "{rule}:\n  {}", found.join("\n  "));
+}
+
+#[test]
+fn every_source_starts_with_its_licence() {
+    let found =
+        sources().into_iter().filter(|(_, text)| text.lines().next() != Some(LICENCE_LINE)).map(|(name, _)| name);
+    assert_none(found.collect(), "the first line must be the SPDX line");
+}
+
+#[test]
+fn no_source_is_too_long() {
+    let long = sources().into_iter().map(|(name, text)| (name, text.lines().count()));
+    let found =
+        long.filter(|(_, lines)| *lines > LONGEST_FILE_LINES).map(|(name, lines)| format!("{name}: {lines} lines"));
+    assert_none(found.collect(), "files must be split");
+}
+
+#[test]
+fn unsafe_code_is_in_storage_only() {
+    let word = concat!("un", "safe");
+    let is_code = |line: &str| {
+        let code = line.split("//").next().unwrap_or_default();
+        [" {", " fn ", " impl ", " trait ", "("].iter().any(|next| code.contains(&format!("{word}{next}")))
+    };
+    let elsewhere = sources().into_iter().filter(|(name, _)| !name.starts_with("crates/storage/"));
+    let found = elsewhere.flat_map(|(name, text)| {
+        let lines = text.lines().enumerate().filter(|(_, line)| is_code(line)).map(|(index, _)| index + 1);
+        lines.map(|line| format!("{name}:{line}")).collect::<Vec<_>>()
+    });
+    assert_none(found.collect(), "this word belongs in crates/storage");
+}
+
+#[test]
+fn modules_are_named_after_nouns() {
+    let vague = |name: &str| {
+        let path = Path::new(name);
+        let parts = path.with_extension("");
+        parts.iter().any(|part| part.to_str().is_some_and(|part| VAGUE_NAMES.contains(&part)))
+    };
+    let found = sources().into_iter().filter(|(name, _)| vague(name)).map(|(name, _)| name);
+    assert_none(found.collect(), "say what is in it");
+}
+
+#[test]
+fn no_file_names_somebodys_home() {
+    let homes = ["/home/", "/root/", "/Users/"].map(|home| home.to_owned());
+    let found = files().into_iter().flat_map(|(name, text)| {
+        let itself = name.ends_with("tests/tree/style.rs");
+        let lines =
+            text.lines().enumerate().filter(|(_, line)| !itself && homes.iter().any(|home| line.contains(home)));
+        lines.map(|(index, _)| format!("{name}:{}", index + 1)).collect::<Vec<_>>()
+    });
+    assert_none(found.collect(), "absolute paths of one machine don't belong in the repository");
+}
+
+#[test]
+fn every_crate_says_what_it_is() {
+    let crates = std::fs::read_dir(root().join("crates")).expect("crates is a folder");
+    let folders = crates.map(|entry| entry.expect("a folder entry is readable").path());
+    let found = folders.filter(|folder| folder.join("Cargo.toml").exists() && !folder.join("README.md").exists());
+    assert_none(found.map(|folder| folder.display().to_string()).collect(), "crates without README.md");
+}
