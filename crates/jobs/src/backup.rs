@@ -148,6 +148,17 @@ impl Backup {
         [&self.request.source, &self.request.target, &self.filter].map(Arc::clone).into()
     }
 
+    /// True when a failure leaves what has been copied on the target alone: the source was discarded, or the bitmap no longer
+    /// says that it is to be copied.
+    pub fn gives_up_parts(&self) -> bool {
+        self.request.discard_source || self.bitmap.as_ref().is_some_and(|bitmap| bitmap.mode == BitmapMode::Always)
+    }
+
+    /// True when a bitmap counts on the target once that has everything.
+    pub fn gives_up_whole(&self) -> bool {
+        self.bitmap.as_ref().is_some_and(|bitmap| bitmap.mode != BitmapMode::Never)
+    }
+
     /// Copies everything that is wanted. Progress counts bytes that the target no longer lacks.
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         let saver = self.saver()?;

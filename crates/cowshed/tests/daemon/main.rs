@@ -8,6 +8,7 @@ mod guest;
 mod killed;
 mod load;
 mod lost_streams;
+mod no_space;
 mod options;
 mod process;
 mod startup;

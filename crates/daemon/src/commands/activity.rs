@@ -13,6 +13,7 @@ use cowshed_image::graph::nodes_below;
 use cowshed_image::node::LocalFuture;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::{FileIdentity, path_of_text};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -62,6 +63,15 @@ impl InactiveNodes {
         }
     }
 
+    /// The name of a node whose options name one of these files.
+    pub fn user_of(&self, files: &[FileIdentity]) -> Option<String> {
+        let is_one =
+            |name: &str| FileIdentity::of_path(&path_of_text(name)).is_some_and(|identity| files.contains(&identity));
+        let nodes = self.0.borrow();
+        let found = nodes.iter().find(|(_, closed)| file_names(&closed.options).iter().any(|name| is_one(name)));
+        found.map(|(name, _)| name.clone())
+    }
+
     fn names(&self) -> Vec<String> {
         self.0.borrow().keys().cloned().collect()
     }
@@ -102,6 +112,21 @@ fn references(options: &BlockdevOptions) -> Vec<String> {
     let map: Map<String, Value> = options.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
     let mut found = Vec::new();
     collect(&map, &mut found);
+    found
+}
+
+/// The files that options name, at any depth.
+fn file_names(options: &BlockdevOptions) -> Vec<String> {
+    fn collect(key: &str, value: &Value, found: &mut Vec<String>) {
+        match value {
+            Value::String(name) if key == "filename" => found.push(name.clone()),
+            Value::Object(map) => map.iter().for_each(|(key, value)| collect(key, value, found)),
+            Value::Array(list) => list.iter().for_each(|value| collect(key, value, found)),
+            _ => {}
+        }
+    }
+    let mut found = Vec::new();
+    options.iter().for_each(|(key, value)| collect(key, value, &mut found));
     found
 }
 

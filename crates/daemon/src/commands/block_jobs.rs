@@ -4,7 +4,7 @@
 use super::names;
 use super::snapshot::free_name;
 use super::{Arguments, Group, change, failed, nothing};
-use crate::jobs::{Job, JobSpec, run_backup, run_merge, run_mirror, run_stream, then_close};
+use crate::jobs::{Closing, Job, JobSpec, Needed, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
@@ -104,7 +104,7 @@ async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     let source = names::root(&daemon, arguments.text("device"))?.image();
     let target = target_named(&daemon, arguments.text("target"))?;
     names::check_no_overlay(&daemon, &target)?;
-    mirror_to(&daemon, &arguments, &source, &target, false).await
+    prepare_mirror(&daemon, &arguments, &source, &target, false).await?.start(&daemon, None)
 }
 
 /// What a mirror is to copy at first. It has no use for bitmaps, as in QEMU.
@@ -117,14 +117,14 @@ pub(super) fn mirror_sync(arguments: &Arguments) -> QmpResult<Sync> {
     }
 }
 
-/// Starts a mirror. `closes_target`: a target that nobody uses is closed at its end.
-pub(super) async fn mirror_to(
+/// Readies a mirror. `closes_target`: a target that nobody uses is closed at its end.
+pub(super) async fn prepare_mirror(
     daemon: &Rc<Daemon>,
     arguments: &Arguments,
     source: &Arc<Node>,
     target: &Arc<Node>,
     closes_target: bool,
-) -> QmpResult<Value> {
+) -> QmpResult<MirrorPrepared> {
     daemon.jobs.check_free(source)?;
     daemon.jobs.check_free(target)?;
     let common = Common::of(daemon, arguments)?;
@@ -150,8 +150,8 @@ pub(super) async fn mirror_to(
     }
     let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await.map_err(failed)?;
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
-    let closed = closes_target.then(|| Arc::clone(target));
-    start_mirror(daemon, mirror, closed, |nodes| common.spec("mirror", nodes, policies))
+    let spec = common.spec("mirror", mirror.nodes(), policies);
+    Ok(MirrorPrepared { mirror, spec })
 }
 
 /// The node whose place the target of a mirror takes. What its users see must not change with that, so it is the disk, or a
@@ -171,25 +171,29 @@ fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpRe
     }
 }
 
-/// `closed`: a node that is closed at the end of the job, unless it is in use then.
-fn start_mirror(
-    daemon: &Rc<Daemon>,
+/// A mirror that follows its source, and copies when its job is started.
+pub(super) struct MirrorPrepared {
     mirror: Mirror,
-    closed: Option<Arc<Node>>,
-    spec: impl FnOnce(Vec<Arc<Node>>) -> JobSpec,
-) -> QmpResult<Value> {
-    let job = daemon.jobs.add(spec(mirror.nodes()), &daemon.events)?;
-    job.handle.set_progress(0, mirror.remaining_bytes());
-    job.follow_target(mirror.active_map());
-    let mirror = Rc::new(mirror);
-    // Before the job's first step: the next command may be to change it.
-    job.set_mirror(Some(Rc::clone(&mirror)));
-    let work = run_mirror(Rc::clone(&job), mirror);
-    match closed {
-        Some(node) => daemon.jobs.start(job, then_close(work, Arc::clone(&daemon.graph), node)),
-        None => daemon.jobs.start(job, work),
+    spec: JobSpec,
+}
+
+impl MirrorPrepared {
+    /// `closing`: a target that goes with the job.
+    pub(super) fn start(self, daemon: &Rc<Daemon>, closing: Option<Closing>) -> QmpResult<Value> {
+        let mirror = self.mirror;
+        let job = daemon.jobs.add(self.spec, &daemon.events)?;
+        job.handle.set_progress(0, mirror.remaining_bytes());
+        job.follow_target(mirror.active_map());
+        let mirror = Rc::new(mirror);
+        // Before the job's first step: the next command may be to change it.
+        job.set_mirror(Some(Rc::clone(&mirror)));
+        let work = run_mirror(Rc::clone(&job), mirror);
+        match closing {
+            Some(closing) => daemon.jobs.start(Rc::clone(&job), closing.after(work, job, Rc::clone(daemon))),
+            None => daemon.jobs.start(job, work),
+        }
+        nothing()
     }
-    nothing()
 }
 
 async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -229,7 +233,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         }
         let options = MirrorOptions { buffer_bytes: u64::MAX, ..MirrorOptions::default() };
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
-        return start_mirror(&daemon, mirror, None, |nodes| common.spec("commit", nodes, (policy, policy)));
+        let spec = common.spec("commit", mirror.nodes(), (policy, policy));
+        return MirrorPrepared { mirror, spec }.start(&daemon, None);
     };
     daemon.jobs.check_free(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
@@ -427,10 +432,12 @@ impl BackupStarted {
         daemon.jobs.start_backup(Rc::clone(&self.job), run_backup(self.job, self.backup));
     }
 
-    /// Runs it; `target` is closed at its end.
-    pub(super) fn run_and_close(self, daemon: &Rc<Daemon>, target: Arc<Node>) {
+    /// Runs it; its target goes with it.
+    pub(super) fn run_and_close(self, daemon: &Rc<Daemon>, closing: Closing) {
+        let needed = Needed { parts: self.backup.gives_up_parts(), whole: self.backup.gives_up_whole() };
+        let closing = Closing { needed, ..closing };
         let work = run_backup(Rc::clone(&self.job), self.backup);
-        daemon.jobs.start_backup(self.job, then_close(work, Arc::clone(&daemon.graph), target));
+        daemon.jobs.start_backup(Rc::clone(&self.job), closing.after(work, self.job, Rc::clone(daemon)));
     }
 
     /// As if it had not been started.

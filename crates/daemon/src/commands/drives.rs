@@ -2,9 +2,11 @@
 //! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file, made for it where it isn't
 //! there, and closed again when the job ends.
 
-use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, mirror_to, plan_backup};
+use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, plan_backup, prepare_mirror};
 use super::names;
+use super::new_file::NewFile;
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
+use crate::jobs::{Closing, Needed};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::create::CreateRequest;
@@ -35,7 +37,7 @@ command drive-mirror(DriveMirror)
 struct Target {
     node: Arc<Node>,
     /// The file that was made for it.
-    created: Option<String>,
+    created: Option<NewFile>,
 }
 
 impl Target {
@@ -75,10 +77,17 @@ impl Target {
         match daemon.graph.add(options).await {
             Ok(node) => Ok(Target { node, created }),
             Err(error) => {
-                remove(created);
+                if let Some(created) = created {
+                    created.remove();
+                }
                 Err(failed(error))
             }
         }
+    }
+
+    /// It goes with the job.
+    fn with_job(self) -> Closing {
+        Closing { node: self.node, created: self.created, needed: Needed::default() }
     }
 
     /// As if it had not been opened.
@@ -86,26 +95,20 @@ impl Target {
         if let Err(error) = daemon.graph.delete(self.node.name()).await {
             tracing::warn!(%error, "could not close the target of a job");
         }
-        remove(self.created);
+        if let Some(created) = self.created {
+            created.remove();
+        }
     }
 }
 
-fn remove(created: Option<String>) {
-    if let Some(file) = created
-        && let Err(error) = std::fs::remove_file(&file)
-    {
-        tracing::warn!(file, %error, "could not remove the target of a job");
-    }
-}
-
-/// Makes an image as large as the source, on top of `below`; its file name.
+/// Makes an image as large as the source, on top of `below`.
 async fn create(
     daemon: &Rc<Daemon>,
     source: &Arc<Node>,
     below: Option<&Arc<Node>>,
     file: &str,
     format: &str,
-) -> QmpResult<String> {
+) -> QmpResult<NewFile> {
     let below = below.map(|node| node.header_name(Some(file))).transpose().map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
@@ -116,8 +119,7 @@ async fn create(
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    new_file::create(daemon, request).await?;
-    Ok(file.to_owned())
+    new_file::create(daemon, request).await
 }
 
 /// The arguments of the command that takes a node as its target.
@@ -181,7 +183,7 @@ impl DrivePlan {
 
 impl DriveStarted {
     pub(super) fn run(self, daemon: &Rc<Daemon>) {
-        self.backup.run_and_close(daemon, self.target.node);
+        self.backup.run_and_close(daemon, self.target.with_job());
     }
 
     pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
@@ -200,9 +202,11 @@ async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     daemon.jobs.check_free(&source)?;
     mirror_sync(&arguments)?;
     let target = Target::open(&daemon, &source, &arguments).await?;
-    let started = mirror_to(&daemon, &with_node(arguments, &target), &source, &target.node, true).await;
-    if started.is_err() {
-        target.discard(&daemon).await;
+    match prepare_mirror(&daemon, &with_node(arguments, &target), &source, &target.node, true).await {
+        Ok(prepared) => prepared.start(&daemon, Some(target.with_job())),
+        Err(error) => {
+            target.discard(&daemon).await;
+            Err(error)
+        }
     }
-    started
 }

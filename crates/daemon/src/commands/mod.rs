@@ -25,6 +25,7 @@ pub(crate) use activity::InactiveNodes;
 pub(crate) use arguments::{Arguments, failed};
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::{Access, start_nbd};
+pub(crate) use new_file::NewFile;
 pub(crate) use nodes::add_node;
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;
@@ -101,6 +102,10 @@ pub(crate) use change;
 pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Value> {
     let Command { name, arguments, .. } = command;
     let listed = daemon.commands.begin(&name);
+    if daemon.commands.list().len() == 1 {
+        // Names that former commands were given are those of nodes by now.
+        daemon.given_names.borrow_mut().clear();
+    }
     let work = async {
         let connected = |names: &BTreeSet<String>| names::connected(daemon, names);
         let _turn = match find(&name).is_some_and(|found| found.is_change) {

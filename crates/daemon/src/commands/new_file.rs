@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New images of commands: made whole under a temporary name, then put in their place. A daemon that is killed meanwhile
-//! leaves no half image there, which would read as a raw disk.
+//! leaves no half image there, which would read as a raw disk. The file goes again when the work fails that it was made for.
 
 use super::{failed, free_name};
 use crate::state::Daemon;
@@ -34,22 +34,59 @@ impl Drop for Temporary {
     }
 }
 
+/// An image that a command has made in a file of its own.
+#[derive(Debug)]
+pub(crate) struct NewFile {
+    /// As the command named it.
+    pub name: String,
+    path: PathBuf,
+    identity: FileIdentity,
+}
+
+impl NewFile {
+    /// Removes it, for the command fails. A file that has taken its name stays.
+    pub(crate) fn remove(self) {
+        if FileIdentity::of_path(&self.path) != Some(self.identity) {
+            return;
+        }
+        match std::fs::remove_file(&self.path) {
+            Ok(()) => tracing::info!(file = self.name, "removed the unfinished image"),
+            Err(error) => tracing::warn!(file = self.name, %error, "could not remove an unfinished image"),
+        }
+    }
+
+    /// As [`NewFile::remove`], long after the command: by now a node may use the file, and then it stays.
+    pub(crate) fn remove_unless_used(self, daemon: &Daemon) {
+        match user_of(daemon, &[self.identity], None) {
+            Some(user) => tracing::warn!(file = self.name, user, "an unfinished image stays, for a node uses it"),
+            None => self.remove(),
+        }
+    }
+}
+
 /// Creates the image of a request. A file that is there already is replaced when nobody uses it; what a link leads to is left
 /// alone.
-pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<()> {
+pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
     match path_of_text(&request.filename).symlink_metadata() {
         Ok(found) if found.is_file() => {
             let held = Held::take(daemon, &request.filename).await?;
             let made = make(request, Some(found.permissions())).await;
             let released = held.release(daemon).await;
-            made.and(released)
+            let made = made?;
+            match released {
+                Ok(()) => Ok(made),
+                Err(error) => {
+                    made.remove();
+                    Err(error)
+                }
+            }
         }
         _ => make(request, None).await,
     }
 }
 
 /// Creates an image under a free name, or in the place of a file with these permissions.
-async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResult<()> {
+async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResult<NewFile> {
     let file = request.filename.clone();
     let path = path_of_text(&file);
     if replaced.is_none() && path.symlink_metadata().is_ok() {
@@ -59,6 +96,9 @@ async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResul
     let temporary = reserve(&path).map_err(refused)?;
     let request = CreateRequest { filename: text_of_path(&temporary.0), ..request };
     prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
+    let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
+    let gone = || refused(ErrorKind::NotFound.into());
+    let identity = FileIdentity::of_path(&temporary.0).ok_or_else(gone)?;
     let put = match replaced {
         Some(permissions) => {
             std::fs::set_permissions(&temporary.0, permissions).and_then(|()| std::fs::rename(&temporary.0, &path))
@@ -70,7 +110,15 @@ async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResul
         _ => refused(error),
     })?;
     drop(temporary);
-    sync_folder_of(&path).await.map_err(failed)
+    // The working directory may change.
+    let made = NewFile { name: file.clone(), path: std::path::absolute(&path).map_err(refused)?, identity };
+    match sync_folder_of(&path).await {
+        Ok(()) => Ok(made),
+        Err(error) => {
+            made.remove();
+            Err(failed(error))
+        }
+    }
 }
 
 /// A file that is locked against everybody else, and that no node of ours has.
@@ -112,17 +160,19 @@ impl Held {
 
 /// Locks don't show a node that has none.
 fn check_unused(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
-    let own = files_below(node);
-    let is_own = |(identity, _): &(FileIdentity, String)| own.iter().any(|(known, _)| known == identity);
-    let others = daemon.graph.snapshot();
-    let user =
-        others.nodes().into_iter().find(|other| !Arc::ptr_eq(other, node) && files_below(other).iter().any(is_own));
-    match user {
-        Some(user) => {
-            Err(QmpError::generic(format!("Failed to get \"write\" lock: node '{}' has this file", user.name())))
-        }
+    let own: Vec<FileIdentity> = files_below(node).into_iter().map(|(identity, _)| identity).collect();
+    match user_of(daemon, &own, Some(node)) {
+        Some(user) => Err(QmpError::generic(format!("Failed to get \"write\" lock: node '{user}' has this file"))),
         None => Ok(()),
     }
+}
+
+/// The name of a node other than `but` that has one of these files, also of one that is closed for the time being.
+fn user_of(daemon: &Daemon, files: &[FileIdentity], but: Option<&Arc<Node>>) -> Option<String> {
+    let is_other = |node: &Arc<Node>| but.is_none_or(|but| !Arc::ptr_eq(node, but));
+    let has_one = |node: &Arc<Node>| files_below(node).iter().any(|(identity, _)| files.contains(identity));
+    let active = daemon.graph.snapshot().nodes().into_iter().find(|node| is_other(node) && has_one(node));
+    active.map(|node| node.name().to_owned()).or_else(|| daemon.inactive.user_of(files))
 }
 
 fn in_the_way(file: &str) -> QmpError {

@@ -6,6 +6,7 @@ use super::block_jobs::{BackupPlan, BackupStarted, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
 use super::names;
+use super::new_file::NewFile;
 use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -59,7 +60,7 @@ pub(super) struct Prepared {
     overlay: Arc<Node>,
     /// The overlay was opened, and perhaps created, for this: it goes if the snapshot isn't taken.
     opened: bool,
-    created: Option<String>,
+    created: Option<NewFile>,
 }
 
 impl Prepared {
@@ -67,7 +68,7 @@ impl Prepared {
     /// as it is now.
     async fn name_again(&self) -> cowshed_block::Result<()> {
         let (Some(file), Some(qcow2)) = (&self.created, self.overlay.qcow2()) else { return Ok(()) };
-        let below = self.node.header_name(Some(file))?;
+        let below = self.node.header_name(Some(&file.name))?;
         if qcow2.header().backing_file_name().is_some_and(|name| name == below.file) {
             return Ok(());
         }
@@ -80,10 +81,8 @@ impl Prepared {
         {
             tracing::warn!(%error, "could not close an overlay");
         }
-        if let Some(file) = self.created
-            && let Err(error) = std::fs::remove_file(&file)
-        {
-            tracing::warn!(file, %error, "could not remove an overlay");
+        if let Some(created) = self.created {
+            created.remove();
         }
     }
 }
@@ -344,17 +343,16 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
     match opened {
         Ok(overlay) => Ok(Prepared { node, overlay, opened: true, created }),
         Err(error) => {
-            if let Some(file) = created {
-                // The error about opening it is the one to tell.
-                let _ = std::fs::remove_file(file);
+            if let Some(created) = created {
+                created.remove();
             }
             Err(failed(error))
         }
     }
 }
 
-/// Creates an overlay over the node; its file name.
-async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str) -> QmpResult<String> {
+/// Creates an overlay over the node.
+async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str) -> QmpResult<NewFile> {
     let below = node.header_name(Some(file)).map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
@@ -365,16 +363,12 @@ async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str)
         backing_unchecked: true,
         ..CreateRequest::default()
     };
-    new_file::create(daemon, request).await?;
-    Ok(file.to_owned())
+    new_file::create(daemon, request).await
 }
 
 /// A node-name that nobody has, and that no other command that runs was given.
 pub(crate) fn free_name(daemon: &Daemon, stem: &str) -> String {
     let mut given = daemon.given_names.borrow_mut();
-    if daemon.commands.list().len() <= 1 {
-        given.clear();
-    }
     let mut names = (0..).map(|n| format!("{stem}{n}"));
     let is_free = |name: &String| daemon.graph.find(name).is_none() && !given.contains(name);
     let name = names.find(is_free).unwrap_or_else(|| stem.to_owned());

@@ -3,7 +3,7 @@
 
 mod work;
 
-pub(crate) use work::{run_backup, run_merge, run_mirror, run_stream, then_close};
+pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
 use crate::commands::failed;
 use crate::events::EventBus;
@@ -299,6 +299,13 @@ impl Job {
     /// It only waits for others, and is never busy.
     pub fn set_idle(&self, is_idle: bool) {
         self.is_idle.set(is_idle);
+    }
+
+    /// True when this end of its work leaves no more than a part of a copy. A cancelled mirror that was ready has all of the
+    /// disk, and a copy that only holds the past ends by being cancelled.
+    pub fn leaves_a_part(&self, result: &Result<()>) -> bool {
+        let is_whole = matches!(self.status(), Status::Ready | Status::Standby) || self.is_idle.get();
+        result.as_ref().is_err_and(|error| !(is_whole && error.kind() == ErrorKind::Cancelled))
     }
 
     /// Ends a pause, as cancelling does.

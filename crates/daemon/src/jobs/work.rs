@@ -2,9 +2,10 @@
 //! The work of the jobs, with what ends it.
 
 use super::{Finish, Job, LOOK, Status, Wish};
+use crate::commands::NewFile;
+use crate::state::Daemon;
 use cowshed_block::Result;
 use cowshed_image::Node;
-use cowshed_image::graph::Graph;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
@@ -74,19 +75,48 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
     copy_once!(job, backup)
 }
 
-/// Closes a node at the end of a job, which was opened for it, unless somebody uses it by then.
-pub(crate) async fn then_close(
-    work: impl Future<Output = (Result<()>, Finish)>,
-    graph: Arc<Graph>,
-    node: Arc<Node>,
-) -> (Result<()>, Finish) {
-    let (result, finish) = work.await;
-    let finish: Finish = Box::new(move |complete| {
-        Box::pin(async move {
-            let finished = finish(complete).await;
-            // Its users keep it, or else it is closed.
-            finished.and(graph.disown(&node).await)
-        })
-    });
-    (result, finish)
+/// The target of a job that was opened for it.
+pub(crate) struct Closing {
+    pub node: Arc<Node>,
+    /// The file that was made for it.
+    pub created: Option<NewFile>,
+    /// What counts on the target when the job fails.
+    pub needed: Needed,
+}
+
+/// What has been given up in favour of the target of a job that fails.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Needed {
+    /// The source, or a bitmap, lacks what has been copied.
+    pub parts: bool,
+    /// A bitmap lacks what has been copied once the copy is whole.
+    pub whole: bool,
+}
+
+impl Closing {
+    /// Closes the node at the end of the job's work, unless another one uses it by then. A file that was made for a copy goes
+    /// where that is not whole.
+    pub async fn after(
+        self,
+        work: impl Future<Output = (Result<()>, Finish)>,
+        job: Rc<Job>,
+        daemon: Rc<Daemon>,
+    ) -> (Result<()>, Finish) {
+        let (result, finish) = work.await;
+        let is_part = job.leaves_a_part(&result) && !self.needed.parts;
+        let finish: Finish = Box::new(move |complete| {
+            Box::pin(async move {
+                let finished = finish(complete).await;
+                let is_part = is_part || (complete && finished.is_err() && !self.needed.parts && !self.needed.whole);
+                // Its users keep it, or else it is closed.
+                let closed = daemon.graph.disown(&self.node).await;
+                drop(self.node);
+                if let Some(created) = self.created.filter(|_| is_part) {
+                    created.remove_unless_used(&daemon);
+                }
+                finished.and(closed)
+            })
+        });
+        (result, finish)
+    }
 }

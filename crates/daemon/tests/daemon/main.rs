@@ -13,6 +13,7 @@ mod documents;
 mod drives;
 mod exported_files;
 mod exports;
+mod failed_jobs;
 mod fleecing;
 mod header_names;
 mod ids;

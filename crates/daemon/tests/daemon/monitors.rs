@@ -298,8 +298,16 @@ fn a_monitor_goes_with_its_last_client_where_its_close_action_says_so() {
     let backend = json!({"type": "socket", "data": {"addr": {"type": "unix", "data": {"path": path}},
                                                     "server": true, "wait": false}});
     let is_there = |client: &mut Client| {
-        let objects = client.command("qom-list", json!({"path": "/objects"})).to_string();
-        let chardevs = client.command("query-chardev", json!({})).to_string();
+        let mut objects = client.command("qom-list", json!({"path": "/objects"})).to_string();
+        // The monitor may go between two commands.
+        let chardevs = loop {
+            let chardevs = client.command("query-chardev", json!({})).to_string();
+            let again = client.command("qom-list", json!({"path": "/objects"})).to_string();
+            match again == objects {
+                true => break chardevs,
+                false => objects = again,
+            }
+        };
         assert_eq!(objects.contains("m2"), chardevs.contains("second.sock"), "{objects} {chardevs}");
         objects.contains("m2")
     };

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon that runs out of space while it makes an image: no part of one stays.
+
+use super::process::{COWSHED, Monitor, Serving};
+use cowshed_testkit::qemu::{Qemu, temp_dir};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A daemon none of whose files may grow over `limit` bytes; its disk holds 4 MiB.
+fn start(folder: &Path, limit: u64) -> (Serving, Monitor) {
+    let disk = folder.join("disk.qcow2");
+    Qemu::system().create(&disk, "qcow2", "", 4 << 20);
+    Qemu::system().io_commands(&disk, "qcow2", &["write -P 9 0 4M".to_owned()]).expect_ok();
+    let mut command = Command::new("prlimit");
+    command.arg(format!("--fsize={limit}")).arg(COWSHED);
+    command.args(["serve", "-x", "disk", "-k", "n.sock", "--monitor", "m.sock"]);
+    command.args(["--drive", "file=disk.qcow2,id=disk"]);
+    let mut daemon = Serving::start_command(folder, command);
+    while !daemon.line().starts_with("QMP") {}
+    (daemon, Monitor::connect(&folder.join("m.sock")))
+}
+
+/// Waits for the end of the job `k`; its error.
+fn error_of_job(monitor: &mut Monitor) -> String {
+    let started = Instant::now();
+    loop {
+        let jobs = monitor.command("query-jobs", json!({}));
+        if jobs[0]["status"] == "concluded" {
+            monitor.command("job-dismiss", json!({"id": "k"}));
+            return jobs[0]["error"].as_str().unwrap_or_else(|| panic!("it must fail: {jobs}")).to_owned();
+        }
+        assert!(started.elapsed() < PATIENCE, "{jobs}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let list = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("a file").file_name());
+    let mut names: Vec<String> = list.map(|name| name.into_string().expect("text")).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_job_without_space_leaves_no_file() {
+    let folder = temp_dir();
+    let (daemon, mut monitor) = start(folder.path(), 1 << 20);
+    let before = files(folder.path());
+    let new = folder.path().join("new");
+    let drive = |format: &str| {
+        json!({"job-id": "k", "device": "disk", "target": new, "format": format,
+                                      "sync": "full", "auto-dismiss": false})
+    };
+    let file = json!({"driver": "file", "filename": new, "size": 4 << 20, "preallocation": "full"});
+    let jobs: [(&str, Value); 3] = [
+        ("drive-backup", drive("qcow2")),
+        ("drive-mirror", drive("qcow2")),
+        ("blockdev-create", json!({"job-id": "k", "options": file})),
+    ];
+    for (command, arguments) in jobs {
+        monitor.command(command, arguments);
+        let error = error_of_job(&mut monitor);
+        assert!(error.contains("File too large"), "{command}: {error}");
+        assert_eq!(files(folder.path()), before, "{command}");
+    }
+    // A file that was there is another one's; what a job has written into it stays, as with QEMU.
+    for (command, before) in [("drive-backup", "qcow2"), ("drive-mirror", "qcow2")] {
+        Qemu::system().create(&new, before, "", 4 << 20);
+        let mut arguments = drive("qcow2");
+        arguments["mode"] = json!("existing");
+        monitor.command(command, arguments);
+        error_of_job(&mut monitor);
+        assert!(new.exists(), "{command}");
+    }
+    daemon.stop();
+}
+
+#[test]
+fn a_command_without_space_leaves_no_file() {
+    let folder = temp_dir();
+    let (daemon, mut monitor) = start(folder.path(), 100 << 10);
+    let before = files(folder.path());
+    let new = folder.path().join("new");
+    let snapshot = json!({"device": "disk", "snapshot-file": new, "snapshot-node-name": "o"});
+    let drive = json!({"job-id": "k", "device": "disk", "target": new, "format": "raw", "sync": "full"});
+    let abort = json!({"type": "abort", "data": {}});
+    let action = |kind: &str, data: &Value| json!({"type": kind, "data": data});
+    let calls = [
+        ("blockdev-snapshot-sync", snapshot.clone()),
+        ("drive-backup", drive.clone()),
+        ("drive-mirror", drive.clone()),
+        ("transaction", json!({"actions": [action("blockdev-snapshot-sync", &snapshot), abort]})),
+        ("transaction", json!({"actions": [action("drive-backup", &drive), abort]})),
+    ];
+    for (command, arguments) in calls {
+        let refusal = monitor.refusal(command, &arguments);
+        assert!(refusal.contains("File too large"), "{command}: {refusal}");
+        assert_eq!(files(folder.path()), before, "{command}");
+    }
+    daemon.stop();
+}
