@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The least that an NBD server can do: one thread a connection, blocking system calls, a raw file or several, no format,
-//! no statistics, no limits. What it needs for a request is what the kernel takes from every server.
+//! The least that an NBD server can do: one thread a connection, blocking system calls, a raw file or several, no
+//! format, no statistics, no limits. Its cost of a request is the part that the kernel takes from every server.
 
 use cowshed_nbd_proto::flags::{HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{OPTION_HEADER_BYTES, OptionHeader, OptionReply, code, rep};

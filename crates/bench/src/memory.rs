@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Memory that the machine really has before a run starts.
 //!
-//! A virtual machine may give free pages back to its host (free page reporting, balloons). Whoever uses such a page first
-//! pays for the host's page fault, which takes longer than copying the page: with it, the wall and system time of one and
-//! the same conversion varies by a factor of five.
+//! A virtual machine may give free pages back to its host (free page reporting, balloons). The first use of such a page
+//! pays for the host's page fault, which takes longer than copying the page. With it, the wall and system time of one
+//! and the same conversion varies by a factor of five.
 
 use std::process::Command;
 

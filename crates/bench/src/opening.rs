@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What opening costs: with nothing in the page cache, many images at once, and memory of many overlays of one base.
+//! The cost of opening: with nothing in the page cache, many images at once, and memory of many overlays of one base.
 
 use crate::Settings;
 use crate::measure::alternate;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads by fio over NBD from our daemon and from qemu-storage-daemon, both with the same options, and from a raw file of the
-//! same size behind our daemon: the limit of what the mapping can reach.
+//! Reads by fio over NBD from our daemon and from qemu-storage-daemon, both with the same options. A raw file of the
+//! same size behind our daemon shows the limit of what the mapping can reach.
 
 use crate::Settings;
 use crate::bare;

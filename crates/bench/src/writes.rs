@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes by fio over NBD that need clusters, to our daemon and to qemu-storage-daemon: each run gets a fresh image, and what
-//! the disk was given to write up to the flush at the end is counted.
+//! Writes by fio over NBD that need clusters, to our daemon and to qemu-storage-daemon. Each run gets a fresh image.
+//! The bytes that the disk was given to write, up to the flush at the end, are counted.
 
 use crate::Settings;
 use crate::large::done;

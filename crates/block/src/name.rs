@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names as text. On Linux a name is any bytes; options, JSON and messages want text.
 //!
-//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte, and so do the bytes
-//! of such characters themselves. Every name has exactly one text, so nothing is lost on the way from the command
+//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte, and so do the
+//! bytes of such characters themselves. Every name has exactly one text. So nothing is lost on the way from the command
 //! line through options and errors back to the file system or into an image's header.
 
 use std::borrow::Cow;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happens to nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED`, `BLOCK_WRITE_THRESHOLD`, `QUORUM_REPORT_BAD` and
-//! `QUORUM_FAILURE`.
+//! Faults of nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED`, `BLOCK_WRITE_THRESHOLD`, `QUORUM_REPORT_BAD`
+//! and `QUORUM_FAILURE`.
 
 use crate::control::Message;
 use crate::events::EventBus;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `object-add` makes: throttle groups, credentials, secrets, threads; and of what types that is.
+//! The objects that `object-add` makes (throttle groups, credentials, secrets, threads), and their types.
 
 use crate::authorization::{Authorization, Authorizations};
 use crate::monitor::MonitorProperties;

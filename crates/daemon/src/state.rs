@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon holds. It lives on the control thread.
+//! The state of the daemon. It lives on the control thread.
 
 use crate::chardevs::{BackendOptions, ChardevOptions, Devices};
 use crate::commands::{InactiveNodes, InsertedFilters};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an attachment, its statistics and a throttle filter cost: `queue_cost MODE REQUESTS [OPTIONS]` reads 4 KiB at a
-//! time, sixteen requests at once, from a disk that is nothing or that OPTIONS name
+//! The cost of an attachment, its statistics and a throttle filter: `queue_cost MODE REQUESTS [OPTIONS]` reads 4 KiB at
+//! a time, sixteen requests at once, from a disk that is nothing or that OPTIONS name
 //! (`driver=raw,file.filename=/tmp/disk`). With two numbers of requests under an instruction counter
 //! (`valgrind --tool=callgrind …`) the difference is what the requests cost.
 //!

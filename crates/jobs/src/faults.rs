@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What becomes of a job whose copying meets an error.
+//! The course of a job whose copying meets an error.
 
 use crate::JobHandle;
 use cowshed_block::{Error, ErrorKind, Result};

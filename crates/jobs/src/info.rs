@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is known of an image without reading its data.
+//! Facts about an image that need no reading of its data.
 
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an image asks of whoever opens it, found without doing any of it: for services that take images from strangers.
+//! The demands of an image on a program that opens it, found without meeting any of them: for services that take images
+//! from strangers.
 //!
 //! Opens the one file, reads its header and the tables that the header names, and follows nothing.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a job and the one who watches it share: progress, cancelling, pausing and a speed limit.
+//! The state that a job shares with its watcher: progress, cancelling, pausing and a speed limit.
 
 use crate::rate::RateLimit;
 use cowshed_block::{Error, ErrorKind, Result};

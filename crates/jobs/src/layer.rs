@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the header of a qcow2 image says beyond what every node has.
+//! Facts from the header of a qcow2 image, beyond those that every node has.
 
 use cowshed_block::{Error, Result};
 use cowshed_image::{Node, snapshots};

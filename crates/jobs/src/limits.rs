@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a node asks of its requests: `info --limits`, with QEMU's keys.
+//! The limits of a node for its requests: `info --limits`, with QEMU's keys.
 
 use crate::layer::{geometry, qcow2_layer};
 use cowshed_image::Node;

@@ -2,8 +2,8 @@
 //! Copies a disk that is in use to another node, or into an image of its own chain, until both are the same; then the
 //! other can take its place.
 //!
-//! What is to be copied stands in a dirty map, which writers of the source fill too. A part is taken out of the map
-//! before it is read, so a write that comes in between puts it back.
+//! A dirty map holds the parts that are still to be copied; writers of the source fill it, too. A part is taken out of
+//! the map before it is read, so a write that comes in between puts it back.
 
 use crate::JobHandle;
 use crate::commit::opened::OpenedBase;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is said of a header that can't be used: the field, where it stands, and its value.
+//! Complaints about headers that can't be used: the field, its offset, and its value.
 
 use cowshed_block::Error;
 use std::fmt::Display;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What can be served.
+//! Disks that can be served.
 
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::{Attachment, Queue};

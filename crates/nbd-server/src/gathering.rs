@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Waiting a moment before receiving, so that one system call brings many requests.
 //!
-//! A client with many requests in flight sends each as soon as it has room for it, and a server that is as fast receives each
-//! alone: a receive, a send, a wake of the client. Who pauses first finds several, and his replies go out together too. Whether
-//! that pays depends on the client, the load and the machine, so it is tried: windows of requests with pauses and without, in
-//! turns. What is no gain in processor time or rate isn't done, and is tried again after a while; what is one is tried again
-//! too, less often.
+//! A client with many requests in flight sends each as soon as it has room for it. A server that is as fast receives
+//! each alone: a receive, a send, a wake of the client. A server that pauses first finds several, and its replies go
+//! out together, too. Whether that pays depends on the client, the load and the machine, so it is tried: windows of
+//! requests with pauses and without, in turns. Pauses that gain neither processor time nor rate end, and are tried
+//! again after a while. Pauses that gain are tried again, too, less often.
 
 use cowshed_storage::rt;
 use std::time::Duration;

@@ -4,14 +4,14 @@
 //! ```text
 //! Server::new(config) ─ listen(address) ─ add_export(Export { name, disk, … }) … remove_export(name, mode) ─ stop(grace)
 //! ```
-//! What is served is anything that is a [`Disk`]: a node of the block graph, or an attachment to it.
+//! The server serves anything that is a [`Disk`]: a node of the block graph, or an attachment to it.
 //!
 //! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
 //!   threads
 //! - `negotiation`: from the greeting to the transmission phase
-//! - `session`: requests of one client; `intake` reads them, `gathering` says when it waits for several, `life` says whether
-//!   any more may begin, `outbox` sends the replies, `budget` bounds their memory (`pool`: that of all connections),
-//!   `commands` carries them out, `sparse` words reads, `status` answers block status
+//! - `session`: requests of one client. `intake` reads them, `gathering` says when it waits for several, `life` says
+//!   whether any more may begin. `outbox` sends the replies, `budget` bounds their memory (`pool`: that of all
+//!   connections). `commands` carries them out, `sparse` words reads, `status` answers block status
 
 mod budget;
 mod commands;

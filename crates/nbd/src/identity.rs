@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who a certificate is for: its distinguished name, as a text.
+//! The subject of a certificate: its distinguished name, as a text.
 
 use std::fmt::Write;
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One budget for the metadata that all images of a process keep in memory.
 //!
-//! What was used least recently goes first, whichever image it belongs to: the clocks of all images are one clock, whose
-//! hand goes from image to image. A slice that was used since the hand last came by stays for another round.
+//! The slice that was used least recently goes first, whichever image it belongs to: the clocks of all images are one
+//! clock, whose hand goes from image to image. A slice that was used since the hand last came by stays for another
+//! round.
 
 use crate::engine::{Engine, State};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Placing compressed clusters: packed one behind the other, in sectors that are written once.
 //!
-//! A batch is packed without gaps and starts in a sector of its own, so no two writes ever share a sector and none
-//! rewrites one that may have been flushed. A host cluster may be shared by as many compressed clusters as its refcount
-//! can count.
+//! A batch is packed without gaps and starts in a sector of its own. So no two writes ever share a sector, and none
+//! rewrites a sector that may have been flushed. A host cluster may be shared by as many compressed clusters as its
+//! refcount can count.
 
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::room::Edit;

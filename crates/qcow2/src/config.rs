@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an engine has to know of its image when it is opened.
+//! The facts that an engine needs of its image when it is opened.
 
 use crate::overlap::{OverlapSet, Structure};
 use cowshed_layout::qcow2::{Geometry, L2Format};

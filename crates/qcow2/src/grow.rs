@@ -2,7 +2,7 @@
 //! Moving the refcount table to a larger place.
 //!
 //! The new table and the blocks that count it are written behind all that the old table can count, where nothing is in
-//! use, and made durable; then one write of header bytes 48–59 switches to it; then the old table's clusters are freed.
+//! use, and made durable. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
 
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::overlap::Structure;

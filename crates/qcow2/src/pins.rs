@@ -2,8 +2,8 @@
 //! Epochs of running requests: who may still use a mapping that has just been taken away.
 //!
 //! A request pins the current epoch before it looks at the mapping and unpins when its I/O has completed. Taking a
-//! mapping away tags what it pointed to with the current epoch and then starts a new one; the host range may be used
-//! for something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
+//! mapping away tags its host range with the current epoch, and then starts a new one. The range may be used for
+//! something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
 
 use crate::interleaving;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Freed host clusters on their way back to the allocator.
 //!
-//! A cluster that lost a reference may be used again only when (a) the barrier that made its unmapping durable is
-//! passed, (b) no request planned before the unmapping runs any more, (c) its hole has been punched, after (a), and
-//! (d) nothing cached is keyed to it. Until then its count stays raised, in memory and on disk, so lowering needs no
-//! stage of its own: a lowered count may reach the disk at any time after.
+//! A cluster that lost a reference may be used again only under four conditions. (a) The barrier that made its
+//! unmapping durable is passed. (b) No request planned before the unmapping runs any more. (c) Its hole has been
+//! punched, after (a). (d) Nothing cached is keyed to it. Until then its count stays raised, in memory and on disk, so
+//! lowering needs no stage of its own: a lowered count may reach the disk at any time after.
 
 use crate::engine::{Engine, Planned, State};
 use crate::interleaving;

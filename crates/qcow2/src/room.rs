@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Room for metadata in the file system, certain before a request that needs the metadata is acknowledged.
 //!
-//! Data reaches the file before its request is acknowledged, metadata only with a later cycle. On a full file system that cycle
-//! would fail, and with it every later one. So the space of a metadata cluster is reserved before its first edit since the
-//! image was opened; a request that finds no space fails, and nothing of it is mapped.
+//! Data reaches the file before its request is acknowledged, metadata only with a later cycle. On a full file system
+//! that cycle would fail, and with it every later one. So the space of a metadata cluster is reserved before its first
+//! edit since the image was opened. A request that finds no space fails, and nothing of it is mapped.
 
 use crate::engine::{Engine, Planned, Stall, State};
 use cowshed_block::HostOffset;

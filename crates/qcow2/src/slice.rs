@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Slices of L2 tables in memory, readable without a lock while the owner edits them.
 //!
-//! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics): the owner makes the
-//! version odd, edits, and makes it even again; a reader that saw the version change reads again. Where it is regular
-//! enough it is kept in a compact form instead, which nobody edits: the owner puts an array in its place first.
+//! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics). The owner makes the version
+//! odd, edits, and makes it even again; a reader that saw the version change reads again. Where it is regular enough it
+//! is kept in a compact form instead, which nobody edits: the owner puts an array in its place first.
 
 use crate::compact::{Compact, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};

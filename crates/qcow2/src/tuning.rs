@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What may change while an image is open: what stands below it, what it is checked against, how much it may cache.
+//! The settings that may change while an image is open: its backing size, its overlap checks, the size of its caches.
 
 use crate::config::Config;
 use crate::engine::Engine;

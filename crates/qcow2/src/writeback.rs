@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Write-back in epochs: edits of cached metadata to ordered stages of writes with barriers between them.
 //!
-//! A cycle takes copies of everything that is dirty; every edit in memory was made after its data I/O completed, so
-//! nothing in the copies points to data that isn't at least in the file. Stages: (1) contents of L2 tables that nothing
-//! on disk points to yet, refcount blocks (their rises; falls are in them only once their unmapping is durable);
-//! (2) refcount-table entries; (3) entries of L2 tables in place, and L1 entries. After stage 3's barrier a flush may
-//! be acknowledged and what was unmapped counts as durably unmapped.
+//! A cycle takes copies of everything that is dirty. Every edit in memory was made after its data I/O completed, so
+//! nothing in the copies points to data that isn't at least in the file. Stage 1 writes contents of L2 tables that
+//! nothing on disk points to yet, and refcount blocks (their rises; falls are in them only once their unmapping is
+//! durable). Stage 2 writes refcount-table entries. Stage 3 writes entries of L2 tables in place, and L1 entries. After
+//! stage 3's barrier a flush may be acknowledged and what was unmapped counts as durably unmapped.
 
 use crate::engine::{Engine, State};
 use crate::tables::{Dirt, L1Dirt};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the server says: greeting, replies, events. ASCII, each message one object that ends with CR LF.
+//! The messages of the server: greeting, replies, events. ASCII, each message one object that ends with CR LF.
 
 use crate::error::QmpResult;
 use crate::order::ordered;

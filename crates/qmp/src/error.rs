@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a command answers when it fails.
+//! The answer of a command that fails.
 
 use serde_json::{Value, json};
 use std::fmt;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The QEMU machine protocol (QMP) without I/O: JSON as it streams in, the schema of commands and events, the session
-//! of one client. Whoever has a socket feeds bytes in and writes out what comes back.
+//! of one client. The owner of a socket feeds bytes in and writes out the answers.
 
 mod codec;
 mod error;

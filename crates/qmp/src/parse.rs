@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The notation in which a schema is written down, one definition a line; a line that starts with a blank goes on with
-//! the one before it, `#` starts a comment:
+//! The notation of a schema has one definition a line. A line that starts with a blank goes on with the one before it;
+//! `#` starts a comment:
 //!
 //! ```text
 //! enum Mode: safe hard

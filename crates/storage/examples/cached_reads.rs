@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What one 4 KiB read from, or overwrite of, the page cache costs in CPU time, at depth 32.
+//! The CPU time of one 4 KiB read from the page cache, and of one overwrite in it, at depth 32.
 //!
 //! `cargo run --release -p cowshed-storage --example cached_reads [NAME]`: prints nanoseconds of CPU (user and system,
-//! of the whole process) per operation for the bare ring, for `File` in one task per slot, and for `File` on threads; only those
-//! whose name contains NAME, if given.
+//! of the whole process) per operation. The cases are the bare ring, `File` in one task per slot, and `File` on
+//! threads. With NAME only those whose name contains it run.
 
 use cowshed_storage::rt::{block_on, spawn};
 use cowshed_storage::{Engine, File, IoBuf, OpenOptions};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Write-behind: the disk starts on new data while more of it comes, rather than at the next flush.
 //!
-//! The kernel leaves what is written to a cached file in memory, until a tenth of the memory is full of it or half a minute is over.
-//! A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits for nothing on the
-//! disk) each time that enough has been written that is new: which nobody had on the disk before, and which hardly changes
-//! soon. What a guest overwrites again and again stays where it is.
+//! The kernel leaves what is written to a cached file in memory, until a tenth of the memory is full of it or half a
+//! minute is over. A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits
+//! for nothing on the disk) each time that enough new data has been written. New data was not on the disk before, and
+//! hardly changes soon. Data that a guest overwrites again and again stays where it is.
 //!
 //! Nothing is promised by it: only a flush makes data durable, and the errors of what was started show in the next one.
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Locks a thread in before it looks at an image from a stranger: Landlock for files, seccomp for system calls.
 //!
-//! What is taken away holds for the calling thread and for the threads that it starts later, and can't be given back: a
-//! program calls it on its main thread before any other. The gate of `cowshed-image` decides which files are opened
-//! on an image's word; this is what stands behind it when our code is wrong.
+//! Rights are taken from the calling thread and from the threads that it starts later, and can't be given back. So a
+//! program confines itself on its main thread, before it starts any other. The gate of `cowshed-image` decides which
+//! files are opened on an image's word; this module bounds the harm when our code is wrong.
 //!
 //! The io_uring of a confined thread is forbidden, since what it does passes seccomp by; its I/O goes through the thread
 //! pool.

@@ -5,11 +5,10 @@
 //! part and writes it back, with the block locked ([`crate::blocklock`]).
 //!
 //! **Odd tails.** A write whose last block reaches past the end of the file would leave the file longer than the bytes
-//! say; it is cut back afterwards. Between the two, nobody may write behind that block, or the cut would take their
-//! bytes: so such a write locks everything from its first block on, to the end of the world, and lengths are noted before
-//! locks are given back. (The other way, a second, buffered descriptor for the tail, is not safe: the page cache
-//! writes whole pages back, over what a direct write has put into the same page meanwhile.) A power cut between the
-//! two leaves zeroes behind the end, less than a block of them.
+//! say; it is cut back afterwards. Between the two, a write behind that block would lose its bytes to the cut. So such
+//! a write locks the file from its first block on, without an end, and lengths are noted before locks are given back. A
+//! second, buffered descriptor for the tail is not safe: the page cache writes whole pages back, over the bytes of
+//! direct writes to the same page. A power cut between the two leaves zeroes behind the end, less than a block of them.
 
 use crate::IoBuf;
 use crate::blocklock::{Access, BlockGuard};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where a file is known to have data.
 //!
-//! The kernel finds the end of a run of data by going through all of it: extent by extent, and page by page where it isn't on
-//! the disk yet. Somebody who walks through a disk asks for the next piece again and again, mostly in the same run.
+//! The kernel finds the end of a run of data by going through all of it: extent by extent, and page by page where it
+//! isn't on the disk yet. A walk through a disk asks for the next piece again and again, mostly in the same run.
 
 use crate::DataRange;
 use std::sync::{Mutex, MutexGuard, PoisonError};

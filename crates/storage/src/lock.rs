@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Image locks that QEMU understands.
 //!
-//! An open image holds shared locks (OFD read locks) on single bytes of the file: byte `100 + n` says "I use permission
-//! n", byte `200 + n` says "I don't share permission n with others". Whoever wants permission n looks whether
-//! somebody holds `200 + n`, and whoever doesn't share it whether somebody holds `100 + n`. Taking the own bytes first and
-//! looking afterwards makes two that come at once both see each other.
+//! An open image holds shared locks (OFD read locks) on single bytes of the file. Byte `100 + n` says "I use permission
+//! n". Byte `200 + n` says "I don't share permission n with others". A process that wants permission n looks for
+//! holders of `200 + n`; one that doesn't share it looks for holders of `100 + n`. Each takes its own bytes first and
+//! looks afterwards, so two that come at once see each other.
 
 use crate::holder::{self, Holder};
 use crate::sys::{self, ByteLock, SysResult};

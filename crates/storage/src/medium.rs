@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a [`crate::File`] stands on: a file of the host, a simulated one, nothing, another file with faults, or bytes
+//! The base of a [`crate::File`]: a file of the host, a simulated one, nothing, another file with faults, or bytes
 //! behind a protocol or a node.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
-//! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if nobody
-//! waits any more (the simulated one gives it back with its future). Everything that makes a file pleasant to use is built on this, so that the simulator tests it.
+//! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if
+//! nobody waits any more. (The simulated medium gives it back with its future.) Everything that makes a file pleasant
+//! to use is built on this, so that the simulator tests it.
 
 use crate::blocklock::BlockGuard;
 use crate::fault::FaultyFile;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an operation owns from submission to completion, whatever becomes of the future that waits for it.
+//! The memory that an operation owns from submission to completion, whatever becomes of the future that waits for it.
 
 use crate::IoBuf;
 use crate::blocklock::BlockGuard;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Holds the paths that every request takes to a budget of instructions: `scripts/instructions` builds and runs it.
 //!
-//! A run of one case is a process of one thread: files of the host, operations carried out inline, no ring and no pool, under
-//! valgrind's callgrind. Two runs with different numbers of requests give the cost of one; nothing that the machine does
-//! besides changes that. The C library is kept from choosing other ways to copy memory on other processors. What another
-//! compiler makes of the code is compared with what it makes of the same request to a raw file.
+//! A run of one case is a process of one thread: files of the host, operations carried out inline, no ring and no pool,
+//! under valgrind's callgrind. Two runs with different numbers of requests give the cost of one; nothing that the
+//! machine does besides changes that. The C library is kept from choosing other ways to copy memory on other
+//! processors. The figures of another compiler are compared with its own figures for the same request to a raw file.
 //!
 //! `instructions` compares with the budgets and fails above them by more than 5 %; `instructions record` writes them anew.
 

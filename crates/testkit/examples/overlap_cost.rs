@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Counts what the overlap checks cost by default (`overlap-check=cached`): instructions of a 4 KiB write and of the checks
-//! in it, in place and allocating, on a small image and on one of several TiB. Counted by valgrind's callgrind: a busy
-//! machine changes little (threads that find each other awake or asleep).
+//! Counts the cost of the overlap checks by default (`overlap-check=cached`). The figures are instructions of a 4 KiB
+//! write and of the checks in it, in place and allocating, on a small image and on one of several TiB. Counted by
+//! valgrind's callgrind: a busy machine changes little (threads that find each other awake or asleep).
 //!
 //! `cargo run --release -p cowshed-testkit --example overlap_cost [-- TIB]` prints a table in markdown; TIB (default 4)
 //! is the size of the large image; its metadata takes some 160 MiB on the disk for each of them.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A second opinion on a qcow2 image: is every cluster that is used counted often enough, and are the COPIED flags
 //! right? Written against the specification alone and sharing no code with the engine or its `check`, small and fast
-//! enough for every state of the crash enumerator. What dirty bitmaps hold is not looked into.
+//! enough for every state of the crash enumerator. The contents of dirty bitmaps are not looked into.
 
 use cowshed_storage::sim::PageMap;
 use std::collections::BTreeMap;

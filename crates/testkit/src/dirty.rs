@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a dirty bitmap must hold: a plain set of granules.
+//! The contents that a dirty bitmap must have: a plain set of granules.
 
 use std::collections::BTreeSet;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which bytes of a file a process has locked, as the kernel tells it.
 //!
-//! Read from `/proc/PID/fdinfo`, never from `/proc/locks`: the kernel writes that list a piece at a time and finds its
-//! place again by counting, so while other processes lock and unlock, entries come twice or not at all.
+//! Read from `/proc/PID/fdinfo`, never from `/proc/locks`. The kernel writes that list a piece at a time, and finds its
+//! place again by counting. So while other processes lock and unlock, entries come twice or not at all.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

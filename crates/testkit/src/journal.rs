@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a process said of its requests until it was killed, and what its image may hold then.
+//! The words of a process about its requests until it was killed, and the contents that its image may have then.
 
 use crate::model::{Model, RequestId};
 use crate::operations::{Op, Step};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the tests of the workspace share: the real QEMU as oracle, seeded images, the byte model, the crash
+//! The parts that the tests of the workspace share: the real QEMU as oracle, seeded images, the byte model, the crash
 //! enumerator. Not part of the product. See the README of this crate.
 
 pub mod audit;

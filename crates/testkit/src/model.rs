@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a guest may read from its disk: while it runs, and after a power cut.
+//! The data that a guest may read from its disk: while it runs, and after a power cut.
 //!
 //! The model keeps, for each sector, every version that a write, zero write or discard has given it, with the moments
 //! at which the request began and ended. A version is out of the question once a later one is settled: one that began

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, each with the test
-//! that must fail with it, and slips of NBD servers and clients, in four lists. `scripts/mutants` tries them;
+//! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, and slips of NBD
+//! servers and clients. Each stands with the test that must fail with it, in four lists. `scripts/mutants` tries them;
 //! `tests/tree/mutants.rs` keeps the list true.
 //!
 //! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The real engine on the simulated disk: images of every kind are written to by several streams, the power is cut
-//! everywhere, and each disk that is left is audited, opened, read, and some handed to the real `qemu-img`.
+//! The real engine on the simulated disk. Several streams write to images of every kind, and the power is cut
+//! everywhere. Each disk that is left is audited, opened and read, and some are handed to the real `qemu-img`.
 
 use crate::audit::{Audit, audit, metadata_ranges, snapshot_digest};
 use crate::crash::{CrashCase, CrashFailure, CrashPlan, CrashReport, explore};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A copy of the sources with edits in it, each behind a switch that is read from the environment: it is built once, and is
-//! as many programs as there are switches. The sources themselves know nothing of it.
+//! A copy of the sources with edits in it, each behind a switch that is read from the environment. It is built once,
+//! and is as many programs as there are switches. The sources themselves know nothing of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

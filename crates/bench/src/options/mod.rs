@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What one option does: the same work without it and with it, in turns, by our program and by QEMU's where it has the option.
-//! The figures of docs/fast.md.
+//! The effect of one option: the same work without it and with it, in turns, by our program and by QEMU's where it has
+//! the option. The figures of docs/fast.md.
 
 mod commands;
 mod served;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What our own name asks of an image that is about to be made: its format where the user gives none, and that nothing is
-//! there yet. Under QEMU's name the format is raw, and what is there is overwritten.
+//! Rules of our own name for a new image: its name's ending gives the format where the user gives none, and no file of
+//! that name may exist. Under QEMU's name the format is raw, and an existing file is overwritten.
 
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};

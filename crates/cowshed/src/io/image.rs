@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is no transfer: the image's size and mapping, flushes, and the process itself.
+//! Commands that transfer no data: the image's size and mapping, flushes, and the process itself.
 
 use super::Shell;
 use super::arguments::{self, Arguments};

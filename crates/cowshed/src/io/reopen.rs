@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `reopen`: the shell's image with other options. What a driver can't change while it is open is refused, unless the value
-//! is the one that it has.
+//! `reopen`: the shell's image with other options. An option that the driver can't change while it is open is refused,
+//! unless the value is the one that it has.
 
 use super::Shell;
 use super::arguments::Arguments;

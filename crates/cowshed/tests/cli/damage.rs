@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Damage that a request meets, by the name qemu-io, beside both versions of the real tool: the same exit code, the same
-//! sentences on standard error, the same marks in the header.
+//! Damage that a request meets, by the name qemu-io, beside both versions of the real tool. All give the same exit
+//! code, the same sentences on standard error, and the same marks in the header.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fmt::Write as _;

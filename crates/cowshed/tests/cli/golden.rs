@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the tool prints by its own name, kept as text. After a change that is meant: `TRYCMD=overwrite cargo test -p
-//! cowshed golden`, and read the difference.
+//! The tool's output by its own name, kept as text. After a change that is meant:
+//! `TRYCMD=overwrite cargo test -p cowshed golden`, and read the difference.
 
 use std::path::Path;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What qemu-img's manual describes, command by command, as a table: the same lines through both tools, the same words, exit
-//! codes and images afterwards.
+//! The commands that qemu-img's manual describes, as a table. Both tools run the same lines, and give the same words,
+//! exit codes and images.
 
 use crate::oracle::{Oracle, words};
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is refused, and in which words: the list `refusals.txt`, run by the real qemu-img and by ours. Nothing that we
-//! refuse may change a file.
+//! Refusals and their words: the list `refusals.txt`, run by the real qemu-img and by ours. Nothing that we refuse may
+//! change a file.
 
 use crate::oracle::{Oracle, first_line, words};
 use std::collections::BTreeMap;

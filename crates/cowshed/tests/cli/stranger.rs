@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What someone meets who gets it wrong: one clear line, the right exit code, never a panic.
+//! Mistakes on the command line end with one clear line and the right exit code, never with a panic.
 
 use crate::oracle::{self, Oracle, Said};
 use std::process::{Command, Stdio};

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What we say by the name qemu-img where something is refused, to the word: QEMU 11's sentence, and where ours says more,
-//! that sentence first.
+//! Refusals by the name qemu-img, to the word: QEMU 11's sentence, and where ours says more, that sentence first.
 
 use crate::oracle::{Oracle, words};
 

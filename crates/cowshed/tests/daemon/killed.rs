@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is killed while a command makes an image leaves no half image under the name of the command: what has no
-//! magic would read as a raw disk.
+//! A daemon that is killed while a command makes an image leaves no half image under the name that the command gives. A
+//! file without magic would read as a raw disk.
 
 use super::process::{Monitor, Serving, text};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

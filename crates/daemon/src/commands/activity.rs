@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Inactive nodes: images that another process may use meanwhile, to hand a disk over (`blockdev-set-active`).
 //!
-//! An inactive node is closed: complete on disk, without locks. What is left of it is its name and its options, by which it
-//! is opened again; so whatever the other process wrote is there.
+//! An inactive node is closed: complete on disk, without locks. Only its name and its options are left. It is opened
+//! again by them, so everything that the other process wrote is there.
 
 use super::nodes::describe;
 use super::{Arguments, Group, change, failed, nothing};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The same conversation with QEMU's storage daemon and with ours: what one takes the other takes, what one refuses the
-//! other refuses with the same class, and answers have the same members of the same types.
+//! The same conversation with QEMU's storage daemon and with ours. Both take the same commands, and refuse the same
+//! ones with the same class. Answers have the same members of the same types.
 
 use super::running::{Client, Running};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

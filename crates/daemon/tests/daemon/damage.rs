@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Damage that a client of an export meets: the same image behind QEMU's daemon and ours, the same requests over NBD, the
-//! same event, and the same bytes of the header afterwards.
+//! Damage that a client of an export meets, behind QEMU's daemon and ours. The same image and the same requests over
+//! NBD give the same event, and the same bytes of the header afterwards.
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running, temp_folder};

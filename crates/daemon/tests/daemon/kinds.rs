@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every command that takes a node, on nodes of every kind, beside the newest QEMU: what one takes the other takes, and what one
-//! refuses the other refuses in the same words.
+//! Every command that takes a node, on nodes of every kind, beside the newest QEMU. Both take the same calls, and
+//! refuse the same ones in the same words.
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running, temp_folder};

@@ -2,10 +2,10 @@
 //! Changes of an image's format options while nobody has the image open: version, refcount width, lazy refcounts, names of
 //! other files.
 //!
-//! What the header can't hold alone is built beside the old, in free clusters: refcount blocks and table of another width,
-//! L2 tables without zero clusters, the snapshot table. After a barrier the header is switched, by one write within its first
-//! sector, so a power cut leaves the image as it was before or as it is afterwards. Only then the old metadata, free by
-//! the new counts, is given back.
+//! Changes that need more than the header are built beside the old metadata, in free clusters. They are refcount blocks
+//! and table of another width, L2 tables without zero clusters, and the snapshot table. After a barrier the header is
+//! switched, by one write within its first sector. So a power cut leaves the image as it was before or as it is
+//! afterwards. Only then the old metadata, free by the new counts, is given back.
 
 mod rewrite;
 mod runs;

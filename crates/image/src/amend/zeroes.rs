@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tables without zero clusters, which version 2 doesn't have.
 //!
-//! Without a backing file a zero cluster becomes an unallocated one. With one it refers to a host cluster full of zeroes,
-//! which as many share as its count can hold; a write copies it as it does any shared cluster. What a zero cluster kept
-//! allocated loses a reference.
+//! Without a backing file a zero cluster becomes an unallocated one. With one it refers to a host cluster full of
+//! zeroes, which as many share as its count can hold; a write copies it as it does any shared cluster. A host cluster
+//! that a zero cluster kept allocated loses a reference.
 
 use super::rewrite::Rewrite;
 use crate::snapshots::{tree, write_all};

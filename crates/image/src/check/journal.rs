@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The undo log of a repair: before anything is written to the image, what stood there is durable in the log.
 //!
-//! All numbers are big-endian. A header of 64 bytes: magic, version (4 bytes), header length (4), length of the image
-//! (8), length of the image's head (8) and its checksum (4), zeroes, checksum of bytes 0 to 59 (4). Then units, each a
-//! header of 48 bytes and a body:
+//! All numbers are big-endian. The header has 64 bytes. It begins with magic, version (4 bytes), header length (4) and
+//! length of the image (8). Length (8) and checksum (4) of the image's head, zeroes, and the checksum (4) of bytes 0 to
+//! 59 follow. Then come units, each a header of 48 bytes and a body:
 //!
 //! | bytes | of a unit's header |
 //! |---|---|
@@ -16,10 +16,11 @@
 //! | 36–43 | zeroes |
 //! | 44–47 | checksum of the same field of the unit before (of the log's header for the first) and of bytes 0 to 43 |
 //!
-//! The body of changes: for each record offset, length of the old bytes and of the new ones (8 bytes each); then for
-//! each record its old bytes and its new ones. The old ones are fewer where the image grew. Checksums are CRC-32 (as in
-//! zlib). The changes of a unit don't overlap and are durable in the image before the next unit begins, so a cut leaves
-//! at most one unit half written to the log, which the image knows nothing of, or half applied.
+//! The body of changes has two parts. The first has for each record the offset, the length of the old bytes and that of
+//! the new ones (8 bytes each). The second has for each record its old bytes and its new ones. The old ones are fewer
+//! where the image grew. Checksums are CRC-32 (as in zlib). The changes of a unit don't overlap, and are durable in the
+//! image before the next unit begins. So a cut leaves at most one unit half applied, or half written to the log. The
+//! image has nothing of a half-written one.
 
 use super::sweep::lock;
 use cowshed_block::{Error, Result};

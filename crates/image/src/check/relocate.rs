@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies of clusters that the repair makes before anything points to them: of guest data that shares a cluster with
-//! metadata, so that neither writes into the other, and of guest data with more users than its refcount can say.
+//! Copies of clusters that the repair makes before anything points to them. Guest data that shares a cluster with
+//! metadata is copied so that neither writes into the other. Guest data with more users than its refcount can say is
+//! copied, too.
 
 use super::session::Session;
 use super::sweep::OverlapEntry;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Repairs, in the only order that is safe at every moment: rights to write in place are revoked, counts raised,
-//! entries changed, counts lowered, rights granted, and last the header's bits cleared; a barrier after each.
+//! Repairs, in the only order that is safe at every moment, with a barrier after each step. Rights to write in place
+//! are revoked, counts raised, entries changed, counts lowered, rights granted. The header's bits are cleared last.
 
 use super::metadata::Scope;
 use super::relocate::Copy;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a check knows of an image before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
+//! The parts of an image that a check reads before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
 use super::journal::Journal;
 use super::{CheckOptions, Repair, Watch};

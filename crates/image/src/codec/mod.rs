@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compression and decompression of clusters.
 //!
-//! A [`Codec`] is a few bytes of settings; the working memory is kept per thread, so any thread may use any codec and
+//! A [`Codec`] is a few bytes of settings. The working memory is kept per thread: any thread may use any codec, and
 //! only the first cluster on a thread pays for it.
 
 mod deflate;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The bytes of a fresh qcow2 image.
 //!
-//! The layout is qemu-img's, which scripts and tools rely on: header, refcount table, refcount block and L1 table one
-//! after the other from cluster 0 on; further refcount blocks, which only a large L1 table or preallocation needs,
-//! stand behind it, and at the end each preallocated L2 table with its data clusters.
+//! The layout is qemu-img's, which scripts and tools rely on. Header, refcount table, refcount block and L1 table stand
+//! one after the other from cluster 0 on. Further refcount blocks, which only a large L1 table or preallocation needs,
+//! come next. At the end stands each preallocated L2 table with its data clusters.
 
 use super::qcow2::{Qcow2CreateOptions, too_large};
 use crate::encryption::ImageEncryption;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an encrypted image needs of a cipher.
+//! The operations that an encrypted image needs of a cipher.
 
 use cowshed_block::{GuestOffset, HostOffset};
 use cowshed_crypto::{SECTOR_BYTES, SectorCipher};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What encrypted images of every format have in common: ciphers over sectors, the LUKS header with its key slots, writes
-//! of part of a sector.
+//! The parts that encrypted images of every format share: ciphers over sectors, the LUKS header with its key slots,
+//! writes of part of a sector.
 
 mod area;
 mod cipher;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is writing where in an encrypted image. A write of part of a sector reads the sector and writes it back: whatever
-//! else is written there meanwhile would be lost. So such a write has its sectors alone; writes of whole sectors don't
-//! mind each other.
+//! The writes to an encrypted image that are under way. A write of part of a sector reads the sector and writes it
+//! back: any other write there meanwhile would be lost. So such a write has its sectors alone; writes of whole sectors
+//! don't mind each other.
 
 use super::SECTOR_BYTES;
 use crate::events::Events;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who wants to know that an image was found to be corrupt (the event BLOCK_IMAGE_CORRUPTED).
+//! Observers of images that are found to be corrupt (the event BLOCK_IMAGE_CORRUPTED).
 
 use super::{Attachment, Graph, nodes_below};
 use cowshed_block::Error;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What options refer to by an id: TLS credentials (`tls-creds`) and secrets (`encrypt.key-secret`).
+//! The objects that options refer to by an id: TLS credentials (`tls-creds`) and secrets (`encrypt.key-secret`).
 
 use super::Graph;
 use crate::secret::Secret;

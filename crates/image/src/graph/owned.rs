@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a graph holds itself: nodes that were added by name, and the list of attachments.
+//! The parts that a graph holds itself: nodes that were added by name, and the list of attachments.
 
 use super::changes::Scope;
 use super::{AttachRequest, Attachment, Graph};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who wants to know that a write has crossed a node's threshold (the event BLOCK_WRITE_THRESHOLD).
+//! Observers of writes that cross a node's threshold (the event BLOCK_WRITE_THRESHOLD).
 
 use super::Graph;
 use std::sync::{Arc, PoisonError, RwLock};

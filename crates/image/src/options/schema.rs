@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a key may hold, and the check of an option tree against a driver's keys.
+//! The values that a key may have, and the check of an option tree against a driver's keys.
 
 use super::drivers::{COMMON, DRIVERS};
 use super::size::parse_size;

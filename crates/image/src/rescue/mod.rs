@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads what is left of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used: an
-//! image that the engine refuses can be read here, entry by entry, and what can't be read is named.
+//! Reads what is left of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used. An
+//! image that the engine refuses can be read here, entry by entry, and losses are named.
 
 mod encryption;
 mod header;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an L2 entry of a damaged image says of its guest cluster, part by part.
+//! The sources of a guest cluster's parts, as the L2 entry of a damaged image gives them.
 
 use super::{Doubt, Loss};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, Subcluster, SubclusterBitmap};

@@ -3,10 +3,10 @@
 //! (`formats/qcow2/internal.rs`).
 //!
 //! Each operation builds the image's new metadata beside the old: L2 tables whose COPIED flags change, L1 tables, the
-//! snapshot table, refcount blocks and table, all in clusters that are free. After a barrier one write within the header's
-//! first sector (bytes 24–95) switches to it, so a power cut leaves the image as it was before or as it is afterwards,
-//! in version 2 too. Only then the old metadata, free by the new counts, is given back. Where there is no room for all that,
-//! counts and flags change in place (`in_place.rs`).
+//! snapshot table, refcount blocks and table, all in clusters that are free. After a barrier one write within the
+//! header's first sector (bytes 24–95) switches to it. So a power cut leaves the image as it was before or as it is
+//! afterwards, in version 2 too. Only then the old metadata, free by the new counts, is given back. Where there is no
+//! room for all that, counts and flags change in place (`in_place.rs`).
 
 pub(crate) mod free;
 mod in_place;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an operation changes: the trees that gain or lose a reference, and what that does to counts and COPIED flags.
+//! The changes of an operation: the trees that gain or lose a reference, and the effect on counts and COPIED flags.
 
 use super::free::read_block;
 use super::tree;

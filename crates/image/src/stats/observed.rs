@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the user has asked for beside the counters: intervals and histograms.
+//! The statistics that a user can ask for beside the counters: intervals and histograms.
 
 use super::{Histogram, HistogramSnapshot, Interval, IntervalStats, IoKind, KINDS};
 use cowshed_block::{Error, Result};

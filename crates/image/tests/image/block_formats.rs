@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images of formats that are only read, damaged in thousands of ways: what comes is data or one error that names the
-//! file, never a panic, and never memory or time for the asking.
+//! Images of formats that are only read, damaged in thousands of ways. A read gives data, or one error that names the
+//! file. It never panics, and no image gets memory or time for the asking.
 
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every compressed cluster of images that the real qemu-img wrote, found by our own walk of their tables, inflates to
-//! the source; and clusters that we compress, put into an image by hand, are read by the real qemu-img.
+//! Every compressed cluster of images that the real qemu-img wrote inflates to the source. A walk of our own through
+//! their tables finds the clusters. The real qemu-img reads clusters that we compress and that the test puts into an
+//! image by hand.
 
 use cowshed_block::{Compression, HostOffset};
 use cowshed_image::codec::{Codec, ZlibMode};

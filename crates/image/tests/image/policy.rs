@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a policy holds an image to: its time, and what is opened on its word.
+//! The limits of a policy for an image: its time, and the files that are opened on its word.
 
 use cowshed_block::ErrorKind;
 use cowshed_image::open::Policy;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What attachments and nodes count, on a virtual clock; dirty maps.
+//! The counters of attachments and nodes, on a virtual clock; dirty maps.
 
 use cowshed_block::Errno;
 use cowshed_image::filters::{FaultOp, FaultRule};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes format options of an image that exists.
 //!
-//! Options of the header and the refcounts are in `cowshed_image::amend`, the size is changed as `resize` does it, and key
+//! Options of the header and the refcounts are in `cowshed_image::amend`. The size is changed as `resize` does it. Key
 //! slots of encrypted images have a file of their own here.
 
 use crate::snapshot::file_of;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an image of a format that keeps a disk in blocks asks for: a backing file at most, and only qcow and QED have one.
+//! The demands of an image whose format keeps a disk in blocks: a backing file at most, and only qcow and QED have one.
 
 use super::{Asked, Inspection, strange_name};
 use cowshed_block::Result;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VMDK file asks for: the files of its parts, and its parent.
+//! The demands of a VMDK file: the files of its parts, and its parent.
 
 use super::{Asked, Inspection, strange_name};
 use cowshed_block::{Error, ErrorKind, Result};

@@ -3,8 +3,8 @@
 //!
 //! A mark that is known never reads as raw, also where the format can't be opened: the container's bytes are no disk.
 //!
-//! A guess is only ever made on the word of the user who named the file, never on the word of another image: a guest
-//! can write any header into a raw disk.
+//! A guess is made only on the word of the user who named the file, never on the word of another image. A guest can
+//! write any header into a raw disk.
 
 use crate::bytes::be32_at;
 

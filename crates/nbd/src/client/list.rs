@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What exports a server has.
+//! The exports of a server.
 
 use super::handshake::{End, Handshake, Style, begin, refused};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};

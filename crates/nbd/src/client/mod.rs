@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD client: an export as a file.
 //!
-//! Usable from any thread, without a thread or a task of its own: of those who wait for replies one receives for all, on
-//! its own thread, and hands that on when it has its own.
+//! Usable from any thread, without a thread or a task of its own. One of the requests that wait for replies receives
+//! for all, on its own thread. It hands that on when it has its own reply.
 //!
 //! - here: what callers see, and connecting again when the server went away
 //! - `handshake`: choosing the export

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a repair changes in L1 and L2 entries.
+//! The changes of a repair to L1 and L2 entries.
 
 use super::{Counts, ScanContext};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};

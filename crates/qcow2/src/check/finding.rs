@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a check can find, and the counters that qemu-img's JSON has.
+//! The findings of a check, and the counters that qemu-img's JSON has.
 
 use std::fmt;
 

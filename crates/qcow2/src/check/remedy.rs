@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a repair does about a finding, told before it does it.
+//! The remedy of a repair for a finding, told before it is applied.
 
 use super::{Finding, FindingKind, Ledger, Structure};
 use cowshed_block::Result;

@@ -2,10 +2,10 @@
 //! Owned, aligned I/O memory.
 //!
 //! **No byte of an earlier use leaves a buffer.** Memory is used again, so a buffer of [`IoBuf::scratch`] may hold what
-//! another request, or another client, had there. Its bytes are unknown only until the one operation that it was made
-//! for: a read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
-//! ([`IoBuf::forget`]). Builds with debug assertions fill such buffers with [`SCRATCH_POISON`], and tests look for it in
-//! what clients and files get.
+//! another request, or another client, had there. Its bytes are unknown only until the end of the one operation that it
+//! was made for. A read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
+//! ([`IoBuf::forget`]). Builds with debug assertions fill such buffers with [`SCRATCH_POISON`], and tests look for it
+//! in what clients and files get.
 
 mod free;
 

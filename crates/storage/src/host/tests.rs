@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who carries out a write, and what is remembered of where the data are.
+//! The thread that carries out a write, and the remembered runs of data.
 
 use super::{BULK_BYTES, HostFile, NOW_BYTES};
 use crate::medium::Space;

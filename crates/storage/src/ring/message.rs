@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the kernel is shown to send several buffers at once.
+//! The message header by which the kernel sends several buffers at once.
 
 use crate::payload::{Bufs, MAX_TRANSFER};
 

@@ -6,8 +6,8 @@
 //! - here: the reactor. Entries gather in the submission queue and go to the kernel when the thread has nothing else to
 //!   do or the queue is full.
 //!
-//! The invariant that memory safety rests on: whatever the kernel may touch (buffers, vectors, the descriptor) is owned
-//! by the operation's slot, and a slot is emptied only when its completion has been seen.
+//! Memory safety rests on one invariant. The operation's slot owns everything that the kernel may touch (buffers,
+//! vectors, the descriptor), and a slot is emptied only when its completion has been seen.
 
 mod catalogue;
 mod message;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Futures that run to their end, whatever becomes of their callers.
 //!
-//! The kernel can't take back an operation that it has begun. A request that changes something therefore can't stop half-way: it
-//! must keep what protects the operation (pins, range locks, its count in a drain) until the operation ends, and it must finish
-//! or undo its change. A [`Completion`] that is dropped hands the request to the executor, which runs it to its end.
+//! The kernel can't take back an operation that it has begun. A request that changes something therefore can't stop
+//! half-way. It must keep what protects the operation (pins, range locks, its count in a drain) until the operation
+//! ends, and it must finish or undo its change. A [`Completion`] that is dropped hands the request to the executor,
+//! which runs it to its end.
 
 use super::executor::{self, LocalState};
 use super::{Obligation, with_current};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The executor of one thread: a queue of tasks that can run, and what to do while none can.
 //!
-//! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue; from elsewhere it
-//! goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
+//! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue. From elsewhere
+//! it goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
 
 use super::polling::{Cores, FEW_REQUESTS, LOST_CORE, PollLimit, Polling, Wait};
 use super::timer::{Next, Timers};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What goes wrong on a simulated machine, and when.
+//! The faults of a simulated machine, and their moments.
 
 use super::rng::Rng;
 use cowshed_block::Errno;

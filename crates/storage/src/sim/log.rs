@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happened on a simulated machine, in order: the ground on which power cuts are worked out.
+//! The events of a simulated machine, in order. Power cuts are worked out from them.
 
 use std::sync::Arc;
 

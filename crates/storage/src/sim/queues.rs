@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Several queues on one simulated machine: threads, each with an executor of its own, of which exactly one runs at a
-//! time. Who goes on is drawn from the seed, so a run with threads is as repeatable as one without.
+//! time. The seed decides which of them goes on, so a run with threads is as repeatable as one without.
 //!
 //! The turn can change hands wherever a queue waits, before each operation that it submits, and at every place where
-//! the code under test calls [`interleave`]: there another thread of the real program could come between.
+//! the code under test calls [`interleave`]. There another thread of the real program could come between.
 
 use super::file::SimFile;
 use super::rng::Rng;

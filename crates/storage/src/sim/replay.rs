@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a power cut may leave on the disk, worked out from the log of a run.
+//! The contents that a power cut may leave on the disk, worked out from the log of a run.
 //!
-//! The rules, for each file on its own: what a successful barrier covered (everything that completed before it was
-//! issued) is there. Of every later change any part may be there, sector by sector, also of one still under way; so
-//! a sector holds what it held at the barrier or what it held after any later change to it. Changes of the length
-//! and the appearance of a name are such parts too.
+//! The rules, for each file on its own: everything that a successful barrier covered (all that completed before it was
+//! issued) is there. Of every later change any part may be there, sector by sector, also of one still under way. So a
+//! sector holds what it held at the barrier or what it held after any later change to it. Changes of the length and the
+//! appearance of a name are such parts too.
 
 use super::log::{Applied, Change, Event, FileId, OpId};
 use super::pages::PageMap;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the simulated disk promises and what it may do.
+//! The promises of the simulated disk, and its freedoms.
 
 use super::*;
 use crate::{IoBuf, OpenOptions};

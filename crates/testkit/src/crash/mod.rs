@@ -2,8 +2,8 @@
 //! The crash enumerator: cuts the power of a simulated run everywhere and has somebody look at each disk that is left.
 //!
 //! A cut can fall between any two entries of the log. After a barrier, and where the guest was promised something, all
-//! kinds of subsets of the changes since are tried; where a change begins, subsets with it in whole and in part.
-//! What one cut can leave when only few sectors are open is tried completely.
+//! kinds of subsets of the changes since are tried. Where a change begins, subsets with it in whole and in part are
+//! tried. While only few sectors are open, everything that one cut can leave is tried.
 
 mod choices;
 mod report;

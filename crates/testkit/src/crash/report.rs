@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an exploration has tried, and what it has found.
+//! The tries of an exploration, and its findings.
 
 use cowshed_storage::sim::{Choice, CrashState, Cut};
 use std::collections::HashSet;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an NBD server does for its clients, and a client with its server.
+//! Slips of an NBD server towards its clients, and of a client towards its server.
 
 use super::Mutant;
 

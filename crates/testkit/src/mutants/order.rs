@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is written, read and flushed in the wrong order.
+//! Writes, reads and flushes in the wrong order.
 
 use super::Mutant;
 

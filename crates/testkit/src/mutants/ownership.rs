@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is used, shown or given up by who no longer has it, or not yet: clusters, tables, files.
+//! Clusters, tables and files that are used, shown or given up by code that no longer owns them, or not yet.
 
 use super::Mutant;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a run has done, by command.
+//! The counts of a run, by command.
 
 use super::guest::lock;
 use std::collections::BTreeMap;

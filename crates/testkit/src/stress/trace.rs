@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happened to a disk, line by line with the time: for the search after a failure.
+//! The history of a disk, line by line with the time: for the search after a failure.
 
 use super::guest::lock;
 use std::sync::Mutex;

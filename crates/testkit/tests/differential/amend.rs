@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Format options amended by the real qemu-img and by us, each on a copy of one image with random features: both take or
-//! refuse the change, afterwards both images hold the same, QEMU finds nothing wrong with ours, and goes on writing to it.
+//! Format options amended by the real qemu-img and by us, each on a copy of one image with random features. Both take
+//! or refuse the change, and afterwards both images hold the same. QEMU finds nothing wrong with ours, and goes on
+//! writing to it.
 
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{OpenRequest, open};

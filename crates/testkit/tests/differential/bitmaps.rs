@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Dirty bitmaps, changed and recorded into by the real QEMU and by us in turns, on one image, over the matrix of options;
-//! each against a plain set of granules, which QEMU and we must find exactly.
+//! Dirty bitmaps, changed and recorded into by the real QEMU and by us in turns, on one image, over the matrix of
+//! options. Each is compared with a plain set of granules, which QEMU and we must find exactly.
 
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};

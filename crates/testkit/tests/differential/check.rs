@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `check` against the real qemu-img: damaged images of every class get the same verdict, and a repair by either
-//! leaves what the other calls clean, with the guest's data as it was.
+//! `check` against the real qemu-img. Damaged images of every class get the same verdict. A repair by either leaves an
+//! image that the other calls clean, with the guest's data as it was.
 
 use cowshed_image::check::Finding;
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while format options are amended: the image is as before or as after, every byte of the disk and of each
-//! snapshot the same, and nothing is wrong with it but leaked clusters. A second cut hits the amendment that is made again
-//! after the first.
+//! Power cuts while format options are amended. The image is as before or as after. Every byte of the disk and of each
+//! snapshot is the same, and nothing is wrong with it but leaked clusters. A second cut hits the amendment that is made
+//! again after the first.
 
 use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, CheckReport, check};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while dirty bitmaps are changed, and while the disk below them is resized: they are as before or as after, and
-//! nothing is wrong with the image but leaked clusters. And a killed process: what it wrote is dirty, flushed or not.
+//! Power cuts while dirty bitmaps are changed, and while the disk below them is resized. The bitmaps are as before or
+//! as after, and nothing is wrong with the image but leaked clusters. And a killed process: what it wrote is dirty,
+//! flushed or not.
 
 use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, CheckReport, check};

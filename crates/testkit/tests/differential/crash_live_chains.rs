@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while the layers of a chain in use are committed or streamed: the disk reads the same before, after and at
-//! every moment between, and its chain has nothing wrong but leaked clusters.
+//! Power cuts while the layers of a chain in use are committed or streamed. The disk reads the same before, after and
+//! at every moment between, and its chain has nothing wrong but leaked clusters.
 
 use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, CheckReport, check};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images with several features at once (encryption, snapshots, bitmaps, data files, subclusters, backing files), created,
-//! written and changed by the real QEMU and by us in turns, each against a plain copy of the disk's bytes and a set of
-//! granules.
+//! Images with several features at once (encryption, snapshots, bitmaps, data files, subclusters, backing files),
+//! created, written and changed by the real QEMU and by us in turns. Each is compared with a plain copy of the disk's
+//! bytes and a set of granules.
 
 use cowshed_image::secret::Secret;
 use cowshed_image::snapshots::SnapshotName;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Internal snapshots, taken, applied, deleted and written over by the real QEMU and by us in turns, on one image, over
-//! the matrix of options; each against a plain copy of the disk's bytes.
+//! the matrix of options. Each is compared with a plain copy of the disk's bytes.
 
 use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, Preallocation, open};

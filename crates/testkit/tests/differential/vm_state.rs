@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The state of a virtual machine behind the disk: written and read by QEMU and by us, kept by what else is done with the
-//! image, and written under power cuts.
+//! The state of a virtual machine behind the disk, written and read by QEMU and by us. Everything else that is done
+//! with the image keeps it. It is written under power cuts, too.
 
 use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, check};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the crash test has found once: the smallest requests that showed it, kept so that it stays away.
+//! Former findings of the crash test: the smallest requests that showed each, kept so that it stays away.
 
 use cowshed_block::Errno;
 use cowshed_storage::sim::{Config, Effect, Fault, OpKind};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ways in which qcow2 engines have lost data, each brought about on purpose: the test first makes sure that the
-//! dangerous moment has come, then cuts the power everywhere around it and holds reads against the model.
+//! The ways in which qcow2 engines have lost data, each brought about on purpose. The test first makes sure that the
+//! dangerous moment has come. Then it cuts the power everywhere around it and holds reads against the model.
 
 use cowshed_block::Errno;
 use cowshed_image::Preallocation;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What mirrors, backups, limits and detaching promise in one small case each, on the simulated disk.
+//! The promises of mirrors, backups, limits and detaching, in one small case each, on the simulated disk.
 
 use cowshed_block::{Errno, Result};
 use cowshed_image::Node;
