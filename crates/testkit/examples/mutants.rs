@@ -127,7 +127,7 @@ fn main() -> ExitCode {
         println!("{function:75} {fate:?} without a mutant");
         assert_eq!(fate, Fate::Passes, "a test that fails anyway proves nothing");
     }
-    let mut text = String::from("| mutant | what goes wrong | killed by |\n|---|---|---|\n");
+    let mut text = String::from("| mutant | fault | killed by |\n|---|---|---|\n");
     let mut alive = 0;
     for mutant in &chosen {
         let started = Instant::now();

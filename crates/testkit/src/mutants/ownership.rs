@@ -23,7 +23,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "unmapping_counts_as_durable",
-        about: "what is unmapped counts as unmapped by the cycle before",
+        about: "an unmapping counts as durable before its cycle",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
         edits: &[(
             "crates/qcow2/src/reclaim.rs",
@@ -106,7 +106,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "places_outlive_changes",
-        about: "what is remembered of a chain is believed though a layer has become writable",
+        about: "places remembered of a chain are believed though a layer has become writable",
         test: ("chains", "the_places_of_a_layer_are_forgotten_when_it_may_be_written_to"),
         edits: &[
             (
@@ -479,7 +479,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "inflated_clusters_not_forgotten",
-        about: "what was inflated is kept when its host cluster gets a new owner",
+        about: "inflated data is kept when its host cluster gets a new owner",
         test: ("failure_shapes", "a_decompressed_cluster_is_not_served_after_its_host_cluster_has_a_new_owner"),
         edits: &[(
             "crates/image/src/formats/qcow2/flush.rs",
