@@ -225,13 +225,16 @@ fn secret(options: &BlockdevOptions, known: &Objects) -> Result<Secret, Failure>
     Ok(Secret::load_wrapped(options.text("data"), file.as_deref(), is_base64, wrapping.as_ref())?)
 }
 
+/// The cache modes of `-t` and `-T`.
+pub const CACHE_MODES: &[&str] = &["none", "writeback", "writethrough", "directsync", "unsafe"];
+
 /// A cache mode of `-t` or `-T`; `which` is "" or "source " for the message.
 pub fn cache_mode(which: &str, mode: Option<&String>) -> Result<Option<String>, Failure> {
     match mode.map(String::as_str) {
         None => Ok(None),
         // "off" is the old word for "none".
         Some("off") => Ok(Some("none".to_owned())),
-        Some("none" | "writeback" | "writethrough" | "directsync" | "unsafe") => Ok(mode.cloned()),
+        Some(known) if CACHE_MODES.contains(&known) => Ok(mode.cloned()),
         Some(other) => Err(Failure::new(format!("Invalid {which}cache option: {other}"))),
     }
 }

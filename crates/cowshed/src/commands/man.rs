@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `man`: writes the manual pages.
 
-use super::{Verb, parser};
-use crate::invocation::Persona;
+use super::{Program, Verb};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use std::path::{Path, PathBuf};
@@ -13,6 +12,7 @@ pub const VERB: Verb = Verb {
     operands: "",
     details: "One page for the program and one for each command, made from the same table as --help.",
     examples: "  cowshed man --dir /usr/share/man/man1
+  cowshed man --dir ~/.local/share/man/man1 --program qemu-img
   cowshed man | man -l -
       The page of the program, on the screen.",
     in_qemu_img: false,
@@ -25,20 +25,24 @@ struct ManArgs {
     /// Write all pages into this folder, which is made if need be
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     dir: Option<PathBuf>,
+    /// The name that the pages are about
+    #[arg(long, value_enum, default_value_t, value_name = "NAME")]
+    program: Program,
 }
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ManArgs::from_arg_matches(matches)?;
-    let mut root = parser::root(Persona::Cowshed);
+    let name = args.program.name();
+    let mut root = args.program.command();
     root.build();
     let Some(dir) = args.dir else {
-        console.print(String::from_utf8_lossy(&page(&root, "cowshed")?));
+        console.print(String::from_utf8_lossy(&page(&root, name)?));
         return Ok(0);
     };
     std::fs::create_dir_all(&dir).map_err(|error| failed(&dir, &error))?;
-    write_page(&dir, &root, "cowshed")?;
+    write_page(&dir, &root, name)?;
     for command in root.get_subcommands() {
-        write_page(&dir, command, &format!("cowshed-{}", command.get_name()))?;
+        write_page(&dir, command, &format!("{name}-{}", command.get_name()))?;
     }
     Ok(0)
 }

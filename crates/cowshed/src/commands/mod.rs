@@ -88,6 +88,41 @@ pub const NOT_YET: &[&str] = &[];
 
 pub use daemon::TOOLS;
 
+/// A name that the program has: what completions and manual pages are made for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Program {
+    #[default]
+    Cowshed,
+    QemuImg,
+    QemuIo,
+    QemuNbd,
+    QemuStorageDaemon,
+}
+
+impl Program {
+    pub fn name(self) -> &'static str {
+        match self {
+            Program::Cowshed => "cowshed",
+            Program::QemuImg => "qemu-img",
+            Program::QemuIo => "qemu-io",
+            Program::QemuNbd => "qemu-nbd",
+            Program::QemuStorageDaemon => "qemu-storage-daemon",
+        }
+    }
+
+    /// The command line of that name.
+    pub fn command(self) -> clap::Command {
+        match self {
+            Program::Cowshed => parser::root(Persona::Cowshed),
+            Program::QemuImg => parser::root(Persona::QemuImg),
+            _ => match TOOLS.iter().find(|tool| tool.name == self.name()) {
+                Some(tool) => parser::tool(tool),
+                None => parser::root(Persona::Cowshed),
+            },
+        }
+    }
+}
+
 /// Runs the command line; the exit code.
 pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
     let result = parse(invocation, console).and_then(|parsed| match parsed {

@@ -27,6 +27,7 @@ mod old_bytes;
 mod on_servers;
 mod onto_itself;
 mod oracle;
+mod package;
 mod program;
 mod refusals;
 mod running;

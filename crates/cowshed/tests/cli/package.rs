@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The packages: `scripts/package` twice over this program, and `scripts/try-package` on what it made.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository is there")
+}
+
+fn run(script: &str, arguments: &[&str]) -> String {
+    let output = Command::new(root().join(script)).args(arguments).output().expect("the script can be run");
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{script} {arguments:?}: {}\n{out}{err}", output.status);
+    out.into_owned()
+}
+
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).expect("the folder is there").map(|entry| entry.expect("an entry"));
+    entries
+        .map(|entry| (entry.file_name().into_string().expect("a name"), std::fs::read(entry.path()).expect("a file")))
+        .collect()
+}
+
+#[test]
+fn packages_are_the_same_each_time_and_work_where_they_are_installed() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let made = ["one", "two"].map(|name| {
+        let out = folder.path().join(name);
+        let out_text = out.to_str().expect("a name");
+        run("scripts/package", &["--draft", "--program", env!("CARGO_BIN_EXE_cowshed"), "--out", out_text]);
+        out
+    });
+    let [one, two] = [&made[0], &made[1]].map(|folder| files(folder));
+    assert!(one.len() == 4 && one.keys().eq(two.keys()), "{:?}, {:?}", one.keys(), two.keys());
+    for (name, bytes) in &one {
+        assert!(*bytes == two[name], "{name} differs between two runs");
+    }
+    let said = run("scripts/try-package", &[made[0].to_str().expect("a name")]);
+    assert!(said.contains("installed, used and removed"), "{said}");
+}
+
+#[test]
+fn the_page_about_systemd_shows_the_units_of_the_package() {
+    let page = std::fs::read_to_string(root().join("docs/systemd.md")).expect("the page is there");
+    for unit in ["cowshed@.service", "cowshed@.socket"] {
+        let text = std::fs::read_to_string(root().join("packaging").join(unit)).expect("the unit is there");
+        assert!(page.contains(&format!("```ini\n{text}```")), "docs/systemd.md doesn't show packaging/{unit}");
+    }
+}
