@@ -15,8 +15,8 @@ use std::time::Duration;
 /// A command that runs for so long is reported in the log.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
 
-/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests of nodes must run to their
-/// end, so they come as tasks, which go on without their handle.
+/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests that it has begun are carried
+/// out then, but the steps behind them are not. So commands and jobs come as tasks, which go on without their handle.
 pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
     let (mut work, mut over) = (pin!(work), pin!(rt::sleep(limit)));
     poll_fn(|context| match work.as_mut().poll(context) {
@@ -112,8 +112,8 @@ impl Commands {
         tasks.push(rt::spawn(task));
     }
 
-    /// Waits for the commands to end, for at most `limit`. The names of those that don't; their tasks go on, as requests of
-    /// nodes must run to their end.
+    /// Waits for the commands to end, for at most `limit`. The names of those that don't. Their tasks go on: a command that
+    /// stopped between two steps would leave the graph half changed.
     pub async fn stop(&self, limit: Duration) -> Vec<String> {
         let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
         let end = rt::now() + limit;

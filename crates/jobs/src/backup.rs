@@ -75,7 +75,9 @@ struct Recorded {
     since: Arc<DirtyMap>,
 }
 
-/// The work under way. Its futures must run to their end.
+/// The work under way. Requests that a dropped future of it has begun are carried out; the steps behind them are not. Parts
+/// that a dropped [`Backup::copy`] has not saved stay pending, so it can be called again. A dropped [`Backup::finish`] or
+/// [`Backup::end`] may leave the filter in the graph.
 pub struct Backup {
     graph: Arc<Graph>,
     request: BackupRequest,

@@ -69,7 +69,9 @@ impl Default for MirrorOptions {
     }
 }
 
-/// A copy under way: to another node, or of what an image holds into an image below it. Its futures must run to their end.
+/// A copy under way: to another node, or of what an image holds into an image below it. Requests that a dropped future of it
+/// has begun are carried out; the steps behind them are not. A dropped [`Mirror::catch_up`] or [`Mirror::finish`] leaves its
+/// piece clean in the map though the target may lack it: only [`Mirror::end`] may follow.
 pub struct Mirror {
     graph: Arc<Graph>,
     source: Arc<Node>,

@@ -32,7 +32,9 @@ pub struct StreamRequest {
     pub filter_name: String,
 }
 
-/// The work under way. Its futures must run to their end.
+/// The work under way. Requests that a dropped future of it has begun are carried out, and so is the copy of a piece; the steps
+/// behind them are not. A dropped [`Stream::copy`] can be called again. A dropped [`Stream::finish`] or [`Stream::end`] may leave
+/// the filter in the graph.
 pub struct Stream {
     graph: Arc<Graph>,
     request: StreamRequest,

@@ -41,7 +41,8 @@ pub struct MergeRequest {
     pub mask_protocol: bool,
 }
 
-/// The work under way. Its futures must run to their end.
+/// The work under way. Requests that a dropped future of it has begun are carried out; the steps behind them are not. A dropped
+/// [`Merge::copy`] leaves pieces out: only [`Merge::end`] may follow.
 pub struct Merge {
     graph: Arc<Graph>,
     request: MergeRequest,

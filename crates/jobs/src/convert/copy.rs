@@ -116,7 +116,7 @@ impl<'a> Copy<'a> {
                 copiers.push(self.copy_pieces(&work));
                 work.copiers.set(copiers.len());
             }
-            // What has begun runs to its end: a write that is dropped could reach the disk later.
+            // What has begun is awaited: a dropped write goes on, and could reach the disk after the job's end.
             let Some(ended) = copiers.next().await else { break };
             work.copiers.set(copiers.len());
             result = result.and(ended);
