@@ -6,6 +6,7 @@
 
 use super::Graph;
 use super::owned::no_such_node;
+use super::writing::check_becomes_writable;
 use crate::filters::throttle::Group;
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{ChildRole, DetectZeroes, Node};
@@ -272,7 +273,10 @@ impl Graph {
                 Err(Error::new(ErrorKind::Busy, message))
             }
             (false, true) => self.make_read_only(&plan.node).await,
-            (true, false) => self.make_writable(&plan.node).await,
+            (true, false) => {
+                check_becomes_writable(&plan.node)?;
+                self.make_writable(&plan.node).await
+            }
             _ => Ok(()),
         }
     }

@@ -9,6 +9,25 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
 use std::sync::Arc;
 
+/// Drivers that stay read-only once they are opened so. Each writes to a second node besides, and an image may have named that
+/// node for reading only. QEMU refuses to reopen the same drivers.
+const STAY_READ_ONLY: &[&str] = &["blklogwrites", "blkverify", "compress", "copy-before-write", "quorum"];
+
+/// Refuses a read-only node that could not be opened again for writing, or that stands on one.
+pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
+    if !node.is_read_only() {
+        return Ok(());
+    }
+    let driver = node.driver_name();
+    if STAY_READ_ONLY.contains(&driver) {
+        let message =
+            format!("Block format '{driver}' used by node '{}' does not support reopening files", node.name());
+        return Err(Error::new(ErrorKind::ReadOnly, message));
+    }
+    let storage = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    storage.map(|child| check_becomes_writable(&child.node)).collect()
+}
+
 impl Graph {
     /// Makes a node read-only or writable, with the files that store it. Refused while somebody writes to it, or where
     /// its file may not be written. A future that is dropped while it waits for requests changes nothing; later, the change is
@@ -24,7 +43,10 @@ impl Graph {
                     node.complete().await?;
                     graph.make_read_only(&node).await
                 }
-                false => graph.make_writable(&node).await,
+                false => {
+                    check_becomes_writable(&node)?;
+                    graph.make_writable(&node).await
+                }
             }
         })
         .await

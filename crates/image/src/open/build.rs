@@ -160,7 +160,7 @@ pub(crate) struct Place {
     pub is_metadata: bool,
 }
 
-/// One file that this open has opened, to notice loops.
+/// One file between the root and the node that is opened now, to notice loops.
 struct OpenedFile {
     identity: FileIdentity,
     name: String,
@@ -483,7 +483,17 @@ impl Opener {
         }
     }
 
-    /// A file that this open has opened already.
+    /// The files from the root to the node that is opened now, to be given to [`Self::back_to`] behind a branch.
+    pub(super) fn path_of_files(&self) -> usize {
+        self.opened.borrow().len()
+    }
+
+    /// Ends a branch: its files may come again in the next one, for two images may share a base.
+    pub(super) fn back_to(&self, path: usize) {
+        self.opened.borrow_mut().truncate(path);
+    }
+
+    /// Refuses a file that stands between the root and the node that is opened now.
     fn check_loop(self: &Rc<Self>, file: &File, name: &str) -> Result<()> {
         let Some(identity) = file.identity() else { return Ok(()) };
         if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {

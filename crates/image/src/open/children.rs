@@ -3,7 +3,7 @@
 
 use super::BackingPolicy;
 use super::build::{Draft, Opener, Place, Role, named};
-use super::names::{protocol_options, resolve};
+use super::names::{driver_for, file_options, resolve};
 use crate::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use crate::node::{ChildRole, Node};
 use crate::options::BlockdevOptions;
@@ -144,8 +144,8 @@ impl Opener {
             (None, Some(name)) => {
                 self.policy.check(self.policy.allow_data_file, "the data file", &name, image)?;
                 // Other than a backing file's name, this one is relative to the working directory, as in QEMU: when the
-                // image is made, too.
-                self.by_name(&name, image)?.into()
+                // image is made, too. It names a file also where it looks like an address or like options.
+                file_options(driver_for(&name, &*self.files), &name).into()
             }
         };
         let place =
@@ -153,17 +153,6 @@ impl Opener {
         let node = self.child(draft, ChildRole::DataFile, spec, place).await;
         let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
         Ok(Some(node.storage()))
-    }
-
-    /// The options of a protocol node, on an image's word.
-    fn by_name(&self, name: &str, image: &str) -> Result<BlockdevOptions> {
-        self.check_json(name, image)?;
-        let options = match BlockdevOptions::from_json_name(name) {
-            Some(options) => options,
-            None => protocol_options(name, &*self.files),
-        }?;
-        self.policy.check_drivers(&options.clone().into(), name, image)?;
-        Ok(options)
     }
 
     /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
@@ -175,7 +164,11 @@ impl Opener {
         }
         let Some(options) = BlockdevOptions::from_json_name(name) else { return Ok(()) };
         self.policy.check(self.policy.allow_json, "a file by", name, image)?;
-        if refers_to_node(&options.map_err(|error| error.file(image))?.into()) {
+        let options = Value::from(options.map_err(|error| error.file(image))?);
+        if has_rules(&options) {
+            return self.policy.check(false, "rules by", name, image);
+        }
+        if refers_to_node(&options) {
             self.policy.check(false, "a node of the graph by", name, image)?;
         }
         Ok(())
@@ -262,6 +255,15 @@ impl Opener {
 
 /// The keys that may hold a child's node-name.
 const CHILD_KEYS: [&str; 8] = ["file", "backing", "data-file", "image", "target", "raw", "test", "log"];
+
+/// True when a node of an option tree reads its rules from a file (`blkdebug`).
+fn has_rules(options: &Value) -> bool {
+    match options {
+        Value::Object(map) => map.iter().any(|(key, value)| (key == "config" && value.is_string()) || has_rules(value)),
+        Value::Array(nodes) => nodes.iter().any(has_rules),
+        _ => false,
+    }
+}
 
 /// True when a child is given by its node-name somewhere in an option tree.
 fn refers_to_node(options: &Value) -> bool {

@@ -131,7 +131,10 @@ async fn log_writes(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 async fn replica(opener: &Rc<Opener>, draft: &mut Draft, role: ChildRole, options: Value) -> Result<Arc<Node>> {
     let writable = !draft.settings.read_only;
     let place = Place { role: Role::Replica, ..draft.place.storage(&role.name(), writable) };
-    opener.child(draft, role, options, place).await
+    let path = opener.path_of_files();
+    let node = opener.child(draft, role, options, place).await?;
+    opener.back_to(path);
+    Ok(node)
 }
 
 fn links(draft: &Draft) -> Vec<Arc<Link>> {
@@ -140,7 +143,9 @@ fn links(draft: &Draft) -> Vec<Arc<Link>> {
 
 async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let writable = !draft.settings.read_only;
+    let path = opener.path_of_files();
     let raw = opener.child(draft, ChildRole::Raw, spec(draft, "raw"), draft.place.storage("raw", writable)).await?;
+    opener.back_to(path);
     let test = replica(opener, draft, ChildRole::Test, spec(draft, "test")).await?;
     if test.size() > raw.size() {
         let message = format!("'{}' is shorter than '{}', which is to be verified by it", raw.name(), test.name());
@@ -194,7 +199,13 @@ async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, Str
 }
 
 async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+    // Its target is written to, so an image could have a second file changed that it names for reading.
+    if draft.settings.read_only {
+        return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+    }
+    let path = opener.path_of_files();
     let child = opener.file_child(draft).await?;
+    opener.back_to(path);
     let spec = spec(draft, "target");
     let target = opener.child(draft, ChildRole::Target, spec, draft.place.storage("target", true)).await?;
     if storage_of(&target).iter().any(|below| Arc::ptr_eq(below, &child)) {

@@ -106,7 +106,7 @@ pub(super) fn driver_for(path: &str, files: &dyn Files) -> &'static str {
     }
 }
 
-fn file_options(driver: &str, path: &str) -> BlockdevOptions {
+pub(super) fn file_options(driver: &str, path: &str) -> BlockdevOptions {
     BlockdevOptions::new().with("driver", driver).with("filename", path)
 }
 

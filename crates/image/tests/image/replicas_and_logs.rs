@@ -341,6 +341,33 @@ fn a_majority_decides_and_repairs() {
     assert!(opened(&mixed, false).unwrap_err().to_string().contains("one size"));
 }
 
+/// Two overlays of one base in one opening are no loop; a chain that comes back to itself below one of them is.
+#[test]
+fn branches_of_one_opening_share_a_base() {
+    let files = Files::new();
+    let base = files.raw("base", &[7; MIB as usize]);
+    let (one, two) = (files.text("one"), files.text("two"));
+    for overlay in [&one, &two] {
+        qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", overlay]);
+    }
+    let child = |key: &str, name: &str| format!("{key}.driver=qcow2,{key}.file.driver=file,{key}.file.filename={name}");
+    let trees = [
+        format!("driver=quorum,vote-threshold=2,{},{}", child("children.0", &one), child("children.1", &two)),
+        format!("driver=blkverify,{},{}", child("raw", &one), child("test", &two)),
+        format!("driver=copy-before-write,{},{}", child("file", &one), child("target", &two)),
+    ];
+    for tree in &trees {
+        let node = opened(tree, true).unwrap_or_else(|error| panic!("{tree}: {error}"));
+        assert_eq!(read(&node, 4096, 512).unwrap(), vec![7; 512], "{tree}");
+        close(&node);
+    }
+    qemu_img(&["rebase", "-u", "-b", &two, "-F", "qcow2", &two]);
+    for tree in &trees {
+        let error = opened(tree, true).expect_err("a loop");
+        assert!(error.to_string().contains("the chain loops"), "{tree}: {error}");
+    }
+}
+
 #[test]
 fn readers_and_writers_of_a_quorum_see_no_half_written_range() {
     let files = Files::new();
