@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Gives an image another backing file.
 
+use crate::layer::geometry;
 use crate::runs::{self, Piece, Runs};
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle, in_work};
@@ -159,12 +160,38 @@ async fn keep_ranges(change: &Move<'_>) -> Result<()> {
     let runs =
         Runs::new(change.image, below, change.image).passing_zeroes_of(change.old.into_iter().chain(change.base));
     runs::for_each(runs, change.job, async |pieces| {
-        for piece in pieces {
+        for piece in in_whole_units(pieces, change.unit()) {
             change.keep(piece).await?;
         }
         Ok(())
     })
     .await
+}
+
+/// The pieces with borders between units where they touch one another: the unit in which one ends and the next one begins
+/// belongs to that which isn't zero. So a unit is looked at, and written or compressed, as a whole.
+fn in_whole_units(pieces: Vec<Piece>, unit: u64) -> Vec<Piece> {
+    let mut whole: Vec<Piece> = Vec::with_capacity(pieces.len());
+    for mut piece in pieces {
+        let end = piece.start + piece.len;
+        if let Some(last) = whole.last_mut().filter(|last| last.start + last.len == piece.start) {
+            let border = match (last.zero, piece.zero) {
+                (true, false) => (piece.start / unit * unit).max(last.start),
+                (false, true) => piece.start.next_multiple_of(unit).min(end),
+                // They go the same way.
+                _ => end,
+            };
+            last.len = border - last.start;
+            piece = Piece { start: border, len: end - border, zero: piece.zero };
+            if last.len == 0 {
+                whole.pop();
+            }
+        }
+        if piece.len != 0 {
+            whole.push(piece);
+        }
+    }
+    whole
 }
 
 impl Move<'_> {
@@ -215,8 +242,12 @@ impl Move<'_> {
         self.write_units(piece.start, old, |at, unit| *unit != new[at..at + unit.len()]).await
     }
 
+    /// What is looked at, and written, as a whole: what is compressed is a cluster.
     fn unit(&self) -> u64 {
-        self.image.qcow2().map_or(runs::PIECE_BYTES, |driver| driver.cluster_size())
+        geometry(self.image).map_or(runs::PIECE_BYTES, |geometry| match self.options.compressed {
+            true => geometry.cluster_bytes,
+            false => geometry.allocation_unit_bytes,
+        })
     }
 
     /// Writes those units of `bytes`, which stand at `start`, that differ from what would be read there; `differs` also gets
@@ -279,5 +310,26 @@ async fn read_below(node: Option<&Arc<Node>>, start: u64, len: u64) -> Result<Io
             result.map(|()| buf)
         }
         None => Ok(IoBuf::zeroed(len as usize)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_not_divided() {
+        let piece = |start, len, zero| Piece { start, len, zero };
+        for (pieces, whole) in [
+            (
+                vec![piece(0, 100, true), piece(100, 300, false), piece(400, 112, true)],
+                vec![piece(0, 64, true), piece(64, 384, false), piece(448, 64, true)],
+            ),
+            (vec![piece(0, 10, true), piece(10, 10, false), piece(20, 10, true)], vec![piece(0, 30, false)]),
+            (vec![piece(0, 100, false), piece(100, 100, false)], vec![piece(0, 200, false)]),
+            (vec![piece(0, 64, true), piece(128, 10, false)], vec![piece(0, 64, true), piece(128, 10, false)]),
+        ] {
+            assert_eq!(in_whole_units(pieces, 64), whole);
+        }
     }
 }
