@@ -123,11 +123,17 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
         BitmapAction::Merge(from) => {
             // What is wrong with the target is said first.
             driver.bitmap_bits(&name).await?;
-            let source = driver_of(source.unwrap_or(node))?;
+            let source = source.unwrap_or(node);
+            let source = source.qcow2().ok_or_else(|| no_bitmaps(source, from, action))?;
             BitmapChange::Merge { target: name, source: source.bitmap_bits(from).await? }
         }
     };
-    driver.change_bitmaps(&[change]).await
+    driver.change_bitmaps(&[change]).await.map_err(|error| {
+        // QEMU names the node, of which the driver doesn't know.
+        let file = format!("persistent in '{}': ", node.filename());
+        let sentence = error.message().replacen(&file, &format!("persistent in '{}': ", node.name()), 1);
+        if sentence == error.message() { error } else { error.qemu(sentence) }
+    })
 }
 
 /// A format without bitmaps: none can be added, and there is none for anything else, as QEMU says it.

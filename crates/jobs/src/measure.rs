@@ -35,15 +35,26 @@ pub struct Measurement {
     pub fully_allocated: u64,
 }
 
-/// Measures.
-pub async fn run(options: &MeasureOptions, job: &JobHandle) -> Result<Measurement> {
+/// Checks the options of the new image, which need no look at the old one.
+pub fn check(options: &MeasureOptions) -> Result<()> {
+    let (format, values) = parsed(options)?;
+    if format == "qcow2" { Qcow2CreateOptions::to_measure(0, &values).map(drop) } else { Ok(()) }
+}
+
+/// The format, and the options of the new image.
+fn parsed(options: &MeasureOptions) -> Result<(&str, OptionValues)> {
     let format = options.target_format.as_deref().unwrap_or("raw");
     let schema = options_of(format).ok_or_else(|| {
         Error::unsupported("images of this format can't be measured: qcow2, luks and raw can")
             .field("-O")
             .value(format!("'{format}'"))
     })?;
-    let values = OptionValues::parse(schema, &options.create_options)?;
+    Ok((format, OptionValues::parse(schema, &options.create_options)?))
+}
+
+/// Measures.
+pub async fn run(options: &MeasureOptions, job: &JobHandle) -> Result<Measurement> {
+    let (format, values) = parsed(options)?;
     match (&options.source, options.size) {
         (Some(_), Some(_)) => Err(Error::invalid_argument("--size and a file name cannot be used at the same time")),
         (None, None) => Err(Error::invalid_argument("either --size or a file name must be given")),
@@ -70,10 +81,11 @@ async fn measure(
         return Ok(Measurement { bitmaps: None, required: size, fully_allocated: size });
     }
     if format != "qcow2" {
-        let size = round_size(size)?;
+        let too_large = || Error::invalid_argument("the image is too large to be measured").field("size").value(size);
+        let size = size.checked_next_multiple_of(512).ok_or_else(too_large)?;
         return Ok(Measurement { bitmaps: None, required: size, fully_allocated: size });
     }
-    let options = Qcow2CreateOptions::from_values(size, values)?;
+    let options = Qcow2CreateOptions::to_measure(size, values)?;
     let cluster = options.cluster_bytes();
     let too_large = || Error::invalid_argument("the image is too large to be measured").field("size").value(size);
     let metadata = metadata_bytes(&options).ok_or_else(too_large)?;

@@ -97,7 +97,7 @@ impl ImageSpec {
     /// The option tree of the image with the choice of who does the I/O of its file.
     fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
         let mut tree = match self.image_opts {
-            true => BlockdevOptions::from_keyval(&self.name)?,
+            true => BlockdevOptions::from_image_opts(&self.name).map_err(|error| error.file(&self.name))?,
             false => options_of_name(&self.name, self.format.as_deref())?,
         };
         let is_cached = !matches!(self.cache.as_deref(), Some("none" | "directsync"));

@@ -48,12 +48,18 @@ impl NbdUri {
 
     /// From a file name.
     pub fn parse(name: &str) -> Result<NbdUri> {
-        let wrong = |why: &str| Error::invalid_argument(format!("not a valid NBD address: {why}")).file(name);
+        let wrong = |why: &str| {
+            let error = Error::invalid_argument(format!("not a valid NBD address: {why}")).file(name);
+            error.qemu(if why == NO_PATH { NO_PATH_SENTENCE } else { "No valid URL specified" })
+        };
         let Some((scheme, rest)) = name.split_once(':') else { return Err(wrong("no scheme")) };
         let Some(rest) = rest.strip_prefix("//") else {
             return match scheme {
-                "nbd" => parse_legacy(rest).map_err(|why| wrong(&why)),
-                _ => Err(wrong("'//' is missing behind the scheme")),
+                "nbd" => parse_legacy(rest).map_err(|(why, sentence)| wrong(&why).qemu(sentence)),
+                _ => {
+                    Err(wrong("'//' is missing behind the scheme")
+                        .qemu("File name string for NBD must start with 'nbd:'"))
+                }
             };
         };
         let (tls, unix) = match scheme.to_ascii_lowercase().as_str() {
@@ -66,6 +72,11 @@ impl NbdUri {
         parse_rest(rest, tls, unix).map_err(|why| wrong(&why))
     }
 }
+
+/// Why an address with an empty path is none.
+const NO_PATH: &str = "the path of the socket is missing";
+/// QEMU finds that out when it connects.
+const NO_PATH_SENTENCE: &str = "Failed to connect to '': Connection refused";
 
 fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
     if rest.contains('#') {
@@ -99,9 +110,13 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
         }
     }
     let place = if unix {
+        if !authority.is_empty() {
+            return Err(format!("'{authority}' is a host, where the address is the path of a socket"));
+        }
         match socket {
             Some(path) if !path.is_empty() => Place::Unix { path },
-            _ => return Err("the parameter 'socket' is missing".into()),
+            Some(_) => return Err(NO_PATH.into()),
+            None => return Err("the parameter 'socket' is missing".into()),
         }
     } else {
         if socket.is_some() {
@@ -144,19 +159,29 @@ fn tcp(authority: &str) -> Result<Place, String> {
     let host = if host.is_empty() { "localhost".to_owned() } else { host };
     let port = match port {
         "" => crate::DEFAULT_PORT,
-        port => port.parse().ok().filter(|&port| port != 0).ok_or_else(|| format!("'{port}' is no port"))?,
+        port => match port.parse().map_err(|_| format!("'{port}' is no port"))? {
+            // As if it weren't there.
+            0 => crate::DEFAULT_PORT,
+            port => port,
+        },
     };
     Ok(Place::Tcp { host, port })
 }
 
-/// `HOST:PORT[:exportname=NAME]` or `unix:PATH[:exportname=NAME]`.
-fn parse_legacy(rest: &str) -> Result<NbdUri, String> {
-    let (rest, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
-    check_export(export)?;
+/// `HOST:PORT[:exportname=NAME]` or `unix:PATH[:exportname=NAME]`. An error has QEMU's sentence besides.
+fn parse_legacy(rest: &str) -> Result<NbdUri, (String, String)> {
+    const MISSING: &str = "NBD server address missing";
+    let (rest, export) = match rest.split_once(":exportname=") {
+        Some((_, "")) => return Err(("the name of the export is missing".into(), MISSING.into())),
+        Some(parts) => parts,
+        None => (rest, ""),
+    };
+    check_export(export).map_err(|why| (why.clone(), why))?;
     let place = match rest.strip_prefix("unix:") {
-        Some("") => return Err("the path of the socket is missing".into()),
+        Some("") => return Err((NO_PATH.into(), NO_PATH_SENTENCE.into())),
         Some(path) => Place::Unix { path: path.to_owned() },
-        None => tcp(rest)?,
+        None if rest.is_empty() => return Err(("there is nothing behind 'nbd:'".into(), MISSING.into())),
+        None => legacy_tcp(rest)?,
     };
     Ok(NbdUri {
         place,
@@ -166,6 +191,27 @@ fn parse_legacy(rest: &str) -> Result<NbdUri, String> {
         tls_certificates: None,
         tls_verify_peer: None,
     })
+}
+
+/// `HOST:PORT`; neither may be left out.
+fn legacy_tcp(address: &str) -> Result<Place, (String, String)> {
+    let unparsed = || format!("error parsing address '{address}'");
+    let (host, port) = match address.rsplit_once(':') {
+        Some((host, port)) if !port.is_empty() && !port.ends_with(']') => (host, port),
+        _ => return Err(("the port is missing".into(), unparsed())),
+    };
+    if host.is_empty() {
+        let sentence = format!("address resolution failed for {address}: Name or service not known");
+        return Err(("the host is missing".into(), sentence));
+    }
+    match port.parse::<u16>() {
+        Err(_) => {
+            let sentence = format!("address resolution failed for {address}: Servname not supported for ai_socktype");
+            Err((format!("'{port}' is no port"), sentence))
+        }
+        Ok(0) => Err((format!("'{port}' is no port"), format!("Failed to connect to '{address}': Connection refused"))),
+        Ok(_) => tcp(address).map_err(|why| (why, unparsed())),
+    }
 }
 
 /// Turns `%XX` into the byte.
@@ -324,7 +370,12 @@ mod tests {
             ("nbd://h:99999/", "'99999'"),
             ("nbd://::1/", "brackets"),
             ("nbd://a%08b/", "is no host"),
-            ("nbd://h:0/", "'0'"),
+            ("nbd+unix://h/?socket=s", "'h'"),
+            ("nbd:h:0", "'0'"),
+            ("nbd:h", "port"),
+            ("nbd::1", "host"),
+            ("nbd:", "nothing"),
+            ("nbd:h:1:exportname=", "export"),
             ("nbd://[::1/", "']'"),
             ("nbd://h/%4", "'%'"),
             ("nbd://h/a%00b", "NUL"),

@@ -80,7 +80,16 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let keeps_backing = console.persona == Persona::QemuImg;
     let options = AmendOptions { image, options: args.options, keeps_backing, force: args.force };
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?.starting_late();
-    let failed = |error: &Error| failed(console.persona, file, error);
+    let failed = |error: &Error| {
+        let failure = failed(console.persona, file, error);
+        match error.kind() {
+            // What is wrong with the image itself is said with its name.
+            ErrorKind::InvalidArgument | ErrorKind::Unsupported => {
+                work::opened_first(console.persona, &args.naming, &[&options.image], failure)
+            }
+            _ => failure,
+        }
+    };
     job.run(async |handle| amend::run(&options, &handle).await, failed)?;
     Ok(0)
 }

@@ -167,8 +167,10 @@ fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, e
                 Some(BitmapAction::Disable) => "disable",
                 Some(BitmapAction::Merge(_)) => "merge",
             };
-            let reason = Failure::about(persona, file, error).message;
-            let reason = reason.strip_prefix(&format!("{file}: ")).unwrap_or(&reason).to_owned();
+            // The file of the source isn't said either.
+            let named = error.file_name().unwrap_or(file);
+            let reason = Failure::about(persona, named, error).message;
+            let reason = reason.strip_prefix(&format!("{named}: ")).unwrap_or(&reason).to_owned();
             let reason = match reason.split_once(" is inconsistent and cannot be used") {
                 Some((bitmap, _)) => format!(
                     "{bitmap} is inconsistent and cannot be used\nTry block-dirty-bitmap-remove to delete this bitmap from disk"

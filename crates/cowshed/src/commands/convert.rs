@@ -5,7 +5,7 @@ use super::arguments::{NamingArgs, Objects, cache_mode};
 use super::untrusted::Use;
 use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
-use crate::output::failure::qemu_reason;
+use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_block::{Errno, Error, ErrorKind};
@@ -409,15 +409,20 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
             None => sentence.to_owned(),
         });
     }
-    if let (Persona::QemuImg, Some(reason)) = (persona, sentence.strip_prefix("could not open the backing image: ")) {
-        let backing = error.file_name().unwrap_or_default();
-        let reason = match reason.strip_prefix("could not open: ") {
-            Some(reason) => format!("Could not open '{backing}': {reason}"),
-            None => reason.to_owned(),
-        };
-        return Failure::new(format!("Could not open '{}': Could not open backing file: {reason}", target.name));
+    if let (Persona::QemuImg, Some(reason)) = (persona, reason_behind("could not open the backing image: ", error)) {
+        let name = &target.name;
+        return Failure::new(match reason.strip_prefix("Unknown driver ") {
+            Some(driver) => {
+                let format = target.format.as_deref().unwrap_or("raw");
+                format!(
+                    "{name}: error while converting {format}: Parameter 'backing-fmt' does not accept value {driver}"
+                )
+            }
+            None => format!("Could not open '{name}': Could not open backing file: {reason}"),
+        });
     }
-    let about_target = error.file_name() == Some(target.name.as_str());
+    // Its data file is a part of the target.
+    let about_target = error.file_name() == Some(target.name.as_str()) || sentence.starts_with("could not create");
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");
         let reason = qemu_reason(&target.name, error);

@@ -4,6 +4,7 @@
 use super::arguments::{Objects, objects};
 use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
+use crate::output::failure::reason_behind;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{Errno, Error};
@@ -78,7 +79,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let chosen = new_image::format(args.format.as_deref(), file, "-f", console)?;
     let format = chosen.format.clone();
     if console.persona == Persona::QemuImg && options_of(&format).is_none() {
-        return Err(Failure::new(format!("{file}: Unknown file format '{format}'")));
+        return Err(Failure::new(format!("{file}: {}", create_options::refusal(&format))));
     }
     new_image::check_absent(file, args.force, console)?;
     let Objects { secrets, tls, .. } = objects(&args.objects)?;
@@ -120,23 +121,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 /// qemu-img says first which backing file it could not open.
 fn failed_with(persona: Persona, file: &str, format: &str, error: &Error) -> Failure {
-    let backing = error.file_name().unwrap_or_default();
     let text = error.sentence();
     if persona == Persona::QemuImg && error.errno() == Errno::EFBIG {
         let hint = if format == "qcow2" { " (try using a larger cluster size)" } else { "" };
         return Failure::new(format!("{file}: The image size is too large for file format '{format}'{hint}"));
     }
-    let reason = text.strip_prefix("could not open the backing image: ");
-    match (persona, reason) {
-        (Persona::QemuImg, Some(reason))
-            if ["Unknown driver", "Image is not in "].iter().any(|start| reason.starts_with(start)) =>
-        {
-            Failure::new(format!("{file}: {reason}\nCould not open backing image."))
-        }
-        (Persona::QemuImg, Some(reason)) => {
-            let reason = reason.strip_prefix("could not open: ").unwrap_or(reason);
-            Failure::new(format!("{file}: Could not open '{backing}': {reason}\nCould not open backing image."))
-        }
+    match (persona, reason_behind("could not open the backing image: ", error)) {
+        (Persona::QemuImg, Some(reason)) => Failure::new(format!("{file}: {reason}\nCould not open backing image.")),
         (Persona::QemuImg, None) if text.starts_with("Invalid option list") => Failure::new(text),
         _ => Failure::about(persona, file, error),
     }

@@ -4,6 +4,7 @@
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use cowshed_image::create::schema::{CreateOption, help_lines, options_of};
+use cowshed_image::options::{DriverKind, DriverSchema};
 
 /// True when one of the lists asks for help: an element `help` or `?`.
 pub fn asks_for_help(lists: &[String]) -> bool {
@@ -15,15 +16,29 @@ pub fn is_unknown(format: &str) -> bool {
     options_of(format).is_none()
 }
 
+/// Drivers of QEMU with images that QEMU doesn't make either.
+const ONLY_READ: [&str; 4] = ["bochs", "cloop", "dmg", "vvfat"];
+
+/// What is said of a format that no image can be created in.
+pub fn refusal(format: &str) -> String {
+    let makes_none =
+        |schema: &DriverSchema| schema.kind == DriverKind::Filter || ["null-co", "null-aio"].contains(&format);
+    match DriverSchema::find(format).filter(|_| format != "fault") {
+        Some(schema) if makes_none(schema) => format!("Format driver '{format}' does not support image creation"),
+        None if ONLY_READ.contains(&format) => format!("Format driver '{format}' does not support image creation"),
+        _ => format!("Unknown file format '{format}'"),
+    }
+}
+
 /// Refuses a format that no image can be created in; none is raw.
 pub fn require_format(format: Option<&str>) -> Result<(), Failure> {
     let format = format.unwrap_or("raw");
-    options_of(format).map(drop).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))
+    options_of(format).map(drop).ok_or_else(|| Failure::new(refusal(format)))
 }
 
 /// Prints the options of `format`. qemu-img leaves out those of the file below unless the command line names that file.
 pub fn print_help(format: &str, names_file: bool, console: &mut Console) -> Result<u8, Failure> {
-    let options = options_of(format).ok_or_else(|| Failure::new(format!("Unknown file format '{format}'")))?;
+    let options = options_of(format).ok_or_else(|| Failure::new(refusal(format)))?;
     let leaves_out = console.persona == Persona::QemuImg && !names_file;
     let options: Vec<CreateOption> =
         options.iter().filter(|option| !leaves_out || !is_of_protocol(format, option.name)).copied().collect();

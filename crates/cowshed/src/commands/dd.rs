@@ -4,7 +4,7 @@
 use super::arguments::{NamingArgs, Objects};
 use super::convert::of_copying;
 use super::untrusted::Use;
-use super::{Verb, new_image, sizes, work};
+use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
@@ -137,10 +137,13 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
         return Failure::new(sentence);
     }
     if about_output && sentence.starts_with("Unknown file format '") {
-        return Failure::new("Unknown file format");
+        let format = sentence.split('\'').nth(1).unwrap_or_default();
+        let refusal = create_options::refusal(format);
+        // This verb doesn't name what it doesn't know.
+        return Failure::new(if refusal.starts_with("Unknown") { "Unknown file format" } else { &refusal });
     }
     if about_output
-        && ["could not create: ", "could not change the size: "].iter().any(|start| sentence.starts_with(start))
+        && ["could not create", "could not change the size: "].iter().any(|start| sentence.starts_with(start))
     {
         return Failure::new(format!("{output}: error while creating output image: {}", qemu_reason(output, error)));
     }

@@ -4,6 +4,7 @@
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
 use super::untrusted::Use;
 use super::{Verb, work};
+use crate::invocation::Persona;
 use crate::output::info::{Paint, render};
 use crate::output::{Console, Failure, json};
 use clap::{ArgMatches, Args, FromArgMatches};
@@ -63,8 +64,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = InfoOptions { image, backing_chain: args.backing_chain, limits: args.limits };
-    let layers = work::run_quietly(async |job| info::run(&options, &job).await)
-        .map_err(|error| Failure::open(console.persona, file, &error))?;
+    let layers = work::run_quietly(async |job| info::run(&options, &job).await).map_err(|error| {
+        // Each image of a chain is opened by its own name.
+        let named = error.file_name().filter(|_| args.backing_chain && console.persona == Persona::QemuImg);
+        Failure::open(console.persona, named.unwrap_or(file), &error)
+    })?;
     let layers = layers.iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>();
     let layers = layers.map_err(|error| Failure::new(format!("could not make JSON: {error}")))?;
     let layers: Vec<Value> = layers.into_iter().map(json::in_qemu_order).collect();

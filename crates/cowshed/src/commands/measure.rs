@@ -8,6 +8,7 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::options::{DriverKind, DriverSchema};
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
@@ -89,13 +90,19 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
     let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
     args.naming.untrusted.guard(&uses, console)?;
+    // qemu-img opens the image before it reads the options.
+    measure::check(&options).map_err(|error| {
+        let images: Vec<&ImageSpec> = options.source.iter().collect();
+        let later = of_options(console.persona, &options, &error);
+        work::opened_first(console.persona, &args.naming, &images, later)
+    })?;
     let measurement = work::run_quietly(async |job| measure::run(&options, &job).await).map_err(|error| {
-        if let Some(failure) = of_options(console.persona, &options, &error) {
-            let images: Vec<&ImageSpec> = options.source.iter().collect();
-            return work::opened_first(console.persona, &args.naming, &images, failure);
-        }
         let names: Vec<&str> = options.source.iter().map(|source| source.name.as_str()).collect();
-        Failure::open_either(console.persona, &names, &error)
+        let sentence = error.sentence();
+        match console.persona == Persona::QemuImg && sentence.starts_with("The image size ") {
+            true => Failure::new("The image size is too large (try using a larger cluster size)"),
+            false => Failure::open_either(console.persona, &names, &error),
+        }
     })?;
     match args.output {
         OutputFormat::Json => {
@@ -108,29 +115,31 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// Formats that no image can be created in have no size that could be told.
+/// Formats that no image can be created in have no size that could be told; neither have protocols.
 fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
-    match format.filter(|name| cowshed_image::formats::find(name).is_some()) {
-        Some(name) if persona == Persona::QemuImg && create_options::is_unknown(name) => {
+    let is_image = |name: &str| match DriverSchema::find(name) {
+        Some(schema) => schema.kind != DriverKind::Filter && !name.starts_with("null-"),
+        None => false,
+    };
+    match format.filter(|name| is_image(name)) {
+        Some(name) if persona == Persona::QemuImg && (create_options::is_unknown(name) || name == "file") => {
             Err(Failure::new(format!("Block driver '{name}' does not support size measurement")))
         }
         _ => create_options::require_format(format),
     }
 }
 
-/// What is wrong with the image that is to be measured, in qemu-img's words.
-fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Option<Failure> {
-    let message = error.message();
+/// What is wrong with the options, in qemu-img's words.
+fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Failure {
+    let sentence = error.sentence();
     let format = options.target_format.as_deref().unwrap_or("raw");
+    let is_unread = ["Invalid parameter '", "Parameter '", "Value '"].iter().any(|start| sentence.starts_with(start));
     match persona {
-        Persona::QemuImg if message.starts_with("Invalid parameter '") => {
-            Some(Failure::new(format!("{message}\nqemu-img: Invalid options for file format '{format}'")))
+        Persona::QemuImg if is_unread => {
+            Failure::new(format!("{sentence}\nqemu-img: Invalid options for file format '{format}'"))
         }
-        Persona::QemuImg if message.starts_with("Refcount width must be") => Some(Failure::new(message)),
-        Persona::QemuImg if message.starts_with("The image size is too large") => {
-            Some(Failure::new("The image size is too large (try using a larger cluster size)"))
-        }
-        _ => None,
+        Persona::QemuImg => Failure::new(sentence),
+        _ => Failure::from(error.clone()),
     }
 }
 

@@ -75,12 +75,15 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if args.backing.is_none() && !args.only_name {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
+    let spec = args.naming.spec(file, args.format.as_ref())?;
     if let Some(format) = &args.backing_format
         && !DriverSchema::is_known(format)
     {
-        return Err(Failure::new(format!("Invalid format name: '{format}'")));
+        let later = Failure::new(format!("Invalid format name: '{format}'"));
+        // Only the image itself is opened to change its name.
+        let images: &[&ImageSpec] = if args.only_name { &[] } else { &[&spec] };
+        return Err(work::opened_first(console.persona, &args.naming, images, later));
     }
-    let spec = args.naming.spec(file, args.format.as_ref())?;
     let options = RebaseOptions {
         image: ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec },
         base: args.backing.clone().filter(|name| !name.is_empty()),
@@ -121,9 +124,9 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     let is_base = is_base && !base.is_empty() && base != options.image.name;
     // The new chain leads to the image, which is open already.
     let is_loop = message.contains("loop") || message.contains(": this process ");
-    let below_base = message.starts_with("could not open the backing file of")
-        && !message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));
-    match is_base || is_loop || below_base {
+    let of_image = message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));
+    let below_base = message.starts_with("could not open the backing file of");
+    match !of_image && (is_base || is_loop || below_base) {
         true => {
             let reason = Failure::open(persona, &base, error).message;
             // The file that could not be opened is named once.

@@ -9,6 +9,7 @@ use crate::output::{Console, Failure, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_image::node::Preallocation;
+use cowshed_jobs::ImageSpec;
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 
 pub const VERB: Verb = Verb {
@@ -58,7 +59,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let image = args.naming.spec(file, args.format.as_ref())?;
     let options = ResizeOptions {
         size: new_size(console.persona, size).map_err(|later| match later.message.starts_with("New image size") {
-            true => work::opened_first(console.persona, &args.naming, &[&image], later),
+            true => opened_to_write(console.persona, &args.naming, &image, later),
             false => later,
         })?,
         image,
@@ -76,6 +77,15 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
     }
     Ok(0)
+}
+
+/// What qemu-img says where the image can't be opened and the size is wrong too, after its warnings about the image.
+fn opened_to_write(persona: Persona, naming: &NamingArgs, image: &ImageSpec, later: Failure) -> Failure {
+    if persona != Persona::QemuImg || naming.untrusted.is_on() {
+        return later;
+    }
+    let opened = work::run_quietly(async |_| image.open_for_writing().await?.close().await);
+    opened.err().map_or(later, |error| Failure::open(persona, &image.name, &error))
 }
 
 /// qemu-img has words of its own for two refusals that scripts meet.

@@ -15,7 +15,11 @@ pub fn size(what: &str, text: &str) -> Result<u64, Failure> {
 /// As [`size`], within limits.
 pub fn size_between(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
     let refused = || Failure::new(format!("Invalid {what} specified. Must be between {least} and {most}."));
-    if text.strip_prefix('-').is_some_and(|digits| number(digits).is_ok()) {
+    // Without a suffix a number is read with its sign.
+    if text
+        .strip_prefix('-')
+        .is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit()))
+    {
         return Err(refused());
     }
     match number(text) {
@@ -131,7 +135,8 @@ mod tests {
             assert_eq!(right_spelling(text), right, "{text}");
         }
         assert_eq!(size("image size", "10Q").unwrap_err().message, "Invalid image size specified: '10Q'");
-        for text in ["-5", "100E"] {
+        assert_eq!(size("image size", "-64k").unwrap_err().message, "Invalid image size specified: '-64k'");
+        for text in ["-5", "-99999999999999999999", "100E"] {
             assert_eq!(
                 size("image size", text).unwrap_err().message,
                 "Invalid image size specified. Must be between 0 and 9223372036854775807."

@@ -5,7 +5,7 @@
 use super::Shell;
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
-use super::session::{OpenSpec, close, open};
+use super::session::{OpenSpec, close, open, options_of};
 use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::{BlockdevOptions, DriverSchema};
@@ -41,7 +41,7 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     }
     spec.check()?;
     if let Some(text) = arguments.value('o') {
-        let options = BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?;
+        let options = options_of(text).map_err(|error| Failed::complaint(error.to_string()))?;
         if (arguments.has('r') || arguments.has('w')) && options.get("read-only").is_some() {
             return Err(Failed::complaint("Cannot set both -r/-w and 'read-only'"));
         }

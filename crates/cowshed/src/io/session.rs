@@ -11,7 +11,7 @@ use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
-use cowshed_image::options::BlockdevOptions;
+use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open as open_image};
 use serde_json::Value;
@@ -97,7 +97,7 @@ impl OpenSpec {
         let path = self.path.as_deref().unwrap_or_default();
         let is_plain = self.options.is_none() && self.aio.is_none() && !self.snapshot && !self.copy_on_read;
         let mut tree = match path {
-            _ if self.image_opts => BlockdevOptions::from_keyval(path)?,
+            _ if self.image_opts => options_of(path)?,
             _ if is_plain => return Ok(None),
             "" => self.options.clone().unwrap_or_default(),
             name => options_with_name(self.options.clone().unwrap_or_default(), name)?,
@@ -132,6 +132,16 @@ impl OpenSpec {
         // What the shell writes is durable when it says so, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }
+}
+
+/// The options of a list. QEMU warns of those without a value.
+pub(super) fn options_of(text: &str) -> Result<BlockdevOptions> {
+    for (key, _) in parse_list(text, BareKey::On)?.iter().filter(|(_, value)| value == "on") {
+        if text.split(',').any(|item| item == key) {
+            warning::print(&format!("short-form boolean option '{key}' deprecated\nPlease use {key}=on instead"));
+        }
+    }
+    BlockdevOptions::from_keyval(text)
 }
 
 /// Opens an image.
@@ -223,7 +233,8 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
         return Err(Failed::complaint("file open already, try 'help close'"));
     }
     let name = spec.name();
-    let node = open_to_use(&spec).await.map_err(|error| refusal(shell, &name, !spec.image_opts, &error))?;
+    let is_named = spec.path.is_some() && !spec.image_opts;
+    let node = open_to_use(&spec).await.map_err(|error| refusal(shell, &name, is_named, &error))?;
     node.warnings().iter().for_each(|text| warning::print(text));
     shell.session = Some(Session { node, spec });
     Ok(())
@@ -251,7 +262,7 @@ pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Don
     };
     let options = match arguments.value('o') {
         None => None,
-        Some(text) => Some(BlockdevOptions::from_keyval(text).map_err(|error| Failed::complaint(error.to_string()))?),
+        Some(text) => Some(options_of(text).map_err(|error| Failed::complaint(error.to_string()))?),
     };
     if path.is_none() && options.is_none() {
         return Err(Failed::usage());

@@ -3,6 +3,7 @@
 
 use crate::invocation::Persona;
 use cowshed_block::{Error, ErrorKind};
+use cowshed_image::create::NO_EXPORT;
 
 /// What ends a verb early.
 #[derive(Debug)]
@@ -97,24 +98,15 @@ impl Failure {
                     _ => Self::new(error.sentence()),
                 }
             }
-            Persona::QemuImg => Self::of_backing(error)
-                .unwrap_or_else(|| Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error)))),
+            Persona::QemuImg => Self::new(format!("Could not open '{name}': {}", qemu_reason(name, error))),
         }
     }
 
-    /// A backing file could not be opened: in qemu-img's words, with the image that names it.
-    fn of_backing(error: &Error) -> Option<Self> {
-        let (image, _) = error.message().strip_prefix("could not open the backing file of '")?.split_once("': ")?;
-        let (backing, text) = (error.file_name()?, error.sentence());
-        let reason = text.split_once(&format!("the backing file of '{image}': "))?.1;
-        let reason = match (lock_words(backing, error, reason), reason.strip_prefix("could not open: ")) {
-            (Some(words), _) => words,
-            (None, Some(rest)) => format!("Could not open '{backing}': {rest}"),
-            // The options of the whole chain stand on the command line: which file it is says the option.
-            (None, None) if is_missing_key(reason) => reason.to_owned(),
-            (None, None) => format!("Could not open '{backing}': {reason}"),
-        };
-        Some(Self::new(format!("Could not open '{image}': Could not open backing file: {reason}")))
+    /// As [`Failure::open`], under the name of the image that the error says has the backing file or the data file.
+    fn of_backing(persona: Persona, error: &Error) -> Option<Self> {
+        let named = [BELOW, DATA].iter().find_map(|start| error.message().strip_prefix(start));
+        let (image, _) = named?.split_once("': ")?;
+        Some(Self::open(persona, image, error))
     }
 
     /// As [`Failure::open`], for the one of several images that the error names.
@@ -122,7 +114,9 @@ impl Failure {
         let named = error.file_name().and_then(|file| names.iter().find(|name| names_file(name, file)));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
-            _ if persona == Persona::QemuImg => Self::of_backing(error).unwrap_or_else(|| Self::new(terse("", error))),
+            _ if persona == Persona::QemuImg => {
+                Self::of_backing(persona, error).unwrap_or_else(|| Self::new(terse("", error)))
+            }
             _ => Self::new(error.to_string()),
         }
     }
@@ -139,7 +133,7 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { sentence: Some(terse("", &error)), ..Self::new(error.to_string()) }
+        Self { sentence: Some(qemu_reason("", &error)), ..Self::new(error.to_string()) }
     }
 }
 
@@ -149,20 +143,52 @@ impl From<clap::Error> for Failure {
     }
 }
 
-fn is_missing_key(reason: &str) -> bool {
-    reason.starts_with("Parameter '") && reason.contains("key-secret' is required for cipher")
+/// How an error begins that a backing file could not be opened, once for each image of the chain.
+const BELOW: &str = "could not open the backing file of '";
+
+/// How an error begins that a data file could not be opened.
+const DATA: &str = "could not open the data file of '";
+
+/// A backing file could not be opened: in qemu-img's words, which name the image only where the file is missing.
+fn backing_reason(error: &Error) -> Option<String> {
+    error.sentence().starts_with(BELOW).then(|| reason_behind("", error)).flatten()
 }
 
-/// A lock that somebody else has, in qemu-img's words. Where it is this process itself, that is said.
-fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
-    let (lock, who) = message.strip_prefix("failed to get ").and_then(|lock| lock.split_once(": "))?;
-    match error.kind() {
-        ErrorKind::Busy if who.starts_with("this process") => {
-            Some(format!("Failed to get {lock}\nThis command uses the image [{file}] already"))
-        }
-        ErrorKind::Busy => Some(format!("Failed to get {lock}\nIs another process using the image [{file}]?")),
-        _ => None,
+/// What qemu-img says of the file that could not be opened, where the sentence begins with `start`.
+pub fn reason_behind(start: &str, error: &Error) -> Option<String> {
+    let text = error.sentence();
+    let mut rest = text.strip_prefix(start)?;
+    let mut frame = String::new();
+    while let Some((_, below)) = rest.strip_prefix(BELOW).and_then(|named| named.split_once("': ")) {
+        frame += "Could not open backing file: ";
+        rest = below;
     }
+    let named = named_reason(error.file_name().unwrap_or_default(), error, rest);
+    Some(frame + &named.unwrap_or_else(|| rest.to_owned()))
+}
+
+/// A lock that somebody else has, in qemu-img's words.
+fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
+    let (lock, _) = message.strip_prefix("failed to get ").and_then(|lock| lock.split_once(": "))?;
+    let is_locked = error.kind() == ErrorKind::Busy;
+    is_locked.then(|| format!("Failed to get {lock}\nIs another process using the image [{file}]?"))
+}
+
+/// What qemu-img says with the name of the file in it.
+fn named_reason(file: &str, error: &Error, sentence: &str) -> Option<String> {
+    if let Some((_, rest)) = sentence.strip_prefix(DATA).and_then(|named| named.split_once("': ")) {
+        return Some(named_reason(file, error, rest).unwrap_or_else(|| rest.to_owned()));
+    }
+    if let Some(words) = lock_words(file, error, sentence) {
+        return Some(words);
+    }
+    // An IPv6 address has no brackets there.
+    if let Some(rest) = sentence.strip_prefix("could not connect: ") {
+        let address = file.strip_prefix('[').map(|address| address.replacen("]:", ":", 1));
+        return Some(format!("Failed to connect to '{}': {rest}", address.as_deref().unwrap_or(file)));
+    }
+    let words = [("could not open: ", "Could not open"), ("could not create: ", "Could not create")];
+    words.iter().find_map(|(ours, theirs)| Some(format!("{theirs} '{file}': {}", sentence.strip_prefix(ours)?)))
 }
 
 /// True when the image called `name`, perhaps by image options, is in this file.
@@ -174,21 +200,23 @@ fn names_file(name: &str, file: &str) -> bool {
 /// As [`reason`], with qemu-img's words where scripts look for them.
 pub fn qemu_reason(name: &str, error: &Error) -> String {
     let file = error.file_name().unwrap_or(name);
-    if let Some(words) = lock_words(file, error, error.message()) {
+    let sentence = error.sentence();
+    let words = lock_words(file, error, error.message()).or_else(|| named_reason(file, error, &sentence));
+    if let Some(words) = words.or_else(|| backing_reason(error)) {
         return words;
+    }
+    if let Some(reason) = reason_behind(&format!("{NO_EXPORT}: "), error) {
+        return format!(
+            "Protocol driver 'nbd' does not support creating new images, so an existing image must be selected as the target; \
+             however, opening the given target as an existing image failed: {reason}"
+        );
+    }
+    // These name what it is about themselves.
+    if sentence.starts_with("address resolution failed for ") {
+        return sentence;
     }
     // What image options name isn't said again.
     let reason = terse(if names_file(name, file) { file } else { name }, error);
-    let sentence = error.sentence();
-    for (ours, theirs) in [
-        ("could not open: ", "Could not open"),
-        ("could not create: ", "Could not create"),
-        ("could not connect: ", "Failed to connect to"),
-    ] {
-        if let Some(rest) = sentence.strip_prefix(ours) {
-            return format!("{theirs} '{file}': {rest}");
-        }
-    }
     match sentence.strip_prefix("could not change the size: ") {
         Some(rest) => format!("Could not resize file: {rest}"),
         None => reason,
@@ -228,12 +256,13 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_is_blamed_for_a_lock_of_ours() {
-        let text = "failed to get \"write\" lock: this process uses the image already and does not share it";
-        let error = Error::new(ErrorKind::Busy, text).file("a.qcow2");
-        let failure = Failure::open(Persona::QemuImg, "a.qcow2", &error);
-        let expected =
-            "Could not open 'a.qcow2': Failed to get \"write\" lock\nThis command uses the image [a.qcow2] already";
+    fn each_image_of_a_chain_is_a_frame() {
+        let error = Error::os(Errno::ENOENT, "could not open").file("a");
+        let error =
+            error.context("could not open the backing file of 'b'").context("could not open the backing file of 'c'");
+        let failure = Failure::open(Persona::QemuImg, "driver=qcow2,file.filename=c", &error);
+        let expected = "Could not open 'driver=qcow2,file.filename=c': Could not open backing file: Could not open backing \
+                        file: Could not open 'a': No such file or directory";
         assert_eq!(failure.message, expected);
     }
 

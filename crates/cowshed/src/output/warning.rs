@@ -10,6 +10,9 @@ use std::sync::OnceLock;
 /// Fields of a snapshot table that can't be read.
 const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
 
+/// A warning of QEMU's that helps nobody else.
+const SHORT_FORM: &str = "short-form boolean option ";
+
 static PERSONA: OnceLock<Persona> = OnceLock::new();
 
 /// Says whose manners the warnings of this process have. The first call counts.
@@ -52,13 +55,14 @@ fn worded(persona: Persona, text: &str) -> Option<String> {
             Some(format!("qemu-img: warning: {text}\n"))
         }
         Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(persona, text),
+        Persona::Cowshed if text.starts_with(SHORT_FORM) => None,
         Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
     }
 }
 
 /// The warnings of QEMU's tools that scripts know.
 fn as_qemu(persona: Persona, text: &str) -> Option<String> {
-    if text.starts_with("Use of \"backing\"") {
+    if text.starts_with("Use of \"backing\"") || text.starts_with(SHORT_FORM) {
         return Some(format!("{}: warning: {text}\n", persona.name()));
     }
     text.split_once(": the image format was not given").map(|(name, _)| {

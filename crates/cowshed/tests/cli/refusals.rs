@@ -110,7 +110,7 @@ fn nothing_is_copied_onto_itself() {
         ("convert -O raw base.raw alias", "alias"),
     ] {
         let said = oracle.refused(line);
-        let expected = format!("This command uses the image [{file}] already");
+        let expected = format!("Is another process using the image [{file}]?");
         assert!(said.contains("Failed to get \"write\" lock") && said.contains(&expected), "{line}: {said}");
         assert!(files(&oracle.work()) == before, "{line} changed a file");
     }

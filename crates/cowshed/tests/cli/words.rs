@@ -52,8 +52,7 @@ fn key_slots_are_refused_in_qemus_sentences() {
             ),
             (
                 amend("encrypt.state=active,encrypt.new-secret=n", "e.qcow2"),
-                "Parameter 'encrypt.key-secret' is required for cipher: a new key slot needs the secret that opens the image \
-                 now",
+                "Could not open 'e.qcow2': Parameter 'encrypt.key-secret' is required for cipher",
             ),
             (
                 amend("encrypt.state=inactive,encrypt.keyslot=0", "plain.qcow2"),
@@ -96,42 +95,32 @@ fn secrets_are_refused_in_qemus_sentences() {
 }
 
 #[test]
-fn nobody_else_is_blamed_where_this_command_itself_uses_the_image() {
+fn a_lock_that_this_command_has_itself_is_said_as_qemu_says_it() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 a.qcow2 1M");
     oracle.make("create -q -f qcow2 -b a.qcow2 -F qcow2 b.qcow2");
     oracle.make("create -q -f qcow2 -b b.qcow2 -F qcow2 c.qcow2");
-    let lock = "Failed to get \"write\" lock\nThis command uses the image";
-    let shared = "Failed to get shared \"write\" lock\nThis command uses the image";
+    let lock = "Failed to get \"write\" lock\nIs another process using the image";
+    let shared = "Failed to get shared \"write\" lock\nIs another process using the image";
     for (line, expected) in [
-        ("convert a.qcow2 a.qcow2", format!("a.qcow2: error while converting raw: {lock} [a.qcow2] already")),
-        (
-            "convert -O qcow2 a.qcow2 a.qcow2",
-            format!("a.qcow2: error while converting qcow2: {lock} [a.qcow2] already"),
-        ),
-        (
-            "convert -O qcow2 c.qcow2 a.qcow2",
-            format!("a.qcow2: error while converting qcow2: {lock} [a.qcow2] already"),
-        ),
-        ("convert -n -O qcow2 a.qcow2 a.qcow2", format!("Could not open 'a.qcow2': {lock} [a.qcow2] already")),
+        ("convert a.qcow2 a.qcow2", format!("a.qcow2: error while converting raw: {lock} [a.qcow2]?")),
+        ("convert -O qcow2 a.qcow2 a.qcow2", format!("a.qcow2: error while converting qcow2: {lock} [a.qcow2]?")),
+        ("convert -O qcow2 c.qcow2 a.qcow2", format!("a.qcow2: error while converting qcow2: {lock} [a.qcow2]?")),
+        ("convert -n -O qcow2 a.qcow2 a.qcow2", format!("Could not open 'a.qcow2': {lock} [a.qcow2]?")),
         (
             "rebase -b c.qcow2 -F qcow2 b.qcow2",
-            format!(
-                "Could not open new backing file 'c.qcow2': Could not open backing file: {shared} [b.qcow2] already"
-            ),
+            format!("Could not open new backing file 'c.qcow2': Could not open backing file: {shared} [b.qcow2]?"),
         ),
         (
             "rebase -b b.qcow2 -F qcow2 b.qcow2",
-            format!("Could not open new backing file 'b.qcow2': {shared} [b.qcow2] already"),
+            format!("Could not open new backing file 'b.qcow2': {shared} [b.qcow2]?"),
         ),
     ] {
         let before = std::fs::read(oracle.work().join("a.qcow2")).expect("the image");
         assert_eq!(oracle.refused(line).trim_end(), format!("qemu-img: {expected}"), "{line}");
         assert!(std::fs::read(oracle.work().join("a.qcow2")).expect("the image") == before, "{line} changed the image");
-        // The installed tool refuses with the same words, but for whose use it is.
         let real = oracle.real(&oracle.work(), &words(line));
-        let theirs = format!("qemu-img: {expected}").replace("This command uses", "Is another process using");
-        assert_eq!(real.err.trim_end(), theirs.replace("] already", "]?"), "{line}");
+        assert_eq!(real.err.trim_end(), format!("qemu-img: {expected}"), "{line}");
     }
     // Somebody else is.
     let mut holder = std::process::Command::new(oracle.qemu.io_path())

@@ -59,7 +59,7 @@ impl Drive {
 
     /// An image by its options (`--image-opts`), as `id`.
     pub fn image_opts(id: &str, text: &str, writable: bool) -> Result<Drive> {
-        let options = BlockdevOptions::from_keyval(text).map_err(|error| error.file(text))?;
+        let options = BlockdevOptions::from_image_opts(text).map_err(|error| error.file(text))?;
         Ok(Drive::new(id, options, writable))
     }
 

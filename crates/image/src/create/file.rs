@@ -6,7 +6,7 @@ use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::encryption::{Cipher, NewEncryption, encrypt};
 use crate::node::Preallocation;
-use crate::open::{is_nbd_name, is_read_only_device, open_nbd_file};
+use crate::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, rt, sync_folder_of,
@@ -140,10 +140,13 @@ async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> 
     Ok(file)
 }
 
+/// The beginning of the error where the export that is to become an image can't be opened.
+pub const NO_EXPORT: &str = "could not open the export";
+
 /// An export exists already and has the length that it has: `len` bytes must fit. Its first sector is cleared, so that it
 /// isn't taken for the image that it held before.
 async fn take_export(name: &str, len: u64) -> Result<File> {
-    let file = open_nbd_file(name).await?;
+    let file = open_nbd_file(name).await.map_err(|error| error.context(NO_EXPORT))?;
     if file.len() < len {
         let message = format!("the export has {} bytes and the image needs {len}", file.len());
         return Err(Error::new(ErrorKind::NoSpace, message).file(name));
@@ -162,6 +165,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how:
     let mut data_file = Created::default();
     match &options.data_file {
         Some(name) => {
+            check_data_file_name(name)?;
             let made = create_data_file(path, &path_of_text(name), options, how).await;
             data_file = made.map_err(|error| error.file(name))?;
         }
@@ -176,6 +180,16 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how:
             Err(error)
         }
     }
+}
+
+/// Refuses names by which the image would not find the file again.
+fn check_data_file_name(name: &str) -> Result<()> {
+    if name.starts_with("json:") {
+        let error = Error::unsupported(format!("a data file can't be created under the name '{name}'"));
+        return Err(error.qemu("Must specify either driver or file"));
+    }
+    // It is said of the image.
+    check_file_name(name).map_err(|error| Error::invalid_argument(error.message().to_owned()).qemu(error.sentence()))
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions, how: &Manner) -> Result<Created> {

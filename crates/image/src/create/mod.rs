@@ -13,7 +13,7 @@ use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
 use crate::options::DriverSchema;
 use crate::secret::Secret;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 pub use created::Created;
-pub use file::{write_fresh_qcow2, write_fresh_raw};
+pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
 
 /// What to create, as the user says it.
 #[derive(Clone, Debug, Default)]
@@ -144,7 +144,14 @@ async fn check_backing(
         // A running machine may be writing to it: that is how its next overlay is made.
         let opened = opened.secrets(request.secrets.iter().cloned()).tls_credentials(request.tls.iter().cloned());
         let opened = opened.without_content().force_share(true);
-        let node = open(opened).await.map_err(|error| error.context("could not open the backing image"))?;
+        let node = match open(opened.clone()).await {
+            // Nothing of its data is needed.
+            Err(error) if error.kind() == ErrorKind::NotFound && error.message().contains("the data file of") => {
+                open(opened.no_io()).await
+            }
+            node => node,
+        };
+        let node = node.map_err(|error| error.context("could not open the backing image"))?;
         let size = node.size();
         let detected = node.driver_name();
         below = files_below(&node);

@@ -109,16 +109,41 @@ pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
     }
 }
 
+/// Smallest clusters that subclusters are for, as a power of two.
+const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
+/// What QEMU says of smaller ones.
+const SMALL_EXTENDED: &str = "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes";
+
+fn version_of(values: &OptionValues) -> Result<u32> {
+    match values.get("compat") {
+        None | Some("1.1" | "v3") => Ok(3),
+        Some("0.10" | "v2") => Ok(2),
+        Some(other) => Err(not_accepted("version", other, "0.10, v2, 1.1 and v3 are known").field("compat")),
+    }
+}
+
+fn cluster_bits_of(values: &OptionValues) -> Result<u32> {
+    let cluster_size = values.number("cluster_size").unwrap_or(65536);
+    exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
+        Error::invalid_argument("Cluster size must be a power of two between 512 and 2048k")
+            .field("cluster_size")
+            .value(cluster_size)
+    })
+}
+
+fn refcount_order_of(values: &OptionValues) -> Result<u32> {
+    let refcount_bits = values.number("refcount_bits").unwrap_or(16);
+    exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
+        Error::invalid_argument("Refcount width must be a power of two and may not exceed 64 bits")
+            .field("refcount_bits")
+            .value(refcount_bits)
+    })
+}
+
 impl Qcow2CreateOptions {
     /// From `-o` values and a size in bytes; checks everything that doesn't need a file.
     pub fn from_values(size: u64, values: &OptionValues) -> Result<Self> {
-        let version = match values.get("compat") {
-            None | Some("1.1" | "v3") => 3,
-            Some("0.10" | "v2") => 2,
-            Some(other) => {
-                return Err(not_accepted("version", other, "0.10, v2, 1.1 and v3 are known").field("compat"));
-            }
-        };
+        let version = version_of(values)?;
         let compression = match values.get("compression_type") {
             None | Some("zlib") => Compression::Zlib,
             Some("zstd") => Compression::Zstd,
@@ -129,18 +154,7 @@ impl Qcow2CreateOptions {
             }
         };
         let preallocation = values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
-        let cluster_size = values.number("cluster_size").unwrap_or(65536);
-        let cluster_bits = exact_log2(cluster_size).filter(|bits| (9..=21).contains(bits)).ok_or_else(|| {
-            Error::invalid_argument("Cluster size must be a power of two between 512 and 2048k")
-                .field("cluster_size")
-                .value(cluster_size)
-        })?;
-        let refcount_bits = values.number("refcount_bits").unwrap_or(16);
-        let refcount_order = exact_log2(refcount_bits).filter(|order| *order <= 6).ok_or_else(|| {
-            Error::invalid_argument("Refcount width must be a power of two and may not exceed 64 bits")
-                .field("refcount_bits")
-                .value(refcount_bits)
-        })?;
+        let (cluster_bits, refcount_order) = (cluster_bits_of(values)?, refcount_order_of(values)?);
         let text = |key| values.get(key).map(str::to_owned);
         let options = Qcow2CreateOptions {
             size: round_size(size)?,
@@ -160,6 +174,47 @@ impl Qcow2CreateOptions {
             encryption: ImageEncryption::from_values(values)?,
         };
         options.check()?;
+        Ok(options)
+    }
+
+    /// As [`Qcow2CreateOptions::from_values`], of what decides how large an image is: the rest isn't looked at, as in QEMU, and
+    /// what is wrong is found in its order and said in its words.
+    pub fn to_measure(size: u64, values: &OptionValues) -> Result<Self> {
+        let cluster_bits = cluster_bits_of(values)?;
+        let extended_l2 = values.switch("extended_l2");
+        if extended_l2 && cluster_bits < MIN_EXTENDED_CLUSTER_BITS {
+            return Err(Error::invalid_argument(SMALL_EXTENDED).field("extended_l2"));
+        }
+        let version = version_of(values).map_err(|error| {
+            let sentence = format!("Invalid compatibility level: '{}'", values.get("compat").unwrap_or_default());
+            error.qemu(sentence)
+        })?;
+        let refcount_order = refcount_order_of(values)?;
+        if version < 3 && refcount_order != 4 {
+            let error = Error::invalid_argument(REFCOUNTS_OF_V3).field("refcount_bits");
+            return Err(error.qemu(REFCOUNTS_OF_V3.replace("version=v3", "compat=1.1")));
+        }
+        let given = values.get("preallocation").unwrap_or("off");
+        let preallocation =
+            parse_preallocation(given).map_err(|error| error.qemu(format!("invalid parameter value: {given}")))?;
+        let encryption = match values.get("encrypt.format") {
+            Some("luks") => ImageEncryption::from_values(values)?,
+            // The legacy method takes no space.
+            _ => None,
+        };
+        let backing_file = values.get("backing_file").map(str::to_owned);
+        let options = Qcow2CreateOptions {
+            size: round_size(size)?,
+            version,
+            cluster_bits,
+            refcount_order,
+            extended_l2,
+            preallocation,
+            backing_file,
+            encryption,
+            ..Qcow2CreateOptions::default()
+        };
+        options.l1_entries()?;
         Ok(options)
     }
 
@@ -191,11 +246,8 @@ impl Qcow2CreateOptions {
                 return refuse("data_file", &v3("External data files are only"));
             }
         }
-        if self.extended_l2 && self.cluster_bits < 14 {
-            return refuse(
-                "extended_l2",
-                "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
-            );
+        if self.extended_l2 && self.cluster_bits < MIN_EXTENDED_CLUSTER_BITS {
+            return refuse("extended_l2", SMALL_EXTENDED);
         }
         if self.data_file_raw && self.data_file.is_none() {
             return refuse("data_file_raw", "data-file-raw requires data-file");
@@ -237,7 +289,8 @@ impl Qcow2CreateOptions {
         for (field, name) in [("backing_file", &self.backing_file), ("data_file", &self.data_file)] {
             let Some(name) = name else { continue };
             if name.is_empty() {
-                return Err(Error::invalid_argument("the file name is empty").field(field));
+                let error = Error::invalid_argument("the file name is empty").field(field);
+                return Err(error.qemu("Could not create '': No such file or directory"));
             }
             if name.contains('\0') {
                 return Err(Error::invalid_argument("the file name contains a NUL").field(field));

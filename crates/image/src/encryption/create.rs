@@ -278,5 +278,7 @@ fn hash_of(option: &str, name: &str) -> Result<Hash> {
 }
 
 fn not_accepted(option: &str, value: &str) -> Error {
-    Error::invalid_argument(format!("Parameter '{option}' does not accept value '{value}'"))
+    // QEMU leaves out which part of the image's options it is.
+    let sentence = |option: &str| format!("Parameter '{option}' does not accept value '{value}'");
+    Error::invalid_argument(sentence(option)).qemu(sentence(option.strip_prefix("encrypt.").unwrap_or(option)))
 }

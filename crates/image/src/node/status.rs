@@ -123,12 +123,30 @@ impl Node {
     }
 }
 
+/// What is read sector by sector has data up to the end of the sector in which a file ends.
+fn in_whole_sectors(mut runs: Vec<StatusExtent>) -> Vec<StatusExtent> {
+    const SECTOR_BYTES: u64 = 512;
+    if let [.., data, tail] = &mut runs[..]
+        && data.data
+        && !tail.data
+        && !tail.start.is_multiple_of(SECTOR_BYTES)
+        && tail.len < SECTOR_BYTES
+    {
+        data.len += tail.len;
+        runs.pop();
+    }
+    runs
+}
+
 impl FileDriver {
     async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         if let Some(context) = &self.context {
             return context.block_status(&self.file, offset, len, max_runs).await;
         }
         match self.null_reads_zeroes {
+            None if self.file.alignment().offset > 1 => {
+                raw::file_status(&self.file, offset, len, max_runs).await.map(in_whole_sectors)
+            }
             None => raw::file_status(&self.file, offset, len, max_runs).await,
             Some(zero) => Ok(vec![StatusExtent {
                 start: offset,

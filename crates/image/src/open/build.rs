@@ -430,7 +430,7 @@ impl Opener {
         options::check_aio(&draft.options, draft.place.cache.direct)
             .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);
-        check_file_kind(driver, &options.filename, self.files.kind(&path))
+        check_file_kind(driver, &options.filename, self.files.kind(&path), !draft.settings.read_only)
             .map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,
@@ -498,7 +498,9 @@ impl Opener {
         let Some(identity) = file.identity() else { return Ok(()) };
         if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {
             let message = format!("the chain loops: this is the file '{}' again", known.name);
-            return Err(Error::new(ErrorKind::InvalidImage, message).file(name));
+            // QEMU finds the lock that it has itself, and where it only reads it never ends.
+            let sentence = format!("Failed to get shared \"write\" lock\nIs another process using the image [{name}]?");
+            return Err(Error::new(ErrorKind::InvalidImage, message).file(name).qemu(sentence));
         }
         self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });
         Ok(())

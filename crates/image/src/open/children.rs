@@ -6,7 +6,7 @@ use super::build::{Draft, Opener, Place, Role, named};
 use super::names::{driver_for, file_options, resolve};
 use crate::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use crate::node::{ChildRole, Node};
-use crate::options::BlockdevOptions;
+use crate::options::{BlockdevOptions, first_leaf};
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
@@ -102,10 +102,15 @@ impl Opener {
 
     /// True when the backing file is to be opened, or the options name one.
     pub(crate) fn opens_backing(&self, draft: &Draft) -> bool {
-        let given = draft.options.get("backing");
-        draft.is_metadata
-            || self.backing != BackingPolicy::None
-            || matches!(given, Some(Value::Object(_) | Value::String(_)))
+        draft.is_metadata || self.backing != BackingPolicy::None
+    }
+
+    /// Refuses options of a backing file that isn't opened, as QEMU does: nothing would look at them.
+    fn refuse_unused_backing(&self, draft: &Draft) -> Result<()> {
+        let given = draft.options.get("backing").filter(|given| given.is_object() || given.is_string());
+        let Some(option) = given.map(|given| first_leaf("backing", given)) else { return Ok(()) };
+        let driver = draft.options.text("driver").unwrap_or("qcow2");
+        Err(Error::invalid_argument(format!("Block format '{driver}' does not support the option '{option}'")))
     }
 
     /// Opens the backing file of the image in file `image`. The second is true when there is one and it was left out.
@@ -116,6 +121,10 @@ impl Opener {
         named: &NamedBacking,
     ) -> Result<(Option<Arc<Node>>, bool)> {
         if !self.opens_backing(draft) {
+            // Checks and snapshots look at a backing file in QEMU.
+            if !self.check && !self.no_content {
+                self.refuse_unused_backing(draft)?;
+            }
             return Ok((None, named.name.is_some()));
         }
         let given = draft.options.get("backing").cloned();
@@ -129,12 +138,13 @@ impl Opener {
             return Ok(None);
         }
         let spec = match (given, header.data_file_name()) {
-            (Some(spec), _) => spec,
             // Who only asks what the image says of itself needs no data: nothing is opened on the image's word then.
-            (None, _) if self.no_io && !draft.is_metadata => {
+            _ if self.no_io && !draft.is_metadata => {
                 draft.settings.no_data = true;
+                draft.options.remove("data-file");
                 return Ok(None);
             }
+            (Some(spec), _) => spec,
             (None, None) => {
                 let message = "'data-file' is required for this image: its header names none";
                 return Err(Error::invalid_argument(message)
@@ -181,17 +191,22 @@ impl Opener {
         header: &NamedBacking,
         given: Option<Value>,
     ) -> Result<Option<Arc<Node>>> {
+        // A policy says itself what it refuses.
+        let below = |error: Error| match error.kind() {
+            ErrorKind::PermissionDenied => error,
+            _ => error.context(format!("could not open the backing file of '{image}'")),
+        };
         let (spec, name) = match given {
             Some(Value::Null) => return Ok(None),
             Some(Value::String(node)) => (Value::String(node.clone()), node),
             Some(Value::Object(map)) => {
                 let options = BlockdevOptions::from_map(map)?;
-                (self.complete_backing(options, image, header)?.into(), "backing".to_owned())
+                (self.complete_backing(options, image, header).map_err(below)?.into(), "backing".to_owned())
             }
             _ => match &header.name {
                 None => return Ok(None),
                 Some(name) if name.is_empty() => return Ok(None),
-                Some(name) => (self.backing_by_name(name, image, header)?.into(), name.clone()),
+                Some(name) => (self.backing_by_name(name, image, header).map_err(below)?.into(), name.clone()),
             },
         };
         if draft.place.depth >= self.policy.max_chain_depth {
@@ -243,6 +258,11 @@ impl Opener {
                 Some(_) => true,
             };
         let Some(name) = header.name.as_ref().filter(|_| !has_place) else { return Ok(options) };
+        if let Some(driver @ ("null-co" | "null-aio")) = options.text("driver") {
+            let sentence = format!("The only allowed filename for this driver is '{driver}://'");
+            let message = format!("the header names the backing file '{name}', and a disk of '{driver}' has no file");
+            return Err(Error::invalid_argument(message).qemu(sentence));
+        }
         let driver = options.remove("driver");
         let from_header = self.backing_by_name(name, image, header)?;
         let mut merged = from_header.overlaid(options)?;

@@ -108,7 +108,7 @@ impl OpenRequest {
 
     /// What `--image-opts` takes: `driver=qcow2,file.filename=disk.qcow2`.
     pub fn image_opts(text: &str) -> Result<Self> {
-        BlockdevOptions::from_keyval(text).map(Self::options).map_err(|error| error.file(text))
+        BlockdevOptions::from_image_opts(text).map(Self::options).map_err(|error| error.file(text))
     }
 
     /// An option tree.

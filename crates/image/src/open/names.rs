@@ -50,10 +50,11 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
         }
         Some(driver @ ("host_device" | "host_cdrom")) => return Ok(file_options(driver, &name[driver.len() + 1..])),
         Some(driver @ ("null-co" | "null-aio")) => match name.strip_prefix(driver) {
-            Some(":" | "://") => return Ok(BlockdevOptions::new().with("driver", driver)),
+            Some("://") => return Ok(BlockdevOptions::new().with("driver", driver)),
             _ => {
+                let sentence = format!("The only allowed filename for this driver is '{driver}://'");
                 let message = format!("the name of a {driver} disk is '{driver}://'");
-                return Err(Error::invalid_argument(message).file(name));
+                return Err(Error::invalid_argument(message).file(name).qemu(sentence));
             }
         },
         Some(protocol) => return Err(unknown_protocol(protocol, name)),
@@ -175,10 +176,14 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
 }
 
 /// A folder, or a file where a device is wanted.
-pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>) -> Result<()> {
+pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>, writes: bool) -> Result<()> {
     let wanted = match (driver, kind) {
+        // The system refuses these when they are opened.
+        ("file", Some(FileKind::Socket)) => return Ok(()),
+        ("file", Some(FileKind::Folder)) if writes => return Ok(()),
+        ("file", Some(FileKind::Folder | FileKind::CharacterDevice)) => "a regular file",
         ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
-        ("host_device" | "host_cdrom", Some(FileKind::Regular | FileKind::Other)) => "a block device",
+        ("host_device" | "host_cdrom", Some(kind)) if !kind.is_device() => "a block device",
         _ => return Ok(()),
     };
     let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));

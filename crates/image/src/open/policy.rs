@@ -162,8 +162,19 @@ pub enum FileKind {
     BlockDevice,
     /// A character device.
     CharacterDevice,
-    /// A folder, socket or pipe.
+    /// A folder.
+    Folder,
+    /// A socket.
+    Socket,
+    /// A pipe.
     Other,
+}
+
+impl FileKind {
+    /// True of block and character devices.
+    pub fn is_device(self) -> bool {
+        matches!(self, FileKind::BlockDevice | FileKind::CharacterDevice)
+    }
 }
 
 /// Where protocol nodes get their files from. The simulator and later remote storage put themselves here.
@@ -192,6 +203,10 @@ impl Files for HostFiles {
             FileKind::BlockDevice
         } else if file_type.is_char_device() {
             FileKind::CharacterDevice
+        } else if file_type.is_dir() {
+            FileKind::Folder
+        } else if file_type.is_socket() {
+            FileKind::Socket
         } else {
             FileKind::Other
         })

@@ -15,9 +15,9 @@ pub use drivers::{COMMON, DRIVERS};
 pub(crate) use keyval::next_item;
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
-pub(crate) use schema::check_common;
 pub(crate) use schema::size_expected;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+pub(crate) use schema::{check_common, first_leaf};
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
 pub(crate) use typed::{

@@ -77,7 +77,8 @@ fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
     let server = match options.get("server") {
         Some(Value::Object(map)) if !old => BlockdevOptions::from_map(map.clone())?,
         Some(_) => {
-            return Err(Error::invalid_argument("'server' can't be given together with 'path', 'host' or 'port'"));
+            let error = Error::invalid_argument("'server' can't be given together with 'path', 'host' or 'port'");
+            return Err(error.qemu("Cannot use 'server' and path/host/port at the same time"));
         }
         None => options.clone(),
     };
@@ -103,16 +104,33 @@ fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
     if is_unix {
         let path = server.text("path").unwrap_or_default();
         return match path.is_empty() {
-            true => Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path'")
-                .qemu("Parameter 'path' is missing")),
+            true => Err(Error::invalid_argument("driver 'nbd' needs the option 'server.path'").qemu(
+                match server.text("path") {
+                    Some(_) => "Failed to connect to '': Connection refused",
+                    None => "Parameter 'path' is missing",
+                },
+            )),
             false => Ok(SocketAddress::Unix(path.to_owned())),
         };
+    }
+    // The old options have a default, the address of QMP has none.
+    for key in ["host", "port"] {
+        if !old && server.text(key).is_none() {
+            let error = Error::invalid_argument(format!("driver 'nbd' needs the option 'server.{key}'"));
+            return Err(error.qemu(format!("Parameter '{key}' is missing")));
+        }
     }
     let host = server.text("host").filter(|host| !host.is_empty()).unwrap_or("localhost");
     let port = match server.text("port") {
         None => DEFAULT_PORT,
         Some(text) => text.parse().ok().filter(|&port| port != 0).ok_or_else(|| {
-            Error::invalid_argument("the port of an NBD server is a number from 1 to 65535").value(format!("'{text}'"))
+            let error = Error::invalid_argument("the port of an NBD server is a number from 1 to 65535");
+            error.value(format!("'{text}'")).qemu(match text.parse::<u64>() {
+                Ok(_) => format!("Failed to connect to '{host}:{text}': Connection refused"),
+                Err(_) => {
+                    format!("address resolution failed for {host}:{text}: Servname not supported for ai_socktype")
+                }
+            })
         })?,
     };
     Ok(SocketAddress::Tcp { host: host.to_owned(), port })

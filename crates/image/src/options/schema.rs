@@ -101,7 +101,7 @@ impl DriverSchema {
         for (name, value) in options.values_mut() {
             let full = format!("{path}{name}");
             let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
-                return Err(self.does_not_support(name, &full));
+                return Err(self.does_not_support(&first_leaf(name, value), &full));
             };
             check_value(key, value, &full)?;
         }
@@ -131,6 +131,16 @@ impl DriverSchema {
             None => Ok(()),
         }
     }
+}
+
+/// The name of an option with dots down to the first value in it.
+pub(crate) fn first_leaf(name: &str, value: &Value) -> String {
+    let (mut name, mut value) = (name.to_owned(), value);
+    while let Some((key, nested)) = value.as_object().and_then(|map| map.iter().next()) {
+        name = format!("{name}.{key}");
+        value = nested;
+    }
+    name
 }
 
 /// Checks the keys that every driver takes, before the driver is known.
@@ -230,12 +240,18 @@ fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<(
     for (name, value) in map.iter_mut() {
         let full = format!("{path}.{name}");
         match keys.iter().find(|key| key.name == name) {
-            Some(key) => check_value(key, value, &full)?,
+            Some(key) => check_value(key, value, &full).map_err(|error| match (&key.value, value.as_str()) {
+                (KeyType::Choice(_), Some(word)) => {
+                    error.qemu(format!("Parameter '{name}' does not accept value '{word}'"))
+                }
+                _ => error,
+            })?,
             None => return Err(Error::invalid_argument(format!("unknown option '{full}'"))),
         }
     }
     match keys.iter().find(|key| key.default == REQUIRED && !map.contains_key(key.name)) {
-        Some(key) => Err(Error::invalid_argument(format!("option '{path}.{}' is missing", key.name))),
+        Some(key) => Err(Error::invalid_argument(format!("option '{path}.{}' is missing", key.name))
+            .qemu(format!("Parameter '{}' is missing", key.name))),
         None => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The option tree: what `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add` all turn into.
 
-use super::keyval::{BareKey, parse_list};
+use super::keyval::{BareKey, next_item, parse_list};
 use cowshed_block::{Error, Result};
 use serde_json::{Map, Value};
 
@@ -48,6 +48,19 @@ impl BlockdevOptions {
             map.insert(key, Value::String(value));
         }
         Self::from_map(map)
+    }
+
+    /// From the value of `--image-opts`: as [`BlockdevOptions::from_keyval`], but a word without `=` in front is the name of a
+    /// node, of which there is none.
+    pub fn from_image_opts(text: &str) -> Result<Self> {
+        let (first, _) = next_item(text);
+        match text.is_empty() || first.contains('=') {
+            true => Self::from_keyval(text),
+            false => {
+                let message = format!("Cannot find device='{first}' nor node-name='{first}'");
+                Err(Error::invalid_argument(message))
+            }
+        }
     }
 
     /// The value of a key of this node.

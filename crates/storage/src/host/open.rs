@@ -45,7 +45,14 @@ pub(super) fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<Owne
         if let Ok(stat) = rustix::fs::stat(path) {
             let kind = FileType::from_raw_mode(stat.st_mode);
             if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-                return wrong_kind(kind);
+                let doing = if options.create { "could not create" } else { "could not open" };
+                // Of sockets the system says that there is no such device.
+                return match kind {
+                    FileType::Directory | FileType::Socket => {
+                        wrong_kind(kind).with_errno(sys::errno(error)).qemu(doing)
+                    }
+                    _ => wrong_kind(kind),
+                };
             }
         }
         if options.beneath.is_some() && error == rustix::io::Errno::XDEV {

@@ -38,7 +38,12 @@ impl SocketAddress {
         let name = SocketAddress::Tcp { host: host.to_owned(), port }.to_string();
         let addresses: Vec<SocketAddr> = (host, port)
             .to_socket_addrs()
-            .map_err(|error| Error::new(ErrorKind::NotFound, format!("could not find the host: {error}")).file(&*name))?
+            .map_err(|error| {
+                let words = error.to_string();
+                let words = words.strip_prefix("failed to lookup address information: ").unwrap_or(&words);
+                let sentence = format!("address resolution failed for {name}: {words}");
+                Error::new(ErrorKind::NotFound, format!("could not find the host: {words}")).file(&*name).qemu(sentence)
+            })?
             .collect();
         match addresses.is_empty() {
             true => Err(Error::new(ErrorKind::NotFound, "the host has no address").file(name)),

@@ -47,6 +47,13 @@ struct Running {
     log_level: &'static str,
     /// Dropped at the end, in whatever way that comes.
     kept: Option<Box<dyn Any>>,
+    /// What is said of an error at the start.
+    worded: Box<dyn Fn(&Error) -> Failure>,
+}
+
+/// An error as it is.
+fn as_it_is(error: &Error) -> Failure {
+    Failure::new(error.to_string())
 }
 
 /// What a daemon keeps to.
@@ -113,6 +120,7 @@ impl Running {
         let left = RefCell::new((None, self.kept));
         let mut trouble: Option<Failure> = None;
         let device = DeviceState::default();
+        let worded = self.worded;
         let started = |ready: &Ready| {
             let up = || -> Result<(), Failure> {
                 stop_on_signals(ready.control.clone(), stop_limit, device.clone())?;
@@ -138,7 +146,7 @@ impl Running {
         match (result, trouble.or_else(|| device.failure())) {
             (_, Some(failure)) => Err(failure),
             (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
-            (Err(error), None) => Err(Failure::new(error.to_string())),
+            (Err(error), None) => Err(worded(&error)),
         }
     }
 }

@@ -4,8 +4,10 @@
 use super::super::{Verb, sizes};
 use super::device::{self, DeviceLink};
 use super::{BoundArgs, LogFormat, Running, default_queues};
+use crate::invocation::{Persona, has_name_of_qemu};
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
+use cowshed_block::Error;
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, Setup, Step, client_credentials};
 use cowshed_storage::SocketAddress;
@@ -31,6 +33,11 @@ pub const WRONG_COUNT: &str = "Invalid number of arguments";
 
 /// The port that NBD has from IANA.
 const DEFAULT_PORT: u16 = 10809;
+
+/// What errors of the server are about.
+const SERVER: &str = "the NBD server";
+/// What errors of the export are about.
+const EXPORT: &str = "the export";
 
 /// The name of the one node.
 const NODE: &str = "disk";
@@ -218,7 +225,11 @@ impl NbdArgs {
         let address = match &self.socket {
             Some(path) => SocketAddress::Unix(path.clone()),
             None => SocketAddress::Tcp {
-                host: self.bind.clone().unwrap_or_else(|| "localhost".to_owned()),
+                // Credentials are of a name.
+                host: self
+                    .bind
+                    .clone()
+                    .unwrap_or_else(|| if self.tls_creds.is_some() { "localhost" } else { "0.0.0.0" }.to_owned()),
                 port: self.port.unwrap_or(DEFAULT_PORT),
             },
         };
@@ -258,6 +269,19 @@ impl NbdArgs {
         })
     }
 
+    /// Bytes of the image that are left out in front. Under QEMU's name it has no suffix.
+    fn offset(&self) -> Result<Option<String>, Failure> {
+        let Some(text) = &self.offset else { return Ok(None) };
+        if !has_name_of_qemu() {
+            return Ok(Some(text.clone()));
+        }
+        match sizes::integer(text) {
+            Some(offset) if offset >= 0 => Ok(Some(offset.to_string())),
+            Some(_) => Err(Failure::new(format!("Value '{text}' is out of range for parameter 'offset'"))),
+            None => Err(Failure::new(format!("Invalid offset '{text}'"))),
+        }
+    }
+
     /// A snapshot can only be read, whether that is said or not.
     fn is_writable(&self) -> bool {
         !self.read_only && self.load_snapshot.is_none()
@@ -265,16 +289,27 @@ impl NbdArgs {
 
     fn drive(&self, file: &str) -> Result<Drive, Failure> {
         let writable = self.is_writable();
-        let mut drive = match (&self.offset, self.image_opts) {
-            (None, true) => Drive::image_opts(NODE, file, writable)?,
-            (None, false) => Drive::file(NODE, file, self.format.as_deref(), writable)?,
+        let unopened = |error: Error| unopened(file, &error);
+        let mut drive = match (self.offset()?, self.image_opts) {
+            (None, true) => Drive::image_opts(NODE, file, writable).map_err(unopened)?,
+            (None, false) => Drive::file(NODE, file, self.format.as_deref(), writable).map_err(unopened)?,
             (Some(offset), false) if self.format.as_deref().is_none_or(|format| format == "raw") => {
                 Drive::parse(&format!("file={},format=raw,offset={offset}", file.replace(',', ",,")), NODE, writable)?
             }
             (Some(_), _) => return Err(Failure::new("--offset needs an image of format raw")),
         };
         if let Some(snapshot) = &self.load_snapshot {
-            drive.load_snapshot(snapshot)?;
+            drive.load_snapshot(snapshot).map_err(|error| {
+                let failure = Failure::from(error);
+                // This program spells it so.
+                let sentence = failure.sentence.as_ref().map(|sentence| {
+                    sentence.replace(
+                        "qemu-img: Failed in parsing snapshot param '",
+                        "qemu-nbd: Failed in parsing snapshot param `",
+                    )
+                });
+                Failure { sentence, ..failure }
+            })?;
         }
         if self.snapshot {
             drive.keep_writes_apart();
@@ -299,6 +334,29 @@ impl NbdArgs {
     }
 }
 
+/// The image could not be opened. QEMU frames the reason.
+fn unopened(file: &str, error: &Error) -> Failure {
+    let failure = Failure::from(error.clone());
+    let reason = Failure::open(Persona::QemuImg, file, error).message;
+    let sentence = match reason.strip_prefix(&format!("Could not open '{file}': ")) {
+        Some(reason) => format!("Failed to blk_new_open '{file}': {reason}"),
+        None => reason,
+    };
+    Failure { sentence: Some(sentence), ..failure }
+}
+
+/// What the daemon could not do at its start.
+fn unstarted(file: &str, error: &Error) -> Failure {
+    match error.file_name() {
+        Some(SERVER) => Failure::new(error.to_string()),
+        Some(EXPORT) => Failure {
+            sentence: Some(error.message().to_owned()),
+            ..Failure::new(error.to_string().replacen(EXPORT, file, 1))
+        },
+        _ => unopened(file, error),
+    }
+}
+
 /// Blanks in front are as good as none.
 fn port(text: &str) -> Result<u16, std::num::ParseIntError> {
     text.trim_start().parse()
@@ -310,6 +368,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Ok(0);
     }
     args.check()?;
+    if has_name_of_qemu() && args.socket.as_ref().is_some_and(|path| !path.starts_with('/')) {
+        return Err(Failure::new("socket path must be absolute"));
+    }
     if args.list {
         return super::list::run(&args.server()?, console);
     }
@@ -317,6 +378,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if args.disconnect {
         return device::disconnect(file, console);
     }
+    let image = file.clone();
     let link = args.device_link(file);
     let mut steps = Vec::new();
     for object in &args.objects {
@@ -332,7 +394,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth,
                         "bitmaps": args.bitmap});
-    steps.push(Step::call(file, "block-export-add", "BlockExportOptions", export));
+    steps.push(Step::call(EXPORT, "block-export-add", "BlockExportOptions", export));
     let running = Running {
         setup: Setup {
             steps,
@@ -348,6 +410,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         pid_file: args.pid_file.clone(),
         log: LogFormat::Text,
         log_level: if args.verbose { "info" } else { "warn" },
+        worded: Box::new(move |error| unstarted(&image, error)),
     };
     running.run(|_| ())
 }

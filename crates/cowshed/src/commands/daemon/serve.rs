@@ -256,6 +256,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         device: None,
         log: args.log_format,
         log_level: "info",
+        worded: Box::new(super::as_it_is),
         kept: folder.map(|folder| Box::new(folder) as Box<dyn Any>),
     };
     // A client that starts its server passes the socket, and its own standard output.

@@ -76,6 +76,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: bounds.request_memory_bytes()?,
         },
+        worded: Box::new(super::as_it_is),
         kept: None,
         background: matches.get_flag("daemonize"),
         pid_file: matches.get_one("pidfile").cloned(),

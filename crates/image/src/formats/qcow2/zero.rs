@@ -15,6 +15,9 @@ impl Qcow2Driver {
     /// Makes a range read as zeroes. The node has checked the range.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.check_writable()?;
+        if flags.no_fallback && self.header().version < 3 {
+            return Err(self.error(Error::unsupported("images of version 2 have no flag for clusters of zeroes")));
+        }
         if len == 0 {
             return Ok(());
         }

@@ -162,6 +162,10 @@ impl Qcow2Driver {
     }
 
     fn new_bitmap(&self, name: &str, granularity_bytes: u64, enabled: bool) -> Result<StoredBitmap> {
+        if name.len() > NAME_BYTES {
+            let why = Error::invalid_argument(format!("Name length exceeds maximum ({NAME_BYTES} characters)"));
+            return Err(self.not_persistent(name, why));
+        }
         let granularity_bits = check_new_bitmap(name, granularity_bytes).map_err(|error| self.error(error))?;
         let bits = self.no_bits(granularity_bits);
         if bits.piece_count() * 8 > limits::BITMAP_TABLE_BYTES || bits.bits().div_ceil(8) > DATA_BYTES {
