@@ -233,12 +233,12 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         ),
         (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
         (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
+        (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
         (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
         (
             args.copy_range_offloading && args.reflink == Reflink::Never,
             "Cannot enable copy offloading with --reflink=never",
         ),
-        (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
         (args.copy_range_offloading && args.salvage, "Cannot use copy offloading in salvaging mode"),
         (args.skip_broken_bitmaps && !args.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
         (source_count > 1 && args.bitmaps, "Copying bitmaps only possible with single source"),

@@ -4,7 +4,7 @@
 //! A row is `SUITE || PART || COMMAND || TEXT || REASON`. It covers a difference of that part (`out`, `err`, `code` or `file`)
 //! whose command line is COMMAND and of whose two texts one contains TEXT. `*` stands for anything, `*WORDS*` for a command
 //! line that contains the words. The command of a difference of files is the case's name; that of a session is its name or its
-//! lines.
+//! lines. A reason that begins with `varies:` is of a difference that QEMU doesn't show in each run.
 
 use crate::runner::Difference;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,7 @@ struct Row {
     part: String,
     command: String,
     text: String,
+    varies: bool,
     used: AtomicBool,
 }
 
@@ -36,6 +37,7 @@ impl Known {
                 part: field(part),
                 command: field(command),
                 text: field(text),
+                varies: reason.trim().starts_with("varies:"),
                 used: AtomicBool::new(false),
             }
         });
@@ -50,7 +52,8 @@ impl Known {
 
     /// Rows that cover nothing any more: what has become equal stays equal.
     pub fn stale(&self, suite: &str) -> Vec<String> {
-        let stale = self.rows.iter().filter(|row| row.suite == suite && !row.used.load(Ordering::Relaxed));
+        let of_suite = self.rows.iter().filter(|row| row.suite == suite && !row.varies);
+        let stale = of_suite.filter(|row| !row.used.load(Ordering::Relaxed));
         stale.map(|row| format!("{} | {} | {}", row.part, row.command, row.text)).collect()
     }
 }

@@ -88,6 +88,25 @@ fn an_overlay_that_was_added_takes_over() {
 }
 
 #[test]
+fn a_read_only_overlay_takes_over_from_a_disk_that_nobody_writes_to() {
+    let (daemon, mut client) = serving();
+    let over = daemon.path("over.qcow2");
+    Qemu::system().create(&over, "qcow2", "", 16 << 20);
+    let mut overlay = node(&over, "over");
+    overlay["read-only"] = json!(true);
+    client.command("blockdev-add", overlay);
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let take = json!({"node": "q", "overlay": "over"});
+    assert_eq!(client.refusal("blockdev-snapshot", take.clone()), "Block node is read-only");
+    client.command("block-export-del", json!({"id": "e"}));
+    client.event("BLOCK_EXPORT_DELETED");
+    client.command("blockdev-snapshot", take);
+    let refused =
+        client.refusal("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "over", "writable": true}));
+    assert!(refused.contains("read-only"), "{refused}");
+}
+
+#[test]
 fn a_transaction_takes_all_or_none() {
     let (daemon, mut client) = serving();
     Qemu::system().create(&daemon.path("b.qcow2"), "qcow2", "", 1 << 20);

@@ -68,8 +68,8 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     if overlay.backing().is_some() {
         return refuse(ErrorKind::InvalidArgument, "The overlay already has a backing image".to_owned());
     }
-    if overlay.is_read_only() && !node.is_read_only() {
-        return refuse(ErrorKind::ReadOnly, format!("the overlay '{name}' is read-only"));
+    if overlay.is_read_only() && node.has_writer() {
+        return refuse(ErrorKind::ReadOnly, "Block node is read-only".to_owned());
     }
     Ok(())
 }

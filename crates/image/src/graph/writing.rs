@@ -72,6 +72,10 @@ impl Graph {
                     false => child.node.change_user(node.name(), Edge::of(node.name(), false, false).permissions)?,
                 }
                 if !node.is_filter() && !child.node.has_writer() {
+                    // A filter has a state of its own behind that of its user: space ahead, for one.
+                    if child.node.is_filter() {
+                        child.node.complete().await?;
+                    }
                     self.make_read_only(&child.node).await?;
                 }
             }

@@ -2,7 +2,7 @@
 //! The drivers compress, preallocate, blklogwrites, blkverify and quorum: content, power cuts and requests at the same time.
 
 use cowshed_block::{ErrorKind, Result};
-use cowshed_image::graph::Graph;
+use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
@@ -182,6 +182,29 @@ fn space_ahead_is_there_while_the_file_grows_and_gone_afterwards() {
         close(&node);
         qemu_img(&["check", "-q", "-f", "qcow2", &path]);
     }
+}
+
+/// A disk that only reads has no use for the space.
+#[test]
+fn space_ahead_goes_when_the_disk_stops_writing() {
+    let files = Files::new();
+    let path = files.qcow2("a", "1G");
+    let options = format!(
+        "driver=qcow2,node-name=n,file.driver=preallocate,file.prealloc-size=8M,file.prealloc-align=1M,file.file.driver=file,\
+         file.file.filename={path}"
+    );
+    let graph = Graph::new();
+    let node = rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
+    for (at, byte) in [(0, 1), (16 * MIB, 2)] {
+        let attachment = rt::block_on(graph.attach(&node, AttachRequest::export("w", true))).unwrap();
+        rt::block_on(attachment.queue().write(at, IoBuf::copy_from(&[byte; MIB as usize]))).0.unwrap();
+        assert!(len(&files.path("a")) >= 8 * MIB, "{}", len(&files.path("a")));
+        rt::block_on(attachment.detach()).unwrap();
+        rt::block_on(graph.set_read_only(&node, true)).unwrap();
+        assert!(len(&files.path("a")) < 4 * MIB, "{}", len(&files.path("a")));
+        rt::block_on(graph.set_read_only(&node, false)).unwrap();
+    }
+    assert_eq!(read(&node, 16 * MIB, 2).unwrap(), [2, 2]);
 }
 
 #[test]

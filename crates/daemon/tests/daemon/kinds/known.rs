@@ -49,11 +49,6 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "what other nodes read would change under them",
     },
     Difference {
-        names: &["snapshot-overlay"],
-        kinds: &["fixed"],
-        why: "a read-only overlay would make the disk read-only",
-    },
-    Difference {
         names: &["mirror-target", "add-copy-before-write", "add-copy-before-write-target"],
         kinds: &["file"],
         why: "the sizes are compared first, and must be equal for a filter too",
