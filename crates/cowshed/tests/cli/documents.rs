@@ -85,3 +85,29 @@ fn help_by_either_name() {
     let version = cowshed(&["img", "--version"]);
     assert!(version.starts_with("qemu-img version 11."), "{version}");
 }
+
+/// The shell blocks of a page, one script.
+fn shell_of(page: &str) -> String {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
+    let text = std::fs::read_to_string(path).expect("the page is there");
+    let blocks = text.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap_or_default());
+    blocks.collect()
+}
+
+#[test]
+fn the_tutorial_works_as_it_is_written() {
+    const MOST_SECONDS: &str = "300";
+    let script = shell_of("tutorial.md");
+    assert!(script.lines().count() > 30, "{script}");
+    let folder = tempfile::tempdir().expect("a folder, and a short path for its sockets");
+    let program = std::path::Path::new(env!("CARGO_BIN_EXE_cowshed"));
+    let path = std::env::var("PATH").expect("PATH");
+    let path = format!("{}:{path}", program.parent().expect("its folder").display());
+    let output = Command::new("timeout")
+        .args([MOST_SECONDS, "sh", "-eux", "-c", &script])
+        .current_dir(&folder)
+        .env("PATH", path)
+        .output()
+        .expect("a shell");
+    assert!(output.status.success(), "{}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+}
