@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Character devices: where monitors can be, and ring buffers of bytes.
 
-use crate::monitor::{Bound, Listening, Log, LogOptions, MonitorAddress, MonitorContext, silent_greeting};
+use crate::monitor::{
+    Bound, ClientAddress, Listening, Log, LogOptions, MonitorAddress, MonitorContext, Outgoing, silent_greeting,
+};
 use cowshed_block::{Error, ErrorKind, Result};
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What a character device is.
 enum Backend {
     /// A socket that listens, or the standard streams.
     Place(Bound),
+    /// A socket that connects to a client.
+    Outgoing(Outgoing),
     /// Takes everything and has nothing.
     Null,
     /// The last so many bytes that were written.
@@ -45,6 +50,8 @@ pub(crate) struct ChardevOptions {
 pub(crate) enum BackendOptions {
     /// A socket that listens, or the standard streams.
     Place(MonitorAddress),
+    /// A socket that connects to a client, and does so again after a pause.
+    Outgoing { address: ClientAddress, reconnect: Option<Duration> },
     /// Takes everything and has nothing.
     Null,
     /// Keeps the last bytes, `size` at most.
@@ -76,10 +83,13 @@ impl ChardevOptions {
     }
 
     /// Makes it; a socket listens then.
-    fn make(&self, number: usize) -> Result<Chardev> {
+    fn make(&self, id: &str, number: usize) -> Result<Chardev> {
         let log = self.log.as_ref().map(Log::open).transpose()?;
         let backend = match &self.backend {
             BackendOptions::Place(address) => Backend::Place(Bound::new(address)?),
+            BackendOptions::Outgoing { address, reconnect } => {
+                Backend::Outgoing(Outgoing::new(id, address, *reconnect)?)
+            }
             BackendOptions::Null => Backend::Null,
             BackendOptions::Ring { size } => Backend::Ring(Ring { bytes: VecDeque::new(), size: *size }),
         };
@@ -131,7 +141,7 @@ impl Devices {
         self.check_new(id)?;
         let mut devices = self.0.borrow_mut();
         let number = devices.values().map(|device| device.number + 1).max().unwrap_or(0);
-        devices.insert(id.to_owned(), options.make(number)?);
+        devices.insert(id.to_owned(), options.make(id, number)?);
         Ok(())
     }
 
@@ -142,7 +152,7 @@ impl Devices {
         if device.monitor.is_some() {
             return Err(refused(ErrorKind::Busy, "Chardev user does not support chardev hotswap".to_owned()));
         }
-        *device = options.make(device.number)?;
+        *device = options.make(id, device.number)?;
         Ok(())
     }
 
@@ -182,6 +192,7 @@ impl Devices {
         context.log = device.log.clone();
         let monitor = match &mut device.backend {
             Backend::Place(bound) => bound.start(context)?,
+            Backend::Outgoing(outgoing) => Listening::calling(outgoing.start(context)?),
             Backend::Null => Listening::nowhere(),
             // No client answers the greeting there.
             Backend::Ring(ring) => {
@@ -220,7 +231,7 @@ impl Devices {
         let places =
             devices.values().filter(|device| device.monitor.is_some()).filter_map(|device| match &device.backend {
                 Backend::Place(bound) => Some(bound.address().clone()),
-                Backend::Null | Backend::Ring(_) => None,
+                Backend::Outgoing(_) | Backend::Null | Backend::Ring(_) => None,
             });
         places.collect()
     }
@@ -234,10 +245,14 @@ impl Devices {
                     MonitorAddress::Stdio => "stdio".to_owned(),
                     address => format!("disconnected:{address},server=on"),
                 },
+                Backend::Outgoing(outgoing) => outgoing.name(),
                 Backend::Null => "null".to_owned(),
                 Backend::Ring(_) => "ringbuf".to_owned(),
             },
-            in_use: device.monitor.is_some(),
+            in_use: match &device.backend {
+                Backend::Outgoing(outgoing) => device.monitor.is_some() && outgoing.is_connected(),
+                _ => device.monitor.is_some(),
+            },
         };
         let devices = self.0.borrow();
         let mut devices: Vec<_> = devices.iter().collect();

@@ -9,7 +9,7 @@ use crate::payload::{Bufs, Payload};
 use crate::ring::{Direction, Message};
 use cowshed_block::Errno;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// Result of a system call.
 pub(crate) type SysResult<T> = std::result::Result<T, Errno>;
@@ -181,6 +181,16 @@ pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
     // SAFETY: a call on numbers.
     match unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } {
         0.. => Ok(()),
+        _ => Err(last_errno()),
+    }
+}
+
+/// Another descriptor of what this number is one of.
+pub(crate) fn copy_descriptor(descriptor: i32) -> SysResult<OwnedFd> {
+    // SAFETY: a call on numbers.
+    match unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) } {
+        // SAFETY: the call above has just made it, for nobody else.
+        copy @ 0.. => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
         _ => Err(last_errno()),
     }
 }

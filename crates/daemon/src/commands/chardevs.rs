@@ -3,13 +3,15 @@
 
 use super::{Arguments, Group, command, failed, nothing};
 use crate::chardevs::{BackendOptions, ChardevOptions};
-use crate::monitor::{LogOptions, MonitorAddress};
+use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
+use crate::options::check_pauses;
 use crate::state::Daemon;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
+use std::time::Duration;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -21,7 +23,7 @@ object ChardevCommon: logfile?: str, logappend?: bool, logtimestamp?: bool
 object ChardevCommonWrapper: data: ChardevCommon
 object ChardevRingbuf: logfile?: str, logappend?: bool, logtimestamp?: bool, size?: int
 object ChardevRingbufWrapper: data: ChardevRingbuf
-object ChardevSocket: logfile?: str, logappend?: bool, logtimestamp?: bool, addr: SocketAddressLegacy, server?: bool, wait?: bool, nodelay?: bool, telnet?: bool
+object ChardevSocket: logfile?: str, logappend?: bool, logtimestamp?: bool, addr: SocketAddressLegacy, server?: bool, wait?: bool, nodelay?: bool, telnet?: bool, reconnect-ms?: int
 object ChardevSocketWrapper: data: ChardevSocket
 object ChardevBackend: type: ChardevBackendKind | type = socket: ChardevSocketWrapper, null: ChardevCommonWrapper
   , ringbuf: ChardevRingbufWrapper, memory: ChardevRingbufWrapper
@@ -88,27 +90,37 @@ fn options(arguments: &Arguments) -> QmpResult<ChardevOptions> {
             let size = data.get("size").map(|size| size.as_u64().unwrap_or(0));
             BackendOptions::ring(size).map_err(QmpError::generic)?
         }
-        _ => BackendOptions::Place(socket(&data)?),
+        _ => socket(&data)?,
     };
     Ok(ChardevOptions { backend, log })
 }
 
-fn socket(data: &Map<String, Value>) -> QmpResult<MonitorAddress> {
+fn socket(data: &Map<String, Value>) -> QmpResult<BackendOptions> {
     let flag = |key: &str, default: bool| data.get(key).and_then(Value::as_bool).unwrap_or(default);
-    for (key, wanted) in [("server", true), ("wait", false), ("telnet", false)] {
-        if flag(key, wanted) != wanted {
-            return Err(QmpError::generic(format!("a monitor is a server: '{key}' must be {wanted}")));
-        }
+    let is_server = flag("server", true);
+    let pause = data.get("reconnect-ms").and_then(Value::as_u64).filter(|&pause| pause > 0);
+    check_pauses(is_server, pause.is_some(), data.contains_key("wait")).map_err(QmpError::generic)?;
+    if is_server && flag("wait", false) {
+        return Err(QmpError::generic("a monitor waits for no client: 'wait' must be false"));
     }
+    if flag("telnet", false) {
+        return Err(QmpError::generic("a monitor speaks no telnet: 'telnet' must be false"));
+    }
+    let reconnect = pause.map(Duration::from_millis);
     let address = data.get("addr").and_then(Value::as_object).cloned().unwrap_or_default();
     let inner = address.get("data").and_then(Value::as_object).cloned().unwrap_or_default();
     let text = |key: &str| inner.get(key).and_then(Value::as_str).unwrap_or_default();
     match address.get("type").and_then(Value::as_str) {
-        Some("unix") => Ok(MonitorAddress::Unix(text("path").into())),
+        Some("unix") if is_server => Ok(BackendOptions::Place(MonitorAddress::Unix(text("path").into()))),
+        Some("unix") => Ok(BackendOptions::Outgoing { address: ClientAddress::Unix(text("path").into()), reconnect }),
         Some("inet") => {
             let wrong = || QmpError::generic(format!("'port' expects a number up to 65535, not '{}'", text("port")));
             let port = text("port").parse().map_err(|_| wrong())?;
-            Ok(MonitorAddress::Tcp { host: text("host").to_owned(), port })
+            let host = text("host").to_owned();
+            Ok(match is_server {
+                true => BackendOptions::Place(MonitorAddress::Tcp { host, port }),
+                false => BackendOptions::Outgoing { address: ClientAddress::Tcp { host, port }, reconnect },
+            })
         }
         _ => Err(QmpError::generic("a monitor's socket is of type 'unix' or 'inet'")),
     }

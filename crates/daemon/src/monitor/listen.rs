@@ -2,17 +2,17 @@
 //! Where monitors listen.
 
 use super::client::InputEnd;
+use super::connection::{Calling, Connection};
 use super::{MonitorContext, serve};
 use crate::control::Message;
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -65,6 +65,8 @@ pub struct Bound {
 pub struct Listening {
     listener: Option<Arc<Listener>>,
     stopped: Arc<AtomicBool>,
+    /// For a monitor that connects by itself.
+    _calling: Option<Calling>,
 }
 
 impl Bound {
@@ -104,7 +106,7 @@ impl Bound {
                 start("monitor", move || accept(&listener, &context, &stopped))?;
             }
         }
-        Ok(Listening { listener: self.listener.clone(), stopped })
+        Ok(Listening { listener: self.listener.clone(), stopped, _calling: None })
     }
 
     /// Listens once more, after the monitor that was here has ended: what was shut down stays so.
@@ -119,7 +121,12 @@ impl Bound {
 impl Listening {
     /// A monitor that no client can reach.
     pub(crate) fn nowhere() -> Listening {
-        Listening { listener: None, stopped: Arc::default() }
+        Listening { listener: None, stopped: Arc::default(), _calling: None }
+    }
+
+    /// A monitor that connects by itself.
+    pub(crate) fn calling(calling: Calling) -> Listening {
+        Listening { listener: None, stopped: Arc::default(), _calling: Some(calling) }
     }
 }
 
@@ -149,8 +156,8 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
     let clients = Arc::new(AtomicUsize::new(0));
     loop {
         let connection = match listener {
-            Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::Unix(stream)),
-            Listener::Tcp(listener) => listener.accept().map(|(stream, _)| Connection::Tcp(stream)),
+            Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::unix(stream)),
+            Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| Connection::tcp(stream)),
         };
         if stopped.load(Ordering::SeqCst) {
             return;
@@ -182,49 +189,4 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
             tracing::warn!(%error, "a monitor's client is turned away");
         }
     }
-}
-
-enum Connection {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
-impl Connection {
-    fn serve(self, context: &MonitorContext) {
-        // A connection that is gone already needs no hanging up.
-        let served = match self {
-            Connection::Unix(stream) => stream.try_clone().and_then(|output| {
-                let line = stream.try_clone()?;
-                serve(
-                    context,
-                    (&stream, InputEnd::Goes),
-                    output,
-                    || is_gone(&stream),
-                    move || drop(line.shutdown(Shutdown::Both)),
-                );
-                Ok(())
-            }),
-            Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| {
-                let (output, line) = (stream.try_clone()?, stream.try_clone()?);
-                serve(
-                    context,
-                    (&stream, InputEnd::Goes),
-                    output,
-                    || is_gone(&stream),
-                    move || drop(line.shutdown(Shutdown::Both)),
-                );
-                Ok(())
-            }),
-        };
-        if let Err(error) = served {
-            tracing::warn!(%error, "a monitor's client is turned away");
-        }
-    }
-}
-
-/// True when nothing that is sent reaches the client. One that has only said that it sends nothing more still reads.
-fn is_gone(stream: impl AsFd) -> bool {
-    let mut now = [PollFd::new(&stream, PollFlags::empty())];
-    let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-    polled.is_ok() && now[0].revents().intersects(PollFlags::ERR | PollFlags::HUP)
 }

@@ -3,11 +3,14 @@
 //! writes; a client's commands are answered in order, each by a task on the control thread.
 
 mod client;
+mod connection;
 mod listen;
 mod log;
 
 pub use client::serve;
 pub(crate) use client::silent_greeting;
+pub use connection::ClientAddress;
+pub(crate) use connection::Outgoing;
 pub use listen::{Bound, Listening, MonitorAddress};
 pub use log::{Log, LogOptions};
 

@@ -2,24 +2,25 @@
 //! `--chardev`: where a monitor can be.
 
 use crate::chardevs::{BackendOptions, ChardevOptions};
-use crate::monitor::{LogOptions, MonitorAddress};
+use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The character devices named so far.
 #[derive(Clone, Debug, Default)]
 pub struct Chardevs(BTreeMap<String, ChardevOptions>);
 
-/// Options of a socket that say how a connection is made, with nothing to decide for us: they must say what we do.
-const FIXED: &[(&str, bool)] =
-    &[("server", true), ("wait", false), ("nowait", true), ("telnet", false), ("mux", false)];
+/// Options that say how a connection is made, with nothing to decide for us: they must say what we do.
+const FIXED: &[(&str, bool)] = &[("telnet", false), ("mux", false)];
 
-/// Options without effect on a server.
-const IGNORED: &[&str] = &["nodelay", "delay", "signal", "reconnect", "reconnect-ms", "ipv4", "ipv6"];
+/// Options without effect.
+const IGNORED: &[&str] = &["nodelay", "delay", "signal", "ipv4", "ipv6"];
 
 impl Chardevs {
-    /// Takes `socket,id=ID,path=PATH,server=on,wait=off`, `socket,id=ID,host=HOST,port=PORT,server=on,wait=off`,
+    /// Takes `socket,id=ID,path=PATH,server=on,wait=off`, `socket,id=ID,host=HOST,port=PORT,server=on,wait=off`, both
+    /// without `server=on` for a client that listens there (`reconnect-ms=N`), `socket,id=ID,fd=N`,
     /// `stdio,id=ID`, `null,id=ID` or `ringbuf,id=ID[,size=SIZE]`, each with `logfile=PATH`, `logappend=on`,
     /// `logtimestamp=on`. Returns the id and the device.
     pub(crate) fn add(&mut self, text: &str) -> Result<(String, ChardevOptions)> {
@@ -40,11 +41,11 @@ impl Chardevs {
         let Some(backend) = pairs.remove("backend") else {
             return refused(format!("chardev: \"{id}\" missing backend"));
         };
-        check_fixed(&mut pairs, backend == "socket")?;
+        check_fixed(&mut pairs)?;
         let log = log(&mut pairs)?;
         let backend = match backend.as_str() {
             "stdio" => BackendOptions::Place(MonitorAddress::Stdio),
-            "socket" => BackendOptions::Place(socket(&mut pairs)?),
+            "socket" => socket(&mut pairs)?,
             "null" => BackendOptions::Null,
             "ringbuf" | "memory" => {
                 let size = pairs.remove("size").map(|text| parse_size(&text)).transpose()?;
@@ -66,13 +67,9 @@ impl Chardevs {
     }
 }
 
-fn check_fixed(pairs: &mut BTreeMap<String, String>, is_socket: bool) -> Result<()> {
-    if is_socket && !pairs.contains_key("server") {
-        return Err(Error::invalid_argument("a monitor is a server: 'server=on' is needed"));
-    }
+fn check_fixed(pairs: &mut BTreeMap<String, String>) -> Result<()> {
     for (key, wanted) in FIXED {
         let Some(value) = pairs.remove(*key) else { continue };
-        // Waiting for a client would mean not to start.
         if parse_on_off(&value) != Some(*wanted) {
             let word = if *wanted { "on" } else { "off" };
             return Err(Error::invalid_argument(format!("'{key}' must be '{word}', not '{value}'")));
@@ -84,26 +81,71 @@ fn check_fixed(pairs: &mut BTreeMap<String, String>, is_socket: bool) -> Result<
 
 /// What the log is to be. As in QEMU the two flags alone do nothing.
 fn log(pairs: &mut BTreeMap<String, String>) -> Result<Option<LogOptions>> {
-    let mut flag = |key: &str| match pairs.remove(key) {
-        None => Ok(false),
-        Some(value) => parse_on_off(&value)
-            .ok_or_else(|| Error::invalid_argument(format!("Parameter '{key}' expects 'on' or 'off'"))),
-    };
-    let (append, timestamps) = (flag("logappend")?, flag("logtimestamp")?);
+    let (append, timestamps) = (flag(pairs, "logappend")?, flag(pairs, "logtimestamp")?);
+    let (append, timestamps) = (append.unwrap_or(false), timestamps.unwrap_or(false));
     Ok(pairs.remove("logfile").map(|path| LogOptions { path: path.into(), append, timestamps }))
 }
 
-fn socket(pairs: &mut BTreeMap<String, String>) -> Result<MonitorAddress> {
-    match (pairs.remove("path"), pairs.remove("port")) {
-        (Some(path), None) => Ok(MonitorAddress::Unix(path.into())),
-        (None, Some(port)) => {
-            let number = port.parse();
-            let port = number
-                .map_err(|_| Error::invalid_argument(format!("'port' expects a number up to 65535, not '{port}'")))?;
-            Ok(MonitorAddress::Tcp { host: pairs.remove("host").unwrap_or_default(), port })
-        }
-        _ => Err(Error::invalid_argument("one of 'path' and 'port' is needed")),
+/// A switch, where it is given.
+fn flag(pairs: &mut BTreeMap<String, String>, key: &str) -> Result<Option<bool>> {
+    let wrong = || Error::invalid_argument(format!("Parameter '{key}' expects 'on' or 'off'"));
+    pairs.remove(key).map(|value| parse_on_off(&value).ok_or_else(wrong)).transpose()
+}
+
+/// A socket that listens, or that connects to a client.
+fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
+    let refused = |message: String| Err(Error::invalid_argument(message));
+    let is_server = flag(pairs, "server")?.unwrap_or(false);
+    let waits = match (flag(pairs, "wait")?, flag(pairs, "nowait")?) {
+        (Some(waits), _) => Some(waits),
+        (None, nowait) => nowait.map(|nowait| !nowait),
+    };
+    let reconnect = pairs.remove("reconnect-ms");
+    let (path, host, port, fd) = (pairs.remove("path"), pairs.remove("host"), pairs.remove("port"), pairs.remove("fd"));
+    if host.is_some() && port.is_none() {
+        return refused("chardev: socket: no port given".to_owned());
     }
+    if is_server {
+        if waits == Some(true) {
+            // Waiting for a client would mean not to start.
+            return refused("'wait' must be 'off', not 'on'".to_owned());
+        }
+        check_pauses(true, reconnect.is_some(), false).map_err(Error::invalid_argument)?;
+        return Ok(BackendOptions::Place(match (path, port) {
+            (Some(path), _) => MonitorAddress::Unix(path.into()),
+            (None, Some(port)) => MonitorAddress::Tcp { host: host.unwrap_or_default(), port: number(&port)? },
+            (None, None) => return refused("one of 'path' and 'port' is needed".to_owned()),
+        }));
+    }
+    check_pauses(false, false, waits.is_some()).map_err(Error::invalid_argument)?;
+    let reconnect = match reconnect.map(|text| text.parse::<u64>()) {
+        Some(Err(_)) => return refused("Parameter 'reconnect-ms' expects a number".to_owned()),
+        Some(Ok(pause)) => Some(pause).filter(|&pause| pause > 0).map(Duration::from_millis),
+        None => None,
+    };
+    let address = match (path, host, port, fd) {
+        (Some(path), ..) => ClientAddress::Unix(path.into()),
+        (None, Some(host), Some(port), _) => ClientAddress::Tcp { host, port: number(&port)? },
+        (.., fd) => match fd.as_deref().unwrap_or_default().parse() {
+            Ok(number) => ClientAddress::Passed(number),
+            Err(_) => return refused(format!("Unable to parse FD number {}", fd.unwrap_or_default())),
+        },
+    };
+    Ok(BackendOptions::Outgoing { address, reconnect })
+}
+
+/// Refuses what only the other side of a connection can do, as QEMU does.
+pub(crate) fn check_pauses(is_server: bool, reconnects: bool, waits: bool) -> std::result::Result<(), &'static str> {
+    match (is_server, reconnects, waits) {
+        (true, true, _) => Err("'reconnect-ms' option is incompatible with socket in server listen mode"),
+        (false, _, true) => Err("'wait' option is incompatible with socket in client connect mode"),
+        _ => Ok(()),
+    }
+}
+
+fn number(port: &str) -> Result<u16> {
+    let wrong = |_| Error::invalid_argument(format!("'port' expects a number up to 65535, not '{port}'"));
+    port.parse().map_err(wrong)
 }
 
 #[cfg(test)]
@@ -114,12 +156,20 @@ mod tests {
     fn backends_and_their_options_are_known() {
         let mut chardevs = Chardevs::default();
         let tcp = MonitorAddress::Tcp { host: "::1".into(), port: 4444 };
+        let outgoing = |address, pause: Option<u64>| BackendOptions::Outgoing {
+            address,
+            reconnect: pause.map(Duration::from_millis),
+        };
         for (text, backend) in [
             (
                 "socket,id=a,path=/run/a.sock,server=on,wait=off",
                 BackendOptions::Place(MonitorAddress::Unix("/run/a.sock".into())),
             ),
             ("backend=socket,id=b,host=::1,port=4444,server,nowait", BackendOptions::Place(tcp)),
+            ("socket,id=h,path=s", outgoing(ClientAddress::Unix("s".into()), None)),
+            ("socket,id=i,path=s,server=off,reconnect-ms=100", outgoing(ClientAddress::Unix("s".into()), Some(100))),
+            ("socket,id=j,host=h,port=7", outgoing(ClientAddress::Tcp { host: "h".into(), port: 7 }, None)),
+            ("socket,id=k,fd=3,reconnect-ms=0", outgoing(ClientAddress::Passed(3), None)),
             ("stdio,id=c,signal=off", BackendOptions::Place(MonitorAddress::Stdio)),
             ("null,id=e,logtimestamp=on", BackendOptions::Null),
             ("ringbuf,id=f,size=1k", BackendOptions::Ring { size: 1024 }),
@@ -139,7 +189,16 @@ mod tests {
         for (wrong, reason) in [
             ("socket,path=/a,server=on", "no id specified"),
             ("id=a", "chardev: \"a\" missing backend"),
-            ("socket,id=a,path=/a", "'server=on' is needed"),
+            ("socket,id=a,path=/a,wait=on", "'wait' option is incompatible with socket in client connect mode"),
+            (
+                "socket,id=a,path=/a,server=on,reconnect-ms=1",
+                "'reconnect-ms' option is incompatible with socket in server",
+            ),
+            ("socket,id=a,path=/a,server=maybe", "Parameter 'server' expects 'on' or 'off'"),
+            ("socket,id=a,path=/a,reconnect-ms=x", "Parameter 'reconnect-ms' expects a number"),
+            ("socket,id=a,host=h", "chardev: socket: no port given"),
+            ("socket,id=a,port=1", "Unable to parse FD number "),
+            ("socket,id=a,fd=x", "Unable to parse FD number x"),
             ("socket,id=a,path=/a,server=on,wait=on", "'wait' must be 'off'"),
             ("socket,id=a,server=on", "one of 'path' and 'port'"),
             ("socket,id=a,port=99999,server=on", "'port' expects a number"),

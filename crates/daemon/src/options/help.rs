@@ -12,6 +12,7 @@ const CHARDEVS: &[(&str, &[(&str, &str)])] = &[
     (
         "socket",
         &[
+            ("fd", "str"),
             ("host", "str"),
             ID,
             LOG[0],
@@ -19,6 +20,7 @@ const CHARDEVS: &[(&str, &[(&str, &str)])] = &[
             LOG[2],
             ("path", "str"),
             ("port", "num"),
+            ("reconnect-ms", "num"),
             ("server", "bool (on/off)"),
             ("wait", "bool (on/off)"),
         ],

@@ -7,6 +7,7 @@ mod help;
 mod temporary;
 
 pub use chardev::Chardevs;
+pub(crate) use chardev::check_pauses;
 pub use drive::Drive;
 pub use help::{chardev_help, object_help};
 

@@ -77,6 +77,14 @@ impl Socket {
         Socket::new(fd)
     }
 
+    /// Another descriptor of a socket that this process was started with, as its user says. The first one stays open, so the
+    /// peer learns of the end by a shutdown only.
+    pub fn copy_of_descriptor(number: i32) -> Result<OwnedFd> {
+        let copy = sys::copy_descriptor(number).ok();
+        let copy = copy.filter(|fd| rustix::net::sockopt::socket_type(fd).is_ok());
+        copy.ok_or_else(|| Error::invalid_argument(format!("File descriptor '{number}' is not a socket")))
+    }
+
     /// Connects. The addresses of a host name are tried one after the other, each for at most `timeout`.
     pub async fn connect(address: &SocketAddress, timeout: Duration) -> Result<Socket> {
         let address = address.clone();

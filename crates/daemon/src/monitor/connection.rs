@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Connections of monitors: those that clients make, and those that a monitor makes itself, to a client that listens.
+
+use super::client::InputEnd;
+use super::{MonitorContext, serve};
+use crate::control::Message;
+use cowshed_block::{Error, Result};
+use cowshed_storage::Socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::fmt;
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// A connected stream socket of any family: its calls are the same for all of them.
+pub(super) struct Connection(UnixStream);
+
+impl Connection {
+    pub fn unix(stream: UnixStream) -> Connection {
+        Connection(stream)
+    }
+
+    pub fn tcp(stream: TcpStream) -> io::Result<Connection> {
+        stream.set_nodelay(true)?;
+        Ok(Connection(OwnedFd::from(stream).into()))
+    }
+
+    /// Speaks with the client until it goes.
+    pub fn serve(self, context: &MonitorContext) {
+        let stream = self.0;
+        // A connection that is gone already needs no hanging up.
+        let served = stream.try_clone().and_then(|output| {
+            let line = stream.try_clone()?;
+            let hang_up = move || drop(line.shutdown(Shutdown::Both));
+            serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), hang_up);
+            Ok(())
+        });
+        if let Err(error) = served {
+            tracing::warn!(%error, "a monitor's client is turned away");
+        }
+    }
+}
+
+/// True when nothing that is sent reaches the client. One that has only said that it sends nothing more still reads.
+fn is_gone(stream: impl AsFd) -> bool {
+    let mut now = [PollFd::new(&stream, PollFlags::empty())];
+    let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    polled.is_ok() && now[0].revents().intersects(PollFlags::ERR | PollFlags::HUP)
+}
+
+/// A client that listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ClientAddress {
+    /// On a Unix socket.
+    Unix(PathBuf),
+    /// On a TCP port.
+    Tcp {
+        /// Host name or address.
+        host: String,
+        /// Its port.
+        port: u16,
+    },
+    /// At the other end of a connected socket, a descriptor of this process.
+    Passed(i32),
+}
+
+impl fmt::Display for ClientAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ClientAddress::Unix(path) => write!(f, "unix:{}", path.display()),
+            ClientAddress::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            ClientAddress::Passed(_) => f.write_str("unix:"),
+        }
+    }
+}
+
+impl ClientAddress {
+    /// Connects; with the connection's name for `query-chardev`.
+    fn connect(&self) -> Result<(Connection, String)> {
+        let failed = |error: io::Error, place: String| {
+            Error::io(&error, format!("could not connect to '{place}'")).qemu(format!("Failed to connect to '{place}'"))
+        };
+        match self {
+            ClientAddress::Unix(path) => {
+                let stream = UnixStream::connect(path).map_err(|error| failed(error, path.display().to_string()))?;
+                Ok((Connection::unix(stream), self.to_string()))
+            }
+            ClientAddress::Tcp { host, port } => {
+                let failed = |error: io::Error| failed(error, format!("{host}:{port}"));
+                let stream = TcpStream::connect((host.as_str(), *port)).map_err(failed)?;
+                let (own, peer) = (stream.local_addr().map_err(failed)?, stream.peer_addr().map_err(failed)?);
+                Ok((Connection::tcp(stream).map_err(failed)?, format!("tcp:{own} <-> {peer}")))
+            }
+            ClientAddress::Passed(number) => {
+                let descriptor = Socket::copy_of_descriptor(*number)?;
+                Ok((Connection::unix(descriptor.into()), self.to_string()))
+            }
+        }
+    }
+}
+
+/// What is known of the connection.
+#[derive(Default)]
+struct State {
+    /// Made, and not taken by a monitor yet.
+    waiting: Option<Connection>,
+    /// The name of the connection that is there.
+    connected: Option<String>,
+    /// No further connection is wanted.
+    stopped: bool,
+}
+
+/// A character device that connects to a client by itself.
+pub struct Outgoing {
+    address: ClientAddress,
+    /// So long after the end of a connection, or after an attempt in vain, the next one is tried.
+    reconnect: Option<Duration>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for `pause`, or until it is stopped; whether it is.
+    fn stops_within(&self, pause: Duration) -> bool {
+        let waited = self.changed.wait_timeout_while(self.lock(), pause, |state| !state.stopped);
+        waited.unwrap_or_else(PoisonError::into_inner).0.stopped
+    }
+}
+
+/// A monitor on such a device. Dropped, it makes no further connection; the one that is there stays.
+pub struct Calling(Arc<Shared>);
+
+impl Drop for Calling {
+    fn drop(&mut self) {
+        self.0.lock().stopped = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl Outgoing {
+    /// Connects. Where it may try again, a failure is no error.
+    pub fn new(id: &str, address: &ClientAddress, reconnect: Option<Duration>) -> Result<Outgoing> {
+        let shared = Arc::new(Shared::default());
+        match address.connect() {
+            Ok((connection, name)) => {
+                let mut state = shared.lock();
+                state.waiting = Some(connection);
+                state.connected = Some(name);
+            }
+            Err(error) if reconnect.is_some() => report(id, &error),
+            Err(error) => return Err(error),
+        }
+        Ok(Outgoing { address: address.clone(), reconnect, shared })
+    }
+
+    /// Its name for `query-chardev`.
+    pub fn name(&self) -> String {
+        let connected = self.shared.lock().connected.clone();
+        connected.unwrap_or_else(|| format!("disconnected:{}", self.address))
+    }
+
+    /// A connection is there.
+    pub fn is_connected(&self) -> bool {
+        self.shared.lock().connected.is_some()
+    }
+
+    /// Starts a monitor, on a thread of its own.
+    pub fn start(&self, context: MonitorContext) -> Result<Calling> {
+        self.shared.lock().stopped = false;
+        let (shared, address, reconnect) = (Arc::clone(&self.shared), self.address.clone(), self.reconnect);
+        let run = move || {
+            loop {
+                let made = shared.lock().waiting.take();
+                if let Some(connection) = made {
+                    connection.serve(&context);
+                    shared.lock().connected = None;
+                    // A daemon that has stopped needs no word.
+                    let _ = context.control.send(Message::MonitorClosed(Arc::clone(&context.properties)));
+                }
+                let Some(pause) = reconnect else { return };
+                if shared.stops_within(pause) {
+                    return;
+                }
+                if let Ok((connection, name)) = address.connect() {
+                    let mut state = shared.lock();
+                    state.waiting = Some(connection);
+                    state.connected = Some(name);
+                }
+            }
+        };
+        let started = thread::Builder::new().name("monitor".into()).spawn(run);
+        started.map_err(|error| Error::io(&error, "could not start a thread"))?;
+        Ok(Calling(Arc::clone(&self.shared)))
+    }
+}
+
+fn report(id: &str, error: &Error) {
+    tracing::warn!("Unable to connect character device {id}: {}", error.sentence());
+}
