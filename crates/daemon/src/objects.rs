@@ -371,7 +371,12 @@ impl Objects {
 
     /// The object that a path means: its id, or `/objects/ID`.
     pub fn at_path(&self, path: &str) -> QmpResult<(String, Object)> {
-        let id = path.strip_prefix("/objects/").unwrap_or(path);
+        // Empty parts count for nothing.
+        let mut parts = path.split('/').filter(|part| !part.is_empty());
+        let id = match (path.starts_with('/'), parts.next(), parts.next(), parts.next()) {
+            (true, Some("objects"), Some(id), None) => id,
+            _ => path,
+        };
         let found = self.find(id).map(|object| (id.to_owned(), object));
         found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{path}' not found")))
     }

@@ -118,7 +118,8 @@ impl Stream {
         job.set_progress(0, size);
         let (mut at, mut result) = (0, Ok(()));
         while at < size {
-            job.pause_point().await?;
+            // What has been copied is paid for before the next step, also where that copies nothing.
+            job.throttle(0).await?;
             let (len, copied) = self.copy_next(at, size, job).await?;
             if let Err(failure) = copied {
                 match judge.judge(&failure) {

@@ -213,7 +213,12 @@ pub fn masked(text: &str) -> String {
     let mut masked = String::new();
     for line in text.lines().filter(|line| !line.starts_with("Formatting '")) {
         let mut line = line.trim_end_matches('\r').to_owned();
-        for (key, ends) in [("\"micro\": ", ",}"), ("\"package\": \"", "\"")] {
+        for (key, ends) in [
+            ("\"micro\": ", ",}"),
+            ("\"package\": \"", "\""),
+            ("\"vm-clock-sec\": ", ",}"),
+            ("\"vm-clock-nsec\": ", ",}"),
+        ] {
             line = without_value(&line, key, ends);
         }
         masked += &line;

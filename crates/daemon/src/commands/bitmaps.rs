@@ -122,13 +122,13 @@ pub(super) fn node_of(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 /// The node that is to get a bitmap.
 fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> {
     let (name, persistent) = (arguments.text("node"), arguments.flag("persistent", false));
-    daemon.inactive.check(name)?;
-    let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
-    let found = names::lookup(daemon, None, Some(name)).map_err(not_found)?;
-    // As in QEMU these come before all that a persistent bitmap needs.
     if arguments.text("name").is_empty() {
         return Err(QmpError::generic("Bitmap name cannot be empty"));
     }
+    daemon.inactive.check(name)?;
+    let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
+    let found = names::lookup(daemon, None, Some(name)).map_err(not_found)?;
+    // As in QEMU this comes before all that a persistent bitmap needs.
     if arguments.number("granularity")?.is_some_and(|bytes| bytes < 512 || !bytes.is_power_of_two()) {
         return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
     }

@@ -4,7 +4,7 @@
 use super::names;
 use super::snapshot::free_name;
 use super::{Arguments, Group, change, failed, nothing};
-use crate::jobs::{Closing, Job, JobSpec, Needed, run_backup, run_merge, run_mirror, run_stream};
+use crate::jobs::{Closing, Job, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
@@ -300,7 +300,7 @@ fn filter_name(daemon: &Daemon, arguments: &Arguments) -> String {
 
 async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let plan = plan_backup(&daemon, &arguments)?;
-    plan.start(&daemon).await?.run(&daemon);
+    daemon.jobs.start_backups(vec![plan.start(&daemon).await?.work()], false);
     nothing()
 }
 
@@ -428,16 +428,16 @@ impl BackupPlan {
 }
 
 impl BackupStarted {
-    pub(super) fn run(self, daemon: &Rc<Daemon>) {
-        daemon.jobs.start_backup(Rc::clone(&self.job), run_backup(self.job, self.backup));
+    pub(super) fn work(self) -> Work {
+        (Rc::clone(&self.job), Box::pin(run_backup(self.job, self.backup)))
     }
 
-    /// Runs it; its target goes with it.
-    pub(super) fn run_and_close(self, daemon: &Rc<Daemon>, closing: Closing) {
+    /// Its work; its target goes with it.
+    pub(super) fn work_and_close(self, daemon: &Rc<Daemon>, closing: Closing) -> Work {
         let needed = Needed { parts: self.backup.gives_up_parts(), whole: self.backup.gives_up_whole() };
         let closing = Closing { needed, ..closing };
         let work = run_backup(Rc::clone(&self.job), self.backup);
-        daemon.jobs.start_backup(Rc::clone(&self.job), closing.after(work, self.job, Rc::clone(daemon)));
+        (Rc::clone(&self.job), Box::pin(closing.after(work, self.job, Rc::clone(daemon))))
     }
 
     /// As if it had not been started.

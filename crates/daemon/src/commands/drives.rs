@@ -6,7 +6,7 @@ use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, plan_backup, pre
 use super::names;
 use super::new_file::NewFile;
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
-use crate::jobs::{Closing, Needed};
+use crate::jobs::{Closing, Needed, Work};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::create::CreateRequest;
@@ -182,8 +182,8 @@ impl DrivePlan {
 }
 
 impl DriveStarted {
-    pub(super) fn run(self, daemon: &Rc<Daemon>) {
-        self.backup.run_and_close(daemon, self.target.with_job());
+    pub(super) fn work(self, daemon: &Rc<Daemon>) -> Work {
+        self.backup.work_and_close(daemon, self.target.with_job())
     }
 
     pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
@@ -193,7 +193,8 @@ impl DriveStarted {
 }
 
 async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    plan(&daemon, arguments).await?.start(&daemon).await?.run(&daemon);
+    let started = plan(&daemon, arguments).await?.start(&daemon).await?;
+    daemon.jobs.start_backups(vec![started.work(&daemon)], false);
     nothing()
 }
 

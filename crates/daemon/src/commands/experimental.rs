@@ -46,6 +46,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if !matches!(driver, "qcow2" | "luks") {
         return Err(QmpError::generic("Driver does not support x-blockdev-amend"));
     }
+    let is_encrypted = driver == "luks" || node.qcow2().is_some_and(|qcow2| qcow2.header().crypt_method != 0);
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
         kind: "amend",
@@ -61,6 +62,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
         handle.set_progress(1, 1);
         match options.len() {
             1 => Ok(()),
+            _ if !is_encrypted => Err(Error::unsupported("image is not encrypted, can't amend")),
             _ => Err(Error::unsupported("key slots change while no daemon has the image open: amend it with qemu-img")),
         }
     };

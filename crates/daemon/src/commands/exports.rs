@@ -40,8 +40,8 @@ command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
-alternate BlockExportIOThreads: str, [str]
-object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIOThreads, node-name: str
+alternate BlockExportIothreads: str, [str]
+object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIothreads, node-name: str
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
@@ -243,12 +243,12 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
+    if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
+        return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
+    }
     check_new(&daemon, arguments.text("id"))?;
     if daemon.graph.find(&node).is_none() && !daemon.inactive.contains(&node) {
         return Err(no_node(&node));
-    }
-    if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
-        return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
     }
     check_iothreads(&daemon, arguments.get("iothread"))?;
     let spec = ExportSpec {

@@ -118,6 +118,12 @@ enum Done {
 async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let actions = arguments.get("actions").and_then(Value::as_array).cloned().unwrap_or_default();
     let grouped = arguments.object("properties").and_then(|map| map.get("completion-mode")) == Some(&json!("grouped"));
+    let kinds = || actions.iter().filter_map(|action| action["type"].as_str());
+    if grouped && let Some(kind) = kinds().find(|kind| !matches!(*kind, "blockdev-backup" | "drive-backup")) {
+        return Err(QmpError::generic(format!(
+            "Action '{kind}' does not support transaction property completion-mode = grouped"
+        )));
+    }
     let mut ready = Vec::new();
     let mut failure = None;
     for action in &actions {
@@ -126,9 +132,6 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
             "blockdev-snapshot" => prepare_blockdev(&daemon, &data).map(Action::Snapshot),
             "blockdev-snapshot-sync" => prepare_sync(&daemon, &data).await.map(Action::Snapshot),
             "blockdev-snapshot-internal-sync" => internal::plan(&daemon, &data).map(Action::Internal),
-            kind @ ("blockdev-backup" | "drive-backup") if grouped => {
-                Err(QmpError::generic(format!("completion-mode 'grouped' is not supported with '{kind}'")))
-            }
             "blockdev-backup" => plan_backup(&daemon, &data).map(|plan| Action::Backup(Box::new(plan))),
             "drive-backup" => drives::plan(&daemon, data).await.map(|plan| Action::Drive(Box::new(plan))),
             kind if bitmaps::ACTIONS.contains(&kind) => bitmaps::prepare(&daemon, kind, &data).map(Action::Bitmap),
@@ -142,11 +145,30 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
             }
         }
     }
-    let Some(error) = failure else { return carry_out(&daemon, ready).await };
-    for action in ready.into_iter().rev() {
-        action.discard(&daemon).await;
+    let Some(error) = failure else { return carry_out_as(&daemon, ready, grouped).await };
+    Err(give_up(&daemon, ready, error).await)
+}
+
+/// Discards actions behind which another one failed with `error`; the error of the transaction. As in QEMU changes of bitmaps
+/// fail in their turn, so the error is that of the first one that can't be carried out.
+async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError) -> QmpError {
+    let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
+    let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
+    let (mut done, mut has_failed) = (Vec::new(), false);
+    for action in actions {
+        match action {
+            Action::Bitmap(change) if !has_failed => match change.run().await {
+                Ok(changed) => done.push(Done::Bitmap(changed)),
+                Err(earlier) => (error, has_failed) = (earlier, true),
+            },
+            other => other.discard(daemon).await,
+        }
     }
-    Err(error)
+    for one in done.into_iter().rev() {
+        one.take_back(daemon).await;
+    }
+    drop(drained);
+    error
 }
 
 impl Action {
@@ -215,6 +237,11 @@ impl Done {
 
 /// Carries all actions out at one moment, or none.
 pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpResult<Value> {
+    carry_out_as(daemon, actions, false).await
+}
+
+/// As [`carry_out`]; the jobs end together where they are `grouped`.
+async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) -> QmpResult<Value> {
     let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
     // No request runs between the first and the last one.
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
@@ -240,6 +267,7 @@ pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpR
         return Err(error);
     }
     drop(drained);
+    let mut backups = Vec::new();
     for one in done {
         match one {
             Done::Snapshot(one) => {
@@ -251,11 +279,12 @@ pub(super) async fn carry_out(daemon: &Rc<Daemon>, actions: Vec<Action>) -> QmpR
                     tracing::warn!(%error, overlay = one.overlay.name(), "could not close an overlay that nobody uses");
                 }
             }
-            Done::Backup(started) => started.run(daemon),
-            Done::Drive(started) => started.run(daemon),
+            Done::Backup(started) => backups.push(started.work()),
+            Done::Drive(started) => backups.push(started.work(daemon)),
             Done::Internal(_) | Done::Bitmap(_) => {}
         }
     }
+    daemon.jobs.start_backups(backups, grouped);
     nothing()
 }
 
@@ -313,10 +342,10 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
 
 async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
     let (device, name) = (arguments.maybe_text("device"), arguments.maybe_text("node-name"));
+    let node = names::lookup(daemon, device, name)?.image();
     if name.is_some() && arguments.maybe_text("snapshot-node-name").is_none() {
         return Err(QmpError::generic("New overlay node-name missing"));
     }
-    let node = names::lookup(daemon, device, name)?.image();
     daemon.jobs.check_free(&node)?;
     names::check_no_overlay(daemon, &node)?;
     let (file, format) = (arguments.text("snapshot-file"), arguments.maybe_text("format").unwrap_or("qcow2"));

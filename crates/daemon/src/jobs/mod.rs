@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Background jobs with QEMU's states. They are tasks on the control thread.
 
+mod group;
 mod work;
 
+use group::JobGroup;
 pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
 use crate::commands::failed;
@@ -100,6 +102,8 @@ pub(crate) struct Job {
     lacking: RefCell<Option<Arc<DirtyMap>>>,
     /// Its mirror, while that can be told to do something else.
     mirror: RefCell<Option<Rc<Mirror>>>,
+    /// The jobs that it ends together with.
+    group: RefCell<Option<Rc<JobGroup>>>,
     /// Tasks that wait for another status.
     waiting: RefCell<Vec<Waker>>,
     events: EventBus,
@@ -154,7 +158,7 @@ impl Job {
 
     /// True for those that `query-block-jobs` lists.
     pub fn is_block_job(&self) -> bool {
-        self.kind != "create"
+        !matches!(self.kind, "create" | "amend")
     }
 
     fn block_event(&self, name: &'static str) {
@@ -271,6 +275,10 @@ impl Job {
             status => {
                 self.go_on();
                 self.handle.cancel();
+                let group = self.group.borrow().clone();
+                if let Some(group) = group.filter(|_| status == Status::Waiting) {
+                    group.fail(&self.id);
+                }
                 if status == Status::Pending || !self.is_mirror() {
                     self.ended(END_PATIENCE).await;
                 }
@@ -322,10 +330,15 @@ impl Job {
         self.waiting.take().into_iter().for_each(Waker::wake);
     }
 
-    async fn wait_for_finalize(&self) -> Result<()> {
+    /// Tells that it waits for its user.
+    fn say_pending(&self) {
         if self.is_block_job() {
             self.events.emit("BLOCK_JOB_PENDING", json!({"type": self.kind, "id": self.id}));
         }
+    }
+
+    async fn wait_for_finalize(&self) -> Result<()> {
+        self.say_pending();
         while !self.finalize.get() {
             if self.handle.is_cancelled() {
                 return self.handle.pause_point().await;
@@ -380,6 +393,9 @@ impl Judge for Job {
         action
     }
 }
+
+/// A job and its work, which comes with what ends it.
+pub(crate) type Work = (Rc<Job>, LocalFuture<'static, (Result<()>, Finish)>);
 
 /// Ends the work of a job: completes it (`true`), or takes back what was prepared.
 pub(crate) type Finish = Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>;
@@ -467,6 +483,7 @@ impl Jobs {
             error: RefCell::default(),
             lacking: RefCell::default(),
             mirror: RefCell::default(),
+            group: RefCell::default(),
             waiting: RefCell::default(),
             events: events.clone(),
         });
@@ -475,12 +492,19 @@ impl Jobs {
         Ok(job)
     }
 
-    /// As [`Jobs::start`] of a backup: QEMU shows that it stops it for a moment to put its filter in.
-    pub fn start_backup(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
-        let shown = Rc::clone(&job);
-        self.start(job, work);
-        shown.enter(Status::Paused);
-        shown.enter(Status::Running);
+    /// As [`Jobs::start`] of backups that begin at one moment: QEMU shows that it stops them for a moment to put their filters
+    /// in, the newest first. They end together where they are `grouped`.
+    pub fn start_backups(self: &Rc<Self>, backups: Vec<Work>, grouped: bool) {
+        if grouped {
+            JobGroup::join(backups.iter().map(|(job, _)| Rc::clone(job)).collect());
+        }
+        for (job, _) in backups.iter().rev() {
+            job.enter(Status::Running);
+            job.enter(Status::Paused);
+        }
+        for (job, work) in backups.into_iter().rev() {
+            self.start(job, work);
+        }
     }
 
     /// Runs a job's work as a task, and its life around it. The work comes with what ends it, well or not.
@@ -490,6 +514,10 @@ impl Jobs {
         let id = job.id.clone();
         let task = rt::spawn(async move {
             let (mut result, finish) = work.await;
+            let group = job.group.borrow().clone();
+            if let Some(group) = group {
+                return group.arrive(&jobs, job, result, finish).await;
+            }
             if result.is_ok() {
                 job.enter(Status::Waiting);
                 job.enter(Status::Pending);
@@ -514,7 +542,9 @@ impl Jobs {
                 true => words_of(error.errno()),
                 false => failed(error.clone()).description,
             });
-            job.enter(Status::Aborting);
+            if job.status() != Status::Aborting {
+                job.enter(Status::Aborting);
+            }
         }
         job.block_event(if cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" });
         job.enter(Status::Concluded);

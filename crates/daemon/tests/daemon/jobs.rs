@@ -381,3 +381,23 @@ fn damage_that_a_read_meets_is_an_event_once_and_not_fatal() {
     assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn an_amendment_is_a_job_that_is_no_block_job() {
+    let (daemon, mut client) = serving();
+    let amend = |options: serde_json::Value| json!({"job-id": "j", "node-name": "q", "options": options});
+    let encrypt = json!({"format": "luks", "state": "active", "new-secret": "s"});
+    for (options, error) in [
+        (json!({"driver": "qcow2"}), None),
+        (json!({"driver": "qcow2", "encrypt": encrypt}), Some("image is not encrypted, can't amend")),
+    ] {
+        client.command("x-blockdev-amend", amend(options));
+        while client.event("JOB_STATUS_CHANGE")["status"] != "concluded" {}
+        let jobs = client.command("query-jobs", json!({}));
+        assert_eq!((&jobs[0]["type"], jobs[0]["error"].as_str()), (&json!("amend"), error), "{jobs}");
+        assert_eq!(client.command("query-block-jobs", json!({})), json!([]));
+        client.command("job-dismiss", json!({"id": "j"}));
+    }
+    assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_JOB_COMPLETED"));
+    daemon.stop().expect("stopped in order");
+}

@@ -263,3 +263,21 @@ fn a_device_is_where_its_export_is_in_every_command() {
     client.event("BLOCK_JOB_COMPLETED");
     daemon.stop().expect("stopped in order");
 }
+
+#[test]
+fn a_read_only_overlay_takes_over_where_nobody_writes() {
+    let (daemon, mut client) = serving();
+    let over = daemon.path("over.qcow2");
+    Qemu::system().create(&over, "qcow2", "", 16 << 20);
+    let mut overlay = node(&over, "over");
+    overlay["read-only"] = json!(true);
+    overlay["backing"] = serde_json::Value::Null;
+    client.command("blockdev-add", overlay);
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
+    let snapshot = json!({"node": "q", "overlay": "over"});
+    assert_eq!(client.refusal("blockdev-snapshot", snapshot.clone()), "Block node is read-only");
+    client.command("block-export-del", json!({"id": "e"}));
+    client.event("BLOCK_EXPORT_DELETED");
+    client.command("blockdev-snapshot", snapshot);
+    daemon.stop().expect("stopped in order");
+}

@@ -46,11 +46,13 @@ pub struct SnapshotOptions {
     pub discard: bool,
     /// Instruction count that a new snapshot notes; `u64::MAX` says that none was kept. 0 unless set, as qemu-img does it.
     pub icount: u64,
+    /// A new snapshot notes the time of the day as the clock of the guest, as QEMU's daemon does; else 0, as qemu-img.
+    pub notes_clock: bool,
 }
 
 impl Default for SnapshotOptions {
     fn default() -> Self {
-        SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true, icount: 0 }
+        SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true, icount: 0, notes_clock: false }
     }
 }
 
@@ -207,7 +209,7 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
             l1_size: image.header.l1_size,
             date_s: u32::try_from(now.as_secs()).unwrap_or(u32::MAX),
             date_ns: now.subsec_nanos(),
-            vm_clock_ns: 0,
+            vm_clock_ns: if options.notes_clock { u64::try_from(now.as_nanos()).unwrap_or(u64::MAX) } else { 0 },
             vm_state_size_32: 0,
             // VM state and disk size in 64 bits, and the instruction count.
             extra_data: [0u64.to_be_bytes(), image.header.size.to_be_bytes(), options.icount.to_be_bytes()].concat(),

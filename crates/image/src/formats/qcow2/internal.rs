@@ -94,5 +94,10 @@ impl Qcow2Driver {
 }
 
 fn snapshot_options(options: &Qcow2RuntimeOptions) -> SnapshotOptions {
-    SnapshotOptions { discard: options.pass_discard_snapshot, icount: u64::MAX, ..SnapshotOptions::default() }
+    SnapshotOptions {
+        discard: options.pass_discard_snapshot,
+        icount: u64::MAX,
+        notes_clock: true,
+        ..SnapshotOptions::default()
+    }
 }

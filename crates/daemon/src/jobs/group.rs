@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Jobs that end together (`completion-mode` `grouped`): all of them complete, or none does.
+
+use super::{Finish, Job, Jobs, LOOK, Status};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::rt;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+/// The jobs, in the order of their coming. It goes with the last of them.
+#[derive(Default)]
+pub(super) struct JobGroup {
+    members: RefCell<Vec<Rc<Job>>>,
+    /// Those whose work has ended.
+    arrived: RefCell<Vec<Arrival>>,
+    has_failed: Cell<bool>,
+}
+
+struct Arrival {
+    job: Rc<Job>,
+    result: Result<()>,
+    finish: Finish,
+}
+
+impl JobGroup {
+    /// Has these jobs end together.
+    pub fn join(jobs: Vec<Rc<Job>>) {
+        let group = Rc::new(JobGroup::default());
+        for job in &jobs {
+            *job.group.borrow_mut() = Some(Rc::clone(&group));
+        }
+        *group.members.borrow_mut() = jobs;
+    }
+
+    fn newest_first(&self) -> Vec<Rc<Job>> {
+        self.members.borrow().iter().rev().cloned().collect()
+    }
+
+    /// The work of the job `id` failed, or it was cancelled: so are the others.
+    pub fn fail(&self, id: &str) {
+        if self.has_failed.replace(true) {
+            return;
+        }
+        let (first, others): (Vec<_>, Vec<_>) = self.newest_first().into_iter().partition(|job| job.id == id);
+        for job in first.iter().chain(&others) {
+            job.enter(Status::Aborting);
+        }
+        for job in others {
+            job.handle.cancel();
+        }
+    }
+
+    /// The work of a job has ended. The last one ends them all.
+    pub async fn arrive(&self, jobs: &Jobs, job: Rc<Job>, result: Result<()>, finish: Finish) {
+        match result.is_ok() {
+            true if self.has_failed.get() => {}
+            true => job.enter(Status::Waiting),
+            false => self.fail(&job.id),
+        }
+        self.arrived.borrow_mut().push(Arrival { job, result, finish });
+        if self.arrived.borrow().len() == self.members.borrow().len() {
+            self.end(jobs).await;
+        }
+    }
+
+    async fn end(&self, jobs: &Jobs) {
+        let members = self.newest_first();
+        if !self.has_failed.get() {
+            for job in &members {
+                job.enter(Status::Pending);
+            }
+            if let Some(cancelled) = wait_for_finalize(&members).await {
+                self.fail(&cancelled.id);
+            }
+        }
+        let mut arrived = self.arrived.take();
+        let place = |one: &Arrival| members.iter().position(|job| Rc::ptr_eq(job, &one.job));
+        arrived.sort_by_key(place);
+        for Arrival { job, result, finish } in arrived {
+            let completes = result.is_ok() && !self.has_failed.get();
+            let finished = finish(completes).await;
+            if finished.is_err() {
+                self.has_failed.set(true);
+            }
+            let cancelled = || Err(Error::new(ErrorKind::Cancelled, "a job that it ends together with has failed"));
+            let result = match completes {
+                true => finished,
+                false => result.and_then(|()| cancelled()),
+            };
+            *job.group.borrow_mut() = None;
+            jobs.conclude(&job, result);
+        }
+        self.members.borrow_mut().clear();
+    }
+}
+
+/// Waits until the user lets them end, where one of them asks for it; one that is cancelled meanwhile.
+async fn wait_for_finalize(members: &[Rc<Job>]) -> Option<Rc<Job>> {
+    let asking: Vec<&Rc<Job>> = members.iter().filter(|job| !job.auto_finalize).collect();
+    asking.iter().for_each(|job| job.say_pending());
+    while !asking.is_empty() && !members.iter().any(|job| job.finalize.get()) {
+        if let Some(cancelled) = members.iter().find(|job| job.handle.is_cancelled()) {
+            return Some(Rc::clone(cancelled));
+        }
+        rt::sleep(LOOK).await;
+    }
+    None
+}
