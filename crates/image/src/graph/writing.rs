@@ -24,8 +24,8 @@ pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
             format!("Block format '{driver}' used by node '{}' does not support reopening files", node.name());
         return Err(Error::new(ErrorKind::ReadOnly, message));
     }
-    let storage = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
-    storage.map(|child| check_becomes_writable(&child.node)).collect()
+    let mut storage = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    storage.try_for_each(|child| check_becomes_writable(&child.node))
 }
 
 impl Graph {
