@@ -14,6 +14,7 @@ pub mod graph;
 pub mod node;
 pub mod open;
 pub mod options;
+mod protocols;
 pub mod rescue;
 pub mod secret;
 pub mod snapshots;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compress: what is written reaches the image below as compressed clusters.
 
-use super::Below;
 use super::ranges::Ranges;
-use crate::node::{Node, Preallocation, ZeroFlags};
+use super::{Below, Filter};
+use crate::node::{Node, Preallocation, Transfer, Work, ZeroFlags};
 use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
 use std::sync::Arc;
@@ -33,10 +33,6 @@ impl Compress {
         Compress { below, ranges: Arc::default() }
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
     /// The unit that the image below compresses, in bytes. A snapshot may put an image of another cluster size there.
     /// `Unsupported` where that one compresses nothing.
     pub fn cluster_bytes(&self) -> Result<u64> {
@@ -52,17 +48,6 @@ impl Compress {
         let end = offset.checked_add(len).and_then(|end| end.checked_next_multiple_of(unit));
         let end = end.ok_or_else(|| Error::invalid_argument("a request past all disks").value(offset))?;
         Ok((offset / unit * unit, end.min(self.below.size())))
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.read(offset, buf).await
-    }
-
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if buf.is_empty() {
-            return (Ok(()), buf);
-        }
-        (self.write_bytes(offset, &buf).await, buf)
     }
 
     async fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -98,49 +83,76 @@ impl Compress {
             .copy_from_slice(&bytes[(from - offset) as usize..(to - offset) as usize]);
         Ok(buf)
     }
+}
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        let mut clusters = clusters;
-        // In one order, so that two of these can't wait for each other.
-        clusters.sort_by_key(|(offset, _)| *offset);
-        let mut claims = Vec::with_capacity(clusters.len());
-        for (offset, buf) in &clusters {
-            claims.push(self.ranges.claim(*offset, buf.len() as u64).await);
-        }
-        self.below.write_compressed(clusters).await
+impl Filter for Compress {
+    fn name(&self) -> &'static str {
+        "compress"
+    }
+
+    fn below(&self) -> &Below {
+        &self.below
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            if buf.is_empty() {
+                return (Ok(()), buf);
+            }
+            (self.write_bytes(offset, &buf).await, buf)
+        })
+    }
+
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            let mut clusters = clusters;
+            // In one order, so that two of these can't wait for each other.
+            clusters.sort_by_key(|(offset, _)| *offset);
+            let mut claims = Vec::with_capacity(clusters.len());
+            for (offset, buf) in &clusters {
+                claims.push(self.ranges.claim(*offset, buf.len() as u64).await);
+            }
+            self.below.write_compressed(clusters).await
+        })
     }
 
     /// Whole clusters become zero clusters; a part of one is written with the rest of its cluster.
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let unit = self.cluster_bytes()?;
-        let end = offset.saturating_add(len);
-        let first = offset.next_multiple_of(unit).min(end);
-        // The last cluster of a disk may be a short one.
-        let last = if end == self.below.size() { end } else { (end / unit * unit).max(first) };
-        for (from, to) in [(offset, first), (last, end)] {
-            if from < to {
-                let zeroes = IoBuf::try_zeroed(usize::try_from(to - from).unwrap_or(usize::MAX))?;
-                self.write_bytes(from, &zeroes).await?;
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let unit = self.cluster_bytes()?;
+            let end = offset.saturating_add(len);
+            let first = offset.next_multiple_of(unit).min(end);
+            // The last cluster of a disk may be a short one.
+            let last = if end == self.below.size() { end } else { (end / unit * unit).max(first) };
+            for (from, to) in [(offset, first), (last, end)] {
+                if from < to {
+                    let zeroes = IoBuf::try_zeroed(usize::try_from(to - from).unwrap_or(usize::MAX))?;
+                    self.write_bytes(from, &zeroes).await?;
+                }
             }
-        }
-        if first >= last {
-            return Ok(());
-        }
-        let _claim = self.ranges.claim(first, last - first).await;
-        self.below.write_zeroes(first, last - first, flags).await
+            if first >= last {
+                return Ok(());
+            }
+            let _claim = self.ranges.claim(first, last - first).await;
+            self.below.write_zeroes(first, last - first, flags).await
+        })
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let _claim = self.ranges.claim(offset, len).await;
-        self.below.discard(offset, len).await
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, len).await;
+            self.below.discard(offset, len).await
+        })
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.below.flush().await
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(0, u64::MAX).await;
+            self.below.resize(size, preallocation).await
+        })
     }
 
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let _claim = self.ranges.claim(0, u64::MAX).await;
-        self.below.resize(size, preallocation).await
+    fn request_bytes(&self) -> Option<u64> {
+        self.cluster_bytes().ok()
     }
 }

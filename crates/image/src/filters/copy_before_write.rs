@@ -4,13 +4,13 @@
 
 use super::ranges::Readers;
 use super::saver::Saver;
-use super::{Below, CopyFailure};
+use super::{Below, CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
 use crate::graph::{below_filters, nodes_below};
-use crate::node::{ChildRole, Link, Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::node::{ChildRole, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_qcow2::DirtyBits;
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{IoBuf, Permissions, rt};
 use futures_util::future::{Either, select};
 use std::future::Future;
 use std::pin::pin;
@@ -80,10 +80,6 @@ impl CopyBeforeWrite {
         let saver = Saver::new(below, target, (part_bytes, cluster_bytes), options.bits.as_deref())?;
         let SavingOptions { breaks_writes, timeout, .. } = options;
         Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout, target_readers })
-    }
-
-    pub(crate) fn below(&self) -> &Below {
-        self.saver.below()
     }
 
     /// Writes to the target compressed from now on. The target must be able to.
@@ -209,42 +205,73 @@ impl CopyBeforeWrite {
             }
         }
     }
+}
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below().read(offset, buf).await
+impl Filter for CopyBeforeWrite {
+    fn name(&self) -> &'static str {
+        "copy-before-write"
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.save(offset, buf.len() as u64).await {
-            Ok(()) => self.below().write(offset, buf).await,
-            Err(error) => (Err(error), buf),
-        }
+    fn below(&self) -> &Below {
+        self.saver.below()
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        for (offset, buf) in &clusters {
-            self.save(*offset, buf.len() as u64).await?;
-        }
-        self.below().write_compressed(clusters).await
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match self.save(offset, buf.len() as u64).await {
+                Ok(()) => self.below().write(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.save(offset, len).await?;
-        self.below().write_zeroes(offset, len, flags).await
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            for (offset, buf) in &clusters {
+                self.save(*offset, buf.len() as u64).await?;
+            }
+            self.below().write_compressed(clusters).await
+        })
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.save(offset, len).await?;
-        self.below().discard(offset, len).await
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            self.save(offset, len).await?;
+            self.below().write_zeroes(offset, len, flags).await
+        })
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        // The target is flushed by who completes it.
-        self.below().flush().await
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            self.save(offset, len).await?;
+            self.below().discard(offset, len).await
+        })
     }
 
-    pub(crate) async fn resize(&self, _size: u64, _preallocation: Preallocation) -> Result<()> {
-        Err(Error::unsupported("a disk can't be resized while it is copied before it is written"))
+    fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
+        done(Err(Error::unsupported("a disk can't be resized while it is copied before it is written")))
+    }
+
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        keeps_writers_away(wanted)
+    }
+
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.idle())
+    }
+
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        Box::pin(async move {
+            self.idle().await;
+            Ok(())
+        })
+    }
+}
+
+impl Node {
+    /// The copy-before-write filter, when this node is one.
+    pub fn copy_before_write(&self) -> Option<&CopyBeforeWrite> {
+        self.driver().downcast()
     }
 }
 

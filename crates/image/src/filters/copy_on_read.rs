@@ -2,11 +2,13 @@
 //! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
 
 use super::ranges::Ranges;
-use super::{Below, CopyFailure};
+use super::{Below, CopyFailure, Filter};
 use crate::graph::Chain;
-use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::node::{
+    ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
@@ -30,17 +32,6 @@ pub struct CopyOnRead {
 impl CopyOnRead {
     pub(crate) fn new(below: Below, bottom: Option<String>) -> CopyOnRead {
         CopyOnRead { below, bottom, ranges: Arc::default() }
-    }
-
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.fill(offset, buf.len() as u64).await {
-            Ok(()) => self.below.read(offset, buf).await,
-            Err(error) => (Err(error), buf),
-        }
     }
 
     /// Copies what a range has in lower layers.
@@ -125,40 +116,98 @@ impl CopyOnRead {
         }
         u32::MAX
     }
+}
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let _claim = self.ranges.claim(offset, buf.len() as u64).await;
-        self.below.write(offset, buf).await
+impl Filter for CopyOnRead {
+    fn name(&self) -> &'static str {
+        "copy-on-read"
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        let mut clusters = clusters;
-        // In one order, so that two of these can't wait for each other.
-        clusters.sort_by_key(|(offset, _)| *offset);
-        let mut claims = Vec::with_capacity(clusters.len());
-        for (offset, buf) in &clusters {
-            claims.push(self.ranges.claim(*offset, buf.len() as u64).await);
+    fn below(&self) -> &Below {
+        &self.below
+    }
+
+    fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        Mapped::Special
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match self.fill(offset, buf.len() as u64).await {
+                Ok(()) => self.below.read(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, buf.len() as u64).await;
+            self.below.write(offset, buf).await
+        })
+    }
+
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            let mut clusters = clusters;
+            // In one order, so that two of these can't wait for each other.
+            clusters.sort_by_key(|(offset, _)| *offset);
+            let mut claims = Vec::with_capacity(clusters.len());
+            for (offset, buf) in &clusters {
+                claims.push(self.ranges.claim(*offset, buf.len() as u64).await);
+            }
+            self.below.write_compressed(clusters).await
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, len).await;
+            self.below.write_zeroes(offset, len, flags).await
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, len).await;
+            self.below.discard(offset, len).await
+        })
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(0, u64::MAX).await;
+            self.below.resize(size, preallocation).await
+        })
+    }
+
+    fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
+        if read_only || wanted.used.is_empty() {
+            return wanted;
         }
-        self.below.write_compressed(clusters).await
+        // A write past the filter would be undone by a copy under way.
+        Permissions {
+            used: wanted.used | PermissionSet::WRITE_UNCHANGED,
+            shared: wanted.shared & !PermissionSet::WRITE,
+        }
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let _claim = self.ranges.claim(offset, len).await;
-        self.below.write_zeroes(offset, len, flags).await
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.idle())
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let _claim = self.ranges.claim(offset, len).await;
-        self.below.discard(offset, len).await
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        Box::pin(async move {
+            self.idle().await;
+            Ok(())
+        })
     }
+}
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.below.flush().await
-    }
-
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let _claim = self.ranges.claim(0, u64::MAX).await;
-        self.below.resize(size, preallocation).await
+impl Node {
+    /// The copy-on-read filter, when this node is one.
+    pub fn copy_on_read(&self) -> Option<&CopyOnRead> {
+        self.driver().downcast()
     }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Error injection: requests that match an armed rule fail with its errno.
 
-use super::Below;
-use crate::node::{Preallocation, ZeroFlags};
+use super::{Below, Filter};
+use crate::node::{Intent, Mapped, Node, Preallocation, Transfer, Work, ZeroFlags};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::IoBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -93,10 +93,6 @@ impl Fault {
         Fault { below, armed: AtomicBool::new(!rules.is_empty()), rules: Mutex::new(rules) }
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
     /// Adds a rule; it counts from now on.
     pub fn arm(&self, rule: FaultRule) {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(rule);
@@ -119,45 +115,80 @@ impl Fault {
         let error = Error::os(rule.errno, "injected error").offset(offset);
         Err(self.below.node().map_or(error.clone(), |child| error.file(child.filename())))
     }
+}
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.check(FaultOp::Read, offset, buf.len() as u64) {
-            Ok(()) => self.below.read(offset, buf).await,
-            Err(error) => (Err(error), buf),
-        }
+impl Filter for Fault {
+    fn name(&self) -> &'static str {
+        "fault"
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.check(FaultOp::Write, offset, buf.len() as u64) {
-            Ok(()) => self.below.write(offset, buf).await,
-            Err(error) => (Err(error), buf),
-        }
+    fn below(&self) -> &Below {
+        &self.below
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        for (offset, buf) in &clusters {
-            self.check(FaultOp::Write, *offset, buf.len() as u64)?;
-        }
-        self.below.write_compressed(clusters).await
+    fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        Mapped::Special
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.check(FaultOp::WriteZeroes, offset, len)?;
-        self.below.write_zeroes(offset, len, flags).await
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match self.check(FaultOp::Read, offset, buf.len() as u64) {
+                Ok(()) => self.below.read(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.check(FaultOp::Discard, offset, len)?;
-        self.below.discard(offset, len).await
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match self.check(FaultOp::Write, offset, buf.len() as u64) {
+                Ok(()) => self.below.write(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.check(FaultOp::Flush, 0, 0)?;
-        self.below.flush().await
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            for (offset, buf) in &clusters {
+                self.check(FaultOp::Write, *offset, buf.len() as u64)?;
+            }
+            self.below.write_compressed(clusters).await
+        })
     }
 
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        self.check(FaultOp::Resize, 0, u64::MAX)?;
-        self.below.resize(size, preallocation).await
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            self.check(FaultOp::WriteZeroes, offset, len)?;
+            self.below.write_zeroes(offset, len, flags).await
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            self.check(FaultOp::Discard, offset, len)?;
+            self.below.discard(offset, len).await
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move {
+            self.check(FaultOp::Flush, 0, 0)?;
+            self.below.flush().await
+        })
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            self.check(FaultOp::Resize, 0, u64::MAX)?;
+            self.below.resize(size, preallocation).await
+        })
+    }
+}
+
+impl Node {
+    /// The fault filter, when this node is one.
+    pub fn fault(&self) -> Option<&Fault> {
+        self.driver().downcast()
     }
 }

@@ -2,11 +2,11 @@
 //! Blklogwrites: a disk's writes go to a log too, in the format of the kernel's dm-log-writes. Its replay tool brings a disk to any
 //! state that this one went through.
 
-use super::Below;
 use super::ranges::Ranges;
-use crate::node::{Preallocation, ZeroFlags};
+use super::{Below, Filter};
+use crate::node::{Preallocation, Transfer, Work, ZeroFlags, done};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf};
+use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
 use futures_util::lock::Mutex;
 use std::sync::Arc;
 
@@ -87,10 +87,6 @@ impl LogWrites {
         Ok(LogWrites { below, sector_bytes, update_interval, ranges: Arc::default(), log })
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
     /// The unit of requests, in bytes.
     pub fn sector_bytes(&self) -> u64 {
         self.sector_bytes
@@ -100,23 +96,6 @@ impl LogWrites {
         let end = offset.saturating_add(len);
         let unit = self.sector_bytes;
         (offset / unit * unit, end.checked_next_multiple_of(unit).unwrap_or(end))
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.read(offset, buf).await
-    }
-
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if buf.is_empty() {
-            return (Ok(()), buf);
-        }
-        let (start, end) = self.sectors_around(offset, buf.len() as u64);
-        let _claim = self.ranges.claim(start, end - start).await;
-        let (result, buf) = self.below.write(offset, buf).await;
-        if let Err(error) = result {
-            return (Err(error), buf);
-        }
-        (self.log_range(start, end, offset, &buf).await, buf)
     }
 
     /// Logs whole sectors: the bytes that were written, and what the disk has around them.
@@ -159,47 +138,6 @@ impl LogWrites {
         IoBuf::try_zeroed(usize::try_from(self.sector_bytes).unwrap_or(usize::MAX))
     }
 
-    pub(crate) async fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        Err(Error::unsupported("a log of writes has no compressed clusters"))
-    }
-
-    /// Zeroes are data in the log.
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let (start, end) = self.sectors_around(offset, len);
-        let _claim = self.ranges.claim(start, end - start).await;
-        self.below.write_zeroes(offset, len, flags).await?;
-        let until = offset.saturating_add(len);
-        let mut at = offset;
-        while at < until {
-            let next = until.min((at / MOST_ZEROES_BYTES + 1) * MOST_ZEROES_BYTES);
-            let (start, end) = self.sectors_around(at, next - at);
-            let zeroes = vec![0; usize::try_from(next - at).unwrap_or(0)];
-            self.log_range(start, end, at, &zeroes).await?;
-            at = next;
-        }
-        Ok(())
-    }
-
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let unit = self.sector_bytes;
-        let (start, end) = (offset.next_multiple_of(unit), offset.saturating_add(len) / unit * unit);
-        let _claim = self.ranges.claim(offset, len).await;
-        self.below.discard(offset, len).await?;
-        if start >= end {
-            return Ok(());
-        }
-        self.append([start / unit, (end - start) / unit, DISCARD, 0], self.entry_buf()?, 0).await
-    }
-
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.below.flush().await?;
-        let is_dirty = self.log.lock().await.is_dirty;
-        if is_dirty {
-            self.append([0, 0, FLUSH, 0], self.entry_buf()?, 0).await?;
-        }
-        self.complete().await
-    }
-
     /// Has the superblock count every entry. What it counts is on the disk before it is.
     pub(crate) async fn complete(&self) -> Result<()> {
         let mut log = self.log.lock().await;
@@ -210,10 +148,100 @@ impl LogWrites {
         log.count(self.sector_bytes).await?;
         log.file.sync().await
     }
+}
 
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let _claim = self.ranges.claim(0, u64::MAX).await;
-        self.below.resize(size, preallocation).await
+impl Filter for LogWrites {
+    fn name(&self) -> &'static str {
+        "blklogwrites"
+    }
+
+    fn below(&self) -> &Below {
+        &self.below
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            if buf.is_empty() {
+                return (Ok(()), buf);
+            }
+            let (start, end) = self.sectors_around(offset, buf.len() as u64);
+            let _claim = self.ranges.claim(start, end - start).await;
+            let (result, buf) = self.below.write(offset, buf).await;
+            if let Err(error) = result {
+                return (Err(error), buf);
+            }
+            (self.log_range(start, end, offset, &buf).await, buf)
+        })
+    }
+
+    fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        done(Err(Error::unsupported("a log of writes has no compressed clusters")))
+    }
+
+    /// Zeroes are data in the log.
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let (start, end) = self.sectors_around(offset, len);
+            let _claim = self.ranges.claim(start, end - start).await;
+            self.below.write_zeroes(offset, len, flags).await?;
+            let until = offset.saturating_add(len);
+            let mut at = offset;
+            while at < until {
+                let next = until.min((at / MOST_ZEROES_BYTES + 1) * MOST_ZEROES_BYTES);
+                let (start, end) = self.sectors_around(at, next - at);
+                let zeroes = vec![0; usize::try_from(next - at).unwrap_or(0)];
+                self.log_range(start, end, at, &zeroes).await?;
+                at = next;
+            }
+            Ok(())
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            let unit = self.sector_bytes;
+            let (start, end) = (offset.next_multiple_of(unit), offset.saturating_add(len) / unit * unit);
+            let _claim = self.ranges.claim(offset, len).await;
+            self.below.discard(offset, len).await?;
+            if start >= end {
+                return Ok(());
+            }
+            self.append([start / unit, (end - start) / unit, DISCARD, 0], self.entry_buf()?, 0).await
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move {
+            self.below.flush().await?;
+            let is_dirty = self.log.lock().await.is_dirty;
+            if is_dirty {
+                self.append([0, 0, FLUSH, 0], self.entry_buf()?, 0).await?;
+            }
+            self.complete().await
+        })
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(0, u64::MAX).await;
+            self.below.resize(size, preallocation).await
+        })
+    }
+
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        match wanted.used.contains(PermissionSet::WRITE) {
+            // A write past the filter would miss the log.
+            true => Permissions { shared: wanted.shared & !PermissionSet::WRITE, ..wanted },
+            false => wanted,
+        }
+    }
+
+    fn request_bytes(&self) -> Option<u64> {
+        Some(self.sector_bytes())
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        if read_only { done(Ok(())) } else { Filter::flush(self) }
     }
 }
 

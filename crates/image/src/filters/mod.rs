@@ -28,9 +28,13 @@ pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 
-use crate::node::{Link, Node, Preallocation, ZeroFlags};
+use crate::node::{
+    Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+};
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
+use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A filter: one line of [`FILTERS`].
@@ -126,129 +130,185 @@ impl Below {
     }
 }
 
-/// A filter node's driver: static dispatch over the filters.
-pub(crate) enum Filter {
-    Fault(Fault),
-    Throttle(Throttle),
-    CopyOnRead(CopyOnRead),
-    CopyBeforeWrite(Box<CopyBeforeWrite>),
-    WriteBlocking(Box<WriteBlocking>),
-    Compress(Compress),
-    Preallocate(Preallocate),
-    LogWrites(Box<LogWrites>),
+/// A driver that passes to the node behind it what it doesn't say otherwise.
+pub(crate) trait Filter: Any + Send + Sync {
+    /// As [`Driver::name`].
+    fn name(&self) -> &'static str;
+
+    /// The edge to the node behind it.
+    fn below(&self) -> &Below;
+
+    /// As [`Driver::size`].
+    fn size(&self) -> u64 {
+        self.below().size()
+    }
+
+    /// As [`Driver::map`]: reads pass at once, writes go through [`Filter::write`].
+    fn map(&self, offset: u64, _len: u64, intent: Intent) -> Mapped<'_> {
+        match intent {
+            Intent::Read => Mapped::Below(self.below(), offset),
+            Intent::Overwrite => Mapped::Special,
+        }
+    }
+
+    /// As [`Driver::read`].
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.below().read(offset, buf))
+    }
+
+    /// As [`Driver::write`].
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.below().write(offset, buf))
+    }
+
+    /// As [`Driver::write_compressed`].
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(self.below().write_compressed(clusters))
+    }
+
+    /// As [`Driver::write_zeroes`].
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(self.below().write_zeroes(offset, len, flags))
+    }
+
+    /// As [`Driver::discard`].
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(self.below().discard(offset, len))
+    }
+
+    /// As [`Driver::flush`].
+    fn flush(&self) -> Work<'_> {
+        Box::pin(self.below().flush())
+    }
+
+    /// As [`Driver::resize`].
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(self.below().resize(size, preallocation))
+    }
+
+    /// As [`Driver::permissions`].
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        wanted
+    }
+
+    /// As [`Driver::request_bytes`].
+    fn request_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// As [`Driver::settle`].
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    /// As [`Driver::complete`].
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        flush
+    }
+
+    /// As [`Driver::close`].
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        done(Ok(()))
+    }
 }
 
-/// The same expression for each filter.
-macro_rules! each {
-    ($filter:expr, |$one:ident| $work:expr) => {
-        match $filter {
-            Filter::Fault($one) => $work,
-            Filter::Throttle($one) => $work,
-            Filter::CopyOnRead($one) => $work,
-            Filter::CopyBeforeWrite($one) => $work,
-            Filter::WriteBlocking($one) => $work,
-            Filter::Compress($one) => $work,
-            Filter::Preallocate($one) => $work,
-            Filter::LogWrites($one) => $work,
-        }
-    };
+/// What filters that must see each write ask of their child: a write past them would not be saved, or not be mirrored.
+fn keeps_writers_away(wanted: Permissions) -> Permissions {
+    match wanted.used.is_empty() {
+        true => wanted,
+        false => Permissions {
+            used: wanted.used | PermissionSet::CONSISTENT_READ,
+            shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
+        },
+    }
 }
 
-impl Filter {
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Filter::Fault(_) => "fault",
-            Filter::Throttle(_) => "throttle",
-            Filter::CopyOnRead(_) => "copy-on-read",
-            Filter::CopyBeforeWrite(_) => "copy-before-write",
-            Filter::WriteBlocking(_) => "mirror",
-            Filter::Compress(_) => "compress",
-            Filter::Preallocate(_) => "preallocate",
-            Filter::LogWrites(_) => "blklogwrites",
-        }
+impl<F: Filter> Driver for F {
+    fn name(&self) -> &'static str {
+        Filter::name(self)
     }
 
-    /// Size of the node in bytes.
-    pub(crate) fn size(&self) -> u64 {
-        match self {
-            Filter::Preallocate(ahead) => ahead.size(),
-            _ => self.below().size(),
-        }
+    fn size(&self) -> u64 {
+        Filter::size(self)
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        each!(self, |one| one.below())
+    fn map(&self, offset: u64, len: u64, intent: Intent) -> Mapped<'_> {
+        Filter::map(self, offset, len, intent)
     }
 
-    /// What the filter asks of its child when its users have `wanted`.
-    pub(crate) fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
-        match self {
-            // Who writes past the filter would be undone by a copy under way.
-            Filter::CopyOnRead(_) if !read_only && !wanted.used.is_empty() => Permissions {
-                used: wanted.used | PermissionSet::WRITE_UNCHANGED,
-                shared: wanted.shared & !PermissionSet::WRITE,
-            },
-            // A write past the filter would miss the log.
-            Filter::LogWrites(_) if wanted.used.contains(PermissionSet::WRITE) => {
-                Permissions { shared: wanted.shared & !PermissionSet::WRITE, ..wanted }
-            }
-            Filter::Preallocate(_) if wanted.used.contains(PermissionSet::WRITE) => Permissions {
-                used: wanted.used | PermissionSet::RESIZE,
-                shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
-            },
-            // What is written past the filter would not be saved, or not be mirrored.
-            Filter::CopyBeforeWrite(_) | Filter::WriteBlocking(_) if !wanted.used.is_empty() => Permissions {
-                used: wanted.used | PermissionSet::CONSISTENT_READ,
-                shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
-            },
-            _ => wanted,
-        }
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Filter::read(self, offset, buf)
     }
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self {
-            Filter::Fault(fault) => fault.read(offset, buf).await,
-            Filter::Throttle(throttle) => throttle.read(offset, buf).await,
-            // Boxed, so that the future of the others stays small.
-            Filter::CopyOnRead(copy) => Box::pin(copy.read(offset, buf)).await,
-            Filter::CopyBeforeWrite(copy) => Box::pin(copy.read(offset, buf)).await,
-            Filter::WriteBlocking(mirror) => mirror.read(offset, buf).await,
-            Filter::Compress(compress) => Box::pin(compress.read(offset, buf)).await,
-            Filter::Preallocate(ahead) => ahead.read(offset, buf).await,
-            Filter::LogWrites(log) => log.read(offset, buf).await,
-        }
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Filter::write(self, offset, buf)
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self {
-            Filter::Fault(fault) => fault.write(offset, buf).await,
-            Filter::Throttle(throttle) => throttle.write(offset, buf).await,
-            Filter::CopyOnRead(copy) => Box::pin(copy.write(offset, buf)).await,
-            Filter::CopyBeforeWrite(copy) => Box::pin(copy.write(offset, buf)).await,
-            Filter::WriteBlocking(mirror) => Box::pin(mirror.write(offset, buf)).await,
-            Filter::Compress(compress) => Box::pin(compress.write(offset, buf)).await,
-            Filter::Preallocate(ahead) => ahead.write(offset, buf).await,
-            Filter::LogWrites(log) => Box::pin(log.write(offset, buf)).await,
-        }
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Filter::write_compressed(self, clusters)
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        each!(self, |one| one.write_compressed(clusters).await)
+    fn compresses(&self) -> bool {
+        true
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        each!(self, |one| one.write_zeroes(offset, len, flags).await)
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Filter::write_zeroes(self, offset, len, flags)
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        each!(self, |one| one.discard(offset, len).await)
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Filter::discard(self, offset, len)
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        each!(self, |one| one.flush().await)
+    fn flush(&self) -> Work<'_> {
+        Filter::flush(self)
     }
 
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        each!(self, |one| one.resize(size, preallocation).await)
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Filter::resize(self, size, preallocation)
+    }
+
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move { self.below().node()?.block_status_boxed(offset, len, max_runs).await })
+    }
+
+    fn filtered(&self) -> Option<&Below> {
+        Some(self.below())
+    }
+
+    fn part_of_child(&self, disk: &Range<u64>) -> Range<u64> {
+        disk.clone()
+    }
+
+    fn can_grow(&self) -> bool {
+        self.below().node().is_ok_and(|below| below.driver().can_grow())
+    }
+
+    fn grows_by_zeroes(&self) -> bool {
+        self.below().node().is_ok_and(|below| below.driver().grows_by_zeroes())
+    }
+
+    fn request_bytes(&self) -> Option<u64> {
+        Filter::request_bytes(self)
+    }
+
+    fn passes_permissions(&self, _by_users: bool) -> bool {
+        true
+    }
+
+    fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
+        Filter::permissions(self, wanted, read_only)
+    }
+
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Filter::settle(self)
+    }
+
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        Filter::complete(self, flush)
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        Filter::close(self, read_only)
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Preallocate: a file that grows gets space ahead of what is stored in it, so that it grows seldom and in large pieces.
 
-use super::Below;
-use crate::node::{Preallocation, ZeroFlags};
+use super::{Below, Filter};
+use crate::node::{Intent, Mapped, Preallocation, Work, done};
 use cowshed_block::Result;
-use cowshed_storage::IoBuf;
+use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// No end of its own: the node is as long as the file below.
@@ -27,65 +27,9 @@ impl Preallocate {
         Preallocate { below, size_bytes, align_bytes, data_end: AtomicU64::new(AS_THE_FILE) }
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.data_end.load(Ordering::Acquire).min(self.below.size())
-    }
-
     /// The length of the file once it holds `size` bytes.
     fn ahead_of(&self, size: u64) -> Option<u64> {
         size.checked_add(self.size_bytes)?.checked_next_multiple_of(self.align_bytes.max(1))
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.read(offset, buf).await
-    }
-
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.write(offset, buf).await
-    }
-
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        self.below.write_compressed(clusters).await
-    }
-
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.below.write_zeroes(offset, len, flags).await
-    }
-
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.below.discard(offset, len).await
-    }
-
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.below.flush().await
-    }
-
-    /// The caller makes one change of the length at a time.
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let before = self.size();
-        let grows = size > before && preallocation == Preallocation::Off;
-        if !grows {
-            // The file ends where its data does before it is shortened or preallocated as the user says.
-            self.trim().await?;
-            return self.below.resize(size, preallocation).await;
-        }
-        if size > self.below.size() {
-            let ahead = self.ahead_of(size).filter(|ahead| i64::try_from(*ahead).is_ok());
-            let reserved = match ahead {
-                Some(ahead) => self.below.resize(ahead, Preallocation::Falloc).await.is_ok(),
-                None => false,
-            };
-            // No space for more than what is asked, or a file that can't reserve any.
-            if !reserved {
-                self.below.resize(size, Preallocation::Off).await?;
-            }
-        }
-        self.data_end.store(size, Ordering::Release);
-        Ok(())
     }
 
     /// Cuts what was reserved and not used off the file.
@@ -99,5 +43,67 @@ impl Preallocate {
             return cut;
         }
         Ok(())
+    }
+}
+
+impl Filter for Preallocate {
+    fn name(&self) -> &'static str {
+        "preallocate"
+    }
+
+    fn below(&self) -> &Below {
+        &self.below
+    }
+
+    fn size(&self) -> u64 {
+        self.data_end.load(Ordering::Acquire).min(self.below.size())
+    }
+
+    fn map(&self, offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        Mapped::Below(&self.below, offset)
+    }
+
+    /// The caller makes one change of the length at a time.
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            let before = Filter::size(self);
+            let grows = size > before && preallocation == Preallocation::Off;
+            if !grows {
+                // The file ends where its data does before it is shortened or preallocated as the user says.
+                self.trim().await?;
+                return self.below.resize(size, preallocation).await;
+            }
+            if size > self.below.size() {
+                let ahead = self.ahead_of(size).filter(|ahead| i64::try_from(*ahead).is_ok());
+                let reserved = match ahead {
+                    Some(ahead) => self.below.resize(ahead, Preallocation::Falloc).await.is_ok(),
+                    None => false,
+                };
+                // No space for more than what is asked, or a file that can't reserve any.
+                if !reserved {
+                    self.below.resize(size, Preallocation::Off).await?;
+                }
+            }
+            self.data_end.store(size, Ordering::Release);
+            Ok(())
+        })
+    }
+
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        match wanted.used.contains(PermissionSet::WRITE) {
+            true => Permissions {
+                used: wanted.used | PermissionSet::RESIZE,
+                shared: wanted.shared & !(PermissionSet::WRITE | PermissionSet::RESIZE),
+            },
+            false => wanted,
+        }
+    }
+
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        Box::pin(async move { self.trim().await.and(flush.await) })
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        if read_only { done(Ok(())) } else { Box::pin(self.trim()) }
     }
 }

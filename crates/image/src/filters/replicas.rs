@@ -3,7 +3,7 @@
 
 use super::ranges::Ranges;
 use crate::graph::{Graph, QuorumReport, QuorumWork};
-use crate::node::{Link, Node, StatusExtent, ZeroFlags};
+use crate::node::{Driver, Link, LocalFuture, Node, StatusExtent, Transfer, Work, ZeroFlags};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
@@ -47,22 +47,6 @@ impl Replicas {
         Replicas { agreement, links, ranges: Arc::default(), name: name.to_owned(), graph: Arc::downgrade(graph) }
     }
 
-    pub(crate) fn name(&self) -> &'static str {
-        match self.agreement {
-            Agreement::Verify => "blkverify",
-            Agreement::Votes { .. } => "quorum",
-        }
-    }
-
-    /// Of the node under test, else of all.
-    pub(crate) fn size(&self) -> u64 {
-        let mut sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
-        match self.agreement {
-            Agreement::Verify => sizes.next_back().unwrap_or(0),
-            Agreement::Votes { .. } => sizes.min().unwrap_or(0),
-        }
-    }
-
     fn nodes(&self) -> Result<Vec<Arc<Node>>> {
         let nodes = self.links.iter().map(|link| link.get().ok_or_else(|| Error::internal("a copy without a node")));
         nodes.collect()
@@ -78,35 +62,6 @@ impl Replicas {
 
     fn verifies(&self) -> bool {
         matches!(self.agreement, Agreement::Verify | Agreement::Votes { verify: true, .. })
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let len = buf.len() as u64;
-        let _claim = self.ranges.claim(offset, len).await;
-        let nodes = match self.nodes() {
-            Ok(nodes) => nodes,
-            Err(error) => return (Err(error), buf),
-        };
-        if let Agreement::Votes { fifo: true, .. } = self.agreement {
-            return self.read_first(&nodes, offset, buf).await;
-        }
-        let reads = nodes.iter().map(|node| async move {
-            let (result, buf) = node.read_boxed(offset, IoBuf::try_zeroed(len as usize)?).await;
-            result.map(|()| buf)
-        });
-        let answers = join_all(reads).await;
-        self.report_outcomes(&nodes, QuorumWork::Read, (offset, len), &answers);
-        match self.agreed(&nodes, offset, &answers).await {
-            Ok(winner) => {
-                let mut buf = buf;
-                match answers.into_iter().nth(winner) {
-                    Some(Ok(bytes)) => buf.copy_from_slice(&bytes),
-                    _ => return (Err(Error::internal("no answer has won")), buf),
-                }
-                (Ok(()), buf)
-            }
-            Err(error) => (Err(error), buf),
-        }
     }
 
     /// The answer that counts, by its number.
@@ -216,24 +171,6 @@ impl Replicas {
         self.check_outcomes(what, offset, &outcomes)
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let len = buf.len() as u64;
-        let _claim = self.ranges.claim(offset, len).await;
-        let bytes = &buf[..];
-        let write = |node: Arc<Node>| async move { node.write_boxed(offset, IoBuf::copy_from(bytes)).await.0 };
-        (self.all(("write", QuorumWork::Write), (offset, len), write).await, buf)
-    }
-
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let _claim = self.ranges.claim(offset, len).await;
-        let write = |node: Arc<Node>| async move { node.write_zeroes_boxed(offset, len, flags).await };
-        self.all(("write", QuorumWork::Write), (offset, len), write).await
-    }
-
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.all(("flush", QuorumWork::Flush), (0, 0), |node| async move { node.flush_boxed().await }).await
-    }
-
     /// The first node that can be read answers.
     async fn read_first(&self, nodes: &[Arc<Node>], offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, mut buf) = (buf.len() as u64, buf);
@@ -250,50 +187,126 @@ impl Replicas {
         }
         (Err(failed), buf)
     }
+}
 
-    pub(crate) fn resize_error() -> Error {
+impl Driver for Replicas {
+    fn name(&self) -> &'static str {
+        match self.agreement {
+            Agreement::Verify => "blkverify",
+            Agreement::Votes { .. } => "quorum",
+        }
+    }
+
+    /// Of the node under test, else of all.
+    fn size(&self) -> u64 {
+        let mut sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
+        match self.agreement {
+            Agreement::Verify => sizes.next_back().unwrap_or(0),
+            Agreement::Votes { .. } => sizes.min().unwrap_or(0),
+        }
+    }
+
+    fn refusal(&self) -> Error {
         Error::unsupported("Image format driver does not support resize")
     }
 
-    /// Zeroes where all copies have them, else data without a place.
-    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let nodes = self.nodes()?;
-        if self.agreement == Agreement::Verify {
-            let trusted = nodes.first().ok_or_else(|| Error::internal("no copy"))?;
-            let inside = trusted.size().saturating_sub(offset).min(len);
-            return trusted.block_status_chain_boxed(offset, inside, max_runs).await.map(|runs| {
-                let own = |run: StatusExtent| StatusExtent { present: true, depth: 0, ..run };
-                runs.into_iter().map(own).collect()
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let len = buf.len() as u64;
+            let _claim = self.ranges.claim(offset, len).await;
+            let nodes = match self.nodes() {
+                Ok(nodes) => nodes,
+                Err(error) => return (Err(error), buf),
+            };
+            if let Agreement::Votes { fifo: true, .. } = self.agreement {
+                return self.read_first(&nodes, offset, buf).await;
+            }
+            let reads = nodes.iter().map(|node| async move {
+                let (result, buf) = node.read_boxed(offset, IoBuf::try_zeroed(len as usize)?).await;
+                result.map(|()| buf)
             });
-        }
-        let end = offset.saturating_add(len);
-        let (mut at, mut runs) = (offset, Vec::<StatusExtent>::new());
-        while at < end && runs.len() < max_runs {
-            let (mut next, mut zero) = (end, true);
-            for node in &nodes {
-                let found = node.block_status_chain_boxed(at, end - at, STATUS_RUNS).await?;
-                let first = found.first().ok_or_else(|| Error::new(ErrorKind::InvalidImage, "a copy without a map"))?;
-                let is_zero = |run: &StatusExtent| run.zero;
-                let like_first = found.iter().take_while(|run| is_zero(run) == is_zero(first));
-                next = next.min(like_first.map(|run| run.start + run.len).last().unwrap_or(end));
-                zero &= is_zero(first);
+            let answers = join_all(reads).await;
+            self.report_outcomes(&nodes, QuorumWork::Read, (offset, len), &answers);
+            match self.agreed(&nodes, offset, &answers).await {
+                Ok(winner) => {
+                    let mut buf = buf;
+                    match answers.into_iter().nth(winner) {
+                        Some(Ok(bytes)) => buf.copy_from_slice(&bytes),
+                        _ => return (Err(Error::internal("no answer has won")), buf),
+                    }
+                    (Ok(()), buf)
+                }
+                Err(error) => (Err(error), buf),
             }
-            match runs.last_mut().filter(|last| last.zero == zero) {
-                Some(last) => last.len = next - last.start,
-                None => runs.push(StatusExtent {
-                    start: at,
-                    len: next - at,
-                    data: !zero,
-                    zero,
-                    present: true,
-                    compressed: false,
-                    offset: None,
-                    file: None,
-                    depth: 0,
-                }),
+        })
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let len = buf.len() as u64;
+            let _claim = self.ranges.claim(offset, len).await;
+            let bytes = &buf[..];
+            let write = |node: Arc<Node>| async move { node.write_boxed(offset, IoBuf::copy_from(bytes)).await.0 };
+            (self.all(("write", QuorumWork::Write), (offset, len), write).await, buf)
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, len).await;
+            let write = |node: Arc<Node>| async move { node.write_zeroes_boxed(offset, len, flags).await };
+            self.all(("write", QuorumWork::Write), (offset, len), write).await
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move {
+            self.all(("flush", QuorumWork::Flush), (0, 0), |node| async move { node.flush_boxed().await }).await
+        })
+    }
+
+    /// Zeroes where all copies have them, else data without a place.
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move {
+            let nodes = self.nodes()?;
+            if self.agreement == Agreement::Verify {
+                let trusted = nodes.first().ok_or_else(|| Error::internal("no copy"))?;
+                let inside = trusted.size().saturating_sub(offset).min(len);
+                return trusted.block_status_chain_boxed(offset, inside, max_runs).await.map(|runs| {
+                    let own = |run: StatusExtent| StatusExtent { present: true, depth: 0, ..run };
+                    runs.into_iter().map(own).collect()
+                });
             }
-            at = next;
-        }
-        Ok(runs)
+            let end = offset.saturating_add(len);
+            let (mut at, mut runs) = (offset, Vec::<StatusExtent>::new());
+            while at < end && runs.len() < max_runs {
+                let (mut next, mut zero) = (end, true);
+                for node in &nodes {
+                    let found = node.block_status_chain_boxed(at, end - at, STATUS_RUNS).await?;
+                    let first =
+                        found.first().ok_or_else(|| Error::new(ErrorKind::InvalidImage, "a copy without a map"))?;
+                    let is_zero = |run: &StatusExtent| run.zero;
+                    let like_first = found.iter().take_while(|run| is_zero(run) == is_zero(first));
+                    next = next.min(like_first.map(|run| run.start + run.len).last().unwrap_or(end));
+                    zero &= is_zero(first);
+                }
+                match runs.last_mut().filter(|last| last.zero == zero) {
+                    Some(last) => last.len = next - last.start,
+                    None => runs.push(StatusExtent {
+                        start: at,
+                        len: next - at,
+                        data: !zero,
+                        zero,
+                        present: true,
+                        compressed: false,
+                        offset: None,
+                        file: None,
+                        depth: 0,
+                    }),
+                }
+                at = next;
+            }
+            Ok(runs)
+        })
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Snapshot access: a node that reads the disk as it was when the copy-before-write filter below it came.
 
-use crate::node::{Link, Node, StatusExtent};
+use crate::node::{Driver, Link, LocalFuture, Node, StatusExtent, Transfer, Work};
 use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
 use std::sync::Arc;
@@ -17,36 +17,52 @@ impl SnapshotAccess {
         SnapshotAccess { file }
     }
 
-    pub(crate) fn size(&self) -> u64 {
-        self.file.load().as_ref().map_or(0, |filter| filter.size())
-    }
-
     fn filter(&self) -> Result<Arc<Node>> {
         self.file.get().ok_or_else(|| Error::internal("snapshot-access without a file"))
     }
+}
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.filter() {
-            Ok(filter) => match filter.copy_before_write() {
-                Some(copy) => copy.read_kept(offset, buf).await,
-                None => (Err(no_filter()), buf),
-            },
-            Err(error) => (Err(error), buf),
-        }
+impl Driver for SnapshotAccess {
+    fn name(&self) -> &'static str {
+        "snapshot-access"
     }
 
-    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let filter = self.filter()?;
-        filter.copy_before_write().ok_or_else(no_filter)?.kept_status(offset, len, max_runs).await
+    fn size(&self) -> u64 {
+        self.file.load().as_ref().map_or(0, |filter| filter.size())
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let filter = self.filter()?;
-        filter.copy_before_write().ok_or_else(no_filter)?.give_up(offset, len).await
-    }
-
-    pub(crate) fn write_error() -> Error {
+    fn refusal(&self) -> Error {
         Error::unsupported("the disk as it was can't be written")
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match self.filter() {
+                Ok(filter) => match filter.copy_before_write() {
+                    Some(copy) => copy.read_kept(offset, buf).await,
+                    None => (Err(no_filter()), buf),
+                },
+                Err(error) => (Err(error), buf),
+            }
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            let filter = self.filter()?;
+            filter.copy_before_write().ok_or_else(no_filter)?.give_up(offset, len).await
+        })
+    }
+
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move {
+            let filter = self.filter()?;
+            filter.copy_before_write().ok_or_else(no_filter)?.kept_status(offset, len, max_runs).await
+        })
+    }
+
+    fn shows_past(&self) -> bool {
+        true
     }
 }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The filter of a mirror that holds writes until they are on the target too (`copy-mode=write-blocking`).
 
-use super::Below;
 use super::ranges::{Claim, Ranges};
+use super::{Below, Filter, keeps_writers_away};
 use crate::dirty::DirtyMap;
-use crate::node::{Link, Node, Preallocation, ZeroFlags};
+use crate::node::{Link, Node, Preallocation, Transfer, Work, ZeroFlags, done};
 use cowshed_block::{Error, Result};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, Permissions};
 use std::sync::{Arc, OnceLock};
 
 /// The filter. The mirror's map says which parts of the target aren't what the source has; a write that reached both
@@ -45,10 +45,6 @@ impl WriteBlocking {
         WriteBlocking { below, target, dirty: OnceLock::new(), ranges: Arc::default() }
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
-    }
-
     /// From now on writes go to the target too. `dirty` has every part that the target lacks, and is marked by all writes to the
     /// source. No request runs.
     pub fn activate(&self, dirty: Arc<DirtyMap>) {
@@ -81,59 +77,79 @@ impl WriteBlocking {
     fn target(&self) -> Result<Arc<Node>> {
         self.target.get().ok_or_else(|| Error::internal("a filter without a target"))
     }
+}
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.below.read(offset, buf).await
+impl Filter for WriteBlocking {
+    fn name(&self) -> &'static str {
+        "mirror"
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let Some(dirty) = self.dirty.get() else { return self.below.write(offset, buf).await };
-        let touched = self.touch(dirty, offset, buf.len() as u64).await;
-        let (result, buf) = self.below.write(offset, buf).await;
-        if result.is_err() {
-            return (result, buf);
-        }
-        let (on_target, buf) = match self.target() {
-            Ok(target) => target.write_boxed(offset, buf).await,
-            Err(error) => (Err(error), buf),
-        };
-        touched.settle(&on_target);
-        (Ok(()), buf)
+    fn below(&self) -> &Below {
+        &self.below
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        let Some(dirty) = self.dirty.get() else { return self.below.write_compressed(clusters).await };
-        let mut spans = clusters.iter().map(|(offset, buf)| (*offset, offset + buf.len() as u64));
-        let first = spans.next().unwrap_or_default();
-        let (start, end) = spans.fold(first, |(start, end), (from, to)| (start.min(from), end.max(to)));
-        let _touched = self.touch(dirty, start, end - start).await;
-        self.below.write_compressed(clusters).await
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let Some(dirty) = self.dirty.get() else { return self.below.write(offset, buf).await };
+            let touched = self.touch(dirty, offset, buf.len() as u64).await;
+            let (result, buf) = self.below.write(offset, buf).await;
+            if result.is_err() {
+                return (result, buf);
+            }
+            let (on_target, buf) = match self.target() {
+                Ok(target) => target.write_boxed(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            };
+            touched.settle(&on_target);
+            (Ok(()), buf)
+        })
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        let Some(dirty) = self.dirty.get() else { return self.below.write_zeroes(offset, len, flags).await };
-        let touched = self.touch(dirty, offset, len).await;
-        self.below.write_zeroes(offset, len, flags).await?;
-        let on_target = match self.target() {
-            Ok(target) => target.write_zeroes_boxed(offset, len, ZeroFlags { no_fallback: false, ..flags }).await,
-            Err(error) => Err(error),
-        };
-        touched.settle(&on_target);
-        Ok(())
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            let Some(dirty) = self.dirty.get() else { return self.below.write_compressed(clusters).await };
+            let mut spans = clusters.iter().map(|(offset, buf)| (*offset, offset + buf.len() as u64));
+            let first = spans.next().unwrap_or_default();
+            let (start, end) = spans.fold(first, |(start, end), (from, to)| (start.min(from), end.max(to)));
+            let _touched = self.touch(dirty, start, end - start).await;
+            self.below.write_compressed(clusters).await
+        })
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let Some(dirty) = self.dirty.get() else { return self.below.discard(offset, len).await };
-        let _touched = self.touch(dirty, offset, len).await;
-        self.below.discard(offset, len).await
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let Some(dirty) = self.dirty.get() else { return self.below.write_zeroes(offset, len, flags).await };
+            let touched = self.touch(dirty, offset, len).await;
+            self.below.write_zeroes(offset, len, flags).await?;
+            let on_target = match self.target() {
+                Ok(target) => target.write_zeroes_boxed(offset, len, ZeroFlags { no_fallback: false, ..flags }).await,
+                Err(error) => Err(error),
+            };
+            touched.settle(&on_target);
+            Ok(())
+        })
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        // The target is flushed by who completes it.
-        self.below.flush().await
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            let Some(dirty) = self.dirty.get() else { return self.below.discard(offset, len).await };
+            let _touched = self.touch(dirty, offset, len).await;
+            self.below.discard(offset, len).await
+        })
     }
 
-    pub(crate) async fn resize(&self, _size: u64, _preallocation: Preallocation) -> Result<()> {
-        Err(Error::unsupported("a disk can't be resized while it is mirrored"))
+    fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
+        done(Err(Error::unsupported("a disk can't be resized while it is mirrored")))
+    }
+
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        keeps_writers_away(wanted)
+    }
+}
+
+impl Node {
+    /// The filter of a mirror that holds writes back, when this node is one.
+    pub fn write_blocking(&self) -> Option<&WriteBlocking> {
+        self.driver().downcast()
     }
 }

@@ -3,8 +3,8 @@
 //! fixed number is kept, so that no table takes memory on the word of a file.
 
 use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Place, Run, push_run};
-use crate::node::{ChildRole, Driver, LocalFuture, Node};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::{ChildRole, LocalFuture, Node};
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
 use cowshed_block::memory::grow_map;
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};
@@ -204,7 +204,7 @@ pub(crate) async fn finish<F: BlockFormat>(
     file: ImageFile,
     format: F,
     backing: NamedBacking,
-) -> Result<(Driver, String)> {
+) -> Opened {
     let filename = file.node[0].filename();
     opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;
     let (_, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
@@ -213,7 +213,7 @@ pub(crate) async fn finish<F: BlockFormat>(
     let unpacked = opener.policy().max_decompressed_bytes;
     let image = Image { file, format };
     let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
-    Ok((Driver::Mapped(driver), filename))
+    Ok((Box::new(driver), filename))
 }
 
 struct Image<F> {

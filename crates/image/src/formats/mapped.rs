@@ -4,7 +4,8 @@
 
 use super::qcow2::join;
 use crate::check::Counters;
-use crate::node::{Link, LocalFuture, Node, StatusExtent};
+use crate::node::{Driver, Link, LocalFuture, NamedBacking, Node, StatusExtent, Transfer, Work, done};
+use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
@@ -128,55 +129,8 @@ impl MappedDriver {
         MappedDriver { format, filename, backing, no_backing, unpack_budget, kept: Mutex::default() }
     }
 
-    /// True when the image names a backing file that was left out at open.
-    pub(crate) fn lacks_backing(&self) -> bool {
-        self.no_backing
-    }
-
-    pub(crate) fn name(&self) -> &'static str {
-        self.format.name()
-    }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.format.size()
-    }
-
-    pub(crate) fn describe(&self) -> Description {
-        self.format.describe()
-    }
-
-    pub(crate) async fn check(&self, max: usize) -> Result<Option<MappedCheck>> {
-        self.format.check(max).await.map_err(|error| self.named(error))
-    }
-
     fn named(&self, error: Error) -> Error {
         if error.file_name().is_none() { error.file(self.filename.clone()) } else { error }
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let end = offset + buf.len() as u64;
-        let (mut at, mut rest, mut done) = (offset, buf, None);
-        while at < end {
-            let runs = match self.map(at, end - at, MAX_RUNS).await {
-                Ok(runs) => runs,
-                Err(error) => return (Err(error), join(done, rest)),
-            };
-            let parts = runs.iter().map(|run| {
-                at = run.end();
-                let part = rest.split_to(run.len as usize);
-                self.read_run(*run, part)
-            });
-            let parts: Vec<_> = parts.collect();
-            let mut result = Ok(());
-            for (outcome, part) in join_all(parts).await {
-                result = result.and(outcome);
-                done = Some(join(done, part));
-            }
-            if let Err(error) = result {
-                return (Err(self.named(error)), join(done, rest));
-            }
-        }
-        (Ok(()), join(done, rest))
     }
 
     /// As the format says it, held to what it promised: a bug there must not become an endless loop here.
@@ -252,45 +206,127 @@ impl MappedDriver {
         kept.insert(0, (block, Arc::clone(&bytes)));
         Ok(bytes)
     }
+}
+
+impl Driver for MappedDriver {
+    fn name(&self) -> &'static str {
+        self.format.name()
+    }
+
+    fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    fn refusal(&self) -> Error {
+        Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let end = offset + buf.len() as u64;
+            let (mut at, mut rest, mut done) = (offset, buf, None);
+            while at < end {
+                let runs = match self.map(at, end - at, MAX_RUNS).await {
+                    Ok(runs) => runs,
+                    Err(error) => return (Err(error), join(done, rest)),
+                };
+                let parts = runs.iter().map(|run| {
+                    at = run.end();
+                    let part = rest.split_to(run.len as usize);
+                    self.read_run(*run, part)
+                });
+                let parts: Vec<_> = parts.collect();
+                let mut result = Ok(());
+                for (outcome, part) in join_all(parts).await {
+                    result = result.and(outcome);
+                    done = Some(join(done, part));
+                }
+                if let Err(error) = result {
+                    return (Err(self.named(error)), join(done, rest));
+                }
+            }
+            (Ok(()), join(done, rest))
+        })
+    }
 
     /// What the format says, with the holes of the files under plain data as zeroes.
-    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let mut statuses = Vec::new();
-        for run in self.map(offset, len, max_runs).await? {
-            if statuses.len() >= max_runs {
-                break;
-            }
-            let status = StatusExtent {
-                start: run.start,
-                len: run.len,
-                data: matches!(run.place, Place::Data { .. } | Place::Packed { .. }),
-                zero: match run.place {
-                    Place::Zero => true,
-                    Place::Unallocated => self.backing.load().is_none() && !self.no_backing,
-                    _ => false,
-                },
-                present: run.place != Place::Unallocated,
-                compressed: matches!(run.place, Place::Packed { .. }),
-                offset: None,
-                file: None,
-                depth: 0,
-            };
-            match run.place {
-                Place::Data { file, host } => {
-                    let Some(node) = self.format.files().get(file) else { break };
-                    if !in_file(node, status, host, max_runs, &mut statuses).await? {
-                        break;
-                    }
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move {
+            let mut statuses = Vec::new();
+            for run in self.map(offset, len, max_runs).await? {
+                if statuses.len() >= max_runs {
+                    break;
                 }
-                // Neighbouring packed blocks are one run to whoever asks.
-                Place::Packed { .. } => match statuses.last_mut() {
-                    Some(last) if last.compressed => last.len += run.len,
+                let status = StatusExtent {
+                    start: run.start,
+                    len: run.len,
+                    data: matches!(run.place, Place::Data { .. } | Place::Packed { .. }),
+                    zero: match run.place {
+                        Place::Zero => true,
+                        Place::Unallocated => self.backing.load().is_none() && !self.no_backing,
+                        _ => false,
+                    },
+                    present: run.place != Place::Unallocated,
+                    compressed: matches!(run.place, Place::Packed { .. }),
+                    offset: None,
+                    file: None,
+                    depth: 0,
+                };
+                match run.place {
+                    Place::Data { file, host } => {
+                        let Some(node) = self.format.files().get(file) else { break };
+                        if !in_file(node, status, host, max_runs, &mut statuses).await? {
+                            break;
+                        }
+                    }
+                    // Neighbouring packed blocks are one run to whoever asks.
+                    Place::Packed { .. } => match statuses.last_mut() {
+                        Some(last) if last.compressed => last.len += run.len,
+                        _ => statuses.push(status),
+                    },
                     _ => statuses.push(status),
-                },
-                _ => statuses.push(status),
+                }
             }
+            Ok(statuses)
+        })
+    }
+
+    fn discard(&self, _offset: u64, _len: u64) -> Work<'_> {
+        done(Err(self.refusal()))
+    }
+
+    fn named_backing(&self) -> Option<NamedBacking> {
+        if self.no_backing {
+            return None;
         }
-        Ok(statuses)
+        let description = self.format.describe();
+        Some((description.backing_name, description.backing_format.map(str::to_owned)))
+    }
+
+    fn tells_damage(&self) -> bool {
+        true
+    }
+
+    fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
+        done(Err(self.refusal()))
+    }
+}
+
+impl Node {
+    fn mapped(&self) -> Option<&MappedDriver> {
+        self.driver().downcast()
+    }
+
+    /// What an image of a read-only format says of itself.
+    pub fn description(&self) -> Option<Description> {
+        self.mapped().map(|mapped| mapped.format.describe())
+    }
+
+    /// Looks for damage in an image of a read-only format, and tells `max` findings at most. `None` for other drivers; the
+    /// inner one for formats that have no check.
+    pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<MappedCheck>>> {
+        let mapped = self.mapped()?;
+        Some(mapped.format.check(max).await.map_err(|error| mapped.named(error)))
     }
 }
 

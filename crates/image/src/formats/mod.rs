@@ -17,8 +17,8 @@ pub(crate) mod vpc;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, Opened, Opener};
 use cowshed_block::{Error, Result};
 use cowshed_layout::probe::FormatName;
 pub use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES};
@@ -29,7 +29,7 @@ use std::rc::Rc;
 pub use mapped::{Description, MappedCheck};
 
 /// Opens an image of a format.
-pub(crate) type OpenFormat = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>>;
+pub(crate) type OpenFormat = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Opened>;
 
 /// A disk-image format: one line of [`FORMATS`].
 #[derive(Clone, Copy, Debug)]

@@ -4,8 +4,8 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
 use crate::codec::Codec;
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
@@ -30,7 +30,7 @@ struct Qcow {
 }
 
 /// Opens a qcow image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(async move {
         let file = ImageFile::open(opener, draft, "qcow").await?;
         let qcow = load(&file).await.map_err(|error| file.named(error))?;

@@ -3,8 +3,8 @@
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, Result};
@@ -26,7 +26,7 @@ struct Qed {
 }
 
 /// Opens a QED image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(async move {
         let file = ImageFile::open(opener, draft, "QED").await?;
         let qed = load(&file).await.map_err(|error| file.named(error))?;

@@ -2,7 +2,9 @@
 //! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
 
 use crate::filters::Below;
-use crate::node::{Link, Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::node::{
+    Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
 use std::ops::Range;
@@ -79,93 +81,129 @@ impl RawDriver {
         Some(self.window.size.load(Ordering::Relaxed)).filter(|size| *size != TO_THE_END)
     }
 
-    /// Where bytes of the disk stand in the child.
-    pub(crate) fn part_of_child(&self, disk: &Range<u64>) -> Range<u64> {
+    /// The node checked `offset` against the window, so the sum stays inside the child.
+    fn host(&self, offset: u64) -> u64 {
+        self.offset() + offset
+    }
+}
+
+impl Driver for RawDriver {
+    fn name(&self) -> &'static str {
+        "raw"
+    }
+
+    fn size(&self) -> u64 {
+        self.fixed_size().unwrap_or_else(|| self.child.size().saturating_sub(self.offset()))
+    }
+
+    #[inline]
+    fn map(&self, offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        match &self.file {
+            Some(file) => Mapped::File { file, host: self.host(offset), guard: None },
+            None => Mapped::Below(&self.child, self.host(offset)),
+        }
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match &self.file {
+                Some(file) => file.read_at(buf, self.host(offset)).await,
+                None => self.child.read(self.host(offset), buf).await,
+            }
+        })
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match &self.file {
+                Some(file) => file.write_at(buf, self.host(offset)).await,
+                None => self.child.write(self.host(offset), buf).await,
+            }
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            match &self.file {
+                Some(file) => zero_file(file, self.host(offset), len, flags).await,
+                None => self.child.write_zeroes(self.host(offset), len, flags).await,
+            }
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            match &self.file {
+                Some(file) => discard_file(file, self.host(offset), len).await,
+                None => self.child.discard(self.host(offset), len).await,
+            }
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move {
+            match &self.file {
+                Some(file) => file.sync().await,
+                None => self.child.flush().await,
+            }
+        })
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            if self.fixed_size().is_some() {
+                return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized"));
+            }
+            let end = self.offset().checked_add(size).filter(|&end| i64::try_from(end).is_ok());
+            let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
+            // Through the node, so that its size follows.
+            self.child.resize(end, preallocation).await
+        })
+    }
+
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move {
+            let mut runs = self.child.node()?.block_status_boxed(self.host(offset), len, max_runs).await?;
+            for run in &mut runs {
+                run.start -= self.offset();
+            }
+            Ok(runs)
+        })
+    }
+
+    fn whole_file(&self) -> Option<&File> {
+        self.file.as_ref().filter(|_| self.shows_all_of_child())
+    }
+
+    fn part_of_child(&self, disk: &Range<u64>) -> Range<u64> {
         let offset = self.offset();
         let end = disk.end.min(self.fixed_size().unwrap_or(u64::MAX));
         offset.saturating_add(disk.start)..offset.saturating_add(end)
     }
 
-    pub(crate) fn has_fixed_size(&self) -> bool {
-        self.fixed_size().is_some()
+    fn shows_all_of_child(&self) -> bool {
+        self.offset() == 0 && self.fixed_size().is_none()
     }
 
-    pub(crate) fn below(&self) -> &Below {
-        &self.child
+    fn can_grow(&self) -> bool {
+        self.fixed_size().is_none() && self.child.node().is_ok_and(|below| below.driver().can_grow())
     }
 
-    pub(crate) fn size(&self) -> u64 {
-        self.fixed_size().unwrap_or_else(|| self.child.size().saturating_sub(self.offset()))
+    fn grows_by_zeroes(&self) -> bool {
+        self.child.node().is_ok_and(|below| below.driver().grows_by_zeroes())
     }
 
-    pub(crate) fn whole_file(&self) -> Option<&File> {
-        match (self.offset(), self.fixed_size()) {
-            (0, None) => self.file.as_ref(),
-            _ => None,
+    fn passes_permissions(&self, by_users: bool) -> bool {
+        by_users
+    }
+}
+
+impl Node {
+    /// Another part of its file, when this is a raw node. No request runs.
+    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
+        if let Some(raw) = self.driver().downcast::<RawDriver>() {
+            raw.set_window(offset, size);
         }
-    }
-
-    /// The node checked `offset` against the window, so the sum stays inside the child.
-    fn host(&self, offset: u64) -> u64 {
-        self.offset() + offset
-    }
-
-    /// Where in a file an offset of the disk is; `None` where a node stands below.
-    pub(crate) fn place(&self, offset: u64) -> Option<(&File, u64)> {
-        self.file.as_ref().map(|file| (file, self.host(offset)))
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match &self.file {
-            Some(file) => file.read_at(buf, self.host(offset)).await,
-            None => self.child.read(self.host(offset), buf).await,
-        }
-    }
-
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match &self.file {
-            Some(file) => file.write_at(buf, self.host(offset)).await,
-            None => self.child.write(self.host(offset), buf).await,
-        }
-    }
-
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        match &self.file {
-            Some(file) => zero_file(file, self.host(offset), len, flags).await,
-            None => self.child.write_zeroes(self.host(offset), len, flags).await,
-        }
-    }
-
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        match &self.file {
-            Some(file) => discard_file(file, self.host(offset), len).await,
-            None => self.child.discard(self.host(offset), len).await,
-        }
-    }
-
-    pub(crate) async fn flush(&self) -> Result<()> {
-        match &self.file {
-            Some(file) => file.sync().await,
-            None => self.child.flush().await,
-        }
-    }
-
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        if self.fixed_size().is_some() {
-            return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized"));
-        }
-        let end = self.offset().checked_add(size).filter(|&end| i64::try_from(end).is_ok());
-        let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
-        // Through the node, so that its size follows.
-        self.child.resize(end, preallocation).await
-    }
-
-    pub(crate) async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        let mut runs = self.child.node()?.block_status_boxed(self.host(offset), len, max_runs).await?;
-        for run in &mut runs {
-            run.start -= self.offset();
-        }
-        Ok(runs)
     }
 }
 

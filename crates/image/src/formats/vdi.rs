@@ -3,8 +3,8 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::Result;
 use cowshed_layout::vdi::{ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
@@ -24,7 +24,7 @@ struct Vdi {
 }
 
 /// Opens a VDI image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(async move {
         let file = ImageFile::open(opener, draft, "VDI").await?;
         let vdi = load(&file).await.map_err(|error| file.named(error))?;

@@ -3,8 +3,8 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vhdx::{
@@ -30,7 +30,7 @@ struct Vhdx {
 }
 
 /// Opens a VHDX image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(async move {
         let file = ImageFile::open(opener, draft, "VHDX").await?;
         let vhdx = load(&file).await.map_err(|error| file.named(error))?;

@@ -3,8 +3,8 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
-use crate::node::{Driver, LocalFuture};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::LocalFuture;
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vpc::{
@@ -45,7 +45,7 @@ struct Vpc {
 }
 
 /// Opens a VHD image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(async move {
         let calculation = match draft.options.text("force_size_calc") {
             None => None,

@@ -2,7 +2,7 @@
 //! The files below nodes, by identity. A job that writes into a file that it reads would destroy both; locks don't always
 //! show that (`-U`, `locking=off`, file systems without locks), and names hardly ever do.
 
-use crate::node::{Child, ChildRole, Driver, Node};
+use crate::node::{Child, ChildRole, Node};
 use cowshed_block::{Error, Result};
 use cowshed_storage::FileIdentity;
 use std::ops::Range;
@@ -28,16 +28,12 @@ const WHOLE: Range<u64> = 0..u64::MAX;
 
 /// Adds the files that the bytes `window` of a node stand in.
 fn collect(node: &Node, window: Range<u64>, below: Below, parts: &mut Vec<Part>) {
-    let window = match node.driver() {
-        Driver::File(file) => {
-            let identity = file.file.identity();
-            parts.extend(identity.map(|identity| Part { identity, range: window, name: file.file.name().to_owned() }));
-            return;
-        }
-        Driver::Raw(raw) => raw.part_of_child(&window),
-        Driver::Filter(_) => window,
-        _ => WHOLE,
-    };
+    if let Some(file) = node.driver().protocol_file() {
+        let identity = file.identity();
+        parts.extend(identity.map(|identity| Part { identity, range: window, name: file.name().to_owned() }));
+        return;
+    }
+    let window = node.driver().part_of_child(&window);
     for child in node.children() {
         match child.role {
             ChildRole::Backing if below == Below::Written => {}

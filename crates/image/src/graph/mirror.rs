@@ -2,8 +2,8 @@
 //! The filter of a mirror whose writes go to both ends. No user adds it by options, so it is made here.
 
 use super::Graph;
-use crate::filters::{Below, Filter, WriteBlocking};
-use crate::node::{ChildRole, Children, Driver, Link, MONITOR, Node, NodeParts, NodeSettings};
+use crate::filters::{Below, WriteBlocking};
+use crate::node::{ChildRole, Children, Link, MONITOR, Node, NodeParts, NodeSettings};
 use crate::open::Edge;
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
@@ -46,7 +46,7 @@ impl Graph {
         let node = Node::new(NodeParts {
             name: name.to_owned(),
             filename: source.filename(),
-            driver: Driver::Filter(Filter::WriteBlocking(Box::new(WriteBlocking::new(Below::new(file), copy)))),
+            driver: Box::new(WriteBlocking::new(Below::new(file), copy)),
             children,
             settings: NodeSettings { read_only: source.is_read_only(), discard: true, ..NodeSettings::default() },
             options: BlockdevOptions::new().with("node-name", name),

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests: the checks that every driver needs, then the driver.
 
-use super::driver::{Driver, whole_sectors};
+use super::driver::{Intent, Mapped, Place, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
-use crate::filters::{Reading, Replicas, SnapshotAccess};
-use crate::formats::qcow2::Place;
-use crate::formats::{self, raw};
+use crate::filters::Reading;
+use crate::formats;
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -91,12 +90,7 @@ impl Node {
     /// Tells of damage that a request met, once, if it is this image's own. What makes a write impossible has been told.
     fn tell_corrupt(&self, error: &Error) {
         let own = error.file_name().is_none_or(|file| file == self.filename);
-        let is_told = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.is_corrupt(),
-            Driver::Mapped(_) => false,
-            _ => true,
-        };
-        if !own || is_told || self.told_corrupt.swap(true, Ordering::Relaxed) {
+        if !own || !self.driver.tells_damage() || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
         }
         self.graph.report_corruption(&Corruption::new(&self.name, error, false));
@@ -110,20 +104,27 @@ impl Node {
             buf.forget();
             return (Err(error), buf);
         }
-        let (result, mut buf) = match &self.driver {
-            Driver::Qcow2(qcow2) if self.readers.get().is_none() => qcow2.read(offset, buf).await,
-            Driver::Qcow2(qcow2) => {
-                let _reading = self.reading(offset, len);
-                Box::pin(qcow2.read(offset, buf)).await
+        let _reading = self.reading(offset, len);
+        let (result, mut buf) = match self.driver.map(offset, len, Intent::Read) {
+            Mapped::File { file, host, guard } => {
+                let done = file.read_at(buf, host).await;
+                drop(guard);
+                done
             }
-            // Boxed, so that the future of the others stays small: it is moved with every request.
-            Driver::Mapped(mapped) => Box::pin(mapped.read(offset, buf)).await,
-            Driver::Luks(luks) => Box::pin(luks.read(offset, buf)).await,
-            Driver::Raw(raw) => raw.read(offset, buf).await,
-            Driver::File(file) => file.file.read_at(buf, offset).await,
-            Driver::Filter(filter) => filter.read(offset, buf).await,
-            Driver::Snapshot(snapshot) => Box::pin(snapshot.read(offset, buf)).await,
-            Driver::Replicas(replicas) => Box::pin(replicas.read(offset, buf)).await,
+            Mapped::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
+                Ok(done) => done,
+                Err(unread) => self.driver.read(offset, unread).await,
+            },
+            Mapped::Zeroes => {
+                buf.fill(0);
+                (Ok(()), buf)
+            }
+            Mapped::Below(below, at) => below.read(at, buf).await,
+            Mapped::Load(load) => match load.await {
+                Ok(()) => self.driver.read(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            },
+            Mapped::Nothing | Mapped::Special => self.driver.read(offset, buf).await,
         };
         self.count(IoKind::Read, offset, len, start_ns, &result);
         if result.is_err() {
@@ -156,11 +157,21 @@ impl Node {
         if checked.is_err() {
             return Err(buf);
         }
-        let (result, mut buf) = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.read_plain(offset, place, buf).await?,
-            Driver::Raw(raw) => match raw.place(offset) {
-                Some((file, host)) => file.read_at(buf, host).await,
-                None => return Err(buf),
+        let mapped = match place {
+            Some(place) => self.driver.placed(place, len),
+            None => self.driver.map(offset, len, Intent::Read),
+        };
+        let (result, mut buf) = match mapped {
+            // As above, and not by a future of both: it would be moved once more.
+            Mapped::File { file, host, guard } => {
+                let read = file.read_at(buf, host).await;
+                drop(guard);
+                read
+            }
+            // The task that is told to load a table does it, or all others wait for ever.
+            Mapped::Load(load) => match load.await {
+                Ok(()) => return Err(buf),
+                Err(error) => (Err(error), buf),
             },
             _ => return Err(buf),
         };
@@ -211,15 +222,19 @@ impl Node {
             let flags = ZeroFlags { may_unmap, no_fallback: false };
             return (self.write_zeroes_boxed(offset, buf.len() as u64, flags).await, buf);
         }
-        let (result, buf) = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.write(offset, buf).await,
-            Driver::Luks(luks) => Box::pin(luks.write(offset, buf)).await,
-            Driver::Mapped(_) => (Err(self.read_only_error()), buf),
-            Driver::Raw(raw) => raw.write(offset, buf).await,
-            Driver::File(file) => file.file.write_at(buf, offset).await,
-            Driver::Filter(filter) => filter.write(offset, buf).await,
-            Driver::Snapshot(_) => (Err(SnapshotAccess::write_error()), buf),
-            Driver::Replicas(replicas) => Box::pin(replicas.write(offset, buf)).await,
+        let (result, buf) = match self.driver.map(offset, len, Intent::Overwrite) {
+            Mapped::File { file, host, guard } => {
+                let done = file.write_at(buf, host).await;
+                drop(guard);
+                done
+            }
+            Mapped::Nothing => self.driver.write_unmapped(offset, buf).await,
+            Mapped::Below(below, at) => below.write(at, buf).await,
+            Mapped::Load(load) => match load.await {
+                Ok(()) => self.driver.write(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            },
+            Mapped::Zeroes | Mapped::Layer(..) | Mapped::Special => self.driver.write(offset, buf).await,
         };
         self.count(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() {
@@ -236,9 +251,8 @@ impl Node {
     /// flush asks for it, and the larger ones of the next writes are done beside the job's thread. A hint; it counts for
     /// images in files of this machine.
     pub fn note_bulk_write(&self, len: u64) {
-        match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.content_file().note_bulk_write(len),
-            driver => driver.whole_file().into_iter().for_each(|file| file.note_bulk_write(len)),
+        if let Some(file) = self.driver.content_file() {
+            file.note_bulk_write(len);
         }
     }
 
@@ -255,16 +269,7 @@ impl Node {
         }
         let start_ns = self.clock_ns();
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.write_zeroes(offset, len, flags).await,
-            Driver::Luks(luks) => luks.write_zeroes(offset, len, flags).await,
-            Driver::Mapped(_) => Err(self.read_only_error()),
-            Driver::Raw(raw) => raw.write_zeroes(offset, len, flags).await,
-            Driver::File(file) => raw::zero_file(&file.file, offset, len, flags).await,
-            Driver::Filter(filter) => filter.write_zeroes(offset, len, flags).await,
-            Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
-            Driver::Replicas(replicas) => Box::pin(replicas.write_zeroes(offset, len, flags)).await,
-        };
+        let result = self.driver.write_zeroes(offset, len, flags).await;
         self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
         if result.is_ok() {
             self.counters.note_written(offset + len);
@@ -286,18 +291,7 @@ impl Node {
             return Ok(());
         }
         let start_ns = self.clock_ns();
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.discard(offset, len).await,
-            // A hint: what was given back would read as garbage.
-            Driver::Luks(_) => Ok(()),
-            Driver::Mapped(_) => Err(self.read_only_error()),
-            Driver::Raw(raw) => raw.discard(offset, len).await,
-            Driver::File(file) => raw::discard_file(&file.file, offset, len).await,
-            Driver::Filter(filter) => filter.discard(offset, len).await,
-            Driver::Snapshot(snapshot) => Box::pin(snapshot.discard(offset, len)).await,
-            // A hint: what is given back reads differently from node to node.
-            Driver::Replicas(_) => Ok(()),
-        };
+        let result = self.driver.discard(offset, len).await;
         self.count(IoKind::Discard, offset, len, start_ns, &result);
         self.tracking.written(offset, len);
         result?;
@@ -316,15 +310,7 @@ impl Node {
             return Ok(());
         }
         let start_ns = self.clock_ns();
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.flush().await,
-            Driver::Luks(luks) => luks.flush().await,
-            Driver::Mapped(_) | Driver::Snapshot(_) => Ok(()),
-            Driver::Raw(raw) => raw.flush().await,
-            Driver::File(file) => file.file.sync().await,
-            Driver::Filter(filter) => filter.flush().await,
-            Driver::Replicas(replicas) => replicas.flush().await,
-        };
+        let result = self.driver.flush().await;
         self.count(IoKind::Flush, 0, 0, start_ns, &result);
         result
     }
@@ -343,16 +329,13 @@ impl Node {
         for (offset, buf) in &clusters {
             self.check_write(*offset, buf.len() as u64)?;
         }
+        if !self.driver.compresses() {
+            let message = format!("driver '{}' can't write compressed data", self.driver_name());
+            return Err(Error::unsupported(message).file(self.filename.clone()));
+        }
         let start_ns = self.clock_ns();
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.write_compressed(clusters).await,
-            Driver::Filter(filter) => filter.write_compressed(clusters).await,
-            _ => {
-                let message = format!("driver '{}' can't write compressed data", self.driver_name());
-                return Err(Error::unsupported(message).file(self.filename.clone()));
-            }
-        };
+        let result = self.driver.write_compressed(clusters).await;
         for (offset, len) in spans {
             self.count(IoKind::Write, offset, len, start_ns, &result);
             if result.is_ok() {
@@ -377,18 +360,9 @@ impl Node {
         if i64::try_from(sectors).is_err() {
             return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
         }
-        let resized = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.resize(sectors, preallocation).await,
-            Driver::Luks(luks) => luks.resize(sectors, preallocation).await,
-            Driver::Mapped(_) => Err(self.read_only_error()),
-            Driver::Raw(raw) => raw.resize(size, preallocation).await,
-            Driver::File(file) => match self.resizing(file) {
-                Ok(_locked) => raw::resize_file(&file.file, size, preallocation).await,
-                Err(error) => Err(error),
-            },
-            Driver::Filter(filter) => filter.resize(size, preallocation).await,
-            Driver::Snapshot(_) => Err(SnapshotAccess::write_error()),
-            Driver::Replicas(_) => Err(Replicas::resize_error()),
+        let resized = match self.driver.protocol_file().map(|file| self.resizing(file)).transpose() {
+            Ok(_locked) => self.driver.resize(size, preallocation).await,
+            Err(error) => Err(error),
         };
         if resized.is_ok() {
             self.tracking.resized(sectors);

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the graph changes about a node while it stays open. No request runs meanwhile.
 
-use super::driver::Driver;
 use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
-use crate::filters::Filter;
 use crate::filters::throttle::Group;
 use crate::formats::Qcow2RuntimeOptions;
 use crate::open::Edge;
-use crate::options;
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
 use std::sync::atomic::Ordering;
@@ -21,26 +18,16 @@ impl Node {
 
     /// Makes what is on disk complete, as a close would leave it.
     pub(crate) async fn complete(&self) -> Result<()> {
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.complete().await,
-            Driver::Filter(Filter::Preallocate(ahead)) => ahead.trim().await.and(self.run_flush().await),
-            _ => self.run_flush().await,
-        };
+        let result = self.driver.complete(self.flush_boxed()).await;
         result.map_err(|error| error.file(self.filename.clone()))
     }
 
     /// Refuses writes from now on and lets others write to the file as little as before. [`Node::complete`] has run.
     pub(crate) fn stop_writing(&self) -> Result<()> {
-        match &self.driver {
-            Driver::File(_) if self.settings.locks() != LockSource::Opening => self.pass_permissions()?,
-            Driver::File(file) => file.file.lock(Edge::of("", false, false).permissions)?,
-            Driver::Qcow2(qcow2) => qcow2.stop_writing(),
-            Driver::Raw(_)
-            | Driver::Luks(_)
-            | Driver::Mapped(_)
-            | Driver::Filter(_)
-            | Driver::Snapshot(_)
-            | Driver::Replicas(_) => {}
+        match self.driver.protocol_file() {
+            Some(_) if self.settings.locks() != LockSource::Opening => self.pass_permissions()?,
+            Some(file) => file.lock(Edge::of("", false, false).permissions)?,
+            None => self.driver.stop_writing(),
         }
         self.settings.set_read_only(true);
         self.set_option("read-only", true.into());
@@ -67,13 +54,6 @@ impl Node {
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
-    /// Another part of its file, when this is a raw node.
-    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
-        if let Driver::Raw(raw) = &self.driver {
-            raw.set_window(offset, size);
-        }
-    }
-
     /// Notes what an option has come to.
     pub(crate) fn set_option(&self, key: &str, value: serde_json::Value) {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).insert(key, value);
@@ -81,14 +61,9 @@ impl Node {
 
     /// Takes writes from now on; the children that store it are writable already.
     pub(crate) async fn start_writing(&self) -> Result<()> {
-        match &self.driver {
-            Driver::File(file) => file.file.make_writable(self.locks_for_writing(file))?,
-            Driver::Qcow2(qcow2) => {
-                let options = options::qcow2_options(&self.options(), self.discards())?;
-                qcow2.start_writing(&options).await?;
-            }
-            Driver::Mapped(_) => return Err(self.read_only_error()),
-            Driver::Raw(_) | Driver::Luks(_) | Driver::Filter(_) | Driver::Snapshot(_) | Driver::Replicas(_) => {}
+        match self.driver.protocol_file() {
+            Some(file) => file.make_writable(self.locks_for_writing(file))?,
+            None => self.driver.start_writing(&self.options(), self.discards()).await?,
         }
         self.settings.set_read_only(false);
         self.set_option("read-only", false.into());

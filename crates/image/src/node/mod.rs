@@ -18,7 +18,9 @@ mod watch;
 
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub use driver::LocalFuture;
-pub(crate) use driver::{Driver, FileDriver, ForeignContext, NESTED_POLLS};
+pub(crate) use driver::{
+    Driver, Intent, Mapped, NESTED_POLLS, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,
+};
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
@@ -31,9 +33,7 @@ use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
 use crate::events::Events;
-use crate::filters::{Filter, Readers};
-use crate::formats::luks::LuksDriver;
-use crate::formats::qcow2::Qcow2Driver;
+use crate::filters::Readers;
 use crate::graph::{Corruption, Graph};
 use crate::open::{Deadline, Edge};
 use crate::options::BlockdevOptions;
@@ -148,7 +148,7 @@ pub struct Node {
     name: String,
     number: u64,
     filename: String,
-    driver: Driver,
+    driver: Box<dyn Driver>,
     children: Children,
     settings: LiveSettings,
     /// The options as they count now, for reopening.
@@ -198,7 +198,7 @@ pub(crate) use boxed;
 pub(crate) struct NodeParts {
     pub name: String,
     pub filename: String,
-    pub driver: Driver,
+    pub driver: Box<dyn Driver>,
     pub children: Children,
     pub settings: NodeSettings,
     pub options: BlockdevOptions,
@@ -217,23 +217,21 @@ impl Node {
         }
         let height = height_over(&parts.children);
         let told_corrupt = Arc::new(AtomicBool::new(false));
-        if let Driver::Qcow2(driver) = &parts.driver {
-            let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
-            let told = Arc::clone(&told_corrupt);
-            driver.observe_corruption(Box::new(move |error, place, fatal| {
-                if !fatal && told.swap(true, Ordering::Relaxed) {
-                    return;
-                }
-                let corruption = Corruption {
-                    offset: place.map(|(offset, _)| offset),
-                    size_bytes: place.map(|(_, size_bytes)| size_bytes),
-                    ..Corruption::new(&node_name, error, fatal)
-                };
-                if let Some(graph) = graph.upgrade() {
-                    graph.report_corruption(&corruption);
-                }
-            }));
-        }
+        let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
+        let told = Arc::clone(&told_corrupt);
+        parts.driver.observe_corruption(Box::new(move |error, place, fatal| {
+            if !fatal && told.swap(true, Ordering::Relaxed) {
+                return;
+            }
+            let corruption = Corruption {
+                offset: place.map(|(offset, _)| offset),
+                size_bytes: place.map(|(_, size_bytes)| size_bytes),
+                ..Corruption::new(&node_name, error, fatal)
+            };
+            if let Some(graph) = graph.upgrade() {
+                graph.report_corruption(&corruption);
+            }
+        }));
         static OPENED: AtomicU64 = AtomicU64::new(0);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new_cyclic(|this| Node {
@@ -263,8 +261,8 @@ impl Node {
         }))
     }
 
-    pub(crate) fn driver(&self) -> &Driver {
-        &self.driver
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        &*self.driver
     }
 
     /// `node-name`, generated where the user gave none (`#blockNNN`).
@@ -335,10 +333,7 @@ impl Node {
 
     /// For `null-co` and what stands on it unchanged: whether reads are promised to give zeroes.
     pub(crate) fn null_reads_zeroes(&self) -> Option<bool> {
-        match &self.driver {
-            Driver::File(file) => file.null_reads_zeroes,
-            _ => None,
-        }
+        self.driver.null_reads_zeroes()
     }
 
     /// The faults of a `blkdebug` node, or of the one directly below a format: to arm and disarm rules at run time.
@@ -347,70 +342,9 @@ impl Node {
         own.or_else(|| self.child(ChildRole::File).and_then(|child| child.file()?.faults().cloned()))
     }
 
-    /// The qcow2 driver, for what only that format has.
-    pub fn qcow2(&self) -> Option<&Qcow2Driver> {
-        match &self.driver {
-            Driver::Qcow2(qcow2) => Some(qcow2),
-            _ => None,
-        }
-    }
-
-    /// The LUKS driver, for what only that format has.
-    pub fn luks(&self) -> Option<&LuksDriver> {
-        match &self.driver {
-            Driver::Luks(luks) => Some(luks),
-            _ => None,
-        }
-    }
-
-    /// What an image of a read-only format says of itself.
-    pub fn description(&self) -> Option<crate::formats::Description> {
-        match &self.driver {
-            Driver::Mapped(mapped) => Some(mapped.describe()),
-            _ => None,
-        }
-    }
-
-    /// Looks for damage in an image of a read-only format, and tells `max` findings at most. `None` for other drivers; the
-    /// inner one for formats that have no check.
-    pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<crate::formats::MappedCheck>>> {
-        match &self.driver {
-            Driver::Mapped(mapped) => Some(mapped.check(max).await),
-            _ => None,
-        }
-    }
-
-    /// The fault filter, when this node is one.
-    pub fn fault(&self) -> Option<&crate::filters::Fault> {
-        match &self.driver {
-            Driver::Filter(Filter::Fault(fault)) => Some(fault),
-            _ => None,
-        }
-    }
-
-    /// The copy-on-read filter, when this node is one.
-    pub fn copy_on_read(&self) -> Option<&crate::filters::CopyOnRead> {
-        match &self.driver {
-            Driver::Filter(Filter::CopyOnRead(copy)) => Some(copy),
-            _ => None,
-        }
-    }
-
     /// The unit of requests of a filter that has one, in bytes.
     pub fn request_bytes(&self) -> Option<u64> {
-        match &self.driver {
-            Driver::Filter(Filter::Compress(compress)) => compress.cluster_bytes().ok(),
-            Driver::Filter(Filter::LogWrites(log)) => Some(log.sector_bytes()),
-            _ => None,
-        }
-    }
-
-    /// The copy-before-write filter, when this node is one.
-    pub fn copy_before_write(&self) -> Option<&crate::filters::CopyBeforeWrite> {
-        match &self.driver {
-            Driver::Filter(Filter::CopyBeforeWrite(copy)) => Some(copy),
-            _ => None,
-        }
+        self.driver.request_bytes()
     }
 
     /// From now on each read notes itself here before it looks at the mapping.
@@ -421,40 +355,19 @@ impl Node {
     /// Waits for what goes on behind requests that have ended.
     pub(crate) async fn settle(&self) {
         self.left_behind_ended().await;
-        match &self.driver {
-            Driver::Filter(Filter::CopyBeforeWrite(copy)) => copy.idle().await,
-            Driver::Filter(Filter::CopyOnRead(copy)) => copy.idle().await,
-            Driver::Qcow2(qcow2) => qcow2.read_ahead_ended().await,
-            _ => {}
-        }
-    }
-
-    /// The filter of a mirror that holds writes back, when this node is one.
-    pub fn write_blocking(&self) -> Option<&crate::filters::WriteBlocking> {
-        match &self.driver {
-            Driver::Filter(Filter::WriteBlocking(mirror)) => Some(mirror),
-            _ => None,
-        }
-    }
-
-    /// The throttle filter, when this node is one.
-    pub fn throttle(&self) -> Option<&crate::filters::Throttle> {
-        match &self.driver {
-            Driver::Filter(Filter::Throttle(throttle)) => Some(throttle),
-            _ => None,
-        }
+        self.driver.settle().await;
     }
 
     /// True for nodes that pass requests on to their one child (throttle, copy-on-read, copy-before-write, fault).
     pub fn is_filter(&self) -> bool {
-        matches!(self.driver, Driver::Filter(_))
+        self.driver.filtered().is_some()
     }
 
     /// Requests that reached this node so far; of a protocol node, the operations on its file, whoever asked for them.
     pub fn statistics(&self) -> NodeStats {
         let mut stats = self.counters.snapshot();
-        if let Driver::File(file) = &self.driver {
-            stats = stats.with_file(&file.file.statistics());
+        if let Some(file) = self.driver.protocol_file() {
+            stats = stats.with_file(&file.statistics());
         }
         (stats.intervals, stats.histograms) = self.observations();
         stats

@@ -4,7 +4,6 @@
 //! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
 //! name says them, children by their own options and not by their node-names.
 
-use super::driver::Driver;
 use super::{ChildRole, Node};
 use crate::open::resolve_name;
 use crate::options::{BlockdevOptions, DriverKind, DriverSchema, parse_size};
@@ -170,9 +169,7 @@ impl Node {
         let mut own = self.telling(purpose);
         let is_plain = own.is_empty();
         own.push(("driver".to_owned(), driver.into()));
-        if let Driver::File(file) = &self.driver
-            && ["file", "host_device", "host_cdrom"].contains(&file.name)
-        {
+        if ["file", "host_device", "host_cdrom"].contains(&driver) {
             let filename = if purpose == Purpose::Written { absolute(&self.filename) } else { self.filename.clone() };
             own.push(("filename".to_owned(), filename.into()));
         }
@@ -223,32 +220,24 @@ impl Node {
 
     /// The node that reads the same as this one, where this one only passes on.
     fn passed_on_to(&self, as_storage: bool) -> Result<Option<Arc<Node>>> {
-        match &self.driver {
-            Driver::Filter(_) => Ok(self.child(ChildRole::File)),
-            Driver::File(file) if file.name == "blkdebug" => Ok(self.child(ChildRole::Image)),
-            Driver::Raw(_) if as_storage && self.is_whole() => Ok(self.child(ChildRole::File)),
-            Driver::Snapshot(_) => {
-                let message = format!("node '{}' shows the past of a disk: no name opens that again", self.name);
-                Err(Error::unsupported(message))
-            }
-            _ => Ok(None),
+        if self.driver.shows_past() {
+            let message = format!("node '{}' shows the past of a disk: no name opens that again", self.name);
+            return Err(Error::unsupported(message));
         }
-    }
-
-    /// A raw node that shows all of what is below it.
-    fn is_whole(&self) -> bool {
-        let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
-        options.number("offset").unwrap_or(0) == 0 && options.get("size").is_none()
+        if self.is_filter() || (as_storage && self.driver.shows_all_of_child()) {
+            return Ok(self.child(ChildRole::File));
+        }
+        Ok(self.child(ChildRole::Image))
     }
 
     /// A filter, which no plain name says.
     fn is_passing(&self) -> bool {
-        matches!(self.driver, Driver::Filter(_) | Driver::Snapshot(_))
+        self.is_filter() || self.driver.shows_past()
     }
 
     fn plain_protocol(&self, is_plain: bool, purpose: Purpose) -> Option<String> {
-        let Driver::File(file) = &self.driver else { return None };
-        match file.name {
+        self.driver.protocol_file()?;
+        match self.driver_name() {
             "blkdebug" => None,
             driver @ ("null-co" | "null-aio") => is_plain.then(|| format!("{driver}://")),
             "nbd" => {
@@ -311,18 +300,7 @@ impl Node {
 
     /// The backing file as an option, where it isn't what the image itself says.
     fn other_backing(&self, purpose: Purpose) -> Result<Option<Value>> {
-        let (name, format) = match &self.driver {
-            Driver::Qcow2(qcow2) if !qcow2.lacks_backing() => {
-                let header = qcow2.header();
-                let name = header.backing_file_name().map(|name| name.into_owned());
-                (name, header.backing_format().map(|format| format.into_owned()))
-            }
-            Driver::Mapped(mapped) if !mapped.lacks_backing() => {
-                let description = mapped.describe();
-                (description.backing_name, description.backing_format.map(str::to_owned))
-            }
-            _ => return Ok(None),
-        };
+        let Some((name, format)) = self.driver.named_backing() else { return Ok(None) };
         let name = name.filter(|name| !name.is_empty());
         let backing = match self.backing() {
             Some(backing) => crate::graph::below_filters(&backing).named(purpose, false)?,

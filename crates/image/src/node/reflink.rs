@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Data that one image takes over from the file of another by sharing its blocks, where the file system can.
 
-use super::{DetectZeroes, Driver, Node};
+use super::{DetectZeroes, Node};
 use crate::stats::IoKind;
 use cowshed_block::Result;
 use cowshed_storage::File;
@@ -21,11 +21,7 @@ impl Node {
     }
 
     fn own_content_file(&self) -> Option<File> {
-        let file = match &self.driver {
-            Driver::Qcow2(qcow2) => Some(qcow2.content_file()),
-            driver => driver.whole_file(),
-        };
-        file.filter(|file| file.is_plain()).cloned()
+        self.driver.content_file().filter(|file| file.is_plain()).cloned()
     }
 
     /// True where [`Node::share_from`] can take blocks over from `source`, by what the file system says.
@@ -46,13 +42,7 @@ impl Node {
         {
             return Ok(0);
         }
-        let result = match &self.driver {
-            Driver::Qcow2(qcow2) => qcow2.share_from(offset, len, source, source_offset).await,
-            driver => match driver.whole_file() {
-                Some(file) => file.share_from(source, source_offset, offset, len).await.map(|()| len),
-                None => return Ok(0),
-            },
-        };
+        let result = self.driver.share_from(offset, len, source, source_offset).await;
         // An error of the disk shows again in the write that the caller makes instead.
         let shared = match result {
             Ok(shared) => shared,

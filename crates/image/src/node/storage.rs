@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A node as the file that an image is stored in: for formats on a filter, on a window of a file, on another image.
 
-use super::driver::Driver;
 use super::{Node, Preallocation, ZeroFlags};
 use cowshed_block::{Errno, Error};
 use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture};
@@ -48,31 +47,8 @@ impl Node {
             if let Some(file) = node.file() {
                 return Some(file.clone());
             }
-            let Driver::Filter(filter) = &node.driver else { return None };
-            let below = filter.below().node().ok()?;
+            let below = node.driver.filtered()?.node().ok()?;
             node = below;
-        }
-    }
-
-    /// True when its length can be set.
-    fn can_grow(&self) -> bool {
-        match &self.driver {
-            Driver::File(file) => !file.file.is_device(),
-            Driver::Raw(raw) => !raw.has_fixed_size() && raw.below().node().is_ok_and(|below| below.can_grow()),
-            Driver::Qcow2(_) => true,
-            Driver::Luks(luks) => luks.can_grow(),
-            Driver::Mapped(_) | Driver::Snapshot(_) | Driver::Replicas(_) => false,
-            Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.can_grow()),
-        }
-    }
-
-    /// True when what growing adds reads as zeroes: what nobody has encrypted decrypts to noise.
-    fn grows_by_zeroes(&self) -> bool {
-        match &self.driver {
-            Driver::Luks(_) => false,
-            Driver::Raw(raw) => raw.below().node().is_ok_and(|below| below.grows_by_zeroes()),
-            Driver::Filter(filter) => filter.below().node().is_ok_and(|below| below.grows_by_zeroes()),
-            _ => true,
         }
     }
 }
@@ -121,11 +97,11 @@ impl Remote for NodeStorage {
     }
 
     fn grows_by_zeroes(&self) -> bool {
-        self.node.grows_by_zeroes()
+        self.node.driver().grows_by_zeroes()
     }
 
     fn grows(&self) -> bool {
-        self.node.can_grow()
+        self.node.driver().can_grow()
     }
 
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)> {

@@ -5,11 +5,11 @@
 //! between a node and its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in
 //! use (raw, LUKS), and the locks of a file are what the users of its node do and share: see [`LockSource`].
 
-use super::driver::{Driver, FileDriver, whole_sectors};
+use super::driver::whole_sectors;
 use super::{ChildRole, LockSource, Node};
 use crate::open::Edge;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_storage::{File, PermissionSet, Permissions};
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 
@@ -36,14 +36,14 @@ fn held(users: &[Edge]) -> PermissionSet {
 pub(super) struct Resizing<'a> {
     node: &'a Node,
     /// The file and the locks that it had, where they don't follow from the node's users.
-    before: Option<(&'a FileDriver, Permissions)>,
+    before: Option<(&'a File, Permissions)>,
 }
 
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
         self.node.release(RESIZING);
         if let Some((file, before)) = self.before
-            && let Err(error) = file.file.lock(before)
+            && let Err(error) = file.lock(before)
         {
             tracing::warn!("{error}");
         }
@@ -135,16 +135,12 @@ impl Node {
 
     /// True when the node asks of its child what its users ask of it.
     pub(crate) fn passes_permissions(&self) -> bool {
-        match &self.driver {
-            Driver::Filter(_) => true,
-            Driver::Raw(_) | Driver::Luks(_) => self.settings.locks() != LockSource::Opening,
-            _ => false,
-        }
+        self.driver.passes_permissions(self.settings.locks() != LockSource::Opening)
     }
 
     /// Has what the users ask reach the nodes below, or the locks of the file.
     pub(crate) fn pass_permissions(&self) -> Result<()> {
-        if let Driver::File(file) = &self.driver {
+        if let Some(file) = self.driver.protocol_file() {
             return self.lock_file(file);
         }
         let child = self.child(ChildRole::File).filter(|_| self.passes_permissions());
@@ -206,29 +202,24 @@ impl Node {
 
     fn asked_of_child(&self) -> Permissions {
         let wanted = sum(&self.users());
-        let asked = match &self.driver {
-            Driver::Filter(filter) => filter.permissions(wanted, self.is_read_only()),
-            // Its header counts as long as it is open.
-            Driver::Luks(_) => Permissions { used: wanted.used | PermissionSet::CONSISTENT_READ, ..wanted },
-            _ => wanted,
-        };
+        let asked = self.driver.permissions(wanted, self.is_read_only());
         match self.settings.locks() {
             LockSource::Users { share_all: true } => asked.sharing_all(),
             _ => asked,
         }
     }
 
-    fn lock_file(&self, file: &FileDriver) -> Result<()> {
+    fn lock_file(&self, file: &File) -> Result<()> {
         // Until the locks are set, so that those of the last change stay.
         let users = self.users();
         match self.locks_of(&users, file) {
-            Some(permissions) if !self.closed.load(Ordering::Acquire) => file.file.lock(permissions),
+            Some(permissions) if !self.closed.load(Ordering::Acquire) => file.lock(permissions),
             _ => Ok(()),
         }
     }
 
     /// What the locks of the node's file must say, where they follow from its users.
-    fn locks_of(&self, users: &[Edge], file: &FileDriver) -> Option<Permissions> {
+    fn locks_of(&self, users: &[Edge], file: &File) -> Option<Permissions> {
         let LockSource::Users { share_all } = self.settings.locks() else { return None };
         let wanted = sum(users);
         let wanted = Permissions { shared: wanted.shared & !held(users), ..wanted };
@@ -243,18 +234,18 @@ impl Node {
         if !self.graph.keeps_locks() {
             return Some(wanted);
         }
-        let held = file.file.permissions();
+        let held = file.permissions();
         Some(Permissions { used: held.used | wanted.used, shared: held.shared & wanted.shared })
     }
 
     /// The permissions with which the node's file becomes writable.
-    pub(super) fn locks_for_writing(&self, file: &FileDriver) -> Permissions {
+    pub(super) fn locks_for_writing(&self, file: &File) -> Permissions {
         self.locks_of(&self.users(), file).unwrap_or(Permissions::WRITE)
     }
 
     /// Gives locks back that were kept while users moved.
     pub(crate) fn give_locks_back(&self) {
-        if let Driver::File(file) = &self.driver
+        if let Some(file) = self.driver.protocol_file()
             && let Err(error) = self.lock_file(file)
         {
             tracing::warn!("{error}");
@@ -262,15 +253,15 @@ impl Node {
     }
 
     /// Locks the node's file for a change of its length.
-    pub(super) fn resizing<'a>(&'a self, file: &'a FileDriver) -> Result<Resizing<'a>> {
+    pub(super) fn resizing<'a>(&'a self, file: &'a File) -> Result<Resizing<'a>> {
         let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
         // Not against its own users: they follow the new size.
         self.users().push(Edge::new(RESIZING, permissions));
         let mut resizing = Resizing { node: self, before: None };
-        let held = file.file.permissions();
+        let held = file.permissions();
         // A raw image that bears other writers is locked for its size only now.
         if self.settings.locks() == LockSource::Opening && held.used.contains(PermissionSet::WRITE) {
-            file.file.lock(Permissions { used: held.used | PermissionSet::RESIZE, ..held })?;
+            file.lock(Permissions { used: held.used | PermissionSet::RESIZE, ..held })?;
             resizing.before = Some((file, held));
         }
         self.lock_file(file)?;
@@ -279,19 +270,19 @@ impl Node {
 
     /// True when no lock keeps the node's file as it is.
     pub(crate) fn is_unlocked(&self) -> bool {
-        match &self.driver {
-            Driver::File(file) => file.file.permissions().used.is_empty(),
-            _ if self.passes_permissions() => self.child(ChildRole::File).is_some_and(|child| child.is_unlocked()),
-            _ => false,
+        match self.driver.protocol_file() {
+            Some(file) => file.permissions().used.is_empty(),
+            None if self.passes_permissions() => self.child(ChildRole::File).is_some_and(|child| child.is_unlocked()),
+            None => false,
         }
     }
 
     /// Takes notice of the length that the file has now: while it was not locked, others may have changed it.
     pub(crate) fn measure_again(&self) -> Result<()> {
         let before = self.size();
-        match &self.driver {
-            Driver::File(file) => file.file.measure_again()?,
-            _ => match self.child(ChildRole::File).filter(|_| self.passes_permissions()) {
+        match self.driver.protocol_file() {
+            Some(file) => file.measure_again()?,
+            None => match self.child(ChildRole::File).filter(|_| self.passes_permissions()) {
                 Some(child) => child.measure_again()?,
                 None => return Ok(()),
             },

@@ -3,7 +3,6 @@
 //! histograms. A node that nobody asks about looks at one flag for each request.
 
 use super::Node;
-use super::driver::Driver;
 use crate::graph::ThresholdCrossed;
 use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, Outcome};
 use cowshed_block::Result;
@@ -97,9 +96,9 @@ impl Node {
     fn renew_watch(&self, observed: &Observed) {
         let active = !observed.is_empty() || self.write_threshold() != 0;
         self.watch.active.store(active, Ordering::SeqCst);
-        if let Driver::File(file) = &self.driver {
+        if let Some(file) = self.driver.protocol_file() {
             let observer = || Arc::new(OfFile(self.this.clone())) as Arc<dyn FileObserver>;
-            file.file.observe(active.then(observer));
+            file.observe(active.then(observer));
         }
     }
 
@@ -113,7 +112,7 @@ impl Node {
     #[cold]
     pub(super) fn note_watched(&self, kind: IoKind, end: u64, start_ns: u64, end_ns: u64, outcome: Outcome) {
         // Of a file, every operation is shown by the file itself.
-        if !matches!(self.driver, Driver::File(_)) {
+        if self.driver.protocol_file().is_none() {
             self.note_ended(kind, end, end_ns.saturating_sub(start_ns), end_ns, outcome);
         }
     }

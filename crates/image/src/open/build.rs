@@ -13,10 +13,11 @@ use crate::formats::qcow2::Qcow2Driver;
 use crate::formats::raw::RawDriver;
 use crate::graph::{Graph, check_children};
 use crate::node::{
-    ChildRole, Children, Driver, FileDriver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
-    NodeSettings, given,
+    ChildRole, Children, Driver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
+    given,
 };
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, RawOptions};
+use crate::protocols::FileDriver;
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
@@ -191,6 +192,9 @@ pub(crate) struct Opener {
     opened: RefCell<Vec<OpenedFile>>,
     warnings: RefCell<Vec<String>>,
 }
+
+/// What a driver opens to: the driver, and the node's name for people.
+pub(crate) type Opened = Result<(Box<dyn Driver>, String)>;
 
 /// A node's options and what they come to, on the way to its driver.
 pub(crate) struct Draft {
@@ -425,7 +429,7 @@ impl Opener {
         Ok(node)
     }
 
-    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Result<(Driver, String)> {
+    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Opened {
         let options = FileOptions::new(&draft.options);
         options::check_aio(&draft.options, draft.place.cache.direct)
             .map_err(|error| error.file(options.filename.clone()))?;
@@ -465,7 +469,7 @@ impl Opener {
         if !self.locks_by_users {
             file.lock(self.file_permissions(&draft.place, open_options.write))?;
         }
-        Ok((Driver::File(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
+        Ok((Box::new(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
     }
 
     /// What the locks of a file say.
@@ -506,7 +510,7 @@ impl Opener {
         Ok(())
     }
 
-    async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+    async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Opened {
         let child = self.file_child(draft).await?;
         let options = RawOptions::new(&draft.options);
         if options.size.is_some_and(|size| !size.is_multiple_of(512)) {
@@ -525,10 +529,10 @@ impl Opener {
         let link = draft.children.link(ChildRole::File).unwrap_or_default();
         let raw =
             RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(child.filename()))?;
-        Ok((Driver::Raw(raw), filename))
+        Ok((Box::new(raw), filename))
     }
 
-    async fn qcow2_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+    async fn qcow2_driver(self: &Rc<Self>, draft: &mut Draft) -> Opened {
         let child = self.unshared_file_child(draft).await?;
         let filename = child.filename();
         let in_file = |error: Error| error.file(filename.clone());
@@ -550,7 +554,7 @@ impl Opener {
         let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
         let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
         draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));
-        Ok((Driver::Qcow2(Box::new(driver)), filename))
+        Ok((Box::new(driver), filename))
     }
 }
 

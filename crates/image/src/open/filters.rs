@@ -1,24 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opens filters, and the drivers that keep one disk in several nodes.
 
-use super::build::{Draft, Opener, Place, Role};
+use super::build::{Draft, Opened, Opener, Place, Role};
 use crate::filters::{
-    Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, Filter, LogOptions, LogWrites, Preallocate,
-    Replicas, SnapshotAccess, Throttle,
+    Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, LogOptions, LogWrites, Preallocate, Replicas,
+    SnapshotAccess, Throttle,
 };
 use crate::formats::OpenFormat;
 use crate::graph::storage_of;
-use crate::node::{ChildRole, Driver, FileDriver, Link, LockSource, Node};
+use crate::node::{ChildRole, Link, LockSource, Node};
 use crate::options::{self, BlkdebugOptions};
+use crate::protocols::FileDriver;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{PermissionSet, Permissions};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
-
-/// What a driver here opens to: the driver and the node's name for people.
-type Opened = Result<(Driver, String)>;
 
 /// A line for each driver.
 const OPENED: &[(&str, OpenFormat)] = &[
@@ -58,7 +56,7 @@ async fn throttle(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         .throttle_groups()
         .find(name)
         .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist")))?;
-    Ok((Driver::Filter(Filter::Throttle(Throttle::new(below(draft), group))), child.filename()))
+    Ok((Box::new(Throttle::new(below(draft), group)), child.filename()))
 }
 
 async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -68,20 +66,20 @@ async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     }
     let child = opener.file_child(draft).await?;
     let bottom = draft.options.text("bottom").map(str::to_owned);
-    Ok((Driver::Filter(Filter::CopyOnRead(CopyOnRead::new(below(draft), bottom))), child.filename()))
+    Ok((Box::new(CopyOnRead::new(below(draft), bottom)), child.filename()))
 }
 
 async fn fault(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let rules = options::fault_rules(&draft.options);
-    Ok((Driver::Filter(Filter::Fault(Fault::new(below(draft), rules))), child.filename()))
+    Ok((Box::new(Fault::new(below(draft), rules)), child.filename()))
 }
 
 async fn compress(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let filter = Compress::new(below(draft));
     filter.cluster_bytes()?;
-    Ok((Driver::Filter(Filter::Compress(filter)), child.filename()))
+    Ok((Box::new(filter), child.filename()))
 }
 
 async fn preallocate(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -96,7 +94,7 @@ async fn preallocate(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     }
     let ahead = draft.options.number("prealloc-size").unwrap_or(AHEAD_BYTES);
     let child = opener.file_child(draft).await?;
-    Ok((Driver::Filter(Filter::Preallocate(Preallocate::new(below(draft), ahead, align))), child.filename()))
+    Ok((Box::new(Preallocate::new(below(draft), ahead, align)), child.filename()))
 }
 
 async fn log_writes(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -124,7 +122,7 @@ async fn log_writes(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         log.change_user(&draft.name, Permissions { used, shared: PermissionSet::CONSISTENT_READ })?;
     }
     let filter = LogWrites::open(below(draft), log.storage(), options).await?;
-    Ok((Driver::Filter(Filter::LogWrites(Box::new(filter))), child.filename()))
+    Ok((Box::new(filter), child.filename()))
 }
 
 /// A node that keeps the whole disk as others do.
@@ -152,7 +150,7 @@ async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         return Err(Error::invalid_argument(message).value(raw.size()));
     }
     let name = raw.filename();
-    Ok((Driver::Replicas(Box::new(Replicas::new(Agreement::Verify, links(draft), &draft.name, &opener.graph))), name))
+    Ok((Box::new(Replicas::new(Agreement::Verify, links(draft), &draft.name, &opener.graph)), name))
 }
 
 async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -174,11 +172,11 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let error = error.value(sizes.join(", "));
         return Err(error.qemu("Could not refresh total sector count: Input/output error"));
     }
-    Ok((Driver::Replicas(Box::new(Replicas::new(agreement, links(draft), &draft.name, &opener.graph))), name))
+    Ok((Box::new(Replicas::new(agreement, links(draft), &draft.name, &opener.graph)), name))
 }
 
 /// Faults below whatever stands on this node: its file is the child's with the rules in front.
-async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let options = BlkdebugOptions::new(&draft.options);
     // What shares with writers is known of plain files only.
     draft.place.share_writes = false;
@@ -195,10 +193,10 @@ async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, Str
             None => error,
         })?;
     let null_reads_zeroes = child.null_reads_zeroes();
-    Ok((Driver::File(FileDriver { name: "blkdebug", file, null_reads_zeroes, context: None }), filename))
+    Ok((Box::new(FileDriver { name: "blkdebug", file, null_reads_zeroes, context: None }), filename))
 }
 
-async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     // Its target is written to, so an image could have a second file changed that it names for reading.
     if draft.settings.read_only {
         return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
@@ -228,7 +226,7 @@ async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Dr
     let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
     let link = draft.children.link(ChildRole::Target).unwrap_or_default();
     let copy = CopyBeforeWrite::new(below, link, options)?;
-    Ok((Driver::Filter(Filter::CopyBeforeWrite(Box::new(copy))), child.filename()))
+    Ok((Box::new(copy), child.filename()))
 }
 
 /// What the bitmap of a copy-before-write filter says at this moment, if it has one.
@@ -246,7 +244,7 @@ async fn kept_bits(opener: &Opener, draft: &Draft, size: u64) -> Result<Option<A
     Ok(Some(bits))
 }
 
-async fn snapshot_access(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+async fn snapshot_access(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     // It reads whatever becomes of the disk; who writes to that is no matter.
     draft.place.share_writes = true;
     let spec = spec(draft, "file");
@@ -256,5 +254,5 @@ async fn snapshot_access(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driv
         return Err(Error::invalid_argument(message).value(child.driver_name()));
     }
     let link = draft.children.link(ChildRole::File).unwrap_or_default();
-    Ok((Driver::Snapshot(SnapshotAccess::new(link)), child.filename()))
+    Ok((Box::new(SnapshotAccess::new(link)), child.filename()))
 }

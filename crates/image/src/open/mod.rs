@@ -13,7 +13,7 @@ mod null;
 mod permissions;
 mod policy;
 
-pub(crate) use build::{Draft, Opener, is_read_only_device};
+pub(crate) use build::{Draft, Opened, Opener, is_read_only_device};
 pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::NamedBacking;
 pub(crate) use deadline::Deadline;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening an export of an NBD server.
 
-use super::build::{Draft, Opener};
-use crate::node::{Driver, FileDriver, ForeignContext};
+use super::build::{Draft, Opened, Opener};
 use crate::options;
+use crate::protocols::{FileDriver, ForeignContext};
 use cowshed_block::{Error, Result};
 use cowshed_nbd::{Client, ClientTls};
 use cowshed_nbd_proto::NbdUri;
@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 impl Opener {
-    pub(super) async fn nbd_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<(Driver, String)> {
+    pub(super) async fn nbd_driver(self: &Rc<Self>, draft: &mut Draft) -> Opened {
         let options = options::nbd_client(&draft.options, |id| self.client_tls(id))?;
         let filename = options.uri().image_name();
         let client = Client::connect(options).await?;
@@ -25,7 +25,7 @@ impl Opener {
         // What the context says isn't where data is: only who asks for a map gets to see it.
         let context = draft.options.text("x-dirty-bitmap").filter(|_| self.no_content);
         let context = context.map(|name| ForeignContext { client, has_depths: name == QEMU_ALLOCATION_DEPTH });
-        Ok((Driver::File(FileDriver { name: "nbd", file, null_reads_zeroes: None, context }), filename))
+        Ok((Box::new(FileDriver { name: "nbd", file, null_reads_zeroes: None, context }), filename))
     }
 }
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers `null-co` and `null-aio`: disks that are nothing.
 
-use crate::node::{Driver, FileDriver};
+use crate::node::Driver;
 use crate::options::{BlockdevOptions, NullOptions};
+use crate::protocols::FileDriver;
 use cowshed_storage::File;
 
 /// The driver, and the file name that means the same disk.
-pub(super) fn driver(options: &BlockdevOptions, driver: &'static str) -> (Driver, String) {
+pub(super) fn driver(options: &BlockdevOptions, driver: &'static str) -> (Box<dyn Driver>, String) {
     let values = NullOptions::new(options);
     let mut named = BlockdevOptions::new().with("driver", driver);
     for key in ["size", "latency-ns", "read-zeroes"] {
@@ -20,8 +21,5 @@ pub(super) fn driver(options: &BlockdevOptions, driver: &'static str) -> (Driver
         len: values.size,
         latency: std::time::Duration::from_nanos(values.latency_ns),
     });
-    (
-        Driver::File(FileDriver { name: driver, file, null_reads_zeroes: Some(values.read_zeroes), context: None }),
-        filename,
-    )
+    (Box::new(FileDriver { name: driver, file, null_reads_zeroes: Some(values.read_zeroes), context: None }), filename)
 }

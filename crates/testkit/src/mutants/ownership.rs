@@ -91,16 +91,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "a_read_beside_a_discard_never_sees_the_next_owner"),
         edits: &[
             (
-                "crates/image/src/formats/qcow2/read.rs",
-                "                let done = file.read_at(buf, host.0).await;",
-                r#"                let pin = (!SLIP).then_some(pin);
-                let done = file.read_at(buf, host.0).await;"#,
+                "crates/image/src/node/io.rs",
+                "                let done = file.read_at(buf, host).await;",
+                r#"                let guard = guard.filter(|_| !SLIP);
+                let done = file.read_at(buf, host).await;"#,
             ),
             (
-                "crates/image/src/formats/qcow2/read.rs",
-                "                let read = file.read_at(buf, host.0).await;",
-                r#"                let pin = (!SLIP).then_some(pin);
-                let read = file.read_at(buf, host.0).await;"#,
+                "crates/image/src/node/io.rs",
+                "                let read = file.read_at(buf, host).await;",
+                r#"                let guard = guard.filter(|_| !SLIP);
+                let read = file.read_at(buf, host).await;"#,
             ),
         ],
     },
@@ -146,10 +146,9 @@ pub(super) const MUTANTS: &[Mutant] = &[
         about: "the short way to a layer doesn't load the table that it was told to load",
         test: ("crash_live_chains", "chains_in_use_survive_power_cuts"),
         edits: &[(
-            "crates/image/src/formats/qcow2/read.rs",
-            "            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {",
-            r#"            Direct::Stalled(..) if SLIP => Err(buf),
-            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {"#,
+            "crates/image/src/node/io.rs",
+            "            // The task that is told to load a table does it, or all others wait for ever.",
+            "            Mapped::Load(_) if SLIP => return Err(buf),",
         )],
     },
     Mutant {
@@ -157,10 +156,10 @@ pub(super) const MUTANTS: &[Mutant] = &[
         about: "a write in place gives its pin back before its I/O",
         test: ("failure_shapes", "a_write_in_place_beside_a_discard_never_lands_in_the_next_owner"),
         edits: &[(
-            "crates/image/src/formats/qcow2/write.rs",
-            "                    let done = file.write_at(buf, host.0).await;",
-            r#"                    let pin = (!SLIP).then_some(pin);
-                    let done = file.write_at(buf, host.0).await;"#,
+            "crates/image/src/node/io.rs",
+            "                let done = file.write_at(buf, host).await;",
+            r#"                let guard = guard.filter(|_| !SLIP);
+                let done = file.write_at(buf, host).await;"#,
         )],
     },
     Mutant {

@@ -17,8 +17,8 @@ pub use limits::{Limit, Limited, Limits, MAX_RATE};
 pub use meter::{Direction, Meter};
 pub use schedule::{Entry, Schedule, ThrottleWaits};
 
-use super::Below;
-use crate::node::{Preallocation, ZeroFlags};
+use super::{Below, Filter};
+use crate::node::{Intent, Mapped, Node, Transfer, Work, ZeroFlags, done};
 use arc_swap::ArcSwap;
 use cowshed_block::Result;
 use cowshed_storage::IoBuf;
@@ -46,10 +46,6 @@ impl Throttle {
     pub(crate) fn new(below: Below, group: Arc<Group>) -> Throttle {
         let member = ArcSwap::from_pointee(Membership::new(group));
         Throttle { below, member, drains: AtomicU32::new(0) }
-    }
-
-    pub(crate) fn below(&self) -> &Below {
-        &self.below
     }
 
     /// The group whose limits count.
@@ -112,43 +108,71 @@ impl Throttle {
         let may_cancel = ENTRANCE.take() == std::ptr::from_ref(self).addr();
         self.member.load().admit(direction, bytes, may_cancel).await
     }
+}
 
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.admit(Direction::Read, buf.len() as u64).await {
-            return (Err(error), buf);
-        }
-        self.below.read(offset, buf).await
+impl Filter for Throttle {
+    fn name(&self) -> &'static str {
+        "throttle"
     }
 
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.admit(Direction::Write, buf.len() as u64).await {
-            return (Err(error), buf);
-        }
-        self.below.write(offset, buf).await
+    fn below(&self) -> &Below {
+        &self.below
     }
 
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        for (_, buf) in &clusters {
-            self.admit(Direction::Write, buf.len() as u64).await?;
-        }
-        self.below.write_compressed(clusters).await
+    fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        Mapped::Special
     }
 
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.admit(Direction::Write, len).await?;
-        self.below.write_zeroes(offset, len, flags).await
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            if let Err(error) = self.admit(Direction::Read, buf.len() as u64).await {
+                return (Err(error), buf);
+            }
+            self.below.read(offset, buf).await
+        })
     }
 
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.admit(Direction::Write, len).await?;
-        self.below.discard(offset, len).await
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            if let Err(error) = self.admit(Direction::Write, buf.len() as u64).await {
+                return (Err(error), buf);
+            }
+            self.below.write(offset, buf).await
+        })
     }
 
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.below.flush().await
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            for (_, buf) in &clusters {
+                self.admit(Direction::Write, buf.len() as u64).await?;
+            }
+            self.below.write_compressed(clusters).await
+        })
     }
 
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        self.below.resize(size, preallocation).await
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            self.admit(Direction::Write, len).await?;
+            self.below.write_zeroes(offset, len, flags).await
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            self.admit(Direction::Write, len).await?;
+            self.below.discard(offset, len).await
+        })
+    }
+
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        self.leave();
+        done(Ok(()))
+    }
+}
+
+impl Node {
+    /// The throttle filter, when this node is one.
+    pub fn throttle(&self) -> Option<&Throttle> {
+        self.driver().downcast()
     }
 }

@@ -7,10 +7,11 @@ pub(crate) use open::{SCHEMA, open};
 
 use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use crate::formats::raw::resize_file;
-use crate::node::{Preallocation, StatusExtent, ZeroFlags};
+use crate::node::{Driver, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done};
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_layout::luks::LuksHeader;
-use cowshed_storage::{File, IoBuf};
+use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
+use std::future::ready;
 use std::sync::Arc;
 
 /// Zeroes are encrypted and written in pieces of this size.
@@ -29,16 +30,6 @@ pub struct LuksDriver {
 }
 
 impl LuksDriver {
-    /// Virtual size in bytes: whole sectors of the payload.
-    pub fn size(&self) -> u64 {
-        self.file.len().saturating_sub(self.payload_offset) / SECTOR_BYTES * SECTOR_BYTES
-    }
-
-    /// True when its length can be set.
-    pub(crate) fn can_grow(&self) -> bool {
-        !self.file.is_device()
-    }
-
     /// The header as it is on disk.
     pub async fn header(&self) -> Result<LuksHeader> {
         Ok(self.area.volume().await?.header().clone())
@@ -63,20 +54,6 @@ impl LuksDriver {
         HostOffset(self.payload_offset + offset)
     }
 
-    /// Fills `buf` from `offset`. The node has checked the range.
-    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
-        let start = offset / SECTOR_BYTES * SECTOR_BYTES;
-        let end = (offset + buf.len() as u64).next_multiple_of(SECTOR_BYTES);
-        if start == offset && end - start == buf.len() as u64 {
-            return self.read_sectors(offset, buf).await;
-        }
-        let (result, sectors) = self.read_sectors(start, IoBuf::zeroed((end - start) as usize)).await;
-        let skip = (offset - start) as usize;
-        let len = buf.len();
-        buf.copy_from_slice(&sectors[skip..skip + len]);
-        (result, buf)
-    }
-
     async fn read_sectors(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let cipher = match self.cipher() {
             Ok(cipher) => cipher,
@@ -90,13 +67,6 @@ impl LuksDriver {
                 (Err(error), buf)
             }
         }
-    }
-
-    /// Writes `buf` at `offset`. The node has checked the range.
-    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let _writing = self.writers.enter(offset, buf.len() as u64).await;
-        let result = self.write_entered(offset, &buf).await;
-        (result, buf)
     }
 
     async fn write_entered(&self, offset: u64, data: &[u8]) -> Result<()> {
@@ -113,39 +83,75 @@ impl LuksDriver {
         let bytes = encrypt(self.cipher()?, GuestOffset(at), self.host(at), bytes).await;
         self.file.write_at(bytes, self.host(at).0).await.0
     }
+}
 
-    /// Makes a range read as zeroes, which are written like other data.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        if flags.no_fallback {
-            return Err(Error::unsupported("an encrypted volume can't be zeroed without writing data"));
-        }
-        let _writing = self.writers.enter(offset, len).await;
-        let end = offset + len;
-        let mut at = offset;
-        while at < end {
-            // Behind the first piece all begin with a sector.
-            let next = ((at + ZERO_CHUNK_BYTES) / SECTOR_BYTES * SECTOR_BYTES).min(end);
-            self.write_entered(at, &IoBuf::zeroed((next - at) as usize)).await?;
-            at = next;
-        }
-        Ok(())
+impl Driver for LuksDriver {
+    fn name(&self) -> &'static str {
+        "luks"
     }
 
-    /// Makes everything written so far durable.
-    pub async fn flush(&self) -> Result<()> {
-        self.file.sync().await
+    /// Virtual size in bytes: whole sectors of the payload.
+    fn size(&self) -> u64 {
+        self.file.len().saturating_sub(self.payload_offset) / SECTOR_BYTES * SECTOR_BYTES
     }
 
-    /// Changes the virtual size. What is added reads as whatever it decrypts to, as on a new volume.
-    pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        let end = size.checked_add(self.payload_offset).filter(|end| i64::try_from(*end).is_ok());
-        let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
-        resize_file(&self.file, end, preallocation).await
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let mut buf = buf;
+            let start = offset / SECTOR_BYTES * SECTOR_BYTES;
+            let end = (offset + buf.len() as u64).next_multiple_of(SECTOR_BYTES);
+            if start == offset && end - start == buf.len() as u64 {
+                return self.read_sectors(offset, buf).await;
+            }
+            let (result, sectors) = self.read_sectors(start, IoBuf::zeroed((end - start) as usize)).await;
+            let skip = (offset - start) as usize;
+            let len = buf.len();
+            buf.copy_from_slice(&sectors[skip..skip + len]);
+            (result, buf)
+        })
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let _writing = self.writers.enter(offset, buf.len() as u64).await;
+            let result = self.write_entered(offset, &buf).await;
+            (result, buf)
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            if flags.no_fallback {
+                return Err(Error::unsupported("an encrypted volume can't be zeroed without writing data"));
+            }
+            let _writing = self.writers.enter(offset, len).await;
+            let end = offset + len;
+            let mut at = offset;
+            while at < end {
+                // Behind the first piece all begin with a sector.
+                let next = ((at + ZERO_CHUNK_BYTES) / SECTOR_BYTES * SECTOR_BYTES).min(end);
+                self.write_entered(at, &IoBuf::zeroed((next - at) as usize)).await?;
+                at = next;
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move { self.file.sync().await })
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        Box::pin(async move {
+            let end = size.checked_add(self.payload_offset).filter(|end| i64::try_from(*end).is_ok());
+            let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
+            resize_file(&self.file, end, preallocation).await
+        })
     }
 
     /// All of it is data: what isn't written reads as garbage, not as zeroes.
-    pub fn block_status(&self, offset: u64, len: u64) -> Vec<StatusExtent> {
-        vec![StatusExtent {
+    fn block_status(&self, offset: u64, len: u64, _max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(ready(Ok(vec![StatusExtent {
             start: offset,
             len,
             data: true,
@@ -155,6 +161,35 @@ impl LuksDriver {
             offset: None,
             file: None,
             depth: 0,
-        }]
+        }])))
+    }
+
+    fn can_grow(&self) -> bool {
+        !self.file.is_device()
+    }
+
+    /// Whatever nobody has encrypted decrypts to noise.
+    fn grows_by_zeroes(&self) -> bool {
+        false
+    }
+
+    fn passes_permissions(&self, by_users: bool) -> bool {
+        by_users
+    }
+
+    /// Its header counts as long as it is open.
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        Permissions { used: wanted.used | PermissionSet::CONSISTENT_READ, ..wanted }
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        if read_only { done(Ok(())) } else { self.flush() }
+    }
+}
+
+impl Node {
+    /// The LUKS driver, for what only that format has.
+    pub fn luks(&self) -> Option<&LuksDriver> {
+        self.driver().downcast()
     }
 }

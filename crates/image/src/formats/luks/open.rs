@@ -4,9 +4,9 @@
 use super::LuksDriver;
 use crate::encryption::{Cipher, LuksArea, SectorsOf, Writers};
 use crate::node::{ChildRole, Driver, LocalFuture};
-use crate::open::{Draft, Opener};
+use crate::open::{Draft, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
-use cowshed_block::{Error, Result};
+use cowshed_block::Error;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -27,11 +27,11 @@ pub(crate) const SCHEMA: DriverSchema = DriverSchema {
 };
 
 /// Opens a LUKS volume.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(open_unboxed(opener, draft))
 }
 
-async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.unshared_file_child(draft).await?;
     let filename = child.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
@@ -77,5 +77,5 @@ async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver,
     };
     let driver = LuksDriver { file, payload_offset, area, is_detached, cipher, writers: Writers::default() };
     opener.policy().check_size(driver.size()).map_err(named)?;
-    Ok((Driver::Luks(Box::new(driver)), filename))
+    Ok((Box::new(driver), filename))
 }

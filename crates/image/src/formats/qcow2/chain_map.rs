@@ -10,7 +10,7 @@
 
 use super::Qcow2Driver;
 use super::span::join;
-use crate::node::{Node, graph_changes};
+use crate::node::{Node, Place, graph_changes};
 use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
@@ -45,15 +45,6 @@ const NOWHERE: u8 = u8::MAX;
 /// place that isn't known: where a file begins there is its header.
 type Chunk = Box<[AtomicU32]>;
 const PLACE_SHIFT: u32 = u8::BITS;
-
-/// Where plain data of a layer is in the file that has its data, as long as [`graph_changes`] gives `changes`. Whoever reads there
-/// takes a pin of the layer's engine first and looks at that number then: its clusters get no new owner while a pin from before
-/// they were given up is held, and nobody gives them up without being counted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    pub(super) host: HostOffset,
-    pub(super) changes: u64,
-}
 
 /// What is known of a range.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -11,6 +11,7 @@ mod bitmaps;
 mod chain_map;
 mod cleaner;
 mod compressed;
+mod driver;
 mod encryption;
 mod flush;
 mod header;
@@ -32,7 +33,6 @@ mod vm_state;
 mod write;
 mod zero;
 
-pub(crate) use chain_map::Place;
 pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;
@@ -43,7 +43,7 @@ use super::OpenContext;
 use crate::codec::Codec;
 use crate::encryption::Writers;
 use crate::events::Events;
-use crate::node::Link;
+use crate::node::{Link, OnCorruption};
 use arc_swap::ArcSwapOption;
 use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_layout::qcow2::Header;
@@ -54,10 +54,6 @@ use cowshed_storage::{File, IoBuf};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-/// Gets the damage, the host offset and the length of the metadata that a write would have hit, in bytes, and whether the
-/// image takes no more writes.
-type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
 
 /// An open qcow2 image.
 pub struct Qcow2Driver {
@@ -248,11 +244,6 @@ impl Qcow2Driver {
             Stall::Corrupt(error, hit) => self.mark_corrupt(error, Some(hit)).await,
             Stall::Error(error) => self.meet_damage(error).await,
         }
-    }
-
-    /// Has `tell` told of damage. Set once, by the node.
-    pub(crate) fn observe_corruption(&self, tell: OnCorruption) {
-        let _ = self.on_corruption.set(tell);
     }
 
     /// A plan met damage of the image: the request fails with EIO, and the image is marked as corrupt where it is in use for

@@ -2,123 +2,70 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::ahead::{Next, Turn};
-use super::chain_map::{Below, Place};
+use super::chain_map::Below;
 use super::span::{Direct, MapSpan};
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
-use crate::node::Node;
+use crate::node::Mapped;
 use cowshed_block::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
-use cowshed_qcow2::{Engine, Pin, Stall};
+use cowshed_qcow2::{Engine, Stall};
 use cowshed_storage::fault::Event;
-use cowshed_storage::{File, IoBuf, rt};
+use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Decompression of clusters above this size is given to the pool.
 const OFFLOAD_BYTES: u64 = 16 << 10;
 
-/// How a read goes on, as far as that can be said without waiting.
-enum Way<'a> {
-    /// It is one plain range of a file; the pin stays until the I/O is done.
-    Plain(Pin<'a>, &'a File, HostOffset),
-    /// It reads as zeroes.
-    Zeroes,
-    /// A layer of the chain has it, or knows who has; and where it is, if that is known.
-    Layer(Arc<Node>, Option<Place>),
-    /// By parts.
-    Other,
-    /// By parts, and the layers are to be looked at.
-    Unseen,
-    /// First this has to be settled, with the count of events from before.
-    Stalled(Stall, u64),
-}
-
 impl Qcow2Driver {
-    /// Fills `buf` from `offset`. The node has checked the range.
-    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
-        match self.way(offset, buf.len() as u64) {
-            Way::Plain(pin, file, host) => {
-                let done = file.read_at(buf, host.0).await;
-                drop(pin);
-                return done;
-            }
-            Way::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
-                Ok(done) => return done,
-                Err(unread) => buf = unread,
-            },
-            Way::Zeroes => {
-                buf.fill(0);
-                return (Ok(()), buf);
-            }
-            Way::Stalled(stall, seen) => {
-                if let Err(error) = Box::pin(self.settle(stall, seen)).await {
-                    return (Err(error), buf);
-                }
-            }
-            Way::Unseen => Box::pin(self.look_around(offset)).await,
-            Way::Other => {}
-        }
-        // In boxes what is rare: each request moves its whole future, and most need little of it.
-        Box::pin(self.read_range(offset, buf)).await
-    }
-
+    /// Says at once how a read goes on.
     #[inline]
-    fn way(&self, offset: u64, len: u64) -> Way<'_> {
+    pub(super) fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
         if self.is_covered() {
             match self.anywhere(offset, len) {
-                Below::Layer(layer, place) => return Way::Layer(layer, place),
+                Below::Layer(layer, place) => return Mapped::Layer(layer, place),
                 Below::Itself(place) => {
-                    if let Direct::Plain(pin, file, host) = self.placed(place, len) {
-                        return Way::Plain(pin, file, host);
+                    if let Direct::Plain(pin, file, host) = self.placed_at(place, len) {
+                        return Mapped::File { file, host: host.0, guard: Some(pin) };
                     }
                 }
-                Below::Zeroes => return Way::Zeroes,
-                Below::Unseen => return Way::Unseen,
+                Below::Zeroes => return Mapped::Zeroes,
+                Below::Unseen => return self.looking_around(offset),
                 Below::Unknown => {}
             }
         }
         match self.direct(Engine::map, offset, len) {
-            Direct::Plain(pin, file, host) => Way::Plain(pin, file, host),
+            Direct::Plain(pin, file, host) => Mapped::File { file, host: host.0, guard: Some(pin) },
             Direct::Below => match self.below(offset, len) {
-                Below::Layer(layer, place) => Way::Layer(layer, place),
-                Below::Zeroes => Way::Zeroes,
-                Below::Unknown | Below::Itself(_) | Below::Unseen => Way::Other,
+                Below::Layer(layer, place) => Mapped::Layer(layer, place),
+                Below::Zeroes => Mapped::Zeroes,
+                Below::Unknown | Below::Itself(_) | Below::Unseen => Mapped::Special,
             },
-            Direct::Zeroes => Way::Zeroes,
-            Direct::Stalled(stall, seen) => Way::Stalled(stall, seen),
-            Direct::Nothing | Direct::Other => Way::Other,
+            Direct::Zeroes => Mapped::Zeroes,
+            Direct::Stalled(stall, seen) => self.settling(stall, seen),
+            Direct::Nothing | Direct::Other => Mapped::Special,
         }
     }
 
-    /// As [`Self::read`], where it is one plain range of a file, which `place` says or the mapping at hand; the buffer otherwise.
-    pub(crate) async fn read_plain(
-        &self,
-        offset: u64,
-        place: Option<Place>,
-        buf: IoBuf,
-    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
-        let len = buf.len() as u64;
-        let direct = match place {
-            Some(place) => self.placed(place, len),
-            None => self.direct(Engine::map, offset, len),
-        };
-        match direct {
-            // As above, and not by a future of both: it would be moved once more.
-            Direct::Plain(pin, file, host) => {
-                let read = file.read_at(buf, host.0).await;
-                drop(pin);
-                Ok(read)
-            }
-            // Whoever is told to load a table does it, or everybody else waits for ever.
-            Direct::Stalled(stall, seen) => match Box::pin(self.settle(stall, seen)).await {
-                Ok(()) => Err(buf),
-                Err(error) => Ok((Err(error), buf)),
-            },
-            Direct::Zeroes | Direct::Below | Direct::Nothing | Direct::Other => Err(buf),
-        }
+    #[cold]
+    fn looking_around(&self, offset: u64) -> Mapped<'_> {
+        Mapped::Load(Box::pin(async move {
+            self.look_around(offset).await;
+            Ok(())
+        }))
     }
 
-    /// As [`Self::read`], for any mapping; what lies past the end of the disk reads as zeroes.
+    #[cold]
+    pub(super) fn settling(&self, stall: Stall, seen: u64) -> Mapped<'_> {
+        Mapped::Load(Box::pin(self.settle(stall, seen)))
+    }
+
+    /// Fills `buf` from `offset`, for any mapping. The range lies on the disk.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        self.read_range(offset, buf).await
+    }
+
+    /// As [`Self::read`]; what lies past the end of the disk reads as zeroes.
     pub(super) async fn read_range(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let inside = self.size().saturating_sub(offset).min(buf.len() as u64) as usize;
         buf[inside..].fill(0);

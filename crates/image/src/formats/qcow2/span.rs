@@ -3,8 +3,7 @@
 //! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
 
 use super::Qcow2Driver;
-use super::chain_map::Place;
-use crate::node::graph_changes;
+use crate::node::{Place, graph_changes};
 use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn};
 use cowshed_qcow2::{Engine, ExtentList, Pin, Planned, Stall};
 use cowshed_storage::{File, IoBuf};
@@ -74,7 +73,7 @@ impl Qcow2Driver {
 
     /// As [`Self::direct`] where the chain map says where the data are: the mapping isn't asked.
     #[inline]
-    pub(super) fn placed(&self, place: Place, len: u64) -> Direct<'_> {
+    pub(super) fn placed_at(&self, place: Place, len: u64) -> Direct<'_> {
         // First the pin, then the look.
         let pin = self.engine.pin();
         let file = self.stored_in(self.data_place());

@@ -4,45 +4,45 @@
 use super::Qcow2Driver;
 use super::span::{Direct, Partly, join};
 use crate::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
+use crate::node::Mapped;
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
-    /// Writes `buf` at `offset`. The node has checked the range.
-    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    /// Says at once how a write goes on.
+    #[inline]
+    pub(super) fn map_write(&self, offset: u64, len: u64) -> Mapped<'_> {
         // Nothing goes in place either into an image that is marked as corrupt.
-        if !self.writable.load(Ordering::Relaxed) || self.corrupt.load(Ordering::Relaxed) {
-            return (self.check_writable(), buf);
+        let takes_writes = self.writable.load(Ordering::Relaxed) && !self.corrupt.load(Ordering::Relaxed);
+        if !takes_writes || self.cipher.is_some() || (self.is_recording() && !self.is_recorded(offset, len)) {
+            return Mapped::Special;
+        }
+        match self.direct(Engine::map_overwrite, offset, len) {
+            Direct::Plain(pin, file, host) => Mapped::File { file, host: host.0, guard: Some(pin) },
+            Direct::Stalled(stall, seen) => self.settling(stall, seen),
+            Direct::Nothing => Mapped::Nothing,
+            Direct::Zeroes | Direct::Below | Direct::Other => Mapped::Special,
+        }
+    }
+
+    /// Writes `buf` at `offset`, for any mapping. The range lies on the disk.
+    pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        if let Err(error) = self.check_writable() {
+            return (Err(error), buf);
         }
         if self.is_recording()
             && let Err(error) = self.record(offset, buf.len() as u64).await
         {
             return (Err(error), buf);
         }
-        if self.cipher.is_none() {
-            match self.direct(Engine::map_overwrite, offset, buf.len() as u64) {
-                Direct::Plain(pin, file, host) => {
-                    let done = file.write_at(buf, host.0).await;
-                    drop(pin);
-                    return done;
-                }
-                Direct::Stalled(stall, seen) => {
-                    if let Err(error) = Box::pin(self.settle(stall, seen)).await {
-                        return (Err(error), buf);
-                    }
-                }
-                Direct::Nothing => return Box::pin(self.write_unmapped(offset, buf)).await,
-                Direct::Zeroes | Direct::Below | Direct::Other => {}
-            }
-        }
-        Box::pin(self.write_alone(offset, buf)).await
+        self.write_alone(offset, buf).await
     }
 
     /// As [`Self::write_range`] of an image without a cipher, where the first byte can't be written in place: the allocation
     /// comes without a second look at the mapping.
-    async fn write_unmapped(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    pub(super) async fn write_newly(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (result, part, rest) = self.write_allocating(offset, buf).await;
         match result {
             Ok(_) if rest.is_empty() => (Ok(()), part),

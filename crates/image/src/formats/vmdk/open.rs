@@ -4,8 +4,8 @@
 use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
 use super::{SCHEMA, Vmdk};
 use crate::formats::mapped::MappedDriver;
-use crate::node::{ChildRole, Driver, LocalFuture, Node};
-use crate::open::{Draft, NamedBacking, Opener};
+use crate::node::{ChildRole, LocalFuture, Node};
+use crate::open::{Draft, NamedBacking, Opened, Opener};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
@@ -34,11 +34,11 @@ const SPLIT_TYPES: &[&str] = &[
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
 /// Opens a VMDK image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Result<(Driver, String)>> {
+pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
     Box::pin(open_unboxed(opener, draft))
 }
 
-async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver, String)> {
+async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     if !draft.settings.read_only {
         let message = "VMDK images can only be read; convert the image to write to it";
         return Err(Error::new(ErrorKind::ReadOnly, message));
@@ -69,7 +69,7 @@ async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Result<(Driver,
     let backing = draft.children.link(ChildRole::Backing).unwrap_or_default();
     draft.children.share(ChildRole::Backing, Arc::clone(&backing));
     let driver = MappedDriver::new(Box::new(vmdk), filename.clone(), backing, no_backing, unpacked);
-    Ok((Driver::Mapped(driver), filename))
+    Ok((Box::new(driver), filename))
 }
 
 /// A parent that was written to since is another disk than the one that the differences belong to.

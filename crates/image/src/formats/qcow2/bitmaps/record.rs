@@ -50,7 +50,7 @@ impl Qcow2Driver {
     }
 
     /// True when the file has the bits already.
-    fn is_recorded(&self, offset: u64, len: u64) -> bool {
+    pub(in super::super) fn is_recorded(&self, offset: u64, len: u64) -> bool {
         let known = self.bitmaps.known();
         let covers = |map: &StoredBitmap| map.bits.as_ref().is_some_and(|bits| bits.covers(offset, len));
         known.in_use && known.maps.iter().filter(|map| map.is_recording()).all(covers)
