@@ -124,8 +124,7 @@ fn of_node_counters(stats: &NodeStats) -> Value {
 /// A `BlockStats` of a node, with what it stands on.
 pub(crate) fn of_node(node: &Node) -> Value {
     let mut stats = json!({"node-name": node.name(), "stats": of_node_counters(&node.statistics())});
-    if let Some(qcow2) = node.qcow2() {
-        let cache = qcow2.statistics();
+    if let Some(cache) = node.cache_statistics() {
         stats["x-cache"] = json!({
             "l2-hits": cache.l2_hits, "l2-misses": cache.l2_misses, "l2-bytes": cache.l2_bytes,
             "l2-entries": cache.l2_slices, "l2-limit-bytes": cache.l2_limit_bytes,

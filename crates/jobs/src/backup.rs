@@ -100,7 +100,7 @@ impl Backup {
             return Err(Error::new(ErrorKind::ReadOnly, "Could not create node: Block node is read-only"));
         }
         check_apart(target, [source])?;
-        if request.compress && target.qcow2().is_none() {
+        if request.compress && !target.compresses() {
             let message = format!("Compression is not supported for this drive {}", target.name());
             return Err(Error::unsupported(message));
         }

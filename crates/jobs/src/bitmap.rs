@@ -4,7 +4,7 @@
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
-use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus, Qcow2Driver, check_new_bitmap};
+use cowshed_image::node::{BitmapChange, BitmapStatus, Bitmaps, ChildRole, check_new_bitmap};
 use std::sync::Arc;
 
 /// What to do with a bitmap.
@@ -95,9 +95,12 @@ async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep,
 /// Refuses a source in the image's own file, which an earlier action may have changed by then. Locks show that, where files have
 /// them. A data file may be the same: bitmaps are not in it.
 fn check_apart(node: &Node, source: &Node) -> Result<()> {
-    let (Some(driver), Some(from)) = (node.qcow2(), source.qcow2()) else { return Ok(()) };
-    let identity = from.image_file().identity();
-    if identity.is_none() || identity != driver.image_file().identity() {
+    let identity_of = |node: &Node| {
+        node.stored_bitmaps()?;
+        node.child(ChildRole::File)?.storage().identity()
+    };
+    let identity = identity_of(source);
+    if identity.is_none() || identity != identity_of(node) {
         return Ok(());
     }
     let message = format!("the bitmaps to merge would be read from '{}': both are one file", node.filename());
@@ -109,26 +112,26 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
     if let (BitmapAction::Add, Some(bytes)) = (action, options.granularity_bytes) {
         check_new_bitmap(&name, bytes)?;
     }
-    let Some(driver) = node.qcow2() else { return Err(no_bitmaps(node, &name, action)) };
+    let Some(stored) = node.stored_bitmaps() else { return Err(no_bitmaps(node, &name, action)) };
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
         BitmapAction::Remove => BitmapChange::Remove(name),
         BitmapAction::RemoveAll => {
-            let all = driver.bitmaps().await?.into_iter().map(|bitmap| BitmapChange::Remove(bitmap.name));
-            return driver.change_bitmaps(&all.collect::<Vec<_>>()).await;
+            let all = stored.list().await?.into_iter().map(|bitmap| BitmapChange::Remove(bitmap.name));
+            return stored.change(&all.collect::<Vec<_>>()).await;
         }
         BitmapAction::Clear => BitmapChange::Clear(name),
         BitmapAction::Enable => BitmapChange::Enable(name),
         BitmapAction::Disable => BitmapChange::Disable(name),
         BitmapAction::Merge(from) => {
             // What is wrong with the target is said first.
-            driver.bitmap_bits(&name).await?;
+            stored.bits(&name).await?;
             let source = source.unwrap_or(node);
-            let source = source.qcow2().ok_or_else(|| no_bitmaps(source, from, action))?;
-            BitmapChange::Merge { target: name, source: source.bitmap_bits(from).await? }
+            let source = source.stored_bitmaps().ok_or_else(|| no_bitmaps(source, from, action))?;
+            BitmapChange::Merge { target: name, source: source.bits(from).await? }
         }
     };
-    driver.change_bitmaps(&[change]).await.map_err(|error| {
+    stored.change(&[change]).await.map_err(|error| {
         // QEMU names the node, of which the driver doesn't know.
         let file = format!("persistent in '{}': ", node.filename());
         let sentence = error.message().replacen(&file, &format!("persistent in '{}': ", node.name()), 1);
@@ -149,8 +152,8 @@ fn no_bitmaps(node: &Node, name: &str, action: &BitmapAction) -> Error {
     error.file(file)
 }
 
-fn driver_of(node: &Node) -> Result<&Qcow2Driver> {
-    node.qcow2().ok_or_else(|| {
+fn bitmaps_of(node: &Node) -> Result<&dyn Bitmaps> {
+    node.stored_bitmaps().ok_or_else(|| {
         let message = format!("images of the format '{}' have no persistent bitmaps", node.driver_name());
         Error::unsupported(message).file(node.filename())
     })
@@ -158,7 +161,7 @@ fn driver_of(node: &Node) -> Result<&Qcow2Driver> {
 
 /// Fails when `target` can't hold persistent bitmaps.
 pub fn check_target(target: &Node) -> Result<()> {
-    match target.qcow2().is_some_and(|driver| driver.header().version >= 3) {
+    match target.stored_bitmaps().is_some_and(Bitmaps::may_have_bitmaps) {
         true => Ok(()),
         false => Err(Error::unsupported(format!("Format driver '{}' does not support bitmaps", target.driver_name()))),
     }
@@ -167,14 +170,14 @@ pub fn check_target(target: &Node) -> Result<()> {
 /// Copies the persistent bitmaps of `source` to `target`, with their names, granularities and whether they are enabled.
 /// Inconsistent ones are an error, or with `skip_broken` left out: their names are returned. The image's data is written.
 pub async fn copy(source: &Node, target: &Node, skip_broken: bool) -> Result<Vec<String>> {
-    let (from, to) = (driver_of(source)?, driver_of(target)?);
+    let (from, to) = (bitmaps_of(source)?, bitmaps_of(target)?);
     let (mut changes, mut skipped) = (Vec::new(), Vec::new());
-    for BitmapStatus { name, granularity_bytes, enabled, inconsistent } in from.bitmaps().await? {
+    for BitmapStatus { name, granularity_bytes, enabled, inconsistent } in from.list().await? {
         if inconsistent && skip_broken {
             skipped.push(name);
             continue;
         }
-        let mut bits = from.bitmap_bits(&name).await?;
+        let mut bits = from.bits(&name).await?;
         if bits.disk_bytes() != target.size() {
             // A target that was there before may be larger.
             Arc::make_mut(&mut bits).resize(target.size());
@@ -184,18 +187,18 @@ pub async fn copy(source: &Node, target: &Node, skip_broken: bool) -> Result<Vec
         changes.push(BitmapChange::Merge { target: name, source: bits });
     }
     if !changes.is_empty() {
-        to.change_bitmaps(&changes).await?;
+        to.change(&changes).await?;
     }
     Ok(skipped)
 }
 
 /// Fails when a bitmap of `source` can't be copied ([`copy`]), before anything is created.
 pub async fn check_copy(source: &Node, skip_broken: bool) -> Result<()> {
-    let Some(driver) = source.qcow2().filter(|driver| driver.header().version >= 3) else {
+    let Some(stored) = source.stored_bitmaps().filter(|stored| stored.may_have_bitmaps()) else {
         return Err(Error::unsupported("Source lacks bitmap support"));
     };
     // QEMU names the one that was added last.
-    let broken = driver.bitmaps().await?.into_iter().rfind(|bitmap| bitmap.inconsistent);
+    let broken = stored.list().await?.into_iter().rfind(|bitmap| bitmap.inconsistent);
     match broken.filter(|_| !skip_broken) {
         Some(bitmap) => {
             let message = format!(

@@ -87,7 +87,7 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
         closed?;
         return Ok(check.map(|check| mapped_outcome(&node, check, options)));
     }
-    if node.qcow2().is_none() {
+    if node.metadata().is_none() {
         return Ok(None);
     }
     let result = match stored_in(&node) {

@@ -6,7 +6,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
-use cowshed_image::encryption::{LuksArea, SlotChange, change_slots};
+use cowshed_image::encryption::{SlotChange, change_slots};
 use cowshed_image::secret::Secret;
 use serde_json::Value;
 use std::time::Duration;
@@ -53,7 +53,7 @@ pub async fn run(options: &KeySlotOptions, job: &JobHandle) -> Result<()> {
 /// returns; a power cut in between leaves what opened the image before.
 pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force: bool) -> Result<()> {
     let in_file = |error: Error| if error.file_name().is_none() { error.file(node.filename()) } else { error };
-    let (area, prefix) = area_of(node)?;
+    let (area, prefix) = node.key_slots()?;
     let request = SlotRequest { image, values, prefix };
     let change = request.change().map_err(in_file)?;
     let secret = opening_secret(node, image).map_err(in_file)?;
@@ -64,14 +64,6 @@ pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force:
         ))));
     }
     change_slots(&area, secret.as_ref(), &change, force).await.map_err(in_file)
-}
-
-fn area_of(node: &Node) -> Result<(LuksArea, &'static str)> {
-    match (node.qcow2(), node.luks()) {
-        (Some(qcow2), _) => Ok((qcow2.luks_area()?, "encrypt.")),
-        (None, Some(luks)) => Ok((luks.luks_area().clone(), "")),
-        (None, None) => Err(Error::unsupported("only encrypted images have key slots").file(node.filename())),
-    }
 }
 
 /// What opens the image now: the secret that its options name.

@@ -18,7 +18,7 @@ pub struct Qcow2Layer {
 
 /// The header of `node`, `None` when it isn't qcow2.
 pub fn qcow2_layer(node: &Node) -> Option<Qcow2Layer> {
-    node.qcow2().map(|driver| Qcow2Layer { header: driver.header(), file: driver.image_file().clone() })
+    node.metadata().map(|metadata| Qcow2Layer { header: metadata.header(), file: metadata.file().clone() })
 }
 
 /// Sizes of what a format allocates, bytes.

@@ -64,11 +64,11 @@ async fn rebase(
     if let (Some(name), false) = (&options.base, options.only_name) {
         opened.push(open_base(image, name, options).await?);
     }
-    if options.compressed && image.qcow2().is_none() {
+    if options.compressed && !image.compresses() {
         return Err(Error::unsupported("Compression not supported for this file format"));
     }
     check_name(options).map_err(cannot)?;
-    if image.qcow2().is_none() {
+    if image.backing_name().is_none() {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());
         return Err(cannot(Error::unsupported(message)));
     }
@@ -285,7 +285,7 @@ impl Move<'_> {
             return runs::write_zeroes(self.image, start, len).await;
         }
         self.job.throttle(len).await?;
-        let unit = self.image.qcow2().map_or(0, |driver| driver.cluster_size());
+        let unit = self.image.cluster_bytes().unwrap_or(0);
         // The disk's last cluster may be a part of one.
         let ends_whole = len.is_multiple_of(unit.max(1)) || start + len == self.image.size();
         let whole = unit != 0 && start.is_multiple_of(unit) && ends_whole;

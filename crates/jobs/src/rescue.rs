@@ -59,7 +59,7 @@ pub async fn run(options: &RescueOptions, job: &JobHandle) -> Result<RescueMap> 
 async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<Node>>) -> Result<RescueMap> {
     let image = bare(&options.image).open_for_reading().await?;
     opened.push(Arc::clone(&image));
-    if image.qcow2().is_some() {
+    if image.cluster_bytes().is_some() {
         return Err(Error::invalid_argument("a rescue needs the bare file: driver=raw or driver=file"));
     }
     let overrides = Overrides { backing_is_given: options.backing.is_some(), ..options.overrides };

@@ -67,12 +67,9 @@ pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutco
 
 /// QEMU's words for a change of the size that fails.
 fn failed_sentence(node: &Node, options: &ResizeOptions) -> &'static str {
-    let Some(qcow2) = node.qcow2() else { return "Could not resize file" };
-    let header = qcow2.header();
-    let entry_bytes = if header.has_extended_l2() { 16 } else { 8 };
-    let by_l1_entry = u128::from(header.cluster_size()) * u128::from(header.cluster_size() / entry_bytes);
+    let Some(reach) = node.mapped_bytes() else { return "Could not resize file" };
     let wanted = options.size.apply(node.size()).unwrap_or(0);
-    match u128::from(wanted) > by_l1_entry * u128::from(header.l1_size) {
+    match wanted > reach {
         true => "Failed to grow the L1 table",
         false => "Failed to update the image size",
     }
@@ -89,7 +86,7 @@ async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
             "shrinking an image deletes all data beyond its new end: use --shrink to do it all the same",
         ));
     }
-    if node.qcow2().is_some() && !new_size.is_multiple_of(512) {
+    if node.is_sized_in_sectors() && !new_size.is_multiple_of(512) {
         return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").value(new_size));
     }
     check_grows(node, old_size, new_size)?;

@@ -72,7 +72,7 @@ impl Zeroes<'_> {
 impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
     /// Over all of `node`, in pieces that may be written to `target`: no two touch one cluster of it.
     pub fn new(node: &'a Arc<Node>, wanted: F, target: &Node) -> Self {
-        let piece_bytes = target.qcow2().map_or(0, |driver| driver.cluster_size()).max(PIECE_BYTES);
+        let piece_bytes = target.cluster_bytes().unwrap_or(0).max(PIECE_BYTES);
         Runs { node, wanted, piece_bytes, at: 0, known: VecDeque::new(), passed_where_zero: Vec::new() }
     }
 

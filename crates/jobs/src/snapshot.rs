@@ -53,7 +53,7 @@ pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) ->
 
 /// The file of a qcow2 image that is opened bare.
 pub(crate) fn file_of(node: &Node) -> Result<File> {
-    if node.qcow2().is_none() {
+    if !node.has_snapshots() {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
         return Err(Error::unsupported(message).file(node.filename()));
     }

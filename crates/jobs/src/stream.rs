@@ -52,7 +52,7 @@ impl Stream {
         let node = &request.node;
         let chain = Chain::between(node, request.base.as_ref())?;
         let stays = chain.layers().len() == 1 && request.backing_file.is_none();
-        if node.qcow2().is_none() && !stays {
+        if node.backing_name().is_none() && !stays {
             let message = format!("node '{}' ({}) can't have a backing file", node.name(), node.driver_name());
             return Err(Error::invalid_argument(message));
         }
@@ -66,9 +66,9 @@ impl Stream {
         if let Some(base) = &request.base {
             // What reads as zeroes behind a short layer is to be zeroes on a longer base too.
             let _drained = graph.drain(&[node]).await;
-            if let Some(qcow2) = node.qcow2() {
+            if let Some(backing) = node.backing_name() {
                 let present = node.backing().map_or(0, |backing| backing.size());
-                qcow2.plan_for_backing_bytes(base.size().max(present));
+                backing.plan_for(Some(base.size().max(present)));
             }
         }
         match Self::insert(graph, id, &request, &chain).await {
@@ -185,8 +185,8 @@ impl Stream {
     async fn restore(graph: &Arc<Graph>, node: &Arc<Node>, was_read_only: bool) -> Result<()> {
         {
             let _drained = graph.drain(&[node]).await;
-            if let Some(qcow2) = node.qcow2() {
-                qcow2.plan_for_backing();
+            if let Some(backing) = node.backing_name() {
+                backing.plan_for(None);
             }
         }
         if was_read_only { graph.set_read_only(node, true).await } else { Ok(()) }

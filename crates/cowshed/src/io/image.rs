@@ -7,7 +7,7 @@ use super::outcome::{Done, Failed};
 use super::text;
 use crate::output::failure::qemu_reason;
 use crate::output::{info, json};
-use cowshed_image::{Node, Preallocation};
+use cowshed_image::Preallocation;
 use cowshed_jobs::info::image_info;
 use cowshed_storage::rt;
 use std::time::Duration;
@@ -15,8 +15,6 @@ use std::time::Duration;
 const SECTOR_BYTES: u64 = 512;
 /// Runs asked for at once.
 const MAX_RUNS: usize = 1024;
-/// Bytes of entries of an L2 table; extended ones are twice as long.
-const L2_ENTRY_BYTES: u64 = 8;
 
 pub(super) async fn length(shell: &mut Shell) -> Done {
     let size = shell.session()?.node.size();
@@ -37,7 +35,7 @@ pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     let first = arguments.first_flags.as_deref().unwrap_or(size);
     let size = arguments::size_named(size, first)?;
     let node = shell.session()?.node.clone();
-    if shell.session()?.image().qcow2().is_some() && !size.is_multiple_of(SECTOR_BYTES) {
+    if shell.session()?.image().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
         return Err(Failed::complaint("The new size must be a multiple of 512"));
     }
     node.resize(size, preallocation).await.map_err(|error| {
@@ -52,19 +50,11 @@ pub(super) async fn info(shell: &mut Shell) -> Done {
     let cluster = image.cluster_size.unwrap_or(0);
     shell.console.line(format_args!("format name: {}", image.format));
     shell.console.line(format_args!("cluster size: {}", text::size(cluster as f64)));
-    shell.console.line(format_args!("vm state offset: {}", text::size(vm_state_offset(&node) as f64)));
+    shell.console.line(format_args!("vm state offset: {}", text::size(node.vm_state_offset().unwrap_or(0) as f64)));
     let image = serde_json::to_value(image).map_err(|error| Failed::complaint(error.to_string()))?;
     let specific = info::render_specific(&json::in_qemu_order(image), shell.console.persona);
     shell.console.print(specific);
     Ok(())
-}
-
-/// The state of a virtual machine is kept behind the disk, from the next L2 table on.
-fn vm_state_offset(node: &Node) -> u64 {
-    let Some(header) = node.qcow2().map(|qcow2| qcow2.header()) else { return 0 };
-    let cluster = header.cluster_size();
-    let entry = if header.has_extended_l2() { 2 * L2_ENTRY_BYTES } else { L2_ENTRY_BYTES };
-    header.size.checked_next_multiple_of(cluster / entry * cluster).unwrap_or(0)
 }
 
 /// Hands out the runs of a range as (first byte, length, held by this layer).

@@ -290,7 +290,7 @@ pub(super) async fn close(shell: &mut Shell) -> Done {
     let Some(session) = shell.session.take() else { return Ok(()) };
     let closed = session.node.close().await;
     // That it is corrupt was said when it was found out.
-    if session.node.qcow2().is_some_and(|image| image.is_corrupt()) && shell.manner.terse {
+    if session.node.is_corrupt() && shell.manner.terse {
         return Ok(());
     }
     closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))

@@ -99,19 +99,19 @@ impl Place {
 
     async fn read(&self, range: Range) -> Result<IoBuf> {
         let buf = IoBuf::zeroed(range.len as usize);
-        let (result, data) = match (self.is_vm_state, self.node.qcow2()) {
-            (false, _) => {
+        let (result, data) = match self.is_vm_state {
+            false => {
                 check_end(&self.node, range)?;
                 self.node.read(range.offset, buf).await
             }
-            (true, Some(driver)) => driver.read_vm_state(range.offset, buf).await,
-            (true, None) => return Err(self.no_vm_state()),
+            true if self.node.vm_state_offset().is_some() => self.node.read_vm_state(range.offset, buf).await,
+            true => return Err(self.no_vm_state()),
         };
         result.map(|()| data)
     }
 
     async fn write_vm_state(&self, range: Range, data: IoBuf) -> Result<()> {
-        match self.node.qcow2() {
+        match self.node.vm_state_offset() {
             Some(_) => self.node.write_vm_state(range.offset, data).await.0?,
             None => return Err(self.no_vm_state()),
         }
@@ -335,7 +335,7 @@ pub(super) async fn write_zeroes(node: &Node, range: Range, arguments: &Argument
 }
 
 async fn write_compressed(node: &Node, image: &Node, range: Range, mut data: IoBuf) -> Result<()> {
-    let cluster = image.qcow2().map(|qcow2| qcow2.header().cluster_size());
+    let cluster = image.cluster_bytes();
     let cluster = cluster.ok_or_else(|| Error::unsupported("this format has no compressed clusters"))?;
     let mut clusters = Vec::new();
     let mut at = range.offset;

@@ -6,7 +6,7 @@ use super::snapshot::{Action, carry_out};
 use super::{Arguments, Group, change};
 use crate::state::Daemon;
 use cowshed_block::{Error, ErrorKind};
-use cowshed_image::formats::qcow2::BitmapChange;
+use cowshed_image::node::BitmapChange;
 use cowshed_image::node::{NodeBitmap, SavedBitmap};
 use cowshed_image::{DirtyBits, Node};
 use cowshed_qmp::{QmpError, QmpResult};
@@ -132,7 +132,7 @@ fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> 
     if arguments.number("granularity")?.is_some_and(|bytes| bytes < 512 || !bytes.is_power_of_two()) {
         return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
     }
-    if persistent && found.node().qcow2().is_none() {
+    if persistent && found.node().stored_bitmaps().is_none() {
         let message = format!("Can't store persistent bitmaps to {name}: Operation not supported");
         return Err(QmpError::generic(message));
     }

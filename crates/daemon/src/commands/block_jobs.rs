@@ -139,9 +139,9 @@ pub(super) async fn prepare_mirror(
     if let Some(bytes) = arguments.number("buf-size")?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
     }
-    if closes_target && let Some(qcow2) = target.qcow2() {
+    if closes_target && let Some(cluster) = target.cluster_bytes() {
         // A part of a cluster would be filled up with what stands below the target, and nothing may.
-        options.granularity_bytes = options.granularity_bytes.max(qcow2.cluster_size());
+        options.granularity_bytes = options.granularity_bytes.max(cluster);
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
     options.replaces = replaced(daemon, arguments, source)?;

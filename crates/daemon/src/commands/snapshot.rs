@@ -67,9 +67,9 @@ impl Prepared {
     /// Another action of the same transaction may have changed the disk below since its overlay was created: the header names it
     /// as it is now.
     async fn name_again(&self) -> cowshed_block::Result<()> {
-        let (Some(file), Some(qcow2)) = (&self.created, self.overlay.qcow2()) else { return Ok(()) };
+        let (Some(file), Some(backing)) = (&self.created, self.overlay.backing_name()) else { return Ok(()) };
         let below = self.node.header_name(Some(&file.name))?;
-        if qcow2.header().backing_file_name().is_some_and(|name| name == below.file) {
+        if backing.name().is_some_and(|name| name == below.file) {
             return Ok(());
         }
         self.overlay.change_backing_file(Some(&below.file), Some(below.format)).await
@@ -302,7 +302,7 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
         return Err(QmpError::generic(format!("'{device}' and image file are not in the same chain")));
     }
     daemon.jobs.check_free(&node)?;
-    let Some(qcow2) = node.qcow2() else {
+    let Some(backing) = node.backing_name() else {
         let file = arguments.text("backing-file");
         return Err(QmpError::generic(format!("Could not change backing file to '{file}': Operation not supported")));
     };
@@ -311,8 +311,7 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     if was_read_only {
         daemon.graph.set_read_only(&node, false).await.map_err(failed)?;
     }
-    let header = qcow2.header();
-    let format = header.backing_format().map(|format| format.into_owned());
+    let format = backing.format();
     let changed = node.change_backing_file(Some(arguments.text("backing-file")), format.as_deref()).await;
     if was_read_only {
         daemon.graph.set_read_only(&node, true).await.map_err(failed)?;

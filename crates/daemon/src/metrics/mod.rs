@@ -215,7 +215,7 @@ fn nodes(daemon: &Daemon, page: &mut String) {
     let caches: Vec<_> = nodes
         .iter()
         .filter_map(|node| {
-            let stats = node.qcow2()?.statistics();
+            let stats = node.cache_statistics()?;
             let values = [
                 stats.l2_hits,
                 stats.l2_misses,

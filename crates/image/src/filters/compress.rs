@@ -20,8 +20,8 @@ pub struct Compress {
 /// The cluster size of an image that takes compressed clusters, behind whatever filters stand on it.
 fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
     let image = crate::graph::below_filters(node);
-    match image.qcow2() {
-        Some(qcow2) => Some(qcow2.cluster_size()),
+    match image.cluster_bytes().filter(|_| image.compresses()) {
+        Some(cluster) => Some(cluster),
         // Formats that are only read: no write gets as far as their clusters.
         None if ["qcow", "vmdk"].contains(&image.driver_name()) => image.description()?.cluster_bytes,
         None => None,

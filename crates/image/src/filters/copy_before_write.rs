@@ -277,8 +277,8 @@ impl Node {
 
 /// Size of a cluster of the image at `node` or behind the filters there, in bytes; 0 where there are none.
 fn cluster_bytes(node: &Arc<Node>) -> u64 {
-    match (node.qcow2(), node.child(ChildRole::File)) {
-        (Some(qcow2), _) => qcow2.cluster_size(),
+    match (node.cluster_bytes(), node.child(ChildRole::File)) {
+        (Some(cluster), _) => cluster,
         (None, Some(child)) if node.is_filter() => cluster_bytes(&child),
         _ => 0,
     }

@@ -13,8 +13,6 @@ use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;
-/// Subclusters of a cluster, in images that have them.
-const SUBCLUSTERS: u64 = 32;
 /// What is copied in one piece is at most this long, in bytes.
 const MOST_COPIED_BYTES: u64 = 1 << 20;
 
@@ -41,10 +39,7 @@ impl CopyOnRead {
             return Ok(());
         }
         let end = offset.saturating_add(len);
-        let unit = child.qcow2().map_or(1, |qcow2| match qcow2.header().has_extended_l2() {
-            true => qcow2.cluster_size() / SUBCLUSTERS,
-            false => qcow2.cluster_size(),
-        });
+        let unit = child.subcluster_bytes().unwrap_or(1);
         let mut at = offset;
         while at < end {
             let runs = child.block_status_boxed(at, end - at, STATUS_RUNS).await?;

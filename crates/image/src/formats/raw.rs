@@ -199,6 +199,11 @@ impl Driver for RawDriver {
 }
 
 impl Node {
+    /// Refuses a window that isn't inside of this node.
+    pub(crate) fn check_window(&self, offset: u64, size: Option<u64>) -> Result<()> {
+        RawDriver::check_window(self, offset, size)
+    }
+
     /// Another part of its file, when this is a raw node. No request runs.
     pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
         if let Some(raw) = self.driver().downcast::<RawDriver>() {

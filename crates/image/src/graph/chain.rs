@@ -102,8 +102,7 @@ impl Chain {
     /// True when the top has to be told of zeroes in the layers below it. With a base it would show that instead. Without one it reads as
     /// zeroes anyway, but another backing file may come later; only version 2 has no means to say so without writing data.
     pub fn records_zeroes(&self) -> bool {
-        let top = self.layers.first().and_then(|top| top.qcow2());
-        self.base.is_some() || top.is_some_and(|top| top.header().version >= 3)
+        self.base.is_some() || self.layers.first().is_some_and(|top| top.records_zeroes())
     }
 
     /// Refuses the commit job `id` when another node stands on a node below the chain's top: the job would change the content of

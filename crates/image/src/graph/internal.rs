@@ -2,10 +2,7 @@
 //! Internal snapshots of images in use: requests wait meanwhile.
 
 use super::Graph;
-use crate::formats::Qcow2RuntimeOptions;
-use crate::formats::qcow2::Qcow2Driver;
-use crate::node::Node;
-use crate::options;
+use crate::node::{Node, Snapshots};
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Snapshot;
@@ -47,35 +44,34 @@ impl Graph {
 
 /// No request runs.
 async fn take(node: &Node, name: &str) -> Result<String> {
-    let (qcow2, options) = writable(node)?;
+    let snapshots = writable(node)?;
     if name.is_empty() {
         return Err(Error::invalid_argument("Name is empty"));
     }
-    let known = qcow2.internal_snapshots().await?;
+    let known = snapshots.list().await?;
     if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
         let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
         return Err(Error::new(ErrorKind::InvalidArgument, message));
     }
-    qcow2.take_internal_snapshot(name, &options).await
+    snapshots.take(name, &node.options(), node.discards()).await
 }
 
 /// No request runs.
 async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
-    if let Some(qcow2) = node.qcow2()
-        && wanted.find(&qcow2.internal_snapshots().await?).is_none()
+    if let Some(snapshots) = node.driver().snapshots()
+        && wanted.find(&snapshots.list().await?).is_none()
     {
         let (id, name) = wanted.parts();
         let (id, name) = (id.unwrap_or("null"), name.unwrap_or("null"));
         let message = format!("Snapshot with id '{id}' and name '{name}' does not exist on device '{}'", node.name());
         return Err(Error::new(ErrorKind::NotFound, message));
     }
-    let (qcow2, options) = writable(node)?;
-    qcow2.delete_internal_snapshot(wanted, &options).await
+    writable(node)?.delete(wanted, &node.options(), node.discards()).await
 }
 
-/// The driver of an image that has internal snapshots and may get more, with its options.
-fn writable(node: &Node) -> Result<(&Qcow2Driver, Qcow2RuntimeOptions)> {
-    let Some(qcow2) = node.qcow2() else {
+/// The snapshots of an image that may get more.
+fn writable(node: &Node) -> Result<&dyn Snapshots> {
+    let Some(snapshots) = node.driver().snapshots() else {
         let (driver, name) = (node.driver_name(), node.name());
         let message = format!("Block format '{driver}' used by device '{name}' does not support internal snapshots");
         return Err(Error::unsupported(message));
@@ -83,5 +79,5 @@ fn writable(node: &Node) -> Result<(&Qcow2Driver, Qcow2RuntimeOptions)> {
     if node.is_read_only() {
         return Err(Error::new(ErrorKind::ReadOnly, format!("Device '{}' is read only", node.name())));
     }
-    Ok((qcow2, options::qcow2_options(&node.options(), node.discards())?))
+    Ok(snapshots)
 }

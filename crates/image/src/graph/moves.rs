@@ -31,9 +31,9 @@ impl User {
     fn point_to(&self, node: &Arc<Node>) {
         match self {
             User::Attachment(attachment) => attachment.point_to(Arc::clone(node)),
-            User::Parent(parent, child) => match parent.qcow2() {
-                Some(qcow2) if child.role == ChildRole::Backing => {
-                    qcow2.set_backing(Some(Arc::clone(node)));
+            User::Parent(parent, child) => match parent.driver().backing() {
+                Some(backing) if child.role == ChildRole::Backing => {
+                    backing.link(Some(Arc::clone(node)));
                     parent.set_option("backing", node.name().into());
                 }
                 _ => child.link.set(Some(Arc::clone(node))),
@@ -148,11 +148,11 @@ impl Graph {
         backing: Option<&Arc<Node>>,
     ) -> Result<Option<Arc<Node>>> {
         let name = node.name();
-        let Some(qcow2) = node.qcow2() else {
+        let Some(link) = node.driver().backing() else {
             let message = format!("node '{name}' ({}) can't have a backing file", node.driver_name());
             return Err(Error::invalid_argument(message));
         };
-        if qcow2.lacks_backing() {
+        if link.is_left_out() {
             let message = format!("node '{name}' was opened without its backing file");
             return Err(Error::invalid_argument(message));
         }
@@ -170,7 +170,7 @@ impl Graph {
             }
             backing.attach(node.backing_edge())?;
         }
-        qcow2.set_backing(backing.cloned());
+        link.link(backing.cloned());
         node.set_option("backing", backing.map_or(Value::Null, |backing| Value::from(backing.name())));
         raise_heights(self.snapshot().nodes());
         Ok(old.filter(|old| old.release(name)))

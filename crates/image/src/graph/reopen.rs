@@ -8,7 +8,6 @@ use super::Graph;
 use super::owned::no_such_node;
 use super::writing::check_becomes_writable;
 use crate::filters::throttle::Group;
-use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{ChildRole, DetectZeroes, Node};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -18,22 +17,6 @@ use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
 const COMMON: &[&str] = &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
-/// Options of a qcow2 node that it changes, beside its backing file.
-const QCOW2: &[&str] = &[
-    "lazy-refcounts",
-    "l2-cache-size",
-    "l2-cache-coverage",
-    "l2-cache-entry-size",
-    "refcount-cache-size",
-    "cache-size",
-    "cache-clean-interval",
-    "overlap-check",
-    "discard-no-unref",
-    "pass-discard-request",
-    "pass-discard-snapshot",
-    "pass-discard-other",
-];
-
 /// Those of a raw node: where its window is.
 const RAW: &[&str] = &["offset", "size"];
 
@@ -44,7 +27,6 @@ struct Plan {
     read_only: bool,
     discard: bool,
     detect_zeroes: DetectZeroes,
-    qcow2: Option<Qcow2RuntimeOptions>,
     group: Option<Arc<Group>>,
     /// Of a raw node: first byte of its window, and length where it is given.
     window: Option<(u64, Option<u64>)>,
@@ -141,7 +123,7 @@ impl Graph {
             if let Some((offset, size)) = plan.window {
                 plan.node.set_window(offset, size);
             }
-            plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.qcow2.as_ref(), plan.group);
+            plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.group);
         }
         for old in relinked.into_iter().filter_map(|one| one.old) {
             if old.is_unused() {
@@ -185,14 +167,9 @@ impl Graph {
             None => node.discards(),
         };
         let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
-        let qcow2 = match node.qcow2() {
-            Some(qcow2) => {
-                let options = options::qcow2_options(&options, discard)?;
-                qcow2.check_options(&options)?;
-                Some(options)
-            }
-            None => None,
-        };
+        if let Some(live) = node.driver().live_options() {
+            live.check(&options, discard)?;
+        }
         let group = match options.text("throttle-group") {
             Some(name) if node.throttle().is_some() => {
                 let group = self.throttle_groups().find(name).ok_or_else(|| {
@@ -210,11 +187,11 @@ impl Graph {
                 options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
             }
         }
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, qcow2, group, window, cache, backing, file })
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, group, window, cache, backing, file })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
-        if node.qcow2().is_none() {
+        if node.backing_name().is_none() {
             return Ok(Backing::Keep);
         }
         match options.get("backing") {
@@ -256,8 +233,8 @@ impl Graph {
     /// What can fail for reasons outside of this process.
     async fn prepare(&self, plan: &Plan, before: &mut Before) -> Result<()> {
         plan.node.complete().await?;
-        if let (Some(qcow2), Some(options)) = (plan.node.qcow2(), &plan.qcow2) {
-            qcow2.apply_slice_bytes(options).await?;
+        if let Some(live) = plan.node.driver().live_options() {
+            live.prepare(&plan.options, plan.discard).await?;
         }
         if let Some(mode) = plan.cache {
             for node in files_of(&plan.node, &plan.node.options()) {
@@ -290,12 +267,8 @@ impl Graph {
             for (file, mode) in caches {
                 result = result.and(file.set_cache_mode(mode));
             }
-            if let Some(qcow2) = node.qcow2() {
-                let options = options::qcow2_options(&node.options(), node.discards());
-                result = match (result, options) {
-                    (Ok(()), Ok(options)) => qcow2.apply_slice_bytes(&options).await,
-                    (result, options) => result.and(options.map(drop)),
-                };
+            if let (Ok(()), Some(live)) = (&result, node.driver().live_options()) {
+                result = live.prepare(&node.options(), node.discards()).await;
             }
             if let Err(error) = result {
                 tracing::error!("could not take a failed reopen back: {error}");
@@ -345,7 +318,7 @@ fn wanted_window(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions)
         return Err(Error::new(ErrorKind::Busy, message));
     }
     if let Some(child) = node.child(ChildRole::File) {
-        crate::formats::raw::RawDriver::check_window(&child, wanted.0, wanted.1)?;
+        child.check_window(wanted.0, wanted.1)?;
     }
     Ok(Some(wanted))
 }
@@ -382,7 +355,7 @@ fn is_child(key: &str) -> bool {
 /// True for an image with metadata whose file is open for reading: it was made so together with the image, and only an option
 /// changes both.
 fn stays_read_only(node: &Node) -> bool {
-    let has_metadata = node.qcow2().is_some() || node.description().is_some();
+    let has_metadata = node.driver().live_options().is_some() || node.description().is_some();
     has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())
 }
 
@@ -390,7 +363,8 @@ fn stays_read_only(node: &Node) -> bool {
 fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
     let changeable = |key: &str| {
         COMMON.contains(&key)
-            || (node.qcow2().is_some() && (QCOW2.contains(&key) || key == "backing"))
+            || (node.backing_name().is_some() && key == "backing")
+            || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
             || (node.throttle().is_some() && key == "throttle-group")
             || (node.driver_name() == "raw" && RAW.contains(&key))
             || (moves_freely(node) && key == "file" && new.text(key).is_some())

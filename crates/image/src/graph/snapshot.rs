@@ -61,7 +61,7 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     if overlay.is_filter() {
         return refuse(ErrorKind::InvalidArgument, "Filters cannot be used as overlays".to_owned());
     }
-    if overlay.qcow2().is_none() {
+    if overlay.backing_name().is_none() {
         let message = format!("the overlay '{name}' ({}) can't have a backing file", overlay.driver_name());
         return refuse(ErrorKind::InvalidArgument, message);
     }

@@ -3,8 +3,7 @@
 
 use super::requests::Left;
 use super::tracking::Transient;
-use super::{ChildRole, Node};
-use crate::formats::qcow2::{BitmapChange, BitmapStatus, check_new_bitmap, default_granularity_bytes};
+use super::{BitmapChange, BitmapStatus, ChildRole, Node, check_new_bitmap, default_granularity_bytes};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_crypto::Hash;
 use cowshed_qcow2::DirtyBits;
@@ -75,11 +74,11 @@ impl Node {
     /// All dirty bitmaps, the persistent ones first.
     pub async fn bitmaps(&self) -> Result<Vec<NodeBitmap>> {
         let mut all = Vec::new();
-        if let Some(qcow2) = self.qcow2() {
-            for BitmapStatus { name, granularity_bytes, enabled, inconsistent } in qcow2.bitmaps().await? {
+        if let Some(stored) = self.stored_bitmaps() {
+            for BitmapStatus { name, granularity_bytes, enabled, inconsistent } in stored.list().await? {
                 let dirty = match inconsistent {
                     true => 0,
-                    false => qcow2.bitmap_bits(&name).await?.count(),
+                    false => stored.bits(&name).await?.count(),
                 };
                 all.push(NodeBitmap {
                     busy: self.is_bitmap_busy(&name),
@@ -119,18 +118,18 @@ impl Node {
 
     /// True when there is a bitmap of this name.
     pub async fn has_bitmap(&self, name: &str) -> Result<bool> {
-        match (self.transient(name), self.qcow2()) {
+        match (self.transient(name), self.stored_bitmaps()) {
             (Some(_), _) => Ok(true),
-            (None, Some(qcow2)) => Ok(qcow2.bitmaps().await?.iter().any(|bitmap| bitmap.name == name)),
+            (None, Some(stored)) => Ok(stored.list().await?.iter().any(|bitmap| bitmap.name == name)),
             (None, None) => Ok(false),
         }
     }
 
     /// What a bitmap holds at this moment.
     pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
-        match (self.transient(name), self.qcow2()) {
+        match (self.transient(name), self.stored_bitmaps()) {
             (Some(bitmap), _) => Ok(bitmap.bits),
-            (None, Some(qcow2)) => qcow2.bitmap_bits(name).await,
+            (None, Some(stored)) => stored.bits(name).await,
             (None, None) => Err(self.no_such_bitmap(name)),
         }
     }
@@ -261,8 +260,8 @@ impl Node {
     }
 
     async fn change_persistent(&self, change: &BitmapChange) -> Result<()> {
-        match self.qcow2() {
-            Some(qcow2) => qcow2.change_bitmaps(std::slice::from_ref(change)).await,
+        match self.stored_bitmaps() {
+            Some(stored) => stored.change(std::slice::from_ref(change)).await,
             None => {
                 let message = format!("Can't store persistent bitmaps to {}", self.name());
                 Err(Error::unsupported(message).file(self.filename()))
@@ -271,7 +270,7 @@ impl Node {
     }
 
     fn add_transient(&self, name: &str, granularity_bytes: Option<u64>, enabled: bool) -> Result<()> {
-        let default = default_granularity_bytes(self.qcow2().map_or(0, |qcow2| qcow2.cluster_size()));
+        let default = default_granularity_bytes(self.cluster_bytes().unwrap_or(0));
         let granularity = granularity_bytes.unwrap_or(default);
         let granularity_bits = check_new_bitmap(name, granularity).map_err(|error| error.file(self.filename()))?;
         let bits = Arc::new(DirtyBits::new(self.size(), granularity_bits, PIECE_BITS));
@@ -293,11 +292,11 @@ impl Node {
             target.clear();
             target.merge(bits)
         });
-        match (set, self.qcow2()) {
+        match (set, self.stored_bitmaps()) {
             (Some(set), _) => set,
-            (None, Some(qcow2)) => {
+            (None, Some(stored)) => {
                 let merge = BitmapChange::Merge { target: name.to_owned(), source: Arc::clone(bits) };
-                qcow2.change_bitmaps(&[BitmapChange::Clear(name.to_owned()), merge]).await
+                stored.change(&[BitmapChange::Clear(name.to_owned()), merge]).await
             }
             (None, None) => Err(self.no_such_bitmap(name)),
         }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a node asks of its driver. A driver says at once where a request goes ([`Driver::map`]), and the node carries that out; what
-//! can't be said at once, the driver does itself.
+//! The trait of drivers. A driver says at once where a request goes ([`Driver::map`]), and the node carries that out. A driver
+//! carries out itself whatever it can't map at once.
 
-use super::{Node, Preallocation, StatusExtent, ZeroFlags};
+use super::{
+    Backing, Bitmaps, Compressing, LiveOptions, Metadata, Node, Preallocation, Snapshots, StatusExtent, VmState,
+    ZeroFlags,
+};
+use crate::encryption::LuksArea;
 use crate::filters::Below;
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, HostOffset, Result};
-use cowshed_qcow2::Pin;
+use cowshed_qcow2::{Pin, Statistics};
 use cowshed_storage::{File, IoBuf, Permissions};
 use std::any::Any;
 use std::future::{Future, ready};
@@ -230,6 +234,81 @@ pub(crate) trait Driver: Any + Send + Sync {
     /// What it asks of its child when its users have `wanted`, where [`Driver::passes_permissions`].
     fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
         wanted
+    }
+
+    /// See [`Bitmaps`].
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        None
+    }
+
+    /// See [`Backing`].
+    fn backing(&self) -> Option<&dyn Backing> {
+        None
+    }
+
+    /// See [`Metadata`].
+    fn metadata(&self) -> Option<&dyn Metadata> {
+        None
+    }
+
+    /// See [`Compressing`].
+    fn compressing(&self) -> Option<&dyn Compressing> {
+        None
+    }
+
+    /// The area with key slots, and the prefix of the options that are about them; `None` for drivers without encryption.
+    fn key_slots(&self) -> Option<Result<(LuksArea, &'static str)>> {
+        None
+    }
+
+    /// True when what the image holds is encrypted by its format.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
+
+    /// See [`Snapshots`].
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        None
+    }
+
+    /// See [`VmState`].
+    fn vm_state(&self) -> Option<&dyn VmState> {
+        None
+    }
+
+    /// See [`LiveOptions`].
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        None
+    }
+
+    /// The unit in which it allocates what is written, and the least part of it that it can hold alone, in bytes.
+    fn allocation(&self) -> Option<(u64, u64)> {
+        None
+    }
+
+    /// The size up to which it maps its disk without another table, in bytes.
+    fn mapped_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Counters of the cache of its metadata.
+    fn cache_statistics(&self) -> Option<Statistics> {
+        None
+    }
+
+    /// True once it takes no more writes, because of damage.
+    fn is_corrupt(&self) -> bool {
+        false
+    }
+
+    /// True when it can record zeroes where something else lies beneath.
+    fn records_zeroes(&self) -> bool {
+        false
+    }
+
+    /// The name of the file with its data, where the image holds one.
+    fn data_file_name(&self) -> Option<String> {
+        None
     }
 
     /// The backing file that the image names; `None` where the name doesn't say what the image reads from.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests: the checks that every driver needs, then the driver.
 
-use super::driver::{Intent, Mapped, Place, whole_sectors};
+use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::filters::Reading;
 use crate::formats;
@@ -104,8 +104,7 @@ impl Node {
             buf.forget();
             return (Err(error), buf);
         }
-        let _reading = self.reading(offset, len);
-        let (result, mut buf) = match self.driver.map(offset, len, Intent::Read) {
+        let (result, mut buf) = match self.map_read(offset, len) {
             Mapped::File { file, host, guard } => {
                 let done = file.read_at(buf, host).await;
                 drop(guard);
@@ -124,13 +123,33 @@ impl Node {
                 Ok(()) => self.driver.read(offset, buf).await,
                 Err(error) => (Err(error), buf),
             },
-            Mapped::Nothing | Mapped::Special => self.driver.read(offset, buf).await,
+            Mapped::Nothing | Mapped::Special => self.read_noted(offset, buf).await,
         };
         self.count(IoKind::Read, offset, len, start_ns, &result);
         if result.is_err() {
             buf.forget();
         }
         (result, buf)
+    }
+
+    /// As the driver maps it. A reader that must be noted goes the driver's own way, noted before the look at the mapping.
+    #[inline]
+    fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
+        match self.readers.get() {
+            None => self.driver.map(offset, len, Intent::Read),
+            Some(_) => Mapped::Special,
+        }
+    }
+
+    /// A read that the driver carries out, noted where readers are.
+    fn read_noted(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        if self.readers.get().is_none() {
+            return self.driver.read(offset, buf);
+        }
+        Box::pin(async move {
+            let _reading = self.reading(offset, buf.len() as u64);
+            self.driver.read(offset, buf).await
+        })
     }
 
     /// Notes a reader of a range, where a write below is to wait for it.

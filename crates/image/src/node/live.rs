@@ -3,7 +3,6 @@
 
 use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
 use crate::filters::throttle::Group;
-use crate::formats::Qcow2RuntimeOptions;
 use crate::open::Edge;
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
@@ -40,13 +39,12 @@ impl Node {
         options: BlockdevOptions,
         discard: bool,
         detect_zeroes: DetectZeroes,
-        qcow2_options: Option<&Qcow2RuntimeOptions>,
         group: Option<Arc<Group>>,
     ) {
         self.settings.set_discards(discard);
         self.settings.set_detect_zeroes(detect_zeroes);
-        if let (Some(qcow2), Some(options)) = (self.qcow2(), qcow2_options) {
-            qcow2.apply(options);
+        if let Some(live) = self.driver.live_options() {
+            live.apply(&options, discard);
         }
         if let (Some(throttle), Some(group)) = (self.throttle(), group) {
             throttle.set_group(group);

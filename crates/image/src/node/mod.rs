@@ -2,6 +2,7 @@
 //! Nodes of the block graph: what jobs, exports and the library read and write.
 
 mod bitmaps;
+mod capabilities;
 mod driver;
 mod edge;
 mod io;
@@ -12,11 +13,14 @@ mod requests;
 mod settings;
 mod status;
 mod storage;
+mod stored_bitmaps;
 mod tracking;
 mod users;
 mod watch;
 
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
+pub(crate) use capabilities::{Backing, LiveOptions, Snapshots, VmState};
+pub use capabilities::{BackingName, Compressing, Metadata};
 pub use driver::LocalFuture;
 pub(crate) use driver::{
     Driver, Intent, Mapped, NESTED_POLLS, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,
@@ -29,6 +33,8 @@ pub(crate) use naming::given;
 pub use naming::{HeaderName, check_header_name};
 pub use requests::LocalNode;
 use settings::LiveSettings;
+pub(crate) use stored_bitmaps::{BITMAP_NAME_BYTES, default_granularity_bytes};
+pub use stored_bitmaps::{BitmapChange, BitmapStatus, Bitmaps, check_new_bitmap};
 use tracking::Tracking;
 pub(crate) use users::MONITOR;
 

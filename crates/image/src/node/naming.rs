@@ -290,9 +290,7 @@ impl Node {
 
     /// True when the header names this data file.
     fn names_data_file(&self, data_file: &Named) -> bool {
-        let Some(qcow2) = self.qcow2() else { return false };
-        let header = qcow2.header();
-        match (header.data_file_name(), &data_file.plain) {
+        match (self.driver.data_file_name(), &data_file.plain) {
             (Some(name), Some(path)) => is_same_file(&name, path),
             _ => false,
         }

@@ -2,9 +2,8 @@
 //! Requests of a node from outside of the graph. Those that change something run to their end even when their futures are dropped:
 //! see [`rt::to_completion`]. Requests that a driver makes of another node are part of such a request already ([`super::io`]).
 
-use super::{Node, Preallocation, ZeroFlags};
-use crate::formats::qcow2::Qcow2Driver;
-use cowshed_block::{Error, Result};
+use super::{Backing, Node, Preallocation, ZeroFlags};
+use cowshed_block::Result;
 use cowshed_storage::{File, IoBuf, rt};
 use std::future::Future;
 use std::ops::Deref;
@@ -151,7 +150,7 @@ impl Node {
         })
     }
 
-    /// Names another backing file in the header of a qcow2 image, or none. What the image reads from stays what it is: see
+    /// Names another backing file in the image, or none. What the image reads from stays what it is: see
     /// [`crate::graph::Graph::set_backing`]. `name` has at most 1023 bytes. Once polled, it is carried out even when the future
     /// is dropped.
     pub fn change_backing_file(
@@ -161,34 +160,31 @@ impl Node {
     ) -> impl Future<Output = Result<()>> + use<> {
         let (node, name, format) = (self.shared(), name.map(str::to_owned), format.map(str::to_owned));
         rt::to_completion_of(Left(Arc::clone(&node)), async move {
-            node.as_qcow2()?.change_backing_file(name.as_deref(), format.as_deref()).await
+            node.as_backed()?.rename(name.as_deref(), format.as_deref()).await
         })
     }
 
-    /// Gives all clusters of a qcow2 image's disk back: it reads as its backing file afterwards, or as zeroes. Once polled, it is
+    /// Gives all clusters of the image's disk back: it reads as its backing file afterwards, or as zeroes. Once polled, it is
     /// carried out even when the future is dropped.
     pub fn make_empty(&self) -> impl Future<Output = Result<()>> + use<> {
         let node = self.shared();
-        rt::to_completion_of(Left(Arc::clone(&node)), async move { node.as_qcow2()?.make_empty().await })
+        rt::to_completion_of(Left(Arc::clone(&node)), async move { node.as_backed()?.make_empty().await })
     }
 
-    /// Writes to `offset` of the state of a virtual machine that a qcow2 image holds. Once polled, it is carried out even when
+    /// Writes to `offset` of the state of a virtual machine that the image holds. Once polled, it is carried out even when
     /// the future is dropped.
     pub fn write_vm_state(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> + use<> {
         let node = self.shared();
         rt::to_completion_of(Left(Arc::clone(&node)), async move {
-            match node.as_qcow2() {
-                Ok(qcow2) => qcow2.write_vm_state(offset, buf).await,
-                Err(error) => (Err(error), buf),
+            match node.driver.vm_state() {
+                Some(state) => state.write(offset, buf).await,
+                None => (Err(node.lacks("state of a virtual machine")), buf),
             }
         })
     }
 
-    fn as_qcow2(&self) -> Result<&Qcow2Driver> {
-        self.qcow2().ok_or_else(|| {
-            let message = format!("only qcow2 images have this, not driver '{}'", self.driver_name());
-            Error::unsupported(message).file(self.filename())
-        })
+    fn as_backed(&self) -> Result<&dyn Backing> {
+        self.driver.backing().ok_or_else(|| self.lacks("backing file"))
     }
 
     /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance

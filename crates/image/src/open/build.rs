@@ -81,7 +81,7 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
     let node = as_metadata(opener.node(options, place)).await?;
-    if wants_snapshot && node.qcow2().is_none() {
+    if wants_snapshot && !node.has_snapshots() {
         let message = format!("images of the format '{}' have no internal snapshots", node.driver_name());
         let sentence = format!(
             "Failed to load snapshot: Block format '{}' used by device '' does not support temporarily loading internal snapshots",

@@ -159,11 +159,11 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
     let lists = &options.options;
     let format = node.driver_name();
     let refused = || Error::unsupported(format!("Format driver '{format}' does not support option amendment"));
-    let (Some(known), Some(driver)) = (options_of(format), node.qcow2()) else {
+    let (Some(known), Some(metadata)) = (options_of(format), node.metadata()) else {
         return Err(refused().file(node.filename()));
     };
     let values = OptionValues::parse(known, lists).map_err(|error| only_for_creation(QCOW2, error, lists))?;
-    let header = driver.header();
+    let header = metadata.header();
     let version = match values.get("compat") {
         None => None,
         Some("0.10" | "v2") => Some(2),

@@ -213,7 +213,7 @@ pub(crate) async fn relink(
     };
     let was_read_only = overlay.is_read_only();
     graph.set_read_only(overlay, false).await?;
-    let written = match overlay.qcow2() {
+    let written = match overlay.backing_name() {
         Some(_) => {
             let format = named.as_ref().map(|named| match named.format {
                 driver if name.mask_protocol && is_protocol(driver) => "raw",

@@ -52,7 +52,7 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     if options.keep || options.base.is_some() || !Arc::ptr_eq(outer, top) {
         return Ok(());
     }
-    match top.qcow2() {
+    match top.backing_name() {
         Some(_) => top.make_empty().await,
         None => Err(Error::unsupported("only qcow2 images can be emptied")),
     }
@@ -91,7 +91,7 @@ fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> 
 /// Names are those of the headers, and relative to the image that has them: a file of the same name may lie in the working
 /// directory, too.
 fn is_named(above: &Node, backing: &Node, wanted: &str) -> bool {
-    if above.qcow2().is_some_and(|driver| driver.header().backing_file_name().is_some_and(|name| name == wanted)) {
+    if above.backing_name().is_some_and(|backing| backing.name().is_some_and(|name| name == wanted)) {
         return true;
     }
     let Ok(resolved) = resolve_name(wanted, Some(&above.filename())) else { return false };

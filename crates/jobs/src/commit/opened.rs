@@ -60,8 +60,8 @@ impl OpenedBase {
         // The layer above must no longer take what lies behind the old end for zeroes.
         let Some(lowest) = self.chain.lowest() else { return Ok(()) };
         let _drained = self.graph.drain(&[lowest]).await;
-        if let Some(qcow2) = lowest.qcow2() {
-            qcow2.plan_for_backing();
+        if let Some(backing) = lowest.backing_name() {
+            backing.plan_for(None);
         }
         Ok(())
     }

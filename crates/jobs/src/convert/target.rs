@@ -79,10 +79,9 @@ const COMPRESSED_AND_ENCRYPTED: &str = "Compression and encryption not supported
 
 /// Chooses how hard clusters are compressed.
 fn set_codec(node: &Node, options: &ConvertOptions) -> Result<()> {
-    match node.qcow2() {
-        Some(qcow2) if options.compressed => {
-            let compression = qcow2.header().compression();
-            qcow2.set_codec(Codec::with_effort(compression, options.compression_level, options.wide_window)?)
+    match node.compressing() {
+        Some(image) if options.compressed => {
+            image.set_codec(Codec::with_effort(image.method(), options.compression_level, options.wide_window)?)
         }
         _ => Ok(()),
     }
@@ -152,7 +151,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
 
 fn check_target(node: &Node, sources: &Sources, options: &ConvertOptions) -> Result<()> {
     check_apart(node, sources.nodes())?;
-    if options.compressed && node.qcow2().is_some_and(|qcow2| qcow2.is_encrypted()) {
+    if options.compressed && node.is_encrypted() {
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED).file(node.filename()));
     }
     if node.size() < sources.size() {

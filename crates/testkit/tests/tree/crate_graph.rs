@@ -192,6 +192,37 @@ fn the_pure_crates_name_no_system_module() {
     }
 }
 
+/// Parts of `image` that work for any driver.
+const GENERIC: &[&str] = &["filters", "graph", "node", "stats"];
+
+/// Names by which code would know one format.
+const FORMATS: &[&str] =
+    &["blocks", "luks", "mapped", "parallels", "qcow", "qcow2", "qed", "raw", "vdi", "vhdx", "vmdk", "vpc"];
+
+#[test]
+fn generic_modules_name_no_format() {
+    let image = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../image/src");
+    for path in GENERIC.iter().flat_map(|part| rust_files(&image.join(part))) {
+        let text = std::fs::read_to_string(&path).expect("a source file is readable");
+        let named = FORMATS.iter().find(|format| text.contains(&format!("formats::{format}::")));
+        assert_eq!(named, None, "{} names a format", path.display());
+    }
+}
+
+#[test]
+fn only_the_folder_of_qcow2_knows_its_driver() {
+    let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    for name in ["cowshed", "daemon", "image", "jobs", "nbd-server"] {
+        let sources = rust_files(&crates.join(name).join("src"));
+        assert!(!sources.is_empty(), "no sources of {name}");
+        for path in sources.iter().filter(|path| !path.to_string_lossy().contains("formats/qcow2/")) {
+            let text = std::fs::read_to_string(path).expect("a source file is readable");
+            // A capability is to be asked for: see `image/src/node/capabilities.rs`.
+            assert!(!text.contains(".qcow2()"), "{} asks for the driver of qcow2", path.display());
+        }
+    }
+}
+
 fn rust_files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).expect("a source folder is readable") {

@@ -173,6 +173,10 @@ impl Driver for LuksDriver {
         false
     }
 
+    fn key_slots(&self) -> Option<Result<(LuksArea, &'static str)>> {
+        Some(Ok((self.area.clone(), "")))
+    }
+
     fn passes_permissions(&self, by_users: bool) -> bool {
         by_users
     }

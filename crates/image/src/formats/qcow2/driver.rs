@@ -3,13 +3,36 @@
 
 use super::Qcow2Driver;
 use super::span::Direct;
+use crate::codec::Codec;
+use crate::encryption::LuksArea;
 use crate::node::{
-    Driver, Intent, LocalFuture, Mapped, NamedBacking, Node, OnCorruption, Place, Preallocation, StatusExtent,
-    Transfer, Work, ZeroFlags,
+    Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions, LocalFuture,
+    Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent, Transfer,
+    VmState, Work, ZeroFlags,
 };
 use crate::options::{self, BlockdevOptions};
-use cowshed_block::Result;
+use crate::snapshots::SnapshotName;
+use cowshed_block::{Compression, Result};
+use cowshed_layout::qcow2::{Header, Snapshot};
+use cowshed_qcow2::{DirtyBits, Statistics};
 use cowshed_storage::{File, IoBuf};
+use std::sync::Arc;
+
+/// Options that change while the image is in use.
+const LIVE_KEYS: &[&str] = &[
+    "lazy-refcounts",
+    "l2-cache-size",
+    "l2-cache-coverage",
+    "l2-cache-entry-size",
+    "refcount-cache-size",
+    "cache-size",
+    "cache-clean-interval",
+    "overlap-check",
+    "discard-no-unref",
+    "pass-discard-request",
+    "pass-discard-snapshot",
+    "pass-discard-other",
+];
 
 impl Driver for Qcow2Driver {
     fn name(&self) -> &'static str {
@@ -102,8 +125,70 @@ impl Driver for Qcow2Driver {
         Some((name, header.backing_format().map(|format| format.into_owned())))
     }
 
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        Some(self)
+    }
+
+    fn backing(&self) -> Option<&dyn Backing> {
+        Some(self)
+    }
+
+    fn metadata(&self) -> Option<&dyn Metadata> {
+        Some(self)
+    }
+
+    fn compressing(&self) -> Option<&dyn Compressing> {
+        Some(self)
+    }
+
+    fn key_slots(&self) -> Option<Result<(LuksArea, &'static str)>> {
+        Some(self.luks_area().map(|area| (area, "encrypt.")))
+    }
+
+    fn is_encrypted(&self) -> bool {
+        Qcow2Driver::is_encrypted(self)
+    }
+
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        Some(self)
+    }
+
+    fn vm_state(&self) -> Option<&dyn VmState> {
+        Some(self)
+    }
+
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        Some(self)
+    }
+
+    fn allocation(&self) -> Option<(u64, u64)> {
+        let geometry = self.engine.geometry();
+        Some((geometry.cluster_size(), geometry.subcluster_size()))
+    }
+
+    fn mapped_bytes(&self) -> Option<u64> {
+        let coverage_bits = self.engine.geometry().l2_coverage_bits();
+        Some(u64::from(self.header().l1_size).saturating_mul(1 << coverage_bits))
+    }
+
+    fn cache_statistics(&self) -> Option<Statistics> {
+        Some(self.statistics())
+    }
+
+    fn is_corrupt(&self) -> bool {
+        Qcow2Driver::is_corrupt(self)
+    }
+
+    fn records_zeroes(&self) -> bool {
+        self.header().version >= 3
+    }
+
+    fn data_file_name(&self) -> Option<String> {
+        self.header().data_file_name().map(|name| name.into_owned())
+    }
+
     fn tells_damage(&self) -> bool {
-        !self.is_corrupt()
+        !Qcow2Driver::is_corrupt(self)
     }
 
     fn observe_corruption(&self, tell: OnCorruption) {
@@ -131,6 +216,144 @@ impl Driver for Qcow2Driver {
 
     fn close(&self, _read_only: bool) -> Work<'_> {
         Box::pin(Qcow2Driver::close(self))
+    }
+}
+
+impl Bitmaps for Qcow2Driver {
+    fn may_have_bitmaps(&self) -> bool {
+        self.header().version >= 3
+    }
+
+    fn list(&self) -> LocalFuture<'_, Result<Vec<BitmapStatus>>> {
+        Box::pin(self.bitmaps())
+    }
+
+    fn bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>> {
+        Box::pin(self.bitmap_bits(name))
+    }
+
+    fn change<'a>(&'a self, changes: &'a [BitmapChange]) -> LocalFuture<'a, Result<()>> {
+        Box::pin(self.change_bitmaps(changes))
+    }
+}
+
+impl Metadata for Qcow2Driver {
+    fn header(&self) -> Header {
+        Qcow2Driver::header(self)
+    }
+
+    fn file(&self) -> &File {
+        self.image_file()
+    }
+}
+
+impl Compressing for Qcow2Driver {
+    fn method(&self) -> Compression {
+        Qcow2Driver::header(self).compression()
+    }
+
+    fn set_codec(&self, codec: Codec) -> Result<()> {
+        Qcow2Driver::set_codec(self, codec)
+    }
+}
+
+impl BackingName for Qcow2Driver {
+    fn name(&self) -> Option<String> {
+        self.header().backing_file_name().map(|name| name.into_owned())
+    }
+
+    fn format(&self) -> Option<String> {
+        self.header().backing_format().map(|format| format.into_owned())
+    }
+
+    fn is_left_out(&self) -> bool {
+        self.lacks_backing()
+    }
+
+    fn plan_for(&self, bytes: Option<u64>) {
+        match bytes {
+            Some(bytes) => self.plan_for_backing_bytes(bytes),
+            None => self.plan_for_backing(),
+        }
+    }
+}
+
+impl Backing for Qcow2Driver {
+    fn link(&self, backing: Option<Arc<Node>>) {
+        self.set_backing(backing);
+    }
+
+    fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
+        Box::pin(self.change_backing_file(name, format))
+    }
+
+    fn make_empty(&self) -> Work<'_> {
+        Box::pin(Qcow2Driver::make_empty(self))
+    }
+}
+
+impl Snapshots for Qcow2Driver {
+    fn list(&self) -> LocalFuture<'_, Result<Vec<Snapshot>>> {
+        Box::pin(self.internal_snapshots())
+    }
+
+    fn take<'a>(
+        &'a self,
+        name: &'a str,
+        options: &'a BlockdevOptions,
+        discards: bool,
+    ) -> LocalFuture<'a, Result<String>> {
+        Box::pin(async move {
+            let options = options::qcow2_options(options, discards)?;
+            self.take_internal_snapshot(name, &options).await
+        })
+    }
+
+    fn delete<'a>(
+        &'a self,
+        wanted: &'a SnapshotName,
+        options: &'a BlockdevOptions,
+        discards: bool,
+    ) -> LocalFuture<'a, Result<Snapshot>> {
+        Box::pin(async move {
+            let options = options::qcow2_options(options, discards)?;
+            self.delete_internal_snapshot(wanted, &options).await
+        })
+    }
+}
+
+impl VmState for Qcow2Driver {
+    fn start(&self) -> u64 {
+        self.vm_state_start()
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.read_vm_state(offset, buf))
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.write_vm_state(offset, buf))
+    }
+}
+
+impl LiveOptions for Qcow2Driver {
+    fn keys(&self) -> &'static [&'static str] {
+        LIVE_KEYS
+    }
+
+    fn check(&self, options: &BlockdevOptions, discards: bool) -> Result<()> {
+        self.check_options(&options::qcow2_options(options, discards)?)
+    }
+
+    fn prepare<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {
+        Box::pin(async move { self.apply_slice_bytes(&options::qcow2_options(options, discards)?).await })
+    }
+
+    fn apply(&self, options: &BlockdevOptions, discards: bool) {
+        // Checked when the options were.
+        if let Ok(options) = options::qcow2_options(options, discards) {
+            Qcow2Driver::apply(self, &options);
+        }
     }
 }
 

@@ -36,8 +36,7 @@ mod zero;
 pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;
-pub(crate) use bitmaps::default_granularity_bytes;
-pub use bitmaps::{BitmapChange, BitmapStatus, check_new_bitmap};
+pub use crate::node::{BitmapChange, BitmapStatus, check_new_bitmap};
 
 use super::OpenContext;
 use crate::codec::Codec;

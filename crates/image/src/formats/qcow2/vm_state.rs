@@ -10,7 +10,7 @@ use cowshed_storage::fault::Event;
 
 impl Qcow2Driver {
     /// The guest offset at which the state starts.
-    fn vm_state_start(&self) -> u64 {
+    pub(super) fn vm_state_start(&self) -> u64 {
         let geometry = self.engine.geometry();
         geometry.l1_entries_needed(self.size()) << geometry.l2_coverage_bits()
     }

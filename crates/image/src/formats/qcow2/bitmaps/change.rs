@@ -3,84 +3,15 @@
 
 use super::super::Qcow2Driver;
 use super::StoredBitmap;
+use crate::node::{BITMAP_NAME_BYTES, BitmapChange, check_new_bitmap, default_granularity_bytes};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, TYPE_DIRTY_TRACKING};
 use cowshed_layout::qcow2::{BitmapEntry, limits};
 use cowshed_qcow2::DirtyBits;
 use std::sync::Arc;
 
-/// Longest name of a bitmap in bytes.
-const NAME_BYTES: usize = 1023;
 /// Most bytes of data of a bitmap, as in QEMU.
 const DATA_BYTES: u64 = 512 << 20;
-/// log2 of the granularities that QEMU takes.
-const GRANULARITY_BITS: std::ops::RangeInclusive<u32> = 9..=31;
-/// Granularities in bytes that QEMU chooses by itself: the cluster size within these limits.
-const DEFAULT_BYTES: std::ops::RangeInclusive<u64> = 4096..=65536;
-
-/// A change of the persistent bitmaps of an image.
-#[derive(Clone, Debug)]
-pub enum BitmapChange {
-    /// A new one, with nothing dirty.
-    Add {
-        /// 1 to 1023 bytes, not used yet.
-        name: String,
-        /// Bytes that a bit stands for: a power of two from 512 to 2 GiB; as QEMU chooses it when `None`.
-        granularity_bytes: Option<u64>,
-        /// It records what is written from now on.
-        enabled: bool,
-    },
-    /// Takes one away.
-    Remove(String),
-    /// Nothing is dirty any more.
-    Clear(String),
-    /// Records what is written from now on.
-    Enable(String),
-    /// Stays as it is from now on.
-    Disable(String),
-    /// What is dirty in `source` becomes dirty in the target too.
-    Merge {
-        /// Name of the target.
-        target: String,
-        /// Of a disk of the same size.
-        source: Arc<DirtyBits>,
-    },
-}
-
-impl BitmapChange {
-    fn name(&self) -> &str {
-        match self {
-            BitmapChange::Add { name, .. } => name,
-            BitmapChange::Remove(name) | BitmapChange::Clear(name) => name,
-            BitmapChange::Enable(name) | BitmapChange::Disable(name) => name,
-            BitmapChange::Merge { target, .. } => target,
-        }
-    }
-}
-
-/// The granularity in bytes that QEMU gives a bitmap by itself; `cluster_bytes` is 0 for formats without clusters.
-pub(crate) fn default_granularity_bytes(cluster_bytes: u64) -> u64 {
-    if cluster_bytes == 0 {
-        *DEFAULT_BYTES.end()
-    } else {
-        cluster_bytes.clamp(*DEFAULT_BYTES.start(), *DEFAULT_BYTES.end())
-    }
-}
-
-/// Refuses a name or granularity that no bitmap may have; log2 of the granularity.
-pub fn check_new_bitmap(name: &str, granularity_bytes: u64) -> Result<u32> {
-    if name.is_empty() {
-        return Err(Error::invalid_argument("Bitmap name cannot be empty"));
-    }
-    if name.len() > NAME_BYTES {
-        return Err(Error::invalid_argument(format!("Bitmap name too long: {name}")));
-    }
-    if !granularity_bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bytes.trailing_zeros()) {
-        let message = "Granularity must be power of 2 and at least 512";
-        return Err(Error::invalid_argument(message).hint(" (and at most 2G)").value(granularity_bytes));
-    }
-    Ok(granularity_bytes.trailing_zeros())
-}
 
 impl Qcow2Driver {
     /// The granularity of a bitmap that is added without one, in bytes: as QEMU has it.
@@ -162,8 +93,8 @@ impl Qcow2Driver {
     }
 
     fn new_bitmap(&self, name: &str, granularity_bytes: u64, enabled: bool) -> Result<StoredBitmap> {
-        if name.len() > NAME_BYTES {
-            let why = Error::invalid_argument(format!("Name length exceeds maximum ({NAME_BYTES} characters)"));
+        if name.len() > BITMAP_NAME_BYTES {
+            let why = Error::invalid_argument(format!("Name length exceeds maximum ({BITMAP_NAME_BYTES} characters)"));
             return Err(self.not_persistent(name, why));
         }
         let granularity_bits = check_new_bitmap(name, granularity_bytes).map_err(|error| self.error(error))?;

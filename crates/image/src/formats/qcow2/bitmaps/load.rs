@@ -2,7 +2,8 @@
 //! Reading bitmaps: the directory, tables, data.
 
 use super::super::Qcow2Driver;
-use super::{BitmapStatus, Known, StoredBitmap};
+use super::{Known, StoredBitmap};
+use crate::node::BitmapStatus;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE, parse_directory};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS;

@@ -10,10 +10,6 @@ mod load;
 mod publish;
 mod record;
 
-pub use change::BitmapChange;
-pub use change::check_new_bitmap;
-pub(crate) use change::default_granularity_bytes;
-
 use cowshed_layout::qcow2::BitmapEntry;
 use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, FLAG_EXTRA_DATA_COMPATIBLE, FLAG_IN_USE};
 use cowshed_qcow2::DirtyBits;
@@ -92,17 +88,4 @@ impl Known {
     fn find(&self, name: &str) -> Option<usize> {
         self.maps.iter().position(|map| map.entry.name == name.as_bytes())
     }
-}
-
-/// A persistent bitmap, as others see it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BitmapStatus {
-    /// Its name.
-    pub name: String,
-    /// Bytes of the disk that a bit stands for.
-    pub granularity_bytes: u64,
-    /// It records what is written.
-    pub enabled: bool,
-    /// It was not saved correctly: it can only be removed.
-    pub inconsistent: bool,
 }
