@@ -17,7 +17,8 @@ impl Node {
 
     /// Makes what is on disk complete, as a close would leave it.
     pub(crate) async fn complete(&self) -> Result<()> {
-        let result = self.driver.complete(self.flush_boxed()).await;
+        // Not one that may begin before it is polled.
+        let result = self.driver.complete(Box::pin(self.run_flush())).await;
         result.map_err(|error| error.file(self.filename.clone()))
     }
 
