@@ -46,7 +46,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if !matches!(driver, "qcow2" | "luks") {
         return Err(QmpError::generic("Driver does not support x-blockdev-amend"));
     }
-    let is_encrypted = driver == "luks" || node.qcow2().is_some_and(|qcow2| qcow2.header().crypt_method != 0);
+    let is_encrypted = driver == "luks" || node.is_encrypted();
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
         kind: "amend",
