@@ -52,6 +52,18 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! An image from a stranger is opened by rules; it opens no other file then:
+//!
+//! ```no_run
+//! # fn main() -> cowshed::Result<()> {
+//! # let path = "disk.qcow2";
+//! use cowshed::{Disk, OpenRequest, Policy};
+//!
+//! let disk = Disk::open(OpenRequest::file(path).format("qcow2").policy(Policy::untrusted()))?;
+//! # disk.close()
+//! # }
+//! ```
 
 mod disk;
 

@@ -117,8 +117,9 @@ fn from_base64(source: &str, text: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
 fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
     let failed = |error: std::io::Error| {
         let text = error.to_string();
-        let reason = text.split(" (os error").next().unwrap_or_default();
-        Error::invalid_argument(format!("Unable to read {}: {reason}", path.display()))
+        let (reason, path) = (text.split(" (os error").next().unwrap_or_default(), path.display());
+        let sentence = format!("Unable to read {path}: Failed to open file “{path}”: {reason}");
+        Error::invalid_argument(format!("Unable to read {path}: {reason}")).qemu(sentence)
     };
     let mut bytes = Zeroizing::new(Vec::new());
     std::fs::File::open(path).map_err(failed)?.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;

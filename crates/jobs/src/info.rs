@@ -241,8 +241,9 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     let actual_size = actual_size.filter(|_| format != "blkdebug");
     // Raw nodes and filters say what the node below them says.
     // A filter's clusters are those of the image that it stands on.
-    let cluster_size =
-        children.iter().find(|child| child.name == "file" && (node.is_filter() || node.driver_name() == "raw"));
+    let below = if node.driver_name() == "blkdebug" { "image" } else { "file" };
+    let passes = node.is_filter() || ["blkdebug", "raw"].contains(&node.driver_name());
+    let cluster_size = children.iter().find(|child| child.name == below && passes);
     let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
         Some(below) => below.info.dirty_flag.is_some(),

@@ -42,7 +42,10 @@ impl ParallelsHeader {
         let is_old = match array_at::<16>(bytes, 0) {
             Some(magic) if &magic == OLD_MAGIC => true,
             Some(magic) if &magic == MAGIC => false,
-            Some(other) => return Err(wrong("magic", 0, other.escape_ascii(), "this is no Parallels image")),
+            Some(other) => {
+                return Err(wrong("magic", 0, other.escape_ascii(), "this is no Parallels image")
+                    .qemu("Image not in Parallels format"));
+            }
             None => return Err(wrong("header", 0, bytes.len(), "the Parallels header is cut short")),
         };
         let cut_short = || wrong("header", 0, bytes.len(), "the Parallels header is cut short");

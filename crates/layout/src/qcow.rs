@@ -63,7 +63,9 @@ impl QcowHeader {
         let version = be32_at(bytes, 4)?;
         if version != 1 {
             let message = "this version is none of the driver 'qcow'";
-            return Some(Err(refused("version", 4, version, message)));
+            let sentence =
+                format!("qcow (v1) does not support qcow version {version}\nTry the 'qcow2' driver instead.");
+            return Some(Err(refused("version", 4, version, message).qemu(sentence)));
         }
         let (name_offset, name_bytes) = (be64_at(bytes, 8)?, be32_at(bytes, 16)?);
         let size = be64_at(bytes, 24)?;

@@ -67,7 +67,11 @@ impl QedHeader {
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         match array_at::<4>(bytes, 0) {
             Some(magic) if &magic == MAGIC => {}
-            Some(other) => return Err(wrong("magic", 0, other.escape_ascii(), "this is no QED image")),
+            Some(other) => {
+                return Err(
+                    wrong("magic", 0, other.escape_ascii(), "this is no QED image").qemu("Image not in QED format")
+                );
+            }
             None => return Err(wrong("header", 0, bytes.len(), "the QED header is cut short")),
         }
         Self::parse_fields(bytes).unwrap_or_else(|| Err(wrong("header", 0, bytes.len(), "the QED header is cut short")))

@@ -56,7 +56,7 @@ impl VpcFooter {
     /// cylinders × heads × sectors, except for the largest geometry. These are the rules of QEMU 11, as it shows them.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if !bytes.starts_with(COOKIE) {
-            return Err(wrong("cookie", 0, "another", "this is no VHD footer"));
+            return Err(wrong("cookie", 0, "another", "this is no VHD footer").qemu("invalid VPC image"));
         }
         let cut_short = || wrong("footer", 0, bytes.len(), "the VHD footer is cut short");
         let footer = bytes.get(..FOOTER_BYTES).ok_or_else(cut_short)?;

@@ -126,6 +126,13 @@ fn failed_with(persona: Persona, file: &str, format: &str, error: &Error) -> Fai
         let hint = if format == "qcow2" { " (try using a larger cluster size)" } else { "" };
         return Failure::new(format!("{file}: The image size is too large for file format '{format}'{hint}"));
     }
+    if persona == Persona::QemuImg && text.starts_with("The image size must be below 2^63") {
+        let reason = match format {
+            "qcow2" => "Could not resize image: Image size cannot be negative",
+            _ => "Could not resize file: Invalid argument",
+        };
+        return Failure::new(format!("{file}: {reason}"));
+    }
     match (persona, reason_behind("could not open the backing image: ", error)) {
         (Persona::QemuImg, Some(reason)) => Failure::new(format!("{file}: {reason}\nCould not open backing image.")),
         (Persona::QemuImg, None) if text.starts_with("Invalid option list") => Failure::new(text),

@@ -91,7 +91,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
     args.naming.untrusted.guard(&uses, console)?;
     // qemu-img opens the image before it reads the options.
-    measure::check(&options).map_err(|error| {
+    check_options(console.persona, &options).map_err(|error| {
         let images: Vec<&ImageSpec> = options.source.iter().collect();
         let later = of_options(console.persona, &options, &error);
         work::opened_first(console.persona, &args.naming, &images, later)
@@ -126,6 +126,17 @@ fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
             Err(Failure::new(format!("Block driver '{name}' does not support size measurement")))
         }
         _ => create_options::require_format(format),
+    }
+}
+
+/// Checks the options. The short names of versions are none in this verb of qemu-img.
+fn check_options(persona: Persona, options: &MeasureOptions) -> Result<(), Error> {
+    measure::check(options)?;
+    let items = options.create_options.iter().flat_map(|list| list.split(','));
+    let version = items.filter_map(|item| item.strip_prefix("compat=")).last();
+    match version.filter(|name| persona == Persona::QemuImg && ["v2", "v3"].contains(name)) {
+        Some(name) => Err(Error::invalid_argument(format!("Invalid compatibility level: '{name}'"))),
+        None => Ok(()),
     }
 }
 

@@ -225,9 +225,12 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
 
 /// QEMU's sentence, with the file in front unless it is `name`, which the caller has said already.
 fn terse(name: &str, error: &Error) -> String {
+    let sentence = error.sentence();
     match error.file_name() {
-        Some(file) if file != name => format!("{file}: {}", error.sentence()),
-        _ => error.sentence(),
+        Some(file) if file != name && !sentence.starts_with(&format!("Could not open '{file}'")) => {
+            format!("{file}: {sentence}")
+        }
+        _ => sentence,
     }
 }
 

@@ -194,3 +194,13 @@ fn few_file_descriptors_are_an_error_and_no_panic() {
 fn code_or_signal(output: &Output) -> i32 {
     output.status.code().unwrap_or(128)
 }
+
+#[test]
+fn a_dry_run_of_a_clean_image_says_so() {
+    let bench = Bench::new();
+    assert!(bench.run("create -f qcow2 a.qcow2 64M").status.success());
+    let before = bytes(&bench.path("a.qcow2"));
+    let output = bench.run("check -r all --dry-run a.qcow2");
+    assert_eq!(code(&output), 0, "{}", complaint(&output));
+    assert_eq!(bytes(&bench.path("a.qcow2")), before);
+}

@@ -24,6 +24,7 @@ use cowshed_qcow2::check::Ledger;
 pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Outlook, Remedy, Severity, Structure};
 use cowshed_storage::{CacheMode, File};
 use journal::Journal;
+pub use repair::REBUILT;
 use session::Session;
 pub use undo::{UndoReport, undo};
 

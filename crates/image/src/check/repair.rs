@@ -9,8 +9,13 @@ use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
 use cowshed_block::memory::{set_for, try_collect, try_extend, vec_for};
 use cowshed_block::{Error, Result};
-use cowshed_layout::qcow2::{features, offset, refcount};
-use cowshed_qcow2::check::{Counts, EditStep, Finding, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block};
+use cowshed_layout::qcow2::{L1Entry, L2Entry, features, offset, refcount};
+use cowshed_qcow2::check::{
+    Counts, EditStep, Finding, FindingKind, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block,
+};
+
+/// What is said of refcounts that don't stand where they stood, as QEMU says it.
+pub const REBUILT: &str = "Rebuilding refcount structure";
 
 /// Repairs an image that was surveyed into `before`.
 pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[OverlapEntry]) -> Result<CheckReport> {
@@ -38,10 +43,11 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     let mut after = Ledger::new(session.options.findings_max);
     let mut repaired = Vec::new();
     let was = before.counters;
+    let mut followed = 0;
     let mut session = if changed {
         let mut reread = Session::load(file, session.options, session.watch, session.journal, &mut after).await?;
         reread.survey(&mut after).await?;
-        repaired = repaired_findings(before, &after)?;
+        (repaired, followed) = repaired_findings(before, &after, reread.geometry.cluster_bits())?;
         reread
     } else {
         after = before;
@@ -53,7 +59,8 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     }
     changed |= session.clear_bits(clean, all).await?;
     let mut report = report_of(after);
-    report.counters.corruptions_fixed = was.corruptions.saturating_sub(report.counters.corruptions);
+    let fixed = was.corruptions.saturating_sub(report.counters.corruptions);
+    report.counters.corruptions_fixed = fixed.saturating_sub(followed);
     report.counters.leaks_fixed = was.leaks.saturating_sub(report.counters.leaks);
     report.repaired = repaired;
     report.notes = notes;
@@ -61,17 +68,36 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     Ok(report)
 }
 
-/// What was found before and is gone.
-fn repaired_findings(before: Ledger, after: &Ledger) -> Result<Vec<Finding>> {
+/// What was found before and is gone. A flag that was wrong beside a wrong count alone is no finding of its own: such ones are
+/// left out, and the second number says how many they are.
+fn repaired_findings(before: Ledger, after: &Ledger, cluster_bits: u32) -> Result<(Vec<Finding>, u64)> {
     let key = |finding: &Finding| (finding.order(), std::mem::discriminant(&finding.kind));
     let mut left = set_for(after.findings.len())?;
     left.extend(after.findings.iter().map(key));
     let mut gone = before.findings;
     gone.retain(|finding| !left.contains(&key(finding)));
+    let counted = |finding: &Finding| match finding.kind {
+        FindingKind::RefcountLow { cluster, references, .. } | FindingKind::Leak { cluster, references, .. } => {
+            Some((cluster, references == 1))
+        }
+        _ => None,
+    };
+    let mut single = set_for(gone.iter().filter_map(counted).count())?;
+    single.extend(gone.iter().filter_map(counted));
+    let found = gone.len();
+    let flag_of = |offset: u64, entry: u64| (offset >> cluster_bits, entry >> 63 != 0);
+    gone.retain(|finding| {
+        !single.contains(&match finding.kind {
+            FindingKind::CopiedL1 { entry, .. } => flag_of(L1Entry(entry).offset().0, entry),
+            FindingKind::CopiedL2 { entry, .. } => flag_of(L2Entry(entry).offset().0, entry),
+            _ => return true,
+        })
+    });
+    let followed = (found - gone.len()) as u64;
     gone.iter_mut().for_each(|finding| finding.repaired = true);
     // In place: a stable sort takes as much memory again.
     gone.sort_unstable_by_key(Finding::order);
-    Ok(gone)
+    Ok((gone, followed))
 }
 
 impl Session<'_> {
@@ -236,7 +262,10 @@ impl Session<'_> {
         if let Some(why) = self.growth_obstacle().filter(|_| self.needs_rebuild) {
             notes.push(why.to_owned());
         } else if self.needs_rebuild {
-            notes.push("the refcount structure was made anew".to_owned());
+            // What moves for other damage takes this way, too.
+            if copies.is_empty() {
+                notes.push(REBUILT.to_owned());
+            }
             self.rebuild(keep, copies).await?;
             changed = true;
         }

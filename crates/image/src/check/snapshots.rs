@@ -251,12 +251,16 @@ fn is_blank(snapshot: &Snapshot) -> bool {
     snapshot.l1_table_offset == 0 && snapshot.l1_size == 0 && snapshot.id.is_empty() && snapshot.name.is_empty()
 }
 
-/// The snapshot with the size of its VM state and of the disk, taken to be that of today.
+/// Bytes of the fields that a new snapshot has.
+const EXTRA_BYTES: usize = 24;
+
+/// The snapshot with the size of its VM state and of the disk, taken to be that of today, and QEMU's third field.
 fn completed(snapshot: &Snapshot, disk_size: u64) -> Snapshot {
     let mut snapshot = snapshot.clone();
     let have = snapshot.extra_data.len();
-    if have < EXTRA_BYTES_MIN {
-        let fields = [u64::from(snapshot.vm_state_size_32).to_be_bytes(), disk_size.to_be_bytes()].concat();
+    if have < EXTRA_BYTES {
+        // There was no count of instructions: all ones.
+        let fields = [u64::from(snapshot.vm_state_size_32), disk_size, u64::MAX].map(u64::to_be_bytes).concat();
         // A field that is there only in part has no value.
         let whole = have / 8 * 8;
         snapshot.extra_data.truncate(whole);

@@ -312,7 +312,9 @@ impl CreatePlan {
 
     /// Of formats without metadata of their own.
     fn space(&self) -> Result<Preallocation> {
-        let preallocation = self.values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
+        let given = self.values.get("preallocation").unwrap_or("off");
+        let preallocation =
+            parse_preallocation(given).map_err(|error| error.qemu(format!("invalid parameter value: {given}")))?;
         if preallocation == Preallocation::Metadata {
             let message = format!("Unsupported preallocation mode: metadata (a {} image has no metadata)", self.format);
             return Err(Error::unsupported(message)

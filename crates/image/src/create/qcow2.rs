@@ -114,6 +114,10 @@ const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
 /// What QEMU says of smaller ones.
 const SMALL_EXTENDED: &str = "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes";
 
+/// What QEMU says of space for what a backing file gives.
+const PREALLOCATED_OVERLAY: &str =
+    "Backing file and preallocation can only be used at the same time if extended_l2 is on";
+
 fn version_of(values: &OptionValues) -> Result<u32> {
     match values.get("compat") {
         None | Some("1.1" | "v3") => Ok(3),
@@ -154,14 +158,19 @@ impl Qcow2CreateOptions {
             }
         };
         let preallocation = values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
-        let (cluster_bits, refcount_order) = (cluster_bits_of(values)?, refcount_order_of(values)?);
+        let cluster_bits = cluster_bits_of(values)?;
+        let extended_l2 = values.switch("extended_l2");
+        if values.is_given("backing_file") && preallocation != Preallocation::Off && !extended_l2 {
+            return Err(Error::invalid_argument(PREALLOCATED_OVERLAY).field("preallocation"));
+        }
+        let refcount_order = refcount_order_of(values)?;
         let text = |key| values.get(key).map(str::to_owned);
         let options = Qcow2CreateOptions {
             size: round_size(size)?,
             version,
             cluster_bits,
             refcount_order,
-            extended_l2: values.switch("extended_l2"),
+            extended_l2,
             lazy_refcounts: values.switch("lazy_refcounts"),
             compression,
             preallocation,
@@ -239,6 +248,9 @@ impl Qcow2CreateOptions {
             if self.extended_l2 {
                 return refuse("extended_l2", &v3("Extended L2 entries are only"));
             }
+            if self.data_file_raw && self.data_file.is_none() {
+                return refuse("data_file_raw", "data-file-raw requires data-file");
+            }
             if self.compression != Compression::Zlib {
                 return refuse("compression_type", &v3("Non-zlib compression type is only"));
             }
@@ -259,10 +271,7 @@ impl Qcow2CreateOptions {
             self.check_kept_data_file()?;
         }
         if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
-            return refuse(
-                "preallocation",
-                "Backing file and preallocation can only be used at the same time if extended_l2 is on",
-            );
+            return refuse("preallocation", PREALLOCATED_OVERLAY);
         }
         if self.backing_format.is_some() && self.backing_file.is_none() {
             return refuse("backing_fmt", "Backing format cannot be used without backing file");

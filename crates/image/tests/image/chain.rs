@@ -442,3 +442,16 @@ fn a_discard_of_version_2_never_fails_without_the_backing_file_that_the_header_n
         assert!(!with_base[65536..131_072].contains(&1), "{compat}: older data shows");
     }
 }
+
+#[test]
+fn a_short_base_reads_zero_behind_its_end() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = folder.path();
+    std::fs::write(at.join("base.raw"), vec![1; 64 << 10]).unwrap();
+    run("qemu-img", at, &["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", "top.qcow2", "1M"]);
+    let node = open_now(OpenRequest::file(at.join("top.qcow2").to_str().unwrap()).format("qcow2"));
+    let (result, buf) = rt::block_on(node.read(60 << 10, IoBuf::zeroed(8 << 10)));
+    result.unwrap();
+    assert_eq!(buf.to_vec(), [[1; 4 << 10], [0; 4 << 10]].concat());
+    rt::block_on(node.close()).unwrap();
+}

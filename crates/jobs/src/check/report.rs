@@ -2,7 +2,7 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
-use cowshed_image::check::{Counters, Finding, FindingKind};
+use cowshed_image::check::{Counters, Finding, FindingKind, REBUILT};
 use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: what was repaired, then what is wrong now. One is made when it is
@@ -19,7 +19,9 @@ pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
     let omitted = (report.omitted != 0).then(|| format!("{} more findings are not listed", report.omitted));
     let obstacles = report.outlook.obstacles.iter().filter(move |_| is_dry_run);
     let obstacles = obstacles.map(|why| format!("nothing would be repaired: {why}"));
-    before.chain(found).chain(omitted).chain(report.notes.iter().cloned()).chain(obstacles)
+    let (rebuilt, notes): (Vec<&String>, Vec<&String>) = report.notes.iter().partition(|note| *note == REBUILT);
+    let rebuilt = rebuilt.into_iter().cloned();
+    before.chain(rebuilt).chain(found).chain(omitted).chain(notes.into_iter().cloned()).chain(obstacles)
 }
 
 /// The line that a repaired count had before its repair.

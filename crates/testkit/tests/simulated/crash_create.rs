@@ -108,3 +108,25 @@ fn what_is_created_unsynced_is_the_same_image_without_a_flush() {
         assert_eq!(none, 0, "{format} {options}");
     }
 }
+
+#[test]
+fn a_cut_creation_of_a_small_image_leaves_it_whole_or_not_at_all() {
+    let world = World::new(Config::new(7));
+    world.run(async {
+        let create = OpenOptions { write: true, create: true, ..OpenOptions::default() };
+        let file = File::open(Path::new("disk"), &create).expect("a file");
+        let options = Qcow2CreateOptions { size: 3 << 20, cluster_bits: 9, ..Qcow2CreateOptions::default() };
+        write_fresh_qcow2(&file, &options).await.expect("an image");
+    });
+    world.sync_folder();
+    let whole = world.contents("disk").expect("the file").to_vec();
+    let tried = explore(&world.trace(), &CrashPlan::new(7), |cut| {
+        let Some(left) = cut.state.files.get("disk").map(|contents| contents.to_vec()) else { return Ok(()) };
+        match left.starts_with(b"QFI\xfb") && left != whole {
+            true => Err("half an image that looks like one".to_owned()),
+            false => Ok(()),
+        }
+    });
+    let report = tried.unwrap_or_else(|failure| panic!("{failure}"));
+    assert!(report.distinct() > 2, "{report}");
+}

@@ -79,3 +79,10 @@ fn what_another_queue_changes_goes_out_with_the_dirty_bit() {
     let report = report.unwrap_or_else(|complaint| panic!("{complaint}"));
     assert!(report.distinct() > 2, "{report}");
 }
+
+/// The cause, in one sentence.
+#[test]
+fn a_discard_beside_a_write_keeps_both() {
+    let requests = "0 write 0x0 0x10000 1; 0 flush; 0 discard 0x0 0x8000; 1 write 0x8000 0x200 2; 1 flush";
+    survives(vec![layer(4096, 16, 1 << 20, Vec::new())], &Config::new(0), &[], requests);
+}

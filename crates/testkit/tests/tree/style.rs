@@ -98,3 +98,42 @@ fn every_crate_says_what_it_is() {
     let found = folders.filter(|folder| folder.join("Cargo.toml").exists() && !folder.join("README.md").exists());
     assert_none(found.map(|folder| folder.display().to_string()).collect(), "crates without README.md");
 }
+
+/// The Rust of these pages, and the files where the same lines are compiled.
+const COMPILED: [(&str, &[&str]); 2] = [
+    ("docs/library.md", &["crates/cowshed/src/lib.rs"]),
+    (
+        "docs/testing.md",
+        &[
+            "crates/image/tests/image/chain.rs",
+            "crates/testkit/tests/simulated/crash_findings.rs",
+            "crates/testkit/tests/simulated/crash_create.rs",
+            "crates/cowshed/tests/cli/check.rs",
+        ],
+    ),
+];
+
+#[test]
+fn rust_blocks_of_the_docs_are_compiled_elsewhere() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    // Of a documentation test what a reader sees of it.
+    let shown = |line: &str| match line.strip_prefix("//!") {
+        Some(rest) => (!rest.starts_with(" #")).then(|| rest.strip_prefix(' ').unwrap_or(rest).to_owned()),
+        None => Some(line.to_owned()),
+    };
+    let (mut blocks, mut missing) = (0, Vec::new());
+    for (page, files) in COMPILED {
+        let code: Vec<String> =
+            files.iter().map(|file| read(file).lines().filter_map(shown).collect::<Vec<_>>().join("\n")).collect();
+        let text = read(page);
+        for block in text.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()) {
+            blocks += 1;
+            if !code.iter().any(|code| code.contains(block.trim_end())) {
+                missing.push(format!("{page}: {}", block.lines().find(|line| line.contains("fn ")).unwrap_or(block)));
+            }
+        }
+    }
+    assert!(blocks >= 7, "{blocks} blocks");
+    assert!(missing.is_empty(), "{missing:#?}");
+}
