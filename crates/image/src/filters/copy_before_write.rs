@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copy-before-write: the disk as it was when the filter came goes to a target, part by part: what is about to be
-//! overwritten at once, the rest when a job asks for it.
+//! Copy-before-write: the disk as it was when the filter came goes to a target, part by part. A part that a write is about
+//! to change is copied at once; a job asks for the rest.
 
 use super::ranges::Readers;
 use super::saver::Saver;

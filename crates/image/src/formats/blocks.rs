@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What formats share that keep a disk in blocks of one length, found by tables: the tables are read in pages, of which a
-//! fixed number is kept, so that no table takes memory on the word of a file.
+//! The common part of formats that keep a disk in blocks of one length, found by tables. The tables are read in pages, of
+//! which a fixed number is kept. So no table takes memory on the word of a file.
 
 use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Place, Run, push_run};
 use crate::node::{ChildRole, LocalFuture, Node};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a format driver is given to open an image.
+//! The arguments of a format driver that opens an image.
 
 use crate::node::Node;
 use crate::secret::Secret;

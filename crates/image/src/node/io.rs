@@ -222,7 +222,7 @@ impl Node {
         })
     }
 
-    /// See [`Node::write`]. Like every future of this crate that changes something, it must run to its end.
+    /// See [`Node::write`]. `node/requests.rs` carries it on to its end when its caller drops the future.
     pub(crate) async fn run_write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_write(offset, len) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the graph changes about a node while it stays open. No request runs meanwhile.
+//! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
 use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
 use crate::filters::throttle::Group;

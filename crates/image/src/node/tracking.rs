@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who wants to know which parts of a node are written.
+//! Trackers: dirty maps that follow the writes to a node.
 
 use super::Node;
 use crate::dirty::DirtyMap;

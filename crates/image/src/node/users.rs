@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who uses a node, and what each may do with it.
+//! The users of a node, and what each may do with it.
 //!
-//! A filter has no wishes of its own: what its users are granted is what it asks of its child, so a filter can be put
-//! between a node and its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in
-//! use (raw, LUKS), and the locks of a file are what the users of its node do and share: see [`LockSource`].
+//! A filter has no wishes of its own: it asks of its child what its users are granted. So a filter can be put between a node and
+//! its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in use (raw, LUKS).
+//! The locks of a file are what the users of its node do and share: see [`LockSource`].
 
 use super::driver::whole_sectors;
 use super::{ChildRole, LockSource, Node};

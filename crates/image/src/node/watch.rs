@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a user asks to know of a node beside its counters: the first write past a threshold, latencies over intervals,
+//! Watches that a user sets on a node beside its counters: the first write past a threshold, latencies over intervals,
 //! histograms. A node that nobody asks about looks at one flag for each request.
 
 use super::Node;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that hold parts of a disk, on the word of a descriptor: only where the policy lets an image name them, and only
-//! in the descriptor's own folder, unless the user says otherwise. In a folder of uploads the neighbour's file is as near
+//! Files that hold parts of a disk, on the word of a descriptor. They are opened only where the policy lets an image name them,
+//! and only in the descriptor's own folder, unless the user says otherwise. In a folder of uploads the neighbour's file is as near
 //! as the image's own parts.
 
 use super::build::{Draft, Opener, Place, Role};

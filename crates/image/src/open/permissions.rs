@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who may do what with a node: one edge per user.
+//! Permissions on nodes: one edge per user.
 
 use crate::node::ChildRole;
 use crate::options::{DriverKind, DriverSchema};

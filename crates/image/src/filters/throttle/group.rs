@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Throttle groups: limits that several filters share, from any number of threads.
 //!
-//! One of the waiting requests leads: it sleeps until the next one may go, on its own thread's timer, and releases
-//! those whose time has come; the others sleep until they are released or are made the leader.
+//! One of the waiting requests leads. It sleeps on its own thread's timer until the next one may go, and releases those
+//! whose time has come. The others sleep until they are released or become the leader.
 //!
 //! While the buckets are less than half full, a queue borrows for several requests at once and then passes them without
-//! a lock or a look at the clock ([`Credit`]). What is borrowed is in the buckets at once, so the limits never let more
-//! through; and as soon as one request has to wait, all credit is void.
+//! a lock or a look at the clock ([`Credit`]). The buckets hold what is borrowed at once, so the limits never let more
+//! through. As soon as one request has to wait, all credit is void.
 
 use super::limits::Limits;
 use super::meter::Direction;

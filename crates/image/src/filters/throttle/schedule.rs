@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who may go when several members share limits: pure, time is passed in.
+//! The order of members that share limits. It is pure: time is passed in.
 //!
 //! Each member has a queue for reads and one for writes. Members with waiting requests take turns, one request each, and
-//! so do reads and writes; a member without requests is skipped, so nobody waits for it.
+//! so do reads and writes. A member without requests is skipped, so nobody waits for it.
 
 use super::limits::Limits;
 use super::meter::{Direction, Meter};

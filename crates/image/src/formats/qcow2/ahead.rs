@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who inflates which compressed cluster, so that nobody does it twice, and reading ahead: who reads cluster after cluster
-//! finds the next ones inflated.
+//! Claims on compressed clusters, so that only one request inflates each, and reading ahead: a reader that takes cluster after
+//! cluster finds the next ones inflated.
 //!
 //! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
 

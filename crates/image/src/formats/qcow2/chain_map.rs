@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which layer of a long backing chain has a range, and where in its file, remembered, so that a read goes straight there
-//! instead of through every layer above it and the mapping of that one.
+//! A memory of long backing chains: the layer that has a range, and its place in that layer's file. A read goes straight there
+//! instead of through every layer above and its mapping.
 //!
-//! The map covers layers that nobody may write to, from the backing file down to the first that is something else than a
-//! read-only qcow2 node; and the image above them too, if nobody may write to it either: then a read doesn't ask its mapping at
-//! all. It is thrown away when an edge of any graph moves or a node becomes writable. What it says may be short of the truth (a
-//! layer above the right one, which then asks its own backing file), never past it. A place is good only for who holds a pin of
-//! that layer and has seen, after taking it, that nothing has changed ([`Place`]).
+//! The map covers layers that nobody may write to, from the backing file down to the first that is no read-only qcow2 node. It
+//! covers the image above them too, if nobody may write to it either: then a read doesn't ask its mapping at all. The map is
+//! thrown away when an edge of any graph moves or a node becomes writable. An answer may be short of the truth: a layer above the
+//! right one, which then asks its own backing file. It is never past the truth. A place is good only for a reader that holds a
+//! pin of that layer, and has seen after taking it that nothing has changed ([`Place`]).
 
 use super::Qcow2Driver;
 use super::span::join;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compressed clusters as they came out of the decoder, kept for the next small read of the same cluster.
 //!
-//! One store for all images of the process, of a limited size; what was not used since the clock's hand last came by goes
-//! first. A cluster is put in by a reader that still holds its pin, and taken out before its host cluster may get another
-//! owner (`flush.rs`, `reclaim`), so what is found here is always what the mapping means.
+//! One store of a limited size serves all images of the process. Clusters go first that were not used since the clock's hand
+//! last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may
+//! get another owner (`flush.rs`, `reclaim`). So the store always holds what the mapping means.
 
 use cowshed_block::HostOffset;
 use std::collections::{HashMap, VecDeque};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Internal snapshots of an image that is open for writing.
 //!
-//! The image is made complete on disk, the snapshot is taken or deleted there as if nobody had it open, and then the mapping
-//! begins anew: nothing that was cached before is believed afterwards. A power cut meets either a complete image or what
+//! The image is made complete on disk, and the snapshot is taken or deleted there as if nobody had it open. Then the mapping
+//! begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or what
 //! [`crate::snapshots`] may leave. The graph sees to it that no request runs.
 
 use super::Qcow2Driver;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An image whose file was cut short must not be written to: the first cluster that is allocated makes the file longer,
-//! and what the cut took away would read as zeroes from then on, without a word.
+//! An image whose file was cut short must not be written to. The first cluster that is allocated makes the file longer. Then
+//! the part that the cut took away would read as zeroes without a word.
 
 use super::Qcow2Driver;
 use crate::check::{CheckOptions, FindingKind, check};

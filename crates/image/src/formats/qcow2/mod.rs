@@ -2,8 +2,8 @@
 //! The qcow2 driver: carries out the plans of the engine.
 //!
 //! All I/O of an image is here, all decisions are in `cowshed-qcow2`. A request plans, does its I/O, and plans again
-//! whenever it had to wait for something. The futures of a driver are parts of a node's request, which runs to its end even when
-//! its caller drops it (`rt::to_completion`): a dropped future can't take back the write that the kernel has begun.
+//! whenever it had to wait for something. The futures of a driver are parts of a node's request. That request runs to its end
+//! even when its caller drops it (`rt::to_completion`), for nothing takes back a write that the kernel has begun.
 
 mod ahead;
 mod allocate;

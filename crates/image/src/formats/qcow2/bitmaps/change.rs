@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What users do to bitmaps: add, remove, clear, enable, disable, merge.
+//! Changes of bitmaps by users: add, remove, clear, enable, disable, merge.
 
 use super::super::Qcow2Driver;
 use super::StoredBitmap;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Persistent dirty bitmaps: reading, changing, and recording what is written (`docs/formats/bitmap-journal.md`).
 //!
-//! While something is recorded, the bitmaps concerned are in use on disk, and the journal in the header says that they are
-//! up to date all the same: a bit reaches its place in the file before the write that it stands for is begun, so the flush
-//! that covers the write covers the bit.
+//! While something is recorded, the bitmaps concerned are in use on disk. The journal in the header still says that they are
+//! up to date. A bit reaches its place in the file before the write that it stands for begins, so the flush that covers the
+//! write covers the bit.
 
 mod change;
 mod load;
