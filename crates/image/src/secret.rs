@@ -115,14 +115,16 @@ fn from_base64(source: &str, text: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
 }
 
 fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
-    let failed = |error: std::io::Error| {
+    let failed = |step: &str, error: std::io::Error| {
         let text = error.to_string();
         let (reason, path) = (text.split(" (os error").next().unwrap_or_default(), path.display());
-        let sentence = format!("Unable to read {path}: Failed to open file “{path}”: {reason}");
+        let sentence = format!("Unable to read {path}: {step} file “{path}”: {reason}");
         Error::invalid_argument(format!("Unable to read {path}: {reason}")).qemu(sentence)
     };
     let mut bytes = Zeroizing::new(Vec::new());
-    std::fs::File::open(path).map_err(failed)?.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    let file = std::fs::File::open(path).map_err(|error| failed("Failed to open", error))?;
+    let read = file.take(MAX_SECRET_BYTES + 1).read_to_end(&mut bytes);
+    read.map_err(|error| failed("Error reading", error))?;
     match bytes.len() as u64 > MAX_SECRET_BYTES {
         true => {
             Err(Error::invalid_argument(format!("{}: a secret has at most {MAX_SECRET_BYTES} bytes", path.display())))

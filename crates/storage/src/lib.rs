@@ -45,4 +45,4 @@ pub use names::{path_of_text, sync_folder_of, text_of_path};
 pub use nbd_device::{NbdCall, NbdControl, NbdDevice};
 pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions};
 pub use remote::{Remote, RemoteFuture};
-pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want};
+pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, connect_unix};

@@ -360,7 +360,7 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
             &["qemu-nbd", "-k", "n.sock", "--tls-authz", "x", "disk.qcow2"],
             "--tls-authz is not permitted without --tls-creds",
         ),
-        (&["qemu-nbd", "-k", "n.sock", "-l", "none", "disk.qcow2"], "none"),
+        (&["qemu-nbd", "-k", "n.sock", "-l", "none", "disk.qcow2"], "Can't find snapshot"),
         (&["qemu-storage-daemon", "--object", "tls-creds-psk,id=t"], "no pre-shared keys"),
         (&["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=z"], "'z'"),
         (&["qemu-storage-daemon", "--daemonize", "--blockdev", "qcow2,node-name=q,file=nothing"], "nothing"),

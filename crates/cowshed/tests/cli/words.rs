@@ -85,8 +85,11 @@ fn secrets_are_refused_in_qemus_sentences() {
         &[
             (create("id=s"), "Either 'file' or 'data' must be provided"),
             (create("id=s,data=a,file=b"), "'file' and 'data' are mutually exclusive"),
-            (create("id=s,file=nosuch"), "Unable to read nosuch: No such file or directory"),
-            (create("id=s,file=."), "Unable to read .: Is a directory"),
+            (
+                create("id=s,file=nosuch"),
+                "Unable to read nosuch: Failed to open file “nosuch”: No such file or directory",
+            ),
+            (create("id=s,file=."), "Unable to read .: Error reading file “.”: Is a directory"),
             (create("id=s,data=a,keyid=k"), "No secret with id 'k' (option 'keyid')"),
             (create("id=s,data=a,keyid=k,iv=aWlpaWlpaWlpaWlpaWlpaQ=="), "No secret with id 'k' (option 'keyid')"),
         ],

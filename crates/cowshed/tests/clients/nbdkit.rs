@@ -61,8 +61,7 @@ fn nbdkit_and_our_tools_pass_disks_to_each_other() {
     assert!(holds(&disk[2 << 20..]) && parts.len() > disk.len());
 
     // Our server, its client.
-    let serve =
-        "qemu-nbd -t -f qcow2 -k $PWD/ours.sock --fork --pid-file pid disk.qcow2; trap 'kill $(cat pid)' EXIT; ";
+    let serve = "qemu-nbd -t -f qcow2 -k $PWD/ours.sock --fork --pid-file pid disk.qcow2; trap 'kill $(cat pid); while kill -0 $(cat pid) 2>/dev/null; do sleep 0.05; done' EXIT; ";
     let uri = "uri='nbd+unix:///?socket=ours.sock'";
     shell(here, &tools, &format!("{serve} nbdkit -U - nbd {uri} --run 'nbdcopy \"$uri\" through.out'"));
     assert!(read("through.out") == disk, "nbdkit's nbd plugin");

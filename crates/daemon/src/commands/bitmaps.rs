@@ -217,6 +217,15 @@ impl BitmapAction {
         &self.node
     }
 
+    /// True where it changes what the image stores: it is durable once it is done.
+    pub async fn is_stored(&self) -> bool {
+        if matches!(&self.what, What::Change { persistent: true, .. }) {
+            return true;
+        }
+        let bitmaps = self.node.bitmaps().await.unwrap_or_default();
+        bitmaps.iter().any(|bitmap| bitmap.name == self.name && bitmap.persistent)
+    }
+
     /// Carries it out, or leaves everything as it was. No request runs.
     pub async fn run(self) -> QmpResult<BitmapChanged> {
         if matches!(&self.what, What::Change { change: BitmapChange::Remove(_), .. }) {

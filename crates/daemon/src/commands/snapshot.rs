@@ -150,14 +150,15 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
 }
 
 /// Discards actions behind which another one failed with `error`; the error of the transaction. As in QEMU changes of bitmaps
-/// fail in their turn, so the error is that of the first one that can't be carried out.
+/// fail in their turn, so the error is that of the first one that can't be carried out. A bitmap that the image stores is left
+/// alone: its change is durable at once, and a power cut could come before it is taken back.
 async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError) -> QmpError {
     let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
     let (mut done, mut has_failed) = (Vec::new(), false);
     for action in actions {
         match action {
-            Action::Bitmap(change) if !has_failed => match change.run().await {
+            Action::Bitmap(change) if !has_failed && !change.is_stored().await => match change.run().await {
                 Ok(changed) => done.push(Done::Bitmap(changed)),
                 Err(earlier) => (error, has_failed) = (earlier, true),
             },

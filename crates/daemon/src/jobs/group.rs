@@ -47,6 +47,8 @@ impl JobGroup {
         }
         for job in others {
             job.handle.cancel();
+            // One that pauses looks at this no more.
+            job.handle.resume();
         }
     }
 

@@ -97,6 +97,8 @@ pub(crate) struct Job {
     finalize: Cell<bool>,
     /// It has nothing to do by itself.
     is_idle: Cell<bool>,
+    /// Its target has had all of the disk once.
+    was_ready: Cell<bool>,
     error: RefCell<Option<String>>,
     /// What the target of a mirror lacks whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
@@ -151,6 +153,7 @@ impl Job {
     }
 
     fn enter(&self, status: Status) {
+        self.was_ready.set(self.was_ready.get() || status == Status::Ready);
         self.status.set(status);
         self.wake();
         self.events.emit("JOB_STATUS_CHANGE", json!({"id": self.id, "status": status.as_str()}));
@@ -309,11 +312,11 @@ impl Job {
         self.is_idle.set(is_idle);
     }
 
-    /// True when this end of its work leaves no more than a part of a copy. A cancelled mirror that was ready has all of the
-    /// disk, and a copy that only holds the past ends by being cancelled.
+    /// True when an end of its work with this result leaves no more than a part of a copy. A mirror that was ready has had all of
+    /// the disk, whatever failed later. A copy that only holds the past ends by being cancelled.
     pub fn leaves_a_part(&self, result: &Result<()>) -> bool {
-        let is_whole = matches!(self.status(), Status::Ready | Status::Standby) || self.is_idle.get();
-        result.as_ref().is_err_and(|error| !(is_whole && error.kind() == ErrorKind::Cancelled))
+        let held_the_past = |error: &Error| self.is_idle.get() && error.kind() == ErrorKind::Cancelled;
+        result.as_ref().is_err_and(|error| !self.was_ready.get() && !held_the_past(error))
     }
 
     /// Ends a pause, as cancelling does.
@@ -480,6 +483,7 @@ impl Jobs {
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
             is_idle: Cell::new(false),
+            was_ready: Cell::new(false),
             error: RefCell::default(),
             lacking: RefCell::default(),
             mirror: RefCell::default(),
@@ -584,8 +588,14 @@ impl Jobs {
         let end = rt::now() + limit;
         let mut late = Vec::new();
         for (at, job) in jobs.iter().enumerate().rev() {
+            let is_waiting = job.status() == Status::Waiting;
             job.go_on();
             job.handle.cancel();
+            // It can't end before the others of its group.
+            let group = job.group.borrow().clone();
+            if let Some(group) = group.filter(|_| is_waiting) {
+                group.fail(&job.id);
+            }
             let share = end.saturating_sub(rt::now()) / u32::try_from(at + 1).unwrap_or(u32::MAX);
             if !job.ended(share).await {
                 late.push(job.id.clone());

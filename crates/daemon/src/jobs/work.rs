@@ -107,7 +107,8 @@ impl Closing {
         let finish: Finish = Box::new(move |complete| {
             Box::pin(async move {
                 let finished = finish(complete).await;
-                let is_part = is_part || (complete && finished.is_err() && !self.needed.parts && !self.needed.whole);
+                let has_failed = complete && job.leaves_a_part(&finished);
+                let is_part = is_part || (has_failed && !self.needed.parts && !self.needed.whole);
                 // Its users keep it, or else it is closed.
                 let closed = daemon.graph.disown(&self.node).await;
                 drop(self.node);

@@ -5,17 +5,23 @@ use super::client::InputEnd;
 use super::{MonitorContext, serve};
 use crate::control::Message;
 use cowshed_block::{Error, Result};
-use cowshed_storage::Socket;
+use cowshed_storage::{Socket, connect_unix};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
+
+/// An attempt to connect ends after this time.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+
+/// The same for the first attempt of a device that tries again: the monitor's other commands wait for it.
+const FIRST_ATTEMPT_LIMIT: Duration = Duration::from_secs(1);
 
 /// A connected stream socket of any family: its calls are the same for all of them.
 pub(super) struct Connection(UnixStream);
@@ -80,19 +86,20 @@ impl fmt::Display for ClientAddress {
 }
 
 impl ClientAddress {
-    /// Connects; with the connection's name for `query-chardev`.
-    fn connect(&self) -> Result<(Connection, String)> {
+    /// Connects, each address of a host within `limit`; with the connection's name for `query-chardev`.
+    fn connect(&self, limit: Duration) -> Result<(Connection, String)> {
         let failed = |error: io::Error, place: String| {
             Error::io(&error, format!("could not connect to '{place}'")).qemu(format!("Failed to connect to '{place}'"))
         };
         match self {
             ClientAddress::Unix(path) => {
-                let stream = UnixStream::connect(path).map_err(|error| failed(error, path.display().to_string()))?;
+                let stream = UnixAddr::from_pathname(path).and_then(|address| connect_unix(&address, limit));
+                let stream = stream.map_err(|error| failed(error, path.display().to_string()))?;
                 Ok((Connection::unix(stream), self.to_string()))
             }
             ClientAddress::Tcp { host, port } => {
                 let failed = |error: io::Error| failed(error, format!("{host}:{port}"));
-                let stream = TcpStream::connect((host.as_str(), *port)).map_err(failed)?;
+                let stream = connect_tcp(host, *port, limit).map_err(failed)?;
                 let (own, peer) = (stream.local_addr().map_err(failed)?, stream.peer_addr().map_err(failed)?);
                 Ok((Connection::tcp(stream).map_err(failed)?, format!("tcp:{own} <-> {peer}")))
             }
@@ -104,15 +111,26 @@ impl ClientAddress {
     }
 }
 
-/// What is known of the connection.
+fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, limit) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// The state of the connection.
 #[derive(Default)]
 struct State {
     /// Made, and not taken by a monitor yet.
     waiting: Option<Connection>,
     /// The name of the connection that is there.
     connected: Option<String>,
-    /// No further connection is wanted.
-    stopped: bool,
+    /// The monitors that the device has had. An older one makes no further connection.
+    monitors: u64,
 }
 
 /// A character device that connects to a client by itself.
@@ -121,6 +139,13 @@ pub struct Outgoing {
     /// So long after the end of a connection, or after an attempt in vain, the next one is tried.
     reconnect: Option<Duration>,
     shared: Arc<Shared>,
+}
+
+impl State {
+    /// The connection that waits, for the last monitor.
+    fn take(&mut self, own: u64) -> Option<Connection> {
+        if self.monitors == own { self.waiting.take() } else { None }
+    }
 }
 
 #[derive(Default)]
@@ -134,20 +159,34 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for `pause`, or until it is stopped; whether it is.
-    fn stops_within(&self, pause: Duration) -> bool {
-        let waited = self.changed.wait_timeout_while(self.lock(), pause, |state| !state.stopped);
-        waited.unwrap_or_else(PoisonError::into_inner).0.stopped
+    /// Waits for `pause`, or until another monitor than `own` is the last one; whether it is.
+    fn stops_within(&self, pause: Duration, own: u64) -> bool {
+        let waited = self.changed.wait_timeout_while(self.lock(), pause, |state| state.monitors == own);
+        waited.unwrap_or_else(PoisonError::into_inner).0.monitors != own
+    }
+
+    /// Counts another monitor, so that those before it stop.
+    fn next_monitor(&self) -> u64 {
+        let mut state = self.lock();
+        state.monitors += 1;
+        self.changed.notify_all();
+        state.monitors
     }
 }
 
 /// A monitor on such a device. Dropped, it makes no further connection; the one that is there stays.
-pub struct Calling(Arc<Shared>);
+pub struct Calling {
+    shared: Arc<Shared>,
+    own: u64,
+}
 
 impl Drop for Calling {
     fn drop(&mut self) {
-        self.0.lock().stopped = true;
-        self.0.changed.notify_all();
+        let mut state = self.shared.lock();
+        if state.monitors == self.own {
+            state.monitors += 1;
+            self.shared.changed.notify_all();
+        }
     }
 }
 
@@ -155,7 +194,9 @@ impl Outgoing {
     /// Connects. Where it may try again, a failure is no error.
     pub fn new(id: &str, address: &ClientAddress, reconnect: Option<Duration>) -> Result<Outgoing> {
         let shared = Arc::new(Shared::default());
-        match address.connect() {
+        // The command that makes the device waits for this.
+        let limit = if reconnect.is_some() { FIRST_ATTEMPT_LIMIT } else { CONNECT_LIMIT };
+        match address.connect(limit) {
             Ok((connection, name)) => {
                 let mut state = shared.lock();
                 state.waiting = Some(connection);
@@ -180,11 +221,11 @@ impl Outgoing {
 
     /// Starts a monitor, on a thread of its own.
     pub fn start(&self, context: MonitorContext) -> Result<Calling> {
-        self.shared.lock().stopped = false;
+        let own = self.shared.next_monitor();
         let (shared, address, reconnect) = (Arc::clone(&self.shared), self.address.clone(), self.reconnect);
         let run = move || {
             loop {
-                let made = shared.lock().waiting.take();
+                let made = shared.lock().take(own);
                 if let Some(connection) = made {
                     connection.serve(&context);
                     shared.lock().connected = None;
@@ -192,11 +233,19 @@ impl Outgoing {
                     let _ = context.control.send(Message::MonitorClosed(Arc::clone(&context.properties)));
                 }
                 let Some(pause) = reconnect else { return };
-                if shared.stops_within(pause) {
+                if shared.stops_within(pause, own) {
                     return;
                 }
-                if let Ok((connection, name)) = address.connect() {
+                // The client of the monitor before this one is still there.
+                if shared.lock().connected.is_some() {
+                    continue;
+                }
+                if let Ok((connection, name)) = address.connect(CONNECT_LIMIT) {
                     let mut state = shared.lock();
+                    // A monitor that has gone meanwhile serves nobody.
+                    if state.monitors != own {
+                        return;
+                    }
                     state.waiting = Some(connection);
                     state.connected = Some(name);
                 }
@@ -204,7 +253,7 @@ impl Outgoing {
         };
         let started = thread::Builder::new().name("monitor".into()).spawn(run);
         started.map_err(|error| Error::io(&error, "could not start a thread"))?;
-        Ok(Calling(Arc::clone(&self.shared)))
+        Ok(Calling { shared: Arc::clone(&self.shared), own })
     }
 }
 

@@ -148,6 +148,31 @@ fn a_mirror_that_was_ready_keeps_its_file_when_it_is_cancelled() {
     }
 }
 
+/// The copy has been whole: what failed later takes nothing from it.
+#[test]
+fn a_mirror_that_was_ready_keeps_its_file_when_it_fails() {
+    let (daemon, mut client) = serving(false);
+    let image = json!({"driver": "file", "filename": daemon.path("b.raw")});
+    Qemu::system().create(&daemon.path("b.raw"), "raw", "", SIZE);
+    // A write makes all reads fail that come after it.
+    let file = json!({
+        "driver": "blkdebug", "image": image,
+        "set-state": [{"event": "write_aio", "state": 1, "new_state": 2}],
+        "inject-error": [{"event": "read_aio", "iotype": "read", "state": 2}],
+    });
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "b", "file": file}));
+    let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+    client.command("nbd-server-start", json!({"addr": address}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "b", "writable": true}));
+    client.command("drive-mirror", job(&daemon, &json!({"device": "b", "format": "raw"})));
+    client.event("BLOCK_JOB_READY");
+    Qemu::system().io(["-f", "raw", "-c", "write -P 1 0 64k", &uri(&daemon, "b")]).expect_ok();
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed["error"].is_string(), "{completed}");
+    assert_eq!(files(daemon.folder.path()), ["b.raw", "copy"]);
+    daemon.stop().expect("stopped in order");
+}
+
 #[test]
 fn a_new_image_that_fails_leaves_no_file_and_an_older_one_stays() {
     let (daemon, mut client) = serving(false);

@@ -180,6 +180,40 @@ fn one_that_is_cancelled_cancels_the_group_also_one_that_waits() {
 }
 
 #[test]
+fn a_daemon_ends_though_a_job_waits_for_an_older_one_of_its_group() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    for name in ["a", "t", "b", "u"] {
+        let null = json!({"driver": "null-co", "node-name": name, "size": 64 << 20, "read-zeroes": false});
+        client.command("blockdev-add", null);
+    }
+    client.command("transaction", grouped(&[backup("a", "t", &json!({"speed": 1})), backup("b", "u", &json!({}))]));
+    while client.event("JOB_STATUS_CHANGE") != json!({"id": "b", "status": "waiting"}) {}
+    // In order: no job is late.
+    daemon.stop().expect("stopped in order");
+}
+
+/// The change of a bitmap that an image stores is durable at once, so a transaction that is refused makes none.
+#[test]
+fn a_refused_transaction_leaves_stored_bitmaps_alone() {
+    let folder = temp_folder();
+    let path = folder.path().to_owned();
+    let daemon = Running::start_in(folder, Vec::new());
+    let mut client = daemon.client();
+    client.files_in(&path);
+    add_disks(&mut client, &path, false);
+    client.command("block-dirty-bitmap-add", json!({"node": "a", "name": "kept", "persistent": true}));
+    let before = std::fs::read(path.join("a.qcow2")).expect("the image");
+    let data = json!({"node": "a", "name": "kept"});
+    let actions = json!([{"type": "block-dirty-bitmap-clear", "data": data}, {"type": "abort", "data": {}}]);
+    let refusal = client.refusal("transaction", json!({"actions": actions}));
+    assert_eq!(refusal, "Transaction aborted using Abort action");
+    // Taken back it would be stored anew, in other places.
+    assert!(std::fs::read(path.join("a.qcow2")).expect("the image") == before, "the image has changed");
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
 fn only_jobs_end_together() {
     let daemon = Running::start(Vec::new());
     let mut client = daemon.client();

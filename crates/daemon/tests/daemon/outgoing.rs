@@ -52,6 +52,37 @@ fn a_monitor_connects_to_a_client_that_listens_and_again_when_told_to() {
 }
 
 #[test]
+fn only_the_last_monitor_of_a_device_connects_again() {
+    let folder = temp_folder();
+    let path = folder.path().join("client.sock");
+    let listener = UnixListener::bind(&path).expect("a free name");
+    let mut device = steps(&format!("socket,path={},reconnect-ms=10", path.display()));
+    device.truncate(1);
+    let daemon = Running::start_in(folder, device);
+    let mut other = daemon.client();
+    let monitor = |id: &str| json!({"qom-type": "monitor-qmp", "id": id, "chardev": "m"});
+    let (first, _) = listener.accept().expect("the device connects");
+    other.command("object-add", monitor("one"));
+    let mut client = Client::on(first);
+    client.command("query-version", json!({}));
+    other.command("object-del", json!({"id": "one"}));
+    other.command("object-add", monitor("two"));
+    drop(client);
+    let (second, _) = listener.accept().expect("it connects again");
+    Client::on(second.try_clone().expect("the same")).command("query-version", json!({}));
+    // Long enough for an older monitor, if one still tried.
+    listener.set_nonblocking(true).expect("a socket");
+    let end = std::time::Instant::now() + std::time::Duration::from_millis(200);
+    while std::time::Instant::now() < end {
+        let more = listener.accept();
+        assert!(more.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock), "a second connection");
+        std::thread::yield_now();
+    }
+    drop(second);
+    daemon.stop().expect("stopped in order");
+}
+
+#[test]
 fn a_monitor_waits_for_a_client_that_comes_late_where_it_may_connect_again() {
     let folder = temp_folder();
     let path = folder.path().join("client.sock");

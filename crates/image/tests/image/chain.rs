@@ -455,3 +455,23 @@ fn a_short_base_reads_zero_behind_its_end() {
     assert_eq!(buf.to_vec(), [[1; 4 << 10], [0; 4 << 10]].concat());
     rt::block_on(node.close()).unwrap();
 }
+
+/// The outer image grows by whole sectors, though the inner one asks for the end of its data.
+#[test]
+fn an_image_in_an_image_takes_a_write_of_a_few_bytes() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let tool = |program: &str, arguments: &[&str]| {
+        let output = std::process::Command::new(program).args(arguments).output().expect("QEMU's tools are installed");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &path("inner"), "64M"]);
+    tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &path("inner"), &path("outer")]);
+    let options = format!("driver=qcow2,file.driver=qcow2,file.file.driver=file,file.file.filename={}", path("outer"));
+    let node = rt::block_on(open(OpenRequest::image_opts(&options).unwrap().writable(true))).unwrap();
+    rt::block_on(node.write(0, IoBuf::copy_from(&[5; 100]))).0.unwrap();
+    rt::block_on(node.close()).unwrap();
+    tool("qemu-img", &["check", "-q", &path("outer")]);
+    tool("qemu-io", &["--image-opts", &options, "-c", "read -P 5 0 100", "-c", "read -P 0 100 412"]);
+    tool("qemu-img", &["check", "-q", "--image-opts", &options]);
+}

@@ -222,6 +222,22 @@ fn every_layout_holds_an_encryption_header() {
     }
 }
 
+/// A disk has whole sectors, and a shorter one keeps the bytes up to the size that was asked for.
+#[test]
+fn volumes_are_resized_to_whole_sectors() {
+    let folder = folder();
+    create(folder.path(), "luks", "key-secret=s,iter-time=10", SIZE);
+    let node = open_ours(folder.path(), "luks", true);
+    for (asked, whole) in [(SIZE + 1000, SIZE + 1024), (SIZE + 1536, SIZE + 1536), (1000, 1024)] {
+        write(&node, 0, &[7; 1000]);
+        rt::block_on(node.resize(asked as u64, Preallocation::Off)).unwrap();
+        assert_eq!(node.size(), whole as u64);
+        assert_eq!(read_all(&node)[..1000], [7; 1000]);
+    }
+    close(&node);
+    assert_eq!(read_theirs(folder.path(), "luks")[..1000], [7; 1000]);
+}
+
 /// Ciphers that only newer versions of QEMU have; what is known of them is in `cowshed_crypto`.
 #[test]
 fn what_newer_versions_have_is_written_and_read_by_us() {

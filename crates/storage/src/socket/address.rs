@@ -2,12 +2,15 @@
 //! Where to connect or listen.
 
 use cowshed_block::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::fmt;
+use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The address of a stream socket.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -57,7 +60,7 @@ impl SocketAddress {
         match self {
             SocketAddress::Unix(path) => {
                 let address = SocketAddress::unix(path)?;
-                UnixStream::connect_addr(&address).map(OwnedFd::from).map_err(|error| failed(&error))
+                connect_unix(&address, timeout).map(OwnedFd::from).map_err(|error| failed(&error))
             }
             SocketAddress::Tcp { host, port } => {
                 let mut last = None;
@@ -71,6 +74,31 @@ impl SocketAddress {
             }
         }
     }
+}
+
+/// Connects to a Unix socket, for at most `timeout` where the listener's queue is full: a blocking call would wait without end.
+pub fn connect_unix(address: &UnixAddr, timeout: Duration) -> io::Result<UnixStream> {
+    const PAUSE: Duration = Duration::from_millis(5);
+    let peer = match (address.as_pathname(), address.as_abstract_name()) {
+        (Some(path), _) => SocketAddrUnix::new(path)?,
+        (None, Some(name)) => SocketAddrUnix::new_abstract_name(name)?,
+        (None, None) => return Err(io::ErrorKind::InvalidInput.into()),
+    };
+    let end = Instant::now().checked_add(timeout);
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    loop {
+        match connect(&socket, &peer) {
+            Ok(()) => break,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) if end.is_none_or(|end| Instant::now() < end) => std::thread::sleep(PAUSE),
+            Err(Errno::AGAIN) => return Err(io::Error::from(Errno::TIMEDOUT)),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 impl fmt::Display for SocketAddress {

@@ -15,7 +15,7 @@ mod listener;
 mod readiness;
 mod stale;
 
-pub use address::SocketAddress;
+pub use address::{SocketAddress, connect_unix};
 pub use listener::{KeepAlive, ListenOptions, Listener};
 pub use stale::clear_stale;
 

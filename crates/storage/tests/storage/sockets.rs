@@ -252,3 +252,21 @@ fn addresses_and_ports_are_chosen_as_asked() {
     let numeric = ListenOptions { numeric: true, ipv4: Some(true), ipv6: Some(true), ..ListenOptions::default() };
     assert!(Listener::bind_with(&local(0), &numeric).is_ok());
 }
+
+#[test]
+fn a_listener_that_takes_no_clients_is_waited_for_within_a_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let address = std::os::unix::net::SocketAddr::from_pathname(&path).unwrap();
+    let mut waiting = Vec::new();
+    // The queue of a listener is finite.
+    let error = loop {
+        match cowshed_storage::connect_unix(&address, std::time::Duration::from_millis(20)) {
+            Ok(stream) => waiting.push(stream),
+            Err(error) => break error,
+        }
+        assert!(waiting.len() < 100_000, "no end of the queue");
+    };
+    assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{error}");
+}

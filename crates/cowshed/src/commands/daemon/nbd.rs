@@ -327,10 +327,34 @@ impl NbdArgs {
         ];
         for (key, value) in settings {
             if let Some(value) = value {
+                check_mode(key, &value)?;
                 drive.set(key, &value)?;
             }
         }
         Ok(drive)
+    }
+}
+
+/// Refuses a mode that an option doesn't have, in QEMU's words: each option has its own.
+fn check_mode(key: &str, value: &str) -> Result<(), Failure> {
+    let (known, sentence): (&[&str], String) = match key {
+        "aio" => (&["threads", "native", "io_uring"], format!("Invalid aio mode '{value}'")),
+        "cache" => (
+            &["none", "off", "writeback", "writethrough", "directsync", "unsafe"],
+            format!("Invalid cache mode `{value}'"),
+        ),
+        "discard" => (&["ignore", "off", "unmap", "on"], format!("Invalid discard mode `{value}'")),
+        "detect-zeroes" => {
+            (&["off", "on", "unmap"], format!("Failed to parse detect_zeroes mode: invalid parameter value: {value}"))
+        }
+        _ => return Ok(()),
+    };
+    match known.contains(&value) {
+        true => Ok(()),
+        false => Err(Failure {
+            sentence: Some(sentence.clone()),
+            ..Failure::new(format!("{sentence}, not one of {}", known.join(", ")))
+        }),
     }
 }
 

@@ -7,7 +7,9 @@ pub(crate) use open::{SCHEMA, open};
 
 use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use crate::formats::raw::resize_file;
-use crate::node::{Driver, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done};
+use crate::node::{
+    Driver, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
+};
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_layout::luks::LuksHeader;
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
@@ -143,7 +145,7 @@ impl Driver for LuksDriver {
 
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
         Box::pin(async move {
-            let end = size.checked_add(self.payload_offset).filter(|end| i64::try_from(*end).is_ok());
+            let end = whole_sectors(size).checked_add(self.payload_offset).filter(|end| i64::try_from(*end).is_ok());
             let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
             resize_file(&self.file, end, preallocation).await
         })

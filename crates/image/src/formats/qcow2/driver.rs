@@ -8,7 +8,7 @@ use crate::encryption::LuksArea;
 use crate::node::{
     Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions, LocalFuture,
     Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent, Transfer,
-    VmState, Work, ZeroFlags,
+    VmState, Work, ZeroFlags, whole_sectors,
 };
 use crate::options::{self, BlockdevOptions};
 use crate::snapshots::SnapshotName;
@@ -91,7 +91,7 @@ impl Driver for Qcow2Driver {
     }
 
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
-        Box::pin(Qcow2Driver::resize(self, size, preallocation))
+        Box::pin(Qcow2Driver::resize(self, whole_sectors(size), preallocation))
     }
 
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
