@@ -21,7 +21,7 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 40 * MIB;
-const LIBNBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/served/libnbd.py");
+const LIBNBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nbd_server/served/libnbd.py");
 
 /// What the disk holds at first: every 64 KiB another byte.
 fn initial() -> Vec<u8> {
