@@ -133,7 +133,7 @@ fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
 fn check_options(persona: Persona, options: &MeasureOptions) -> Result<(), Error> {
     measure::check(options)?;
     let items = options.create_options.iter().flat_map(|list| list.split(','));
-    let version = items.filter_map(|item| item.strip_prefix("compat=")).last();
+    let version = items.filter_map(|item| item.strip_prefix("compat=")).next_back();
     match version.filter(|name| persona == Persona::QemuImg && ["v2", "v3"].contains(name)) {
         Some(name) => Err(Error::invalid_argument(format!("Invalid compatibility level: '{name}'"))),
         None => Ok(()),
