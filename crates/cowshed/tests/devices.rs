@@ -479,7 +479,7 @@ fn a_daemon_lives_through_a_full_disk() {
             break line;
         }
     };
-    assert!(event.contains("\"nospace\":true") && event.contains("\"operation\":\"write\""), "{event}");
+    assert!(event.contains("\"nospace\": true") && event.contains("\"operation\": \"write\""), "{event}");
     // What needs no room goes on.
     let said = io(&["read -P 1 0 2M", "write -P 3 0 1M", "flush", "read -P 3 0 1M", "read -P 1 1M 1M"]);
     assert!(!said.contains("failed") && !said.contains("error"), "{said}");
