@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine on the simulated disk: power cuts, I/O errors, dropped requests. No test here needs QEMU.
+//! The engine on the simulated disk: power cuts, I/O errors, dropped requests, the fuzzer's inputs.
 
 mod check_owners;
 mod corpus;
