@@ -19,7 +19,7 @@ pub fn is_unknown(format: &str) -> bool {
 /// Drivers of QEMU with images that QEMU doesn't make either.
 const ONLY_READ: [&str; 4] = ["bochs", "cloop", "dmg", "vvfat"];
 
-/// What is said of a format that no image can be created in.
+/// The words for a format that no image can be created in.
 pub fn refusal(format: &str) -> String {
     let makes_none =
         |schema: &DriverSchema| schema.kind == DriverKind::Filter || ["null-co", "null-aio"].contains(&format);

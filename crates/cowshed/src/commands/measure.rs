@@ -140,7 +140,7 @@ fn check_options(persona: Persona, options: &MeasureOptions) -> Result<(), Error
     }
 }
 
-/// What is wrong with the options, in qemu-img's words.
+/// Faults of the options, in qemu-img's words.
 fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Failure {
     let sentence = error.sentence();
     let format = options.target_format.as_deref().unwrap_or("raw");

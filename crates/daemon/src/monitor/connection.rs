@@ -242,7 +242,7 @@ impl Outgoing {
                 }
                 if let Ok((connection, name)) = address.connect(CONNECT_LIMIT) {
                     let mut state = shared.lock();
-                    // A monitor that has gone meanwhile serves nobody.
+                    // A monitor that has gone meanwhile takes no client.
                     if state.monitors != own {
                         return;
                     }

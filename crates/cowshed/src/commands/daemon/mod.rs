@@ -47,7 +47,7 @@ struct Running {
     log_level: &'static str,
     /// Dropped at the end, in whatever way that comes.
     kept: Option<Box<dyn Any>>,
-    /// What is said of an error at the start.
+    /// The words for an error at the start.
     worded: Box<dyn Fn(&Error) -> Failure>,
 }
 
