@@ -6,3 +6,4 @@ pub mod image;
 pub mod layout;
 pub mod nbd;
 pub mod replay;
+pub mod vhost;

@@ -27,6 +27,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("cowshed-nbd-proto", &["cowshed-block"]),
+    ("cowshed-vhost-user-proto", &[]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
@@ -65,6 +66,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-nbd-proto",
+            "cowshed-vhost-user-proto",
         ],
     ),
     (
@@ -83,7 +85,14 @@ const ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that must build without a runtime, the C library or a way to reach the operating system.
-const PURE: &[&str] = &["cowshed-block", "cowshed-layout", "cowshed-nbd-proto", "cowshed-qcow2", "cowshed-qmp"];
+const PURE: &[&str] = &[
+    "cowshed-block",
+    "cowshed-layout",
+    "cowshed-nbd-proto",
+    "cowshed-qcow2",
+    "cowshed-qmp",
+    "cowshed-vhost-user-proto",
+];
 
 /// What none of [`PURE`] may reach, however far down.
 const RUNTIMES: &[&str] = &[
