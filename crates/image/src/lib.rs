@@ -6,6 +6,7 @@ pub mod check;
 pub mod codec;
 pub mod create;
 pub mod dirty;
+mod drivers;
 pub mod encryption;
 mod events;
 pub mod filters;

@@ -9,6 +9,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{Error, ErrorKind};
 use cowshed_image::create::schema::help_lines;
+use cowshed_image::options::DriverSchema;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::amend::{self, AmendOptions};
 
@@ -96,9 +97,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
     let Some(options) = amend::options_of(format) else {
-        return Err(match cowshed_image::formats::find(format) {
-            Some(_) => Failure::new(format!("Format driver '{format}' does not support option amendment")),
-            None => Failure::new(format!("Unknown file format '{format}'")),
+        return Err(match DriverSchema::is_format(format) {
+            true => Failure::new(format!("Format driver '{format}' does not support option amendment")),
+            false => Failure::new(format!("Unknown file format '{format}'")),
         });
     };
     console.line(format_args!("Amend options for '{format}':"));

@@ -37,27 +37,6 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A filter: one line of [`FILTERS`].
-#[derive(Clone, Copy, Debug)]
-pub struct FilterInfo {
-    /// The driver name.
-    pub name: &'static str,
-    /// One line for people.
-    pub about: &'static str,
-}
-
-/// The filters there are.
-pub const FILTERS: &[FilterInfo] = &[
-    FilterInfo { name: "fault", about: "fails chosen requests with a chosen errno" },
-    FilterInfo { name: "throttle", about: "limits operations and bytes per second" },
-    FilterInfo { name: "copy-on-read", about: "copies what is read from a backing file into the image" },
-    FilterInfo { name: "copy-before-write", about: "saves to a target what is about to be overwritten" },
-    FilterInfo { name: "compress", about: "has what is written compressed in the image" },
-    FilterInfo { name: "preallocate", about: "reserves space ahead for a file that grows" },
-    FilterInfo { name: "blklogwrites", about: "logs writes as dm-log-writes does" },
-    FilterInfo { name: "mirror", about: "writes to the target of a mirror too; only the job adds it" },
-];
-
 /// A copy that a filter could not make.
 #[derive(Clone, Debug)]
 pub struct CopyFailure {

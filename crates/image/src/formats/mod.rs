@@ -17,62 +17,12 @@ pub(crate) mod vpc;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
-use crate::node::LocalFuture;
-use crate::open::{Draft, Opened, Opener};
 use cowshed_block::{Error, Result};
-use cowshed_layout::probe::FormatName;
 pub use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, IoBuf};
-use std::rc::Rc;
 
 pub use mapped::{Description, MappedCheck};
-
-/// Opens an image of a format.
-pub(crate) type OpenFormat = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Opened>;
-
-/// A disk-image format: one line of [`FORMATS`].
-#[derive(Clone, Copy, Debug)]
-pub struct FormatInfo {
-    /// The name, as option values and headers have it.
-    pub name: &'static str,
-    /// One line for people.
-    pub about: &'static str,
-    /// False: recognised, and refused by name.
-    pub supported: bool,
-    /// Opens an image, for formats that need nothing else of the opener.
-    pub(crate) open: Option<OpenFormat>,
-}
-
-const fn format(name: FormatName, supported: bool, about: &'static str) -> FormatInfo {
-    FormatInfo { name: name.as_str(), about, supported, open: None }
-}
-
-const fn opened(name: FormatName, open: OpenFormat, about: &'static str) -> FormatInfo {
-    FormatInfo { name: name.as_str(), about, supported: true, open: Some(open) }
-}
-
-/// The formats there are, and those that are recognised for a clear refusal.
-pub const FORMATS: &[FormatInfo] = &[
-    format(FormatName::Raw, true, "the bytes of the disk as they are"),
-    format(FormatName::Qcow2, true, "QEMU copy-on-write, versions 2 and 3"),
-    opened(FormatName::Qcow, qcow::open, "QEMU copy-on-write, version 1, for reading"),
-    opened(FormatName::Vmdk, vmdk::open, "VMware, for reading"),
-    opened(FormatName::Vdi, vdi::open, "VirtualBox, for reading"),
-    opened(FormatName::Vpc, vpc::open, "Virtual PC (VHD), for reading"),
-    opened(FormatName::Vhdx, vhdx::open, "Hyper-V, for reading"),
-    opened(FormatName::Qed, qed::open, "QEMU enhanced disk, for reading"),
-    opened(FormatName::Luks, luks::open, "Linux unified key setup, version 1: an encrypted volume"),
-    opened(FormatName::Parallels, parallels::open, "Parallels, for reading"),
-    format(FormatName::Bochs, false, "Bochs"),
-    format(FormatName::Cloop, false, "Linux cloop"),
-    format(FormatName::Dmg, false, "Apple disk image (UDIF)"),
-];
-
-/// The format with this name.
-pub fn find(name: &str) -> Option<&'static FormatInfo> {
-    FORMATS.iter().find(|format| format.name == name)
-}
 
 /// The format that a file's first bytes (up to [`PROBE_BYTES`]) and its last ones (up to [`PROBE_TAIL_BYTES`]) look like;
 /// "raw" when they look like none.

@@ -4,8 +4,7 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
 use crate::codec::Codec;
-use crate::node::LocalFuture;
-use crate::open::{Draft, NamedBacking, Opened, Opener};
+use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
@@ -15,13 +14,15 @@ use std::rc::Rc;
 /// Unit of places in the file.
 const SECTOR_BYTES: u64 = 512;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "qcow",
     kind: DriverKind::Format,
     about: "QEMU's image format before qcow2, for reading",
     keys: &[FILE_KEY, BACKING_KEY],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
 
 struct Qcow {
     header: QcowHeader,
@@ -30,14 +31,12 @@ struct Qcow {
 }
 
 /// Opens a qcow image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(async move {
-        let file = ImageFile::open(opener, draft, "qcow").await?;
-        let qcow = load(&file).await.map_err(|error| file.named(error))?;
-        // The header has no place for the backing file's format.
-        let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
-        finish(opener, draft, file, qcow, backing).await
-    })
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft, "qcow").await?;
+    let qcow = load(&file).await.map_err(|error| file.named(error))?;
+    // The header has no place for the backing file's format.
+    let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
+    finish(opener, draft, file, qcow, backing).await
 }
 
 async fn load(file: &ImageFile) -> Result<Qcow> {

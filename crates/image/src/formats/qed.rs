@@ -3,21 +3,22 @@
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::LocalFuture;
-use crate::open::{Draft, NamedBacking, Opened, Opener};
+use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qed::{HEADER_BYTES, QedCluster, QedHeader};
 use std::rc::Rc;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "qed",
     kind: DriverKind::Format,
     about: "QEMU's enhanced disk format, for reading",
     keys: &[FILE_KEY, BACKING_KEY],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
 
 struct Qed {
     header: QedHeader,
@@ -26,14 +27,12 @@ struct Qed {
 }
 
 /// Opens a QED image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(async move {
-        let file = ImageFile::open(opener, draft, "QED").await?;
-        let qed = load(&file).await.map_err(|error| file.named(error))?;
-        let format = qed.backing_format().map(str::to_owned);
-        let backing = NamedBacking { name: qed.backing_name.clone(), format };
-        finish(opener, draft, file, qed, backing).await
-    })
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft, "QED").await?;
+    let qed = load(&file).await.map_err(|error| file.named(error))?;
+    let format = qed.backing_format().map(str::to_owned);
+    let backing = NamedBacking { name: qed.backing_name.clone(), format };
+    finish(opener, draft, file, qed, backing).await
 }
 
 async fn load(file: &ImageFile) -> Result<Qed> {

@@ -3,16 +3,48 @@
 
 use crate::filters::Below;
 use crate::node::{
-    Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    ChildRole, Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
 };
+use crate::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};
+use crate::options::{BlockdevOptions, RawOptions, schemas};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{File, IoBuf};
+use cowshed_storage::{File, IoBuf, Permissions};
+use serde_json::Value;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Zeroes are written in pieces of this size where the file system has no better way.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&schemas::RAW, |opener, draft| Box::pin(open(opener, draft)))
+    .passing_on()
+    .asking_first(FirstUse::WhereUsersLock(Permissions::NONE))
+    .telling(Telling::Keys(&["offset", "size"]));
+
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let child = opener.file_child(draft).await?;
+    let options = RawOptions::new(&draft.options);
+    if options.size.is_some_and(|size| !size.is_multiple_of(512)) {
+        return Err(Error::invalid_argument("Specified size is not multiple of 512").file(child.filename()));
+    }
+    let mut filename = child.filename();
+    if options.offset != 0 || options.size.is_some() {
+        let mut named = BlockdevOptions::new().with("driver", "raw");
+        for key in ["offset", "size"] {
+            if let Some(value) = draft.options.get(key) {
+                named.insert(key, value.clone());
+            }
+        }
+        filename = named.with("file", draft.options.get("file").cloned().unwrap_or(Value::Null)).to_json_name();
+    }
+    let link = draft.children.link(ChildRole::File).unwrap_or_default();
+    let raw =
+        RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(child.filename()))?;
+    Ok((Box::new(raw), filename))
+}
 
 /// A raw image over a child node.
 pub(crate) struct RawDriver {

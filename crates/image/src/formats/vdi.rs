@@ -3,20 +3,21 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::LocalFuture;
-use crate::open::{Draft, NamedBacking, Opened, Opener};
+use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::Result;
 use cowshed_layout::vdi::{ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
 use std::rc::Rc;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "vdi",
     kind: DriverKind::Format,
     about: "VirtualBox's image format, for reading",
     keys: &[FILE_KEY],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
 
 struct Vdi {
     header: VdiHeader,
@@ -24,12 +25,10 @@ struct Vdi {
 }
 
 /// Opens a VDI image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(async move {
-        let file = ImageFile::open(opener, draft, "VDI").await?;
-        let vdi = load(&file).await.map_err(|error| file.named(error))?;
-        finish(opener, draft, file, vdi, NamedBacking::default()).await
-    })
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft, "VDI").await?;
+    let vdi = load(&file).await.map_err(|error| file.named(error))?;
+    finish(opener, draft, file, vdi, NamedBacking::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Vdi> {

@@ -3,8 +3,7 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
-use crate::node::LocalFuture;
-use crate::open::{Draft, NamedBacking, Opened, Opener};
+use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vhdx::{
@@ -14,13 +13,15 @@ use cowshed_layout::vhdx::{
 };
 use std::rc::Rc;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "vhdx",
     kind: DriverKind::Format,
     about: "Hyper-V's image format, for reading",
     keys: &[FILE_KEY],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
 
 struct Vhdx {
     disk: VhdxDisk,
@@ -30,12 +31,10 @@ struct Vhdx {
 }
 
 /// Opens a VHDX image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(async move {
-        let file = ImageFile::open(opener, draft, "VHDX").await?;
-        let vhdx = load(&file).await.map_err(|error| file.named(error))?;
-        finish(opener, draft, file, vhdx, NamedBacking::default()).await
-    })
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft, "VHDX").await?;
+    let vhdx = load(&file).await.map_err(|error| file.named(error))?;
+    finish(opener, draft, file, vhdx, NamedBacking::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Vhdx> {

@@ -3,8 +3,7 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
-use crate::node::LocalFuture;
-use crate::open::{Draft, NamedBacking, Opened, Opener};
+use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener, Telling};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vpc::{
@@ -13,8 +12,7 @@ use cowshed_layout::vpc::{
 use cowshed_storage::IoBuf;
 use std::rc::Rc;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "vpc",
     kind: DriverKind::Format,
     about: "Virtual PC's image format (VHD), for reading",
@@ -28,6 +26,10 @@ pub(crate) const SCHEMA: DriverSchema = DriverSchema {
         },
     ],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
+    .telling(Telling::Keys(&["force_size_calc"]));
 
 const SECTOR_BYTES: u64 = 512;
 
@@ -45,20 +47,18 @@ struct Vpc {
 }
 
 /// Opens a VHD image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(async move {
-        let calculation = match draft.options.text("force_size_calc") {
-            None => None,
-            Some("chs") => Some(SizeField::Geometry),
-            Some("current_size") => Some(SizeField::CurrentSize),
-            Some(other) => {
-                return Err(Error::invalid_argument(format!("Invalid size calculation mode: '{other}'")));
-            }
-        };
-        let file = ImageFile::open(opener, draft, "VHD").await?;
-        let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
-        finish(opener, draft, file, vpc, NamedBacking::default()).await
-    })
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let calculation = match draft.options.text("force_size_calc") {
+        None => None,
+        Some("chs") => Some(SizeField::Geometry),
+        Some("current_size") => Some(SizeField::CurrentSize),
+        Some(other) => {
+            return Err(Error::invalid_argument(format!("Invalid size calculation mode: '{other}'")));
+        }
+    };
+    let file = ImageFile::open(opener, draft, "VHD").await?;
+    let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
+    finish(opener, draft, file, vpc, NamedBacking::default()).await
 }
 
 /// The footer. The one at the end counts: what a fixed disk has at its start is its guest's. The copy at the start is for

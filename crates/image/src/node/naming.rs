@@ -5,26 +5,14 @@
 //! name says them, children by their own options and not by their node-names.
 
 use super::{ChildRole, Node};
-use crate::open::resolve_name;
-use crate::options::{BlockdevOptions, DriverKind, DriverSchema, parse_size};
+use crate::drivers;
+use crate::open::{DriverLine, Telling, resolve_name};
+use crate::options::{BlockdevOptions, COMMON, DriverKind, DriverSchema, parse_size};
 use cowshed_block::{Error, Result, name_of_text};
 use cowshed_storage::{path_of_text, text_of_path};
 use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
-
-/// Options that change what a node is, by its driver. `blkdebug` and `nbd` have all of their own.
-const TELLING: &[(&str, &[&str])] = &[
-    ("raw", &["offset", "size"]),
-    ("null-co", &["size", "read-zeroes"]),
-    ("null-aio", &["size", "read-zeroes"]),
-    ("qcow2", &["encrypt.format", "encrypt.key-secret"]),
-    ("luks", &["key-secret"]),
-    ("vpc", &["force_size_calc"]),
-    ("throttle", &["throttle-group"]),
-    ("blklogwrites", &["log-append", "log-sector-size"]),
-    ("quorum", &["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]),
-];
 
 /// Options of an NBD client that its URI doesn't say and without which the server isn't the same.
 const NBD_BESIDE_URI: &[&str] = &["tls-creds", "tls-certificates", "tls-hostname", "tls-verify-peer"];
@@ -124,7 +112,8 @@ impl Named {
 
     /// Its bytes are those of a file.
     fn is_bytes(&self) -> bool {
-        self.driver == "raw" || self.is_protocol()
+        let is_plain = |line: &DriverLine| line.schema.kind == DriverKind::Format && line.passes_on;
+        drivers::find(self.driver).is_some_and(is_plain) || self.is_protocol()
     }
 }
 
@@ -264,19 +253,14 @@ impl Node {
         let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
         let mut flat = given(&options);
         drop(options);
-        let telling = TELLING.iter().find(|(name, _)| *name == driver).map_or(&[][..], |(_, keys)| keys);
-        let is_own = |key: &str| {
-            let first = key.split('.').next().unwrap_or_default();
-            let of_all = ["driver", "node-name", "read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
-            let has_all = driver == "nbd" || (driver == "blkdebug" && first != "image");
-            has_all && !of_all.contains(&first) && first != "force-share" && first != "active"
-        };
-        // The rules of a file with rules are said by its name.
+        let telling = drivers::find(driver).map_or(Telling::Keys(&[]), |line| line.telling);
         let is_given = |key: &str| self.given.iter().any(|(given, _)| given == key);
-        flat.retain(|(key, _)| telling.contains(&key.as_str()) || (is_own(key) && is_given(key)));
-        if driver == "luks" && purpose == Purpose::Shown {
-            flat.retain(|(_, value)| !value.is_null());
-        }
+        flat.retain(|(key, value)| match telling {
+            _ if value.is_null() => false,
+            Telling::Keys(keys) => keys.contains(&key.as_str()),
+            // The rules of a file with rules are said by its name.
+            Telling::AllBut(child) => is_own(key, child) && is_given(key),
+        });
         for (key, value) in flat.iter_mut().filter(|_| purpose == Purpose::Shown) {
             // What a reopening has changed is said as it is now.
             if let Some((_, given)) = self.given.iter().find(|(given, _)| given == key)
@@ -407,6 +391,12 @@ fn sorted(mut all: Vec<(String, Value)>) -> Value {
     };
     all.sort_by_key(|(key, _)| rank(key));
     Value::Object(all.into_iter().collect::<Map<_, _>>())
+}
+
+/// True for an option that not all drivers have, other than this child.
+fn is_own(key: &str, child: &str) -> bool {
+    let first = key.split('.').next().unwrap_or_default();
+    first != child && COMMON.iter().all(|common| common.name != first)
 }
 
 /// The options of a node as they are, with flat keys.

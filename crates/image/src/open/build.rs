@@ -1,28 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Builds nodes from options, leaves first.
 
-use super::children::encrypt_key;
-use super::filters;
-use super::names::{check_file_kind, driver_for, instead_of, protocol_options};
-use super::null;
-use super::permissions::asked_at_first;
-use super::policy::{FileKind, Files, Policy};
+use super::line::DriverLine;
+use super::names::{driver_for, instead_of, protocol_options};
+use super::policy::{Files, Policy};
 use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
+use crate::drivers;
 use crate::formats;
-use crate::formats::qcow2::Qcow2Driver;
-use crate::formats::raw::RawDriver;
 use crate::graph::{Graph, check_children};
 use crate::node::{
     ChildRole, Children, Driver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
     given,
 };
-use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema, FileOptions, RawOptions};
-use crate::protocols::FileDriver;
+use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
 use crate::secret::Secret;
 use crate::snapshots::SnapshotName;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::fault::as_metadata;
-use cowshed_storage::{CacheMode, File, FileIdentity, OpenOptions, PermissionSet, Permissions, path_of_text, rt};
+use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -162,9 +157,9 @@ pub(crate) struct Place {
 }
 
 /// One file between the root and the node that is opened now, to notice loops.
-struct OpenedFile {
-    identity: FileIdentity,
-    name: String,
+pub(super) struct OpenedFile {
+    pub identity: FileIdentity,
+    pub name: String,
 }
 
 pub(crate) struct Opener {
@@ -177,11 +172,11 @@ pub(crate) struct Opener {
     /// Only what the format says of the image is wanted.
     pub no_io: bool,
     /// What the guest sees isn't wanted, only where it stands.
-    pub(super) no_content: bool,
+    pub(crate) no_content: bool,
     /// The size is going to be changed.
-    resizes: bool,
+    pub(super) resizes: bool,
     /// Who shares a raw image may not change its size.
-    keeps_size: bool,
+    pub(super) keeps_size: bool,
     /// The locks of files follow from what the users of their nodes do.
     pub(super) locks_by_users: bool,
     pub backing: BackingPolicy,
@@ -189,7 +184,7 @@ pub(crate) struct Opener {
     /// Keys that are given must fit, also where nothing is decrypted.
     pub try_keys: bool,
     pub snapshot: Option<SnapshotName>,
-    opened: RefCell<Vec<OpenedFile>>,
+    pub(super) opened: RefCell<Vec<OpenedFile>>,
     warnings: RefCell<Vec<String>>,
 }
 
@@ -208,6 +203,11 @@ pub(crate) struct Draft {
 }
 
 impl Opener {
+    /// Has the caller of the root told of something.
+    pub(crate) fn warn(&self, text: String) {
+        self.warnings.borrow_mut().push(text);
+    }
+
     /// What the images may make us do.
     pub(crate) fn policy(&self) -> &Policy {
         &self.policy
@@ -232,41 +232,23 @@ impl Opener {
         let name = reservation.name().to_owned();
         let children = Children::of(&name);
         let is_metadata = place.is_metadata;
-        place.is_metadata |= !passes_on(&options);
+        // A driver that isn't named is a format that the child's first bytes decide.
+        place.is_metadata |= !options.text("driver").and_then(drivers::find).is_some_and(|line| line.passes_on);
         let mut draft = Draft { name, options, place, settings, children, is_metadata };
         if self.locks_by_users {
             draft.settings.locks = LockSource::Users { share_all: draft.place.force_share };
         }
-        let schema = self.find_driver(&mut draft).await?;
+        let line = self.find_driver(&mut draft).await?;
         if let Some(child) = draft.children.link(ChildRole::File).and_then(|link| link.get())
-            && let Some(asked) = asked_at_first(Some(schema), self.locks_by_users)
+            && let Some(asked) = line.asked_at_first(self.locks_by_users)
         {
             // Opened to find the driver out.
             child.change_user(&draft.name, asked)?;
         }
         let given = given(&draft.options);
-        match schema.name {
-            "blkdebug" => options::read_config(&mut draft.options)?,
-            "quorum" => options::check_quorum(&draft.options)?,
-            "qcow2" if draft.options.text("backing") == Some("") => {
-                let text = "Use of \"backing\": \"\" is deprecated; use \"backing\": null instead";
-                self.warnings.borrow_mut().push(text.to_owned());
-            }
-            _ => {}
-        }
-        schema.check(&mut draft.options, &draft.place.path)?;
-        let (driver, filename) = match schema.name {
-            "file" | "host_device" | "host_cdrom" => self.file_driver(&mut draft, schema.name)?,
-            "nbd" => self.nbd_driver(&mut draft).await?,
-            "null-co" | "null-aio" => null::driver(&draft.options, schema.name),
-            "raw" => self.raw_driver(&mut draft).await?,
-            "qcow2" => self.qcow2_driver(&mut draft).await?,
-            other if let Some(open) = filters::find(other) => open(self, &mut draft).await?,
-            other if let Some(open) = formats::find(other).and_then(|format| format.open) => {
-                open(self, &mut draft).await?
-            }
-            other => return Err(Error::internal(format!("driver '{other}' is in the table and can't be opened"))),
-        };
+        (line.prepare)(self, &mut draft)?;
+        line.schema.check(&mut draft.options, &draft.place.path)?;
+        let (driver, filename) = (line.open)(self, &mut draft).await?;
         if !draft.settings.read_only {
             check_children(&draft.children.list())?;
         }
@@ -288,7 +270,7 @@ impl Opener {
     }
 
     /// The driver that the options name, or a guess.
-    async fn find_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static DriverSchema> {
+    async fn find_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static DriverLine> {
         let name = match draft.options.text("driver") {
             Some(name) => name.to_owned(),
             None if draft.place.role == Role::Storage => {
@@ -302,16 +284,15 @@ impl Opener {
                 format.to_owned()
             }
         };
-        DriverSchema::find(&name).ok_or_else(|| match formats::find(&name) {
-            Some(format) => Error::unsupported(format!(
-                "images of format '{}' ({}) can't be opened; the format 'raw' takes the file's bytes as they are",
-                name, format.about
+        drivers::find(&name).ok_or_else(|| match drivers::refused(&name) {
+            Some(about) => Error::unsupported(format!(
+                "images of format '{name}' ({about}) can't be opened; the format 'raw' takes the file's bytes as they are"
             )),
             None if let Some(instead) = instead_of(&name) => {
                 Error::unsupported(format!("Unknown driver '{name}': {instead}"))
             }
             None => {
-                let known: Vec<&str> = options::DRIVERS.iter().map(|driver| driver.name).collect();
+                let known: Vec<&str> = DriverSchema::all().map(|driver| driver.name).collect();
                 let error = Error::invalid_argument(format!("Unknown driver '{name}'"));
                 error.hint(format!(": one of {} is expected", known.join(", ")))
             }
@@ -337,14 +318,12 @@ impl Opener {
         // Also where it is only read: it may become writable.
         draft.settings.probed_raw = format == "raw";
         if format == "raw" && written {
-            self.warnings.borrow_mut().push(format!(
+            self.warn(format!(
                 "{name}: the image format was not given and is guessed to be raw; writes to its start are restricted, \
                  name the format 'raw' to lift that"
             ));
         } else if draft.place.role == Role::Backing {
-            self.warnings
-                .borrow_mut()
-                .push(format!("{name}: the overlay doesn't say the format of this backing file, guessed {format}"));
+            self.warn(format!("{name}: the overlay doesn't say the format of this backing file, guessed {format}"));
         }
         Ok(format)
     }
@@ -403,7 +382,7 @@ impl Opener {
                 );
             }
         };
-        let driver = draft.options.text("driver").and_then(DriverSchema::find);
+        let line = draft.options.text("driver").and_then(drivers::find);
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
             draft.settings.read_only = true;
@@ -411,7 +390,7 @@ impl Opener {
         } else {
             edge
         };
-        let edge = match asked_at_first(driver, self.locks_by_users) {
+        let edge = match line.and_then(|line| line.asked_at_first(self.locks_by_users)) {
             Some(permissions) => Edge { permissions, ..edge },
             None => edge,
         };
@@ -429,64 +408,6 @@ impl Opener {
         Ok(node)
     }
 
-    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Opened {
-        let options = FileOptions::new(&draft.options);
-        options::check_aio(&draft.options, draft.place.cache.direct)
-            .map_err(|error| error.file(options.filename.clone()))?;
-        let path = path_of_text(&options.filename);
-        check_file_kind(driver, &options.filename, self.files.kind(&path), !draft.settings.read_only)
-            .map_err(|error| error.file(options.filename.clone()))?;
-        let mut open_options = OpenOptions {
-            write: !draft.settings.read_only,
-            create: false,
-            cache: draft.place.cache,
-            engine: options.engine,
-            locking: options.locking,
-            beneath: draft.place.beneath.clone(),
-            ..OpenOptions::default()
-        };
-        let opened = match open_options.write && self.files.kind(&path) == Some(FileKind::BlockDevice) {
-            true if is_read_only_device(&path) => {
-                let error = Error::os(Errno::EACCES, "The device is not writable");
-                Err(error.file(options.filename.clone()))
-            }
-            _ => self.files.open(&path, &open_options),
-        };
-        let file = match opened {
-            Err(error)
-                if open_options.write
-                    && draft.place.auto_read_only
-                    && matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnly) =>
-            {
-                open_options.write = false;
-                draft.settings.read_only = true;
-                self.files.open(&path, &open_options)?
-            }
-            result => result?,
-        };
-        // Before the lock: the second open of a file would conflict with the first.
-        self.check_loop(&file, &options.filename)?;
-        if !self.locks_by_users {
-            file.lock(self.file_permissions(&draft.place, open_options.write))?;
-        }
-        Ok((Box::new(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
-    }
-
-    /// What the locks of a file say.
-    fn file_permissions(&self, place: &Place, writes: bool) -> Permissions {
-        let permissions = match place.share_writes {
-            _ if place.force_share => Edge::of("", writes, true).permissions,
-            // Nothing that a writer could spoil.
-            true if self.no_io && !writes => Permissions::NONE,
-            true if writes && !self.resizes => Permissions::WRITE_IN_PLACE,
-            shared => Edge::of("", writes, shared).permissions,
-        };
-        match self.keeps_size && place.share_writes && !place.force_share {
-            true => Permissions { shared: permissions.shared & !PermissionSet::RESIZE, ..permissions },
-            false => permissions,
-        }
-    }
-
     /// The files from the root to the node that is opened now, to be given to [`Self::back_to`] behind a branch.
     pub(super) fn path_of_files(&self) -> usize {
         self.opened.borrow().len()
@@ -496,82 +417,6 @@ impl Opener {
     pub(super) fn back_to(&self, path: usize) {
         self.opened.borrow_mut().truncate(path);
     }
-
-    /// Refuses a file that stands between the root and the node that is opened now.
-    fn check_loop(self: &Rc<Self>, file: &File, name: &str) -> Result<()> {
-        let Some(identity) = file.identity() else { return Ok(()) };
-        if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {
-            let message = format!("the chain loops: this is the file '{}' again", known.name);
-            // QEMU finds the lock that it has itself, and where it only reads it never ends.
-            let sentence = format!("Failed to get shared \"write\" lock\nIs another process using the image [{name}]?");
-            return Err(Error::new(ErrorKind::InvalidImage, message).file(name).qemu(sentence));
-        }
-        self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });
-        Ok(())
-    }
-
-    async fn raw_driver(self: &Rc<Self>, draft: &mut Draft) -> Opened {
-        let child = self.file_child(draft).await?;
-        let options = RawOptions::new(&draft.options);
-        if options.size.is_some_and(|size| !size.is_multiple_of(512)) {
-            return Err(Error::invalid_argument("Specified size is not multiple of 512").file(child.filename()));
-        }
-        let mut filename = child.filename();
-        if options.offset != 0 || options.size.is_some() {
-            let mut named = BlockdevOptions::new().with("driver", "raw");
-            for key in ["offset", "size"] {
-                if let Some(value) = draft.options.get(key) {
-                    named.insert(key, value.clone());
-                }
-            }
-            filename = named.with("file", draft.options.get("file").cloned().unwrap_or(Value::Null)).to_json_name();
-        }
-        let link = draft.children.link(ChildRole::File).unwrap_or_default();
-        let raw =
-            RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(child.filename()))?;
-        Ok((Box::new(raw), filename))
-    }
-
-    async fn qcow2_driver(self: &Rc<Self>, draft: &mut Draft) -> Opened {
-        let child = self.unshared_file_child(draft).await?;
-        let filename = child.filename();
-        let in_file = |error: Error| error.file(filename.clone());
-        let file = child.storage();
-        let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
-        let header = formats::read_header_as(&file, self.checks(draft)).await.map_err(in_file)?;
-        self.policy.check_header(&header).map_err(in_file)?;
-        let key = encrypt_key(draft);
-        self.require_key(draft, header.crypt_method != 0, key, "encrypt.key-secret").map_err(in_file)?;
-        // Who asks for the snapshots themselves is told by what reads them.
-        let is_asked = self.check || self.no_io || self.no_content;
-        let reads_disk = draft.settings.read_only && (draft.is_metadata || !is_asked);
-        if let Err(error) = header.check_snapshot_table_within(file.len())
-            && reads_disk
-        {
-            let text = format!("{}; the disk is read, internal snapshots can't be", in_file(error));
-            self.warnings.borrow_mut().push(text);
-        }
-        let context = self.qcow2_children(draft, &filename, file, &header, options).await?;
-        let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
-        draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));
-        Ok((Box::new(driver), filename))
-    }
-}
-
-/// True for a block device that takes no writes, which the system tells who writes only.
-pub(crate) fn is_read_only_device(path: &std::path::Path) -> bool {
-    let Ok(metadata) = std::fs::metadata(path) else { return false };
-    let device = std::os::unix::fs::MetadataExt::rdev(&metadata);
-    let major = ((device >> 8) & 0xfff) | ((device >> 32) & !0xfff);
-    let minor = (device & 0xff) | ((device >> 12) & !0xff);
-    std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro")).is_ok_and(|text| text.trim() == "1")
-}
-
-/// True when the driver keeps nothing of its own in its child. A driver that isn't named is a format that the child's first bytes
-/// decide.
-fn passes_on(options: &BlockdevOptions) -> bool {
-    let named = options.text("driver").and_then(DriverSchema::find);
-    named.is_some_and(|schema| schema.kind == DriverKind::Filter || schema.name == "raw")
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.

@@ -28,13 +28,13 @@ fn encrypt_option<'a>(draft: &'a Draft, key: &str) -> Option<&'a str> {
 }
 
 /// The id of the secret that opens a qcow2 image, where the options name one.
-pub(super) fn encrypt_key(draft: &Draft) -> Option<&str> {
+pub(crate) fn encrypt_key(draft: &Draft) -> Option<&str> {
     encrypt_option(draft, "key-secret")
 }
 
 impl Opener {
     /// Opens the children of the image in `file` and puts together what its driver needs.
-    pub(super) async fn qcow2_children(
+    pub(crate) async fn qcow2_children(
         self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,

@@ -2,14 +2,14 @@
 //! Opens filters, and the drivers that keep one disk in several nodes.
 
 use super::build::{Draft, Opened, Opener, Place, Role};
+use super::line::{DriverLine, FirstUse, Telling};
 use crate::filters::{
     Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, LogOptions, LogWrites, Preallocate, Replicas,
     SnapshotAccess, Throttle,
 };
-use crate::formats::OpenFormat;
 use crate::graph::storage_of;
 use crate::node::{ChildRole, Link, LockSource, Node};
-use crate::options::{self, BlkdebugOptions};
+use crate::options::{self, BlkdebugOptions, schemas};
 use crate::protocols::FileDriver;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
@@ -18,25 +18,38 @@ use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A line for each driver.
-const OPENED: &[(&str, OpenFormat)] = &[
-    ("blkdebug", |opener, draft| Box::pin(blkdebug(opener, draft))),
-    ("throttle", |opener, draft| Box::pin(throttle(opener, draft))),
-    ("copy-on-read", |opener, draft| Box::pin(copy_on_read(opener, draft))),
-    ("copy-before-write", |opener, draft| Box::pin(copy_before_write(opener, draft))),
-    ("snapshot-access", |opener, draft| Box::pin(snapshot_access(opener, draft))),
-    ("compress", |opener, draft| Box::pin(compress(opener, draft))),
-    ("preallocate", |opener, draft| Box::pin(preallocate(opener, draft))),
-    ("blklogwrites", |opener, draft| Box::pin(log_writes(opener, draft))),
-    ("blkverify", |opener, draft| Box::pin(verify(opener, draft))),
-    ("quorum", |opener, draft| Box::pin(quorum(opener, draft))),
-    ("fault", |opener, draft| Box::pin(fault(opener, draft))),
-];
-
-/// How nodes of this driver are opened, if it is one of those here.
-pub(super) fn find(driver: &str) -> Option<OpenFormat> {
-    OPENED.iter().find(|(name, _)| *name == driver).map(|(_, open)| *open)
-}
+/// It uses the file itself.
+pub(crate) const BLKDEBUG: DriverLine =
+    DriverLine::new(&schemas::BLKDEBUG, |opener, draft| Box::pin(blkdebug(opener, draft)))
+        .prepared_by(|_, draft| options::read_config(&mut draft.options))
+        .asking_first(FirstUse::Opening)
+        .telling(Telling::AllBut("image"));
+pub(crate) const THROTTLE: DriverLine =
+    DriverLine::new(&schemas::THROTTLE, |opener, draft| Box::pin(throttle(opener, draft)))
+        .telling(Telling::Keys(&["throttle-group"]));
+pub(crate) const COPY_ON_READ: DriverLine =
+    DriverLine::new(&schemas::COPY_ON_READ, |opener, draft| Box::pin(copy_on_read(opener, draft)));
+pub(crate) const COPY_BEFORE_WRITE: DriverLine =
+    DriverLine::new(&schemas::COPY_BEFORE_WRITE, |opener, draft| Box::pin(copy_before_write(opener, draft)));
+/// It only reads.
+pub(crate) const SNAPSHOT_ACCESS: DriverLine =
+    DriverLine::new(&schemas::SNAPSHOT_ACCESS, |opener, draft| Box::pin(snapshot_access(opener, draft)))
+        .asking_first(FirstUse::Opening);
+pub(crate) const COMPRESS: DriverLine =
+    DriverLine::new(&schemas::COMPRESS, |opener, draft| Box::pin(compress(opener, draft)));
+pub(crate) const PREALLOCATE: DriverLine =
+    DriverLine::new(&schemas::PREALLOCATE, |opener, draft| Box::pin(preallocate(opener, draft)));
+pub(crate) const LOG_WRITES: DriverLine =
+    DriverLine::new(&schemas::LOG_WRITES, |opener, draft| Box::pin(log_writes(opener, draft)))
+        .telling(Telling::Keys(&["log-append", "log-sector-size"]));
+pub(crate) const VERIFY: DriverLine =
+    DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft))).asking_first(FirstUse::Opening);
+pub(crate) const QUORUM: DriverLine =
+    DriverLine::new(&schemas::QUORUM, |opener, draft| Box::pin(quorum(opener, draft)))
+        .prepared_by(|_, draft| options::check_quorum(&draft.options))
+        .asking_first(FirstUse::Opening)
+        .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]));
+pub(crate) const FAULT: DriverLine = DriverLine::new(&schemas::FAULT, |opener, draft| Box::pin(fault(opener, draft)));
 
 /// The edge to a filter's `file`, which must be open.
 fn below(draft: &Draft) -> Below {

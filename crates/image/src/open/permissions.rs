@@ -2,7 +2,6 @@
 //! Permissions on nodes: one edge per user.
 
 use crate::node::ChildRole;
-use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions};
 
@@ -98,24 +97,6 @@ fn names(set: PermissionSet) -> String {
     ];
     let names: Vec<&str> = all.into_iter().filter(|(one, _)| set.contains(*one)).map(|(_, name)| name).collect();
     names.join(", ")
-}
-
-/// Filters that ask of their child what their users ask of them. `blkdebug` is none: it uses the file itself; nor is
-/// `snapshot-access`, which only reads, nor what uses several nodes.
-fn is_plain_filter(schema: &DriverSchema) -> bool {
-    schema.kind == DriverKind::Filter && !["blkdebug", "snapshot-access", "blkverify", "quorum"].contains(&schema.name)
-}
-
-/// What a node of this driver asks of its file before it has users, where it depends on them. `by_users`: the locks of files do.
-pub(super) fn asked_at_first(driver: Option<&DriverSchema>, by_users: bool) -> Option<Permissions> {
-    let driver = driver?;
-    match driver.name {
-        _ if is_plain_filter(driver) => Some(Permissions::NONE),
-        "raw" if by_users => Some(Permissions::NONE),
-        // Its header is read.
-        "luks" if by_users => Some(Permissions::READ.sharing_all()),
-        _ => None,
-    }
 }
 
 #[cfg(test)]

@@ -2,22 +2,22 @@
 //! Options: one tree for every way to spell them, and one table of what each driver takes.
 
 mod blkdebug;
-mod drivers;
 mod keyval;
 mod nbd;
 mod schema;
+pub(crate) mod schemas;
 mod size;
 mod tree;
 mod typed;
 
 pub(crate) use blkdebug::{BlkdebugOptions, read_config};
-pub use drivers::{COMMON, DRIVERS};
 pub(crate) use keyval::next_item;
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
 pub(crate) use schema::size_expected;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 pub(crate) use schema::{check_common, first_leaf};
+pub use schemas::COMMON;
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
 pub(crate) use typed::{

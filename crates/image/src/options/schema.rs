@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The values that a key may have, and the check of an option tree against a driver's keys.
 
-use super::drivers::{COMMON, DRIVERS};
+use super::schemas::COMMON;
 use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
 use cowshed_block::{Error, Result};
@@ -18,7 +18,7 @@ pub enum DriverKind {
     Filter,
 }
 
-/// A driver: one line of [`super::DRIVERS`].
+/// A driver and its keys.
 #[derive(Debug)]
 pub struct DriverSchema {
     /// The value of `driver`.
@@ -75,18 +75,6 @@ pub enum KeyType {
 }
 
 impl DriverSchema {
-    /// The driver with this name.
-    pub fn find(name: &str) -> Option<&'static DriverSchema> {
-        DRIVERS.iter().find(|driver| driver.name == name)
-    }
-
-    /// True for the drivers here, for formats that are known by name alone, and for drivers of QEMU that a backing file may be
-    /// said to have.
-    pub fn is_known(name: &str) -> bool {
-        const ELSEWHERE: [&str; 4] = ["nvme", "nvme-io_uring", "replication", "vvfat"];
-        Self::find(name).is_some() || crate::formats::find(name).is_some() || ELSEWHERE.contains(&name)
-    }
-
     /// True when the driver has an option of this name.
     pub fn knows(&self, name: &str) -> bool {
         self.keys.iter().chain(COMMON).any(|key| key.name == name)

@@ -3,7 +3,7 @@
 
 mod open;
 
-pub(crate) use open::{SCHEMA, open};
+pub(crate) use open::DRIVER;
 
 use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use crate::formats::raw::resize_file;

@@ -3,14 +3,15 @@
 
 use super::LuksDriver;
 use crate::encryption::{Cipher, LuksArea, SectorsOf, Writers};
-use crate::node::{ChildRole, Driver, LocalFuture};
-use crate::open::{Draft, Opened, Opener};
+use crate::node::{ChildRole, Driver};
+use crate::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_block::Error;
+use cowshed_storage::Permissions;
 use std::rc::Rc;
 use std::sync::Arc;
 
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "luks",
     kind: DriverKind::Format,
     about: "an encrypted volume (LUKS version 1)",
@@ -26,12 +27,12 @@ pub(crate) const SCHEMA: DriverSchema = DriverSchema {
     ],
 };
 
-/// Opens a LUKS volume.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(open_unboxed(opener, draft))
-}
+/// The line of the table. Its header is read before it has users.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
+    .asking_first(FirstUse::WhereUsersLock(Permissions::READ.sharing_all()))
+    .telling(Telling::Keys(&["key-secret"]));
 
-async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.unshared_file_child(draft).await?;
     let filename = child.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };

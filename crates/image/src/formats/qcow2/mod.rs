@@ -18,6 +18,7 @@ mod header;
 mod holes;
 pub mod inflated;
 mod internal;
+mod line;
 mod lost;
 mod open;
 mod preallocate;
@@ -33,6 +34,7 @@ mod vm_state;
 mod write;
 mod zero;
 
+pub(crate) use line::DRIVER;
 pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;

@@ -5,10 +5,9 @@
 mod extent;
 mod open;
 
-pub(crate) use open::open;
-
 use super::mapped::{Description, MappedCheck, MappedFormat, Place, Run, push_run};
 use crate::node::{LocalFuture, Node};
+use crate::open::DriverLine;
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vmdk::Descriptor;
@@ -16,8 +15,7 @@ use extent::Extent;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The driver and its keys.
-pub(crate) const SCHEMA: DriverSchema = DriverSchema {
+const SCHEMA: DriverSchema = DriverSchema {
     name: "vmdk",
     kind: DriverKind::Format,
     about: "VMware's image format, for reading",
@@ -37,6 +35,9 @@ pub(crate) const SCHEMA: DriverSchema = DriverSchema {
         },
     ],
 };
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open::open(opener, draft)));
 
 /// An extent and where on the disk it is.
 struct Piece {

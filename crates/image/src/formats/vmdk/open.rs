@@ -4,7 +4,7 @@
 use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
 use super::{SCHEMA, Vmdk};
 use crate::formats::mapped::MappedDriver;
-use crate::node::{ChildRole, LocalFuture, Node};
+use crate::node::{ChildRole, Node};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vmdk::{
@@ -34,11 +34,7 @@ const SPLIT_TYPES: &[&str] = &[
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
 /// Opens a VMDK image.
-pub(crate) fn open<'a>(opener: &'a Rc<Opener>, draft: &'a mut Draft) -> LocalFuture<'a, Opened> {
-    Box::pin(open_unboxed(opener, draft))
-}
-
-async fn open_unboxed(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     if !draft.settings.read_only {
         let message = "VMDK images can only be read; convert the image to write to it";
         return Err(Error::new(ErrorKind::ReadOnly, message));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The drivers and their keys: the one table behind every option syntax and behind the help.
+//! The keys of drivers, for every option syntax and for the help. Most formats have theirs beside them.
 
 use super::schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use crate::filters::FaultOp;
@@ -27,93 +27,106 @@ const CACHE: &[Key] = &[
     key("no-flush", KeyType::Bool, "as the parent", "ignore flushes"),
 ];
 
-/// The drivers, each with its keys.
-pub const DRIVERS: &[DriverSchema] = &[
-    DriverSchema { name: "file", kind: DriverKind::Protocol, about: "a regular file", keys: FILE },
-    DriverSchema { name: "host_device", kind: DriverKind::Protocol, about: "a block device of the host", keys: FILE },
-    DriverSchema { name: "host_cdrom", kind: DriverKind::Protocol, about: "a CD-ROM drive of the host", keys: FILE },
-    DriverSchema { name: "nbd", kind: DriverKind::Protocol, about: "an export of an NBD server", keys: NBD },
-    DriverSchema { name: "null-co", kind: DriverKind::Protocol, about: "no storage at all, for measuring", keys: NULL },
-    DriverSchema { name: "null-aio", kind: DriverKind::Protocol, about: "the same, by its other name", keys: NULL },
-    DriverSchema {
-        name: "raw",
-        kind: DriverKind::Format,
-        about: "the bytes as they are, or a window of them",
-        keys: RAW,
-    },
-    DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2 },
-    crate::formats::luks::SCHEMA,
-    crate::formats::vmdk::SCHEMA,
-    crate::formats::vdi::SCHEMA,
-    crate::formats::vpc::SCHEMA,
-    crate::formats::vhdx::SCHEMA,
-    crate::formats::qcow::SCHEMA,
-    crate::formats::qed::SCHEMA,
-    crate::formats::parallels::SCHEMA,
-    DriverSchema {
-        name: "blkdebug",
-        kind: DriverKind::Filter,
-        about: "faults below a format: errors, delays, torn and lost writes, corrupted reads",
-        keys: BLKDEBUG,
-    },
-    DriverSchema {
-        name: "throttle",
-        kind: DriverKind::Filter,
-        about: "limits operations and bytes per second",
-        keys: THROTTLE,
-    },
-    DriverSchema {
-        name: "copy-on-read",
-        kind: DriverKind::Filter,
-        about: "copies what is read from a backing file into the image",
-        keys: COPY_ON_READ,
-    },
-    DriverSchema {
-        name: "copy-before-write",
-        kind: DriverKind::Filter,
-        about: "saves to a target what is about to be overwritten",
-        keys: COPY_BEFORE_WRITE,
-    },
-    DriverSchema {
-        name: "snapshot-access",
-        kind: DriverKind::Filter,
-        about: "the disk as it was when its copy-before-write filter came",
-        keys: SNAPSHOT_ACCESS,
-    },
-    DriverSchema {
-        name: "compress",
-        kind: DriverKind::Filter,
-        about: "has what is written compressed in the image",
-        keys: COMPRESS,
-    },
-    DriverSchema {
-        name: "preallocate",
-        kind: DriverKind::Filter,
-        about: "reserves space ahead for a file that grows",
-        keys: PREALLOCATE,
-    },
-    DriverSchema {
-        name: "blklogwrites",
-        kind: DriverKind::Filter,
-        about: "logs writes as dm-log-writes does",
-        keys: LOG_WRITES,
-    },
-    DriverSchema {
-        name: "blkverify",
-        kind: DriverKind::Filter,
-        about: "compares what an image reads with a trusted copy",
-        keys: VERIFY,
-    },
-    DriverSchema {
-        name: "quorum",
-        kind: DriverKind::Filter,
-        about: "one disk in several nodes, which vote on what is read",
-        keys: QUORUM,
-    },
-    DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT },
-];
+pub(crate) const FILE: DriverSchema =
+    DriverSchema { name: "file", kind: DriverKind::Protocol, about: "a regular file", keys: FILE_KEYS };
+pub(crate) const HOST_DEVICE: DriverSchema = DriverSchema {
+    name: "host_device",
+    kind: DriverKind::Protocol,
+    about: "a block device of the host",
+    keys: FILE_KEYS,
+};
+pub(crate) const HOST_CDROM: DriverSchema = DriverSchema {
+    name: "host_cdrom",
+    kind: DriverKind::Protocol,
+    about: "a CD-ROM drive of the host",
+    keys: FILE_KEYS,
+};
+pub(crate) const NBD: DriverSchema =
+    DriverSchema { name: "nbd", kind: DriverKind::Protocol, about: "an export of an NBD server", keys: NBD_KEYS };
+pub(crate) const NULL_CO: DriverSchema = DriverSchema {
+    name: "null-co",
+    kind: DriverKind::Protocol,
+    about: "no storage at all, for measuring",
+    keys: NULL_KEYS,
+};
+pub(crate) const NULL_AIO: DriverSchema = DriverSchema {
+    name: "null-aio",
+    kind: DriverKind::Protocol,
+    about: "the same, by its other name",
+    keys: NULL_KEYS,
+};
+pub(crate) const RAW: DriverSchema = DriverSchema {
+    name: "raw",
+    kind: DriverKind::Format,
+    about: "the bytes as they are, or a window of them",
+    keys: RAW_KEYS,
+};
+pub(crate) const QCOW2: DriverSchema =
+    DriverSchema { name: "qcow2", kind: DriverKind::Format, about: "QEMU's image format", keys: QCOW2_KEYS };
+pub(crate) const BLKDEBUG: DriverSchema = DriverSchema {
+    name: "blkdebug",
+    kind: DriverKind::Filter,
+    about: "faults below a format: errors, delays, torn and lost writes, corrupted reads",
+    keys: BLKDEBUG_KEYS,
+};
+pub(crate) const THROTTLE: DriverSchema = DriverSchema {
+    name: "throttle",
+    kind: DriverKind::Filter,
+    about: "limits operations and bytes per second",
+    keys: THROTTLE_KEYS,
+};
+pub(crate) const COPY_ON_READ: DriverSchema = DriverSchema {
+    name: "copy-on-read",
+    kind: DriverKind::Filter,
+    about: "copies what is read from a backing file into the image",
+    keys: COPY_ON_READ_KEYS,
+};
+pub(crate) const COPY_BEFORE_WRITE: DriverSchema = DriverSchema {
+    name: "copy-before-write",
+    kind: DriverKind::Filter,
+    about: "saves to a target what is about to be overwritten",
+    keys: COPY_BEFORE_WRITE_KEYS,
+};
+pub(crate) const SNAPSHOT_ACCESS: DriverSchema = DriverSchema {
+    name: "snapshot-access",
+    kind: DriverKind::Filter,
+    about: "the disk as it was when its copy-before-write filter came",
+    keys: SNAPSHOT_ACCESS_KEYS,
+};
+pub(crate) const COMPRESS: DriverSchema = DriverSchema {
+    name: "compress",
+    kind: DriverKind::Filter,
+    about: "has what is written compressed in the image",
+    keys: COMPRESS_KEYS,
+};
+pub(crate) const PREALLOCATE: DriverSchema = DriverSchema {
+    name: "preallocate",
+    kind: DriverKind::Filter,
+    about: "reserves space ahead for a file that grows",
+    keys: PREALLOCATE_KEYS,
+};
+pub(crate) const LOG_WRITES: DriverSchema = DriverSchema {
+    name: "blklogwrites",
+    kind: DriverKind::Filter,
+    about: "logs writes as dm-log-writes does",
+    keys: LOG_WRITES_KEYS,
+};
+pub(crate) const VERIFY: DriverSchema = DriverSchema {
+    name: "blkverify",
+    kind: DriverKind::Filter,
+    about: "compares what an image reads with a trusted copy",
+    keys: VERIFY_KEYS,
+};
+pub(crate) const QUORUM: DriverSchema = DriverSchema {
+    name: "quorum",
+    kind: DriverKind::Filter,
+    about: "one disk in several nodes, which vote on what is read",
+    keys: QUORUM_KEYS,
+};
+pub(crate) const FAULT: DriverSchema =
+    DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT_KEYS };
 
-const FILE: &[Key] = &[
+const FILE_KEYS: &[Key] = &[
     key("filename", KeyType::Text, REQUIRED, "path of the file"),
     key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "who does the I/O"),
     key("aio-max-batch", KeyType::Number(0, u64::MAX), "0", "accepted: operations are handed over as they come"),
@@ -121,7 +134,7 @@ const FILE: &[Key] = &[
     key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
 ];
 
-const NBD: &[Key] = &[
+const NBD_KEYS: &[Key] = &[
     key("server", KeyType::Struct(NBD_SERVER), "from the older keys", "where the server is"),
     key("path", KeyType::Text, "", "older spelling of server.path"),
     key("host", KeyType::Text, "", "older spelling of server.host"),
@@ -150,19 +163,19 @@ const NBD_SERVER: &[Key] = &[
     key("port", KeyType::Text, "10809", "port"),
 ];
 
-const NULL: &[Key] = &[
+const NULL_KEYS: &[Key] = &[
     key("size", KeyType::Size, "1G", "size of the disk"),
     key("latency-ns", KeyType::Number(0, u64::MAX), "0", "how long each request takes, in nanoseconds"),
     key("read-zeroes", KeyType::Bool, "on", "a map shows zeroes; reads give zeroes in any case"),
 ];
 
-const RAW: &[Key] = &[
+const RAW_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "where the bytes are"),
     key("offset", KeyType::Size, "0", "first byte of the window"),
     key("size", KeyType::Size, "up to the end", "length of the window"),
 ];
 
-const QCOW2: &[Key] = &[
+const QCOW2_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the image file"),
     key("backing", KeyType::ChildOrNull, "as the image says", "the backing file; null for none"),
     key("data-file", KeyType::Child, "as the image says", "the external data file"),
@@ -206,17 +219,17 @@ const OVERLAP: &[Key] = &[
     key("bitmap-directory", KeyType::Bool, "as the template", "the directory of bitmaps"),
 ];
 
-const THROTTLE: &[Key] = &[
+const THROTTLE_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the node whose requests are limited"),
     key("throttle-group", KeyType::Text, REQUIRED, "the group whose limits count"),
 ];
 
-const COPY_ON_READ: &[Key] = &[
+const COPY_ON_READ_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the image that gets the copies"),
     key("bottom", KeyType::Text, "the whole chain", "node-name of the last layer that is copied from"),
 ];
 
-const COPY_BEFORE_WRITE: &[Key] = &[
+const COPY_BEFORE_WRITE_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the disk whose old data is saved"),
     key("target", KeyType::Child, REQUIRED, "where it is saved"),
     key(
@@ -240,17 +253,17 @@ const BITMAP: &[Key] = &[
     key("name", KeyType::Text, REQUIRED, "name of the bitmap"),
 ];
 
-const SNAPSHOT_ACCESS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "a copy-before-write node")];
+const SNAPSHOT_ACCESS_KEYS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "a copy-before-write node")];
 
-const COMPRESS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "the image whose clusters are compressed")];
+const COMPRESS_KEYS: &[Key] = &[key("file", KeyType::Child, REQUIRED, "the image whose clusters are compressed")];
 
-const PREALLOCATE: &[Key] = &[
+const PREALLOCATE_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the file that grows"),
     key("prealloc-align", KeyType::Size, "1M", "the file's length is a multiple of this"),
     key("prealloc-size", KeyType::Size, "128M", "space that is reserved beyond what is stored"),
 ];
 
-const LOG_WRITES: &[Key] = &[
+const LOG_WRITES_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the disk whose writes are logged"),
     key("log", KeyType::Child, REQUIRED, "where the log is"),
     key("log-append", KeyType::Bool, "off", "go on with the log that is there"),
@@ -263,12 +276,12 @@ const LOG_WRITES: &[Key] = &[
     ),
 ];
 
-const VERIFY: &[Key] = &[
+const VERIFY_KEYS: &[Key] = &[
     key("raw", KeyType::Child, REQUIRED, "the copy that is trusted"),
     key("test", KeyType::Child, REQUIRED, "the image that must read as that copy"),
 ];
 
-const QUORUM: &[Key] = &[
+const QUORUM_KEYS: &[Key] = &[
     key("children", KeyType::Children, REQUIRED, "the nodes that keep the disk"),
     key("vote-threshold", KeyType::Number(0, u32::MAX as u64), "(at least 1)", "so many must agree"),
     key("blkverify", KeyType::Bool, "off", "two nodes must agree on each byte, and a difference is reported"),
@@ -276,7 +289,7 @@ const QUORUM: &[Key] = &[
     key("read-pattern", KeyType::Text, "quorum", "quorum: all are read; fifo: the first that answers"),
 ];
 
-const FAULT: &[Key] = &[
+const FAULT_KEYS: &[Key] = &[
     key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),
     key("rules", KeyType::List(FAULT_RULE), "", "which requests fail"),
 ];
@@ -290,7 +303,7 @@ const FAULT_RULE: &[Key] = &[
     key("once", KeyType::Bool, "off", "fail only once"),
 ];
 
-const BLKDEBUG: &[Key] = &[
+const BLKDEBUG_KEYS: &[Key] = &[
     key("image", KeyType::Child, REQUIRED, "the node whose I/O meets the faults"),
     key("inject-error", KeyType::List(INJECT_ERROR), "", "rules: which I/O is hit, and how"),
     key("set-state", KeyType::List(SET_STATE), "", "changes of the state that rules can depend on"),
