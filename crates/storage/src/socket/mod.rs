@@ -4,6 +4,7 @@
 //! - here: a connected socket; receiving and sending
 //! - `address`: where to connect or listen
 //! - `listener`: listening, also on descriptors that a service manager passed
+//! - `descriptors`: descriptors that come and go with the bytes
 //! - `readiness`: waiting for a socket where there is no ring
 //! - `stale`: names that processes left behind
 //!
@@ -11,11 +12,14 @@
 //! A future that is dropped may have taken bytes off the stream with it: what follows is only for closing.
 
 mod address;
+mod descriptors;
 mod listener;
 mod readiness;
 mod stale;
 
 pub use address::{SocketAddress, connect_unix};
+pub use descriptors::MAX_DESCRIPTORS;
+pub(crate) use descriptors::readable;
 pub use listener::{KeepAlive, ListenOptions, Listener};
 pub use stale::clear_stale;
 

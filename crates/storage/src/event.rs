@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Eventfds that are shared with another process: one side counts, the other one waits for it.
+
+use crate::socket::readable;
+use crate::sys;
+use cowshed_block::{Error, Result};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FileType, OFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// An eventfd. Clones are the same one.
+#[derive(Clone, Debug)]
+pub struct EventCounter(Arc<OwnedFd>);
+
+impl EventCounter {
+    /// A new one.
+    pub fn new() -> Result<EventCounter> {
+        let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let fd = made.map_err(|error| Error::os(sys::errno(error), "could not make an eventfd"))?;
+        Ok(EventCounter(Arc::new(fd)))
+    }
+
+    /// One that another process has passed. It must have no type, as eventfds have none. It doesn't block from now on, also for that
+    /// process.
+    pub fn from_descriptor(fd: OwnedFd) -> Result<EventCounter> {
+        let failed = |error| Error::os(sys::errno(error), "could not use an eventfd");
+        let status = rustix::fs::fstat(&fd).map_err(failed)?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::Unknown {
+            return Err(Error::invalid_argument("a descriptor that was passed is no eventfd"));
+        }
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
+        if !flags.contains(OFlags::NONBLOCK) {
+            rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(failed)?;
+        }
+        Ok(EventCounter(Arc::new(fd)))
+    }
+
+    /// Waits until the other side has counted, and takes the count.
+    pub async fn wait(&self) -> Result<()> {
+        loop {
+            let mut count = [0; 8];
+            match rustix::io::read(&self.0, &mut count) {
+                Ok(8) => return Ok(()),
+                Ok(_) => return Err(Error::invalid_argument("a descriptor that was passed is no eventfd")),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    readable(&self.0).await.map_err(|errno| Error::os(errno, "could not wait for an eventfd"))?;
+                }
+                Err(error) => return Err(Error::os(sys::errno(error), "could not read an eventfd")),
+            }
+        }
+    }
+
+    /// Counts: wakes the other side. A counter that is full wakes it anyway.
+    pub fn signal(&self) {
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+}
+
+impl AsFd for EventCounter {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rt;
+
+    #[test]
+    fn a_count_is_waited_for_and_taken() {
+        let counter = EventCounter::new().unwrap();
+        let theirs = EventCounter::from_descriptor(counter.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        let waker = std::thread::spawn(move || {
+            theirs.signal();
+            theirs.signal();
+        });
+        rt::block_on(counter.wait()).unwrap();
+        waker.join().unwrap();
+        let again = counter.clone();
+        let later = std::thread::spawn(move || again.signal());
+        rt::block_on(counter.wait()).unwrap();
+        later.join().unwrap();
+    }
+
+    #[test]
+    fn what_is_no_eventfd_is_refused() {
+        let (pipe, _end) = rustix::pipe::pipe().unwrap();
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        let socket = std::os::unix::net::UnixDatagram::unbound().unwrap();
+        for fd in [pipe, file.into(), socket.into()] {
+            assert!(EventCounter::from_descriptor(fd).is_err());
+        }
+    }
+}

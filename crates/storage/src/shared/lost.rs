@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Mappings whose file another process has shortened: an access to a page that is gone raises SIGBUS. The handler here puts zero
+//! pages of this process in the place of the whole mapping, and the access goes on.
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+/// The most mappings at a time.
+const MAX_MAPPINGS: usize = 4096;
+
+/// A mapping as the handler sees it: nothing but atomics, for it may run at any moment.
+struct Place {
+    /// 0: free; 1: being filled or emptied.
+    start: AtomicUsize,
+    len: AtomicUsize,
+    is_lost: AtomicBool,
+}
+
+static PLACES: [Place; MAX_MAPPINGS] =
+    [const { Place { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_lost: AtomicBool::new(false) } };
+        MAX_MAPPINGS];
+
+/// What was in force before, leaked: for faults that aren't ours.
+static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
+
+static INSTALL: Once = Once::new();
+
+/// Watches a mapping until [`Watch::end`].
+#[derive(Debug, Default)]
+pub(super) struct Watch(Option<usize>);
+
+impl Watch {
+    /// `None`: there are too many mappings.
+    pub(super) fn new(start: usize, len: usize) -> Option<Watch> {
+        INSTALL.call_once(install);
+        let claim = |place: &Place| place.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let number = PLACES.iter().position(claim)?;
+        let place = &PLACES[number];
+        place.len.store(len, Ordering::Relaxed);
+        place.is_lost.store(false, Ordering::Relaxed);
+        place.start.store(start, Ordering::Release);
+        Some(Watch(Some(number)))
+    }
+
+    pub(super) fn is_some(&self) -> bool {
+        self.0.is_some()
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.0.is_some_and(|number| PLACES[number].is_lost.load(Ordering::Acquire))
+    }
+
+    pub(super) fn end(&mut self) {
+        if let Some(number) = self.0.take() {
+            PLACES[number].start.store(0, Ordering::Release);
+        }
+    }
+}
+
+fn install() {
+    // SAFETY: all bytes zero are a valid value of the plain C struct.
+    let (mut action, mut before): (libc::sigaction, libc::sigaction) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    action.sa_sigaction = handle as *const () as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+    // SAFETY: reads the action in force to a struct of this frame.
+    unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &raw mut before) };
+    BEFORE.store(Box::leak(Box::new(before)), Ordering::Release);
+    // SAFETY: the handler uses only atomics and two system calls, and `BEFORE` is set.
+    unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
+}
+
+/// Runs on the thread whose access has failed.
+extern "C" fn handle(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    // SAFETY: the kernel gives a valid struct to a handler with SA_SIGINFO, and SIGBUS has an address.
+    let address = unsafe { (*info).si_addr() }.addr();
+    for place in &PLACES {
+        let (start, len) = (place.start.load(Ordering::Acquire), place.len.load(Ordering::Relaxed));
+        if start <= 1 || !(start..start.saturating_add(len)).contains(&address) {
+            continue;
+        }
+        // SAFETY: the range is a mapping of `SharedMemory`, whose bytes are only reached by raw copies, and which stays mapped while
+        // an access runs. So zero pages may take its place.
+        let replaced = unsafe {
+            libc::mmap(
+                std::ptr::without_provenance_mut(start),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if replaced != libc::MAP_FAILED {
+            place.is_lost.store(true, Ordering::Release);
+            return;
+        }
+    }
+    // Not ours: the access is repeated under the action that was in force before.
+    // SAFETY: the struct was leaked by `install` and never changes.
+    unsafe { libc::sigaction(libc::SIGBUS, BEFORE.load(Ordering::Acquire), std::ptr::null_mut()) };
+}

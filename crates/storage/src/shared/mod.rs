@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory that another process shares with this one, and changes at any time: a guest's.
+//!
+//! No reference to its bytes exists, because a reference promises that nobody else changes them. They are copied by accesses that the
+//! compiler neither repeats nor invents. The other process may shorten the file behind a mapping; `lost` turns what is missing
+//! into zeroes.
+
+mod lost;
+
+use crate::sys;
+use cowshed_block::{Error, ErrorKind, Result};
+use lost::Watch;
+use rustix::fs::{FileType, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+/// Pages have at least so many bytes.
+const PAGE_BYTES: u64 = 4096;
+/// The largest huge page, in bytes.
+const MAX_PAGE_BYTES: u64 = 1 << 30;
+
+/// A part of a file, mapped for reading and writing.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+    /// Kept until the memory is unmapped.
+    watch: Watch,
+}
+
+// SAFETY: the memory is only reached by the copies of `SharedMemory`, which any thread may make at any time.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // From here on the addresses may be another mapping's.
+        self.watch.end();
+        // SAFETY: the range was mapped by `SharedMemory::map` and each access keeps its mapping alive.
+        let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+        if let Err(error) = unmapped {
+            tracing::error!(%error, "could not unmap shared memory");
+        }
+    }
+}
+
+/// A piece of shared memory. Clones are the same piece; it is unmapped with the last one.
+#[derive(Clone, Debug)]
+pub struct SharedMemory {
+    mapping: Arc<Mapping>,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a piece is a mapping, which may be used by all threads, and two numbers.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// Maps `len` bytes of a file from `offset` on. The file must be a regular one (of memory, as a rule), and as long as that.
+    pub fn map(file: impl AsFd, offset: u64, len: u64) -> Result<SharedMemory> {
+        let failed = |error, what: &str| Error::os(sys::errno(error), what);
+        let status = rustix::fs::fstat(&file).map_err(|error| failed(error, "could not look at shared memory"))?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+            return Err(Error::invalid_argument("shared memory is no regular file"));
+        }
+        let (file_bytes, end) = (u64::try_from(status.st_size).unwrap_or(0), offset.checked_add(len));
+        if len == 0 || end.is_none_or(|end| end > file_bytes) {
+            let message = format!("shared memory of {len} bytes from {offset} passes the end of its file");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).value(file_bytes));
+        }
+        // A file of huge pages is mapped in whole ones.
+        let block_bytes = u64::try_from(status.st_blksize).unwrap_or(PAGE_BYTES);
+        let page_bytes = match block_bytes.is_power_of_two() {
+            true => block_bytes.clamp(PAGE_BYTES, MAX_PAGE_BYTES),
+            false => PAGE_BYTES,
+        };
+        let before = offset % page_bytes;
+        let too_long = || Error::new(ErrorKind::Limit, "shared memory is too long").value(len);
+        let mapped = len.checked_add(before).and_then(|len| len.checked_next_multiple_of(page_bytes));
+        let mapped = mapped.and_then(|len| usize::try_from(len).ok()).ok_or_else(too_long)?;
+        // SAFETY: no address is asked for, so no memory of this process is replaced.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &file,
+                offset - before,
+            )
+        };
+        let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
+        let watch = Watch::new(start.as_ptr().addr(), mapped);
+        let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default() });
+        if !mapping.watch.is_some() {
+            return Err(Error::new(ErrorKind::Limit, "too many mappings of shared memory"));
+        }
+        // SAFETY: `before + len` is at most the length of the mapping.
+        let start = unsafe { start.add(before as usize) };
+        Ok(SharedMemory { mapping, start, len: len as usize })
+    }
+
+    /// New memory of zeroes, and the file that stands for it. Nobody can shorten the file.
+    pub fn create(name: &str, len: u64) -> Result<(SharedMemory, OwnedFd)> {
+        let failed = |error| Error::os(sys::errno(error), "could not make shared memory");
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        rustix::fs::ftruncate(&file, len).map_err(failed)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&file, seals).map_err(failed)?;
+        Ok((Self::map(&file, 0, len)?, file))
+    }
+
+    /// Bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// True once the file behind it turned out to be shorter than it was. The memory is no longer shared then.
+    pub fn is_lost(&self) -> bool {
+        self.mapping.watch.is_lost()
+    }
+
+    /// The part of `len` bytes from `at` on.
+    ///
+    /// # Panics
+    /// When it passes the end: a bug of the caller.
+    pub fn part(&self, at: usize, len: usize) -> SharedMemory {
+        SharedMemory { mapping: Arc::clone(&self.mapping), start: self.place(at, len), len }
+    }
+
+    #[inline]
+    fn place(&self, at: usize, len: usize) -> NonNull<u8> {
+        let fits = at.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(fits, "{len} bytes at {at} of {} bytes of shared memory", self.len);
+        // SAFETY: within the piece, or one past its end.
+        unsafe { self.start.add(at) }
+    }
+
+    /// Copies bytes out, each once.
+    ///
+    /// # Panics
+    /// When they pass the end: a bug of the caller.
+    #[inline]
+    pub fn read(&self, at: usize, into: &mut [u8]) {
+        let from = self.place(at, into.len());
+        // SAFETY: both ranges have that length. They can't overlap: a mapping is no memory of Rust's.
+        unsafe { copy(from.as_ptr(), into.as_mut_ptr(), into.len()) }
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Panics
+    /// When they pass the end: a bug of the caller.
+    #[inline]
+    pub fn write(&self, at: usize, from: &[u8]) {
+        let to = self.place(at, from.len());
+        // SAFETY: as in `read`.
+        unsafe { copy(from.as_ptr(), to.as_ptr(), from.len()) }
+    }
+
+    /// The little-endian number at `at`; what was written before it was is seen afterwards. One access where the address is even.
+    ///
+    /// # Panics
+    /// When it passes the end: a bug of the caller.
+    #[inline]
+    pub fn load(&self, at: usize) -> u16 {
+        let place = self.place(at, 2);
+        if place.as_ptr().addr().is_multiple_of(2) {
+            // SAFETY: mapped, aligned, and only ever accessed as raw memory.
+            let number = unsafe { AtomicU16::from_ptr(place.as_ptr().cast()) };
+            return u16::from_le(number.load(Ordering::Acquire));
+        }
+        let mut bytes = [0; 2];
+        self.read(at, &mut bytes);
+        u16::from_le_bytes(bytes)
+    }
+
+    /// Stores a little-endian number; earlier writes are seen before it. One access where the address is even.
+    ///
+    /// # Panics
+    /// When it passes the end: a bug of the caller.
+    #[inline]
+    pub fn store(&self, at: usize, value: u16) {
+        let place = self.place(at, 2);
+        if place.as_ptr().addr().is_multiple_of(2) {
+            // SAFETY: as in `load`.
+            let number = unsafe { AtomicU16::from_ptr(place.as_ptr().cast()) };
+            number.store(value.to_le(), Ordering::Release);
+        } else {
+            self.write(at, &value.to_le_bytes());
+        }
+    }
+}
+
+/// Copies `len` bytes, one of whose sides another process may change meanwhile.
+///
+/// # Safety
+/// Both ranges must be mapped, and must not overlap.
+#[inline]
+unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len > 64 {
+        // SAFETY: the caller promises the ranges. The compiler can't look into the instruction, so it assumes nothing of the bytes.
+        unsafe {
+            std::arch::asm!(
+                "rep movsb",
+                inout("rcx") len => _,
+                inout("rsi") from => _,
+                inout("rdi") to => _,
+                options(nostack, preserves_flags),
+            );
+        }
+        return;
+    }
+    for at in 0..len {
+        // SAFETY: within both ranges; a byte is always aligned.
+        unsafe { to.add(at).write_volatile(from.add(at).read_volatile()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file_of(len: u64) -> OwnedFd {
+        let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, len).unwrap();
+        file
+    }
+
+    #[test]
+    fn two_mappings_of_one_file_see_each_other() {
+        let (mine, file) = SharedMemory::create("test", 8192).unwrap();
+        let theirs = SharedMemory::map(&file, 100, 5000).unwrap();
+        let bytes: Vec<u8> = (0..3000).map(|number| number as u8).collect();
+        theirs.write(7, &bytes);
+        let mut back = vec![0; 3000];
+        mine.read(107, &mut back);
+        assert_eq!(back, bytes);
+        mine.part(4096, 100).store(3, 0x1234);
+        assert_eq!((theirs.load(3999), mine.load(4099)), (0x1234, 0x1234));
+        mine.store(10, 0xabcd);
+        assert_eq!(mine.load(10), 0xabcd);
+    }
+
+    #[test]
+    fn what_is_no_file_of_that_length_is_refused() {
+        let file = file_of(4096);
+        for (offset, len) in [(0, 4097), (4096, 1), (1, 4096), (0, 0), (u64::MAX, 2), (1 << 40, 4096)] {
+            assert!(SharedMemory::map(&file, offset, len).is_err(), "{offset} {len}");
+        }
+        let socket = std::os::unix::net::UnixDatagram::unbound().unwrap();
+        assert!(SharedMemory::map(&socket, 0, 4096).is_err());
+    }
+
+    #[test]
+    fn memory_whose_file_was_shortened_reads_as_zeroes() {
+        let file = file_of(1 << 20);
+        let memory = SharedMemory::map(&file, 0, 1 << 20).unwrap();
+        let other = SharedMemory::map(file_of(4096), 0, 4096).unwrap();
+        memory.write(70_000, &[7; 100]);
+        other.write(0, &[8; 100]);
+        rustix::fs::ftruncate(&file, 4096).unwrap();
+        let mut bytes = [1; 100];
+        memory.read(70_000, &mut bytes);
+        assert_eq!(bytes, [0; 100]);
+        assert!(memory.is_lost() && !other.is_lost());
+        memory.store(80_000, 5);
+        assert_eq!((memory.load(80_000), other.load(0)), (5, 0x0808));
+    }
+
+    #[test]
+    #[should_panic(expected = "of shared memory")]
+    fn an_access_past_the_end_panics() {
+        SharedMemory::create("test", 4096).unwrap().0.part(10, 100).load(99);
+    }
+}
