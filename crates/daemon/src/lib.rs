@@ -22,6 +22,7 @@ mod socket;
 mod state;
 mod statistics;
 mod untrusted;
+mod vhost;
 mod waiting;
 
 pub use control::{

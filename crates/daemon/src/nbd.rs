@@ -18,7 +18,7 @@ use std::cell::{Cell, RefCell};
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// So long may the server take to stop, where nothing else is said; half of it is for requests in flight.
@@ -27,6 +27,9 @@ pub(crate) const STOP_LIMIT: Duration = Duration::from_secs(20);
 /// So long the removal of an export is waited for: longer than clients may take to receive their last replies. What takes
 /// longer goes on by itself.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
+
+/// The name of the type.
+pub(crate) const NBD: &str = "nbd";
 
 /// The target of the log line about a writable export that the network can reach without TLS.
 pub const EXPOSURE: &str = "cowshed_daemon::exposure";
@@ -56,6 +59,10 @@ pub(crate) struct NbdSetup {
 /// An export.
 #[derive(Clone, Debug)]
 pub(crate) struct Exported {
+    /// Its type.
+    pub kind: &'static str,
+    /// Later exports have higher ones.
+    pub number: u64,
     /// Unique among all exports.
     pub id: String,
     /// What clients ask for.
@@ -65,6 +72,21 @@ pub(crate) struct Exported {
     pub shutting_down: bool,
     /// Held, not looked at.
     _bitmaps: Arc<Vec<BitmapUse>>,
+}
+
+impl Exported {
+    pub fn new(
+        kind: &'static str,
+        id: String,
+        name: String,
+        attachment: Arc<Attachment>,
+        writable: bool,
+        bitmaps: Vec<BitmapUse>,
+    ) -> Exported {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Exported { kind, number, id, name, attachment, writable, shutting_down: false, _bitmaps: Arc::new(bitmaps) }
+    }
 }
 
 /// What an export is to be.
@@ -188,14 +210,7 @@ impl Nbd {
         if writable {
             self.warn_of_open_addresses(&name);
         }
-        self.exports.borrow_mut().push(Exported {
-            id,
-            name,
-            attachment,
-            writable,
-            shutting_down: false,
-            _bitmaps: Arc::new(bitmaps),
-        });
+        self.exports.borrow_mut().push(Exported::new(NBD, id, name, attachment, writable, bitmaps));
         Ok(())
     }
 

@@ -9,7 +9,6 @@ use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
 
 /// Types of exports that QEMU has, and why there are none here.
 const REFUSED_EXPORTS: &[(&str, &str)] = &[
-    ("vhost-user-blk", "guests attach over NBD"),
     ("fuse", "an export is mounted with nbdfuse or attached with nbd-client"),
     ("vduse-blk", "an export is attached with nbd-client"),
 ];

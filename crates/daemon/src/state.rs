@@ -11,6 +11,7 @@ use crate::monitor::{MonitorAddress, MonitorContext, MonitorProperties};
 use crate::nbd::{Exported, Nbd};
 use crate::objects::{Object, Objects};
 use crate::untrusted::Untrusted;
+use crate::vhost::{VHOST_USER_BLK, VhostExports};
 use crate::waiting::Commands;
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
@@ -55,6 +56,8 @@ pub(crate) struct Daemon {
     /// The steps of the start aren't all done: who connects to the NBD server waits for the exports that are to come.
     pub is_starting: Cell<bool>,
     nbd: RefCell<Option<Rc<Nbd>>>,
+    /// The exports over vhost-user-blk.
+    pub vhost: Rc<VhostExports>,
     /// Where monitors are and can be.
     pub chardevs: Devices,
     metrics: RefCell<Vec<String>>,
@@ -62,11 +65,13 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub fn new(control: Sender<Message>, schema: Schema, setup: &Setup) -> Daemon {
+        let events = EventBus::default();
         Daemon {
             graph: Graph::new(),
             inactive: InactiveNodes::default(),
             inserted_filters: InsertedFilters::default(),
-            events: EventBus::default(),
+            vhost: Rc::new(VhostExports::new(events.clone())),
+            events,
             schema: Arc::new(schema),
             control,
             objects: Objects::default(),
@@ -159,18 +164,29 @@ impl Daemon {
         *self.nbd.borrow_mut() = nbd;
     }
 
+    /// All exports, in the order of their coming.
+    pub fn exports(&self) -> Vec<Exported> {
+        let mut exports = self.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
+        exports.extend(self.vhost.exports());
+        exports.sort_by_key(|export| export.number);
+        exports
+    }
+
     /// The export with this id.
     pub fn find_export(&self, id: &str) -> Option<Exported> {
-        self.nbd()?.find(id)
+        self.exports().into_iter().find(|export| export.id == id)
     }
 
     /// The exports with their URIs.
     pub fn served(&self) -> Vec<Served> {
-        let Some(nbd) = self.nbd() else { return Vec::new() };
-        let exports = nbd.exports().into_iter();
+        let uris = |export: &Exported| match export.kind {
+            VHOST_USER_BLK => self.vhost.uris(&export.id),
+            _ => self.nbd().map(|nbd| nbd.uris(&export.name)).unwrap_or_default(),
+        };
+        let exports = self.exports().into_iter();
         exports
             .map(|export| Served {
-                uris: nbd.uris(&export.name),
+                uris: uris(&export),
                 node: export.attachment.node().name().to_owned(),
                 file: export.attachment.node().filename(),
                 size: export.attachment.size(),

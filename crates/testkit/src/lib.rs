@@ -28,3 +28,4 @@ pub mod specimens;
 pub mod stress;
 pub mod switched;
 pub mod tally;
+pub mod vhost;

@@ -15,3 +15,4 @@ mod startup;
 mod stress;
 mod stuck;
 mod untrusted;
+mod vhost;

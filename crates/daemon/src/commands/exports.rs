@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, activity, change, command, failed, names, nothing};
-use crate::nbd::{ExportSpec, Nbd, NbdSetup, STOP_LIMIT};
+use super::{Arguments, Group, activity, change, command, failed, names, nothing, vhost};
+use crate::nbd::{ExportSpec, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::state::Daemon;
+use crate::vhost::VHOST_USER_BLK;
 use cowshed_block::ErrorKind;
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
-use cowshed_image::node::BitmapUse;
+use cowshed_image::node::{BitmapUse, LocalFuture};
 use cowshed_nbd_server::Removal;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{KeepAlive, ListenOptions, SocketAddress};
@@ -38,11 +39,13 @@ command nbd-server-add: device: str, name?: str, description?: str, writable?: b
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
-enum BlockExportType: nbd
+enum BlockExportType: nbd vhost-user-blk
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
+object BlockExportOptionsVhostUserBlk: addr: SocketAddress, logical-block-size?: uint64, num-queues?: int
 alternate BlockExportIothreads: str, [str]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIothreads, node-name: str
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
+  , vhost-user-blk: BlockExportOptionsVhostUserBlk
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool, x-requests?: int
@@ -223,8 +226,30 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
     export(&daemon, &device, spec, bitmaps.into_iter().collect()).await
 }
 
-/// One thread, or a list, which QEMU's NBD exports refuse.
-fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
+/// A type of exports.
+struct ExportType {
+    name: &'static str,
+    /// The type for people, as QEMU names it where it refuses several threads.
+    title: &'static str,
+    /// It is of no use before the NBD server runs.
+    needs_nbd: bool,
+    /// Adds an export of a node, which is there and active.
+    add: for<'a> fn(&'a Rc<Daemon>, &'a Arguments, &'a str) -> LocalFuture<'a, QmpResult<Value>>,
+}
+
+/// The types of exports.
+const EXPORTS: &[ExportType] = &[
+    ExportType { name: NBD, title: "NBD", needs_nbd: true, add: |d, a, n| Box::pin(add_nbd(d, a, n)) },
+    ExportType {
+        name: VHOST_USER_BLK,
+        title: "vhost-user-blk",
+        needs_nbd: false,
+        add: |d, a, n| Box::pin(vhost::add(d, a, n)),
+    },
+];
+
+/// One thread, or a list, which the exports refuse.
+fn check_iothreads(daemon: &Daemon, kind: &ExportType, given: Option<&Value>) -> QmpResult<()> {
     let list = given.and_then(Value::as_array);
     let names = list.into_iter().flatten().chain(given.filter(|given| given.is_string())).filter_map(Value::as_str);
     match list {
@@ -235,14 +260,16 @@ fn check_iothreads(daemon: &Daemon, given: Option<&Value>) -> QmpResult<()> {
         daemon.objects.check_iothread(name)?;
     }
     match list {
-        Some(_) if daemon.nbd().is_none() => Err(not_running()),
-        Some(_) => Err(QmpError::generic("NBD export does not support multi-threading")),
+        Some(_) if kind.needs_nbd && daemon.nbd().is_none() => Err(not_running()),
+        Some(_) => Err(QmpError::generic(format!("{} export does not support multi-threading", kind.title))),
         None => Ok(()),
     }
 }
 
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
+    let kind = EXPORTS.iter().find(|kind| kind.name == arguments.text("type"));
+    let kind = kind.ok_or_else(|| QmpError::generic("there is no such type of exports"))?;
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
         return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
     }
@@ -250,16 +277,7 @@ async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
     if daemon.graph.find(&node).is_none() && !daemon.inactive.contains(&node) {
         return Err(no_node(&node));
     }
-    check_iothreads(&daemon, arguments.get("iothread"))?;
-    let spec = ExportSpec {
-        id: arguments.text("id").to_owned(),
-        name: arguments.maybe_text("name").unwrap_or(&node).to_owned(),
-        description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
-        writable: arguments.flag("writable", false),
-        writethrough: arguments.flag("writethrough", false),
-        allocation_depth: arguments.flag("allocation-depth", false),
-        bitmaps: Vec::new(),
-    };
+    check_iothreads(&daemon, kind, arguments.get("iothread"))?;
     if daemon.inactive.contains(&node) {
         if arguments.flag("allow-inactive", false) {
             let message = format!("Node '{node}' is inactive: it is closed, and an export of it has nothing to serve");
@@ -267,8 +285,21 @@ async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
         }
         activity::activate(&daemon, &node).await?;
     }
-    let bitmaps = super::bitmaps::of_export(&daemon, &arguments)?;
-    export(&daemon, &node, spec, bitmaps).await
+    (kind.add)(&daemon, &arguments, &node).await
+}
+
+async fn add_nbd(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) -> QmpResult<Value> {
+    let spec = ExportSpec {
+        id: arguments.text("id").to_owned(),
+        name: arguments.maybe_text("name").unwrap_or(node).to_owned(),
+        description: arguments.maybe_text("description").unwrap_or_default().to_owned(),
+        writable: arguments.flag("writable", false),
+        writethrough: arguments.flag("writethrough", false),
+        allocation_depth: arguments.flag("allocation-depth", false),
+        bitmaps: Vec::new(),
+    };
+    let bitmaps = super::bitmaps::of_export(daemon, arguments)?;
+    export(daemon, node, spec, bitmaps).await
 }
 
 /// A bitmap that an export is to offer; `None`: of the first node of its chain that has it.
@@ -352,9 +383,14 @@ async fn block_export_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
 }
 
 async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Value> {
-    let found = daemon.nbd().filter(|nbd| nbd.find(id).is_some());
-    let nbd = found.ok_or_else(|| QmpError::generic(format!("Export '{id}' is not found")))?;
-    nbd.remove(id, removal).await.map_err(|error| match error.kind() {
+    let found = daemon.find_export(id);
+    let found = found.ok_or_else(|| QmpError::generic(format!("Export '{id}' is not found")))?;
+    let removed = match (found.kind, daemon.nbd()) {
+        (VHOST_USER_BLK, _) => daemon.vhost.remove(id, removal).await,
+        (_, Some(nbd)) => nbd.remove(id, removal).await,
+        (_, None) => return Err(not_running()),
+    };
+    removed.map_err(|error| match error.kind() {
         ErrorKind::Busy => QmpError::generic(format!("export '{id}' still in use")),
         // QEMU's words, which don't name the file.
         ErrorKind::InvalidArgument => QmpError::generic(error.message().to_owned()),
@@ -364,9 +400,9 @@ async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Va
 }
 
 async fn query_block_exports(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
-    let exports = daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
+    let exports = daemon.exports();
     let info = |export: &crate::nbd::Exported| {
-        let mut info = json!({"id": export.id, "type": "nbd", "node-name": export.attachment.node().name(),
+        let mut info = json!({"id": export.id, "type": export.kind, "node-name": export.attachment.node().name(),
                               "shutting-down": export.shutting_down});
         if export.shutting_down {
             info["x-requests"] = json!(export.attachment.statistics().in_flight);

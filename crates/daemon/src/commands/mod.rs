@@ -20,6 +20,7 @@ mod objects;
 mod snapshot;
 mod stats;
 mod throttle;
+mod vhost;
 
 pub(crate) use activity::InactiveNodes;
 pub(crate) use arguments::{Arguments, failed};
@@ -115,7 +116,10 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Valu
             }
             false => None,
         };
-        call(daemon, &name, arguments).await
+        let done = call(daemon, &name, arguments).await;
+        // Guests hear of a new size.
+        daemon.vhost.look_at_sizes();
+        done
     };
     daemon.commands.watched(&name, work).await
 }

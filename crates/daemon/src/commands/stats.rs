@@ -61,7 +61,7 @@ event QUORUM_FAILURE: reference: str, sector-num: int, sectors-count: int
 };
 
 fn exports(daemon: &Daemon) -> Vec<Exported> {
-    daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default()
+    daemon.exports()
 }
 
 async fn query_blockstats(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

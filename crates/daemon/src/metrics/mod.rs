@@ -54,7 +54,7 @@ const COUNTERS: &[Counter] = &[
 /// The page.
 pub(crate) fn render(daemon: &Daemon) -> String {
     let mut page = String::new();
-    let exports = daemon.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
+    let exports = daemon.exports();
     let stats: Vec<_> = exports.iter().map(|export| (export, export.attachment.statistics())).collect();
     let mut connections = Family::new(&mut page, "cowshed_connections", "gauge", "Connected NBD clients.");
     connections.line("", &[], daemon.nbd().map_or(0, |nbd| nbd.connections()));
@@ -67,6 +67,8 @@ pub(crate) fn render(daemon: &Daemon) -> String {
             }
         }
     }
+    let mut connected = Family::new(&mut page, "cowshed_vhost_user_connections", "gauge", "Connected front ends.");
+    connected.line("", &[], daemon.vhost.connections());
     let mut family = Family::new(&mut page, "cowshed_export_in_flight", "gauge", "Requests in flight.");
     for (export, stats) in &stats {
         family.line("", &[("export", &export.id)], stats.in_flight);

@@ -28,6 +28,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("cowshed-nbd-proto", &["cowshed-block"]),
     ("cowshed-vhost-user-proto", &[]),
+    ("cowshed-vhost-user", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
@@ -54,6 +55,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-nbd-server",
             "cowshed-qmp",
             "cowshed-storage",
+            "cowshed-vhost-user",
         ],
     ),
     (

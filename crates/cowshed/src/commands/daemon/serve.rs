@@ -59,6 +59,9 @@ struct ServeArgs {
     /// Address for --port [default: localhost]
     #[arg(short, long, value_name = "ADDRESS")]
     bind: Option<String>,
+    /// Export a node by further means: `vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=PATH,…`. The node-name of an image is its id
+    #[arg(long = "export", value_name = "OPTIONS")]
+    exports: Vec<String>,
     /// Name of the export, where there is one image
     #[arg(short = 'x', long, value_name = "NAME")]
     export_name: Option<String>,
@@ -234,6 +237,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         let options = json!({"type": "nbd", "id": id, "node-name": id, "name": name, "writable": writable,
                              "allocation-depth": true, "bitmaps": args.bitmap});
         steps.push(Step::call("export", "block-export-add", "BlockExportOptions", options));
+    }
+    for export in &args.exports {
+        steps.push(Step::export(export)?);
     }
     steps.extend(controls);
     for monitor in &args.monitors {

@@ -26,7 +26,7 @@ pub const VERB: Verb = Verb {
 const STEPS: &[(&str, &str, &str)] = &[
     ("blockdev", "[driver=]DRIVER,node-name=NAME,…", "Add a block node"),
     ("chardev", "OPTIONS", "Say where a monitor can be: socket,id=ID,path=PATH,server=on,wait=off or stdio,id=ID"),
-    ("export", "[type=]nbd,id=ID,node-name=NAME,…", "Export a node"),
+    ("export", "[type=]TYPE,id=ID,node-name=NAME,…", "Export a node"),
     ("monitor", "[chardev=]ID,…", "Start a QMP monitor on a character device"),
     ("nbd-server", "addr.type=TYPE,…", "Start the NBD server"),
     ("object", "TYPE,id=ID,…", "Create an object"),

@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The export `vhost-user-blk`: QEMU's own client (by libblkio), and a front end whose back end is killed.
+
+use super::process::{Monitor, Serving, run, text, tool};
+use cowshed_testkit::qemu::{peers_dir, temp_dir};
+use cowshed_testkit::random::{Random, seeds};
+use cowshed_testkit::vhost::{FrontEnd, Guest};
+use serde_json::json;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const DISK_BYTES: u64 = 16 << 20;
+
+/// A storage daemon with one export, and its monitor.
+fn start(folder: &Path, image: &str, more: &str) -> (Serving, Monitor) {
+    let mut command = Command::new(super::process::COWSHED);
+    command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
+    command.args(["--monitor", "chardev=m", "--blockdev", image]);
+    command.args(["--export", &format!("vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path=v.sock{more}")]);
+    // That of an earlier daemon, which was killed. The export's own is left where it is.
+    let monitor = folder.join("m.sock");
+    assert!(std::fs::remove_file(&monitor).is_ok() || !monitor.exists());
+    let mut daemon = Serving::start_command(folder, command);
+    let end = Instant::now() + Duration::from_secs(60);
+    // The name of the socket is there a moment before it listens.
+    while std::os::unix::net::UnixStream::connect(&monitor).is_err() {
+        assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
+        assert!(Instant::now() < end, "the daemon does not listen: {}", daemon.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut monitor = Monitor::connect(&monitor);
+    // The answer comes when the command line is carried out.
+    let exports = monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports.as_array().map(Vec::len), Some(1), "{}", daemon.log());
+    (daemon, monitor)
+}
+
+fn peer(name: &str) -> String {
+    text(&peers_dir().join(name)).to_owned()
+}
+
+const OPTIONS: &str = "driver=virtio-blk-vhost-user,path=v.sock,cache.direct=on";
+
+/// Commands of `qemu-io` through the export.
+fn qemu_io(folder: &Path, commands: &[&str], codes: &[i32]) -> String {
+    let options = OPTIONS.replace("v.sock", text(&folder.join("v.sock")));
+    let mut arguments = vec!["--image-opts", &options];
+    commands.iter().for_each(|command| arguments.extend(["-c", command]));
+    run(&peer("qemu-io-vhost"), &arguments, codes)
+}
+
+#[test]
+fn qemus_client_reads_writes_zeroes_discards_and_flushes() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.qcow2")), "16M"]);
+    let image = "qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=d.qcow2";
+    let (daemon, mut monitor) = start(folder, image, ",writable=on,num-queues=2");
+    let commands = [
+        "write -P 5 0 64k",
+        "write -z 16k 8k",
+        "write -P 6 1M 3M",
+        "discard 2M 64k",
+        "flush",
+        "read -P 5 0 16k",
+        "read -P 0 16k 8k",
+        "read -P 6 1M 1M",
+        "read -P 0 2M 64k",
+        "write -P 7 4000k 1",
+        "length",
+    ];
+    let said = qemu_io(folder, &commands, &[0]);
+    assert!(!said.contains("fail") && said.contains("\n16 MiB"), "{said}");
+    let exports = monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports, json!([{"id": "e", "type": "vhost-user-blk", "node-name": "d", "shutting-down": false}]));
+    let stats = monitor.command("query-blockstats", json!({}));
+    assert!(stats[0]["stats"]["wr_operations"].as_u64().is_some_and(|writes| writes > 0), "{stats}");
+    let (options, copy) = (OPTIONS.replace("v.sock", text(&folder.join("v.sock"))), folder.join("copy.raw"));
+    tool(&peer("qemu-img-vhost"), &["convert", "--image-opts", &options, "-O", "raw", text(&copy)]);
+    daemon.stop();
+    assert!(!folder.join("v.sock").exists(), "the socket is left behind");
+    tool("qemu-img", &["compare", text(&folder.join("d.qcow2")), text(&copy)]);
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn a_read_only_export_is_read_only_for_qemus_client() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![3; 1 << 20]).expect("an image");
+    let (daemon, _monitor) = start(folder, "file,node-name=d,filename=d.raw", "");
+    let said = qemu_io(folder, &["read -P 3 0 1M"], &[1]);
+    assert!(said.contains("read-only"), "{said}");
+    let options = OPTIONS.replace("v.sock", text(&folder.join("v.sock")));
+    tool(&peer("qemu-io-vhost"), &["-r", "--image-opts", &options, "-c", "read -P 3 0 1M"]);
+    daemon.stop();
+}
+
+#[test]
+fn exports_come_and_go_by_the_monitor() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    let (daemon, mut monitor) = start(folder, "file,node-name=d,filename=d.raw", ",writable=on");
+    let front_end = FrontEnd::connect(&folder.join("v.sock"));
+    assert_eq!(front_end.config(0, 8), (DISK_BYTES / 512).to_le_bytes());
+    let refused = monitor.refusal("block-export-del", &json!({"id": "e"}));
+    assert_eq!(refused, "export 'e' still in use");
+    monitor.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    assert!(front_end.is_closed() && !folder.join("v.sock").exists());
+    let add = |path: &str| json!({"type": "vhost-user-blk", "id": "f", "node-name": "d", "addr": {"type": "unix", "path": path}});
+    let long = "x".repeat(200);
+    let words = monitor.refusal("block-export-add", &add(&long));
+    assert!(words.starts_with(&format!("UNIX socket path '{long}' is too long")), "{words}");
+    let words = monitor.refusal("block-export-add", &add("/nonexistent/v.sock"));
+    assert_eq!(words, "Failed to bind socket to /nonexistent/v.sock: No such file or directory");
+    assert_eq!(monitor.command("query-block-exports", json!({})), json!([]), "nothing is left behind");
+    let words = monitor.refusal("block-export-add", &add(text(&folder.join("m.sock"))));
+    assert!(words.starts_with("Failed to bind socket to ") && folder.join("m.sock").exists(), "{words}");
+    monitor.command("block-export-add", add(text(&folder.join("w.sock"))));
+    assert_eq!(FrontEnd::connect(&folder.join("w.sock")).config(0, 8), (DISK_BYTES / 512).to_le_bytes());
+    daemon.stop();
+}
+
+/// What one place of the disk holds: the value of the last write that has ended, and of one in flight.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    known: u8,
+    pending: Option<u8>,
+}
+
+/// Heads of chains, which have three descriptors each.
+const CHAINS: u16 = 16;
+const PLACES: usize = 64;
+
+#[test]
+fn a_guest_outlives_a_daemon_that_is_killed_under_load() {
+    outlives("raw", ",writable=on");
+}
+
+#[test]
+fn a_guest_with_qcow2_written_through_outlives_a_daemon_that_is_killed_under_load() {
+    outlives("qcow2", ",writable=on,writethrough=on");
+}
+
+/// Kills daemons, each with requests in flight. At the end each place holds the last write of which the guest has heard.
+fn outlives(format: &str, more: &str) {
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", format, text(&folder.join("d.img")), "16M"]);
+    let image = format!("{format},node-name=d,file.driver=file,file.filename=d.img");
+    let seed = seeds(1).next().expect("a seed");
+    let mut random = Random::new(seed);
+    let (mut guest, mut notes): (Option<Guest>, _) = (None, None);
+    let mut places = [Place::default(); PLACES];
+    // The place that each chain writes.
+    let mut chains = [None; CHAINS as usize];
+    let (mut ended, mut again) = (0, 0);
+    for life in 0..8 {
+        let (mut daemon, monitor) = start(folder, &image, more);
+        drop(monitor);
+        let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+        if let Some(guest) = guest.take() {
+            driver.guest = guest;
+        }
+        driver.negotiate(u64::MAX);
+        driver.share_memory();
+        let region = notes.get_or_insert_with(|| driver.notes());
+        driver.give_notes(region);
+        driver.start_ring(0, driver.used(0));
+        again += chains.iter().flatten().count();
+        let last = ended + 20 + random.below(200);
+        loop {
+            for head in 0..CHAINS {
+                let place = random.below(PLACES as u64) as usize;
+                if chains[usize::from(head)].is_none() && places[place].pending.is_none() {
+                    let value = 1 + random.below(255) as u8;
+                    driver.prepare(0, head * 3, 1, place as u64 * 8, &[value; 4096], 0);
+                    driver.offer(0, head * 3);
+                    places[place].pending = Some(value);
+                    chains[usize::from(head)] = Some(place);
+                }
+            }
+            driver.kick(0);
+            if ended >= last {
+                break;
+            }
+            let (head, _) = driver.wait_used(0);
+            assert_eq!(driver.status(head), 0, "seed {seed}");
+            let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
+            places[place].known = places[place].pending.take().expect("in flight");
+            ended += 1;
+        }
+        if life < 7 {
+            daemon.child().kill().expect("it runs");
+            daemon.wait();
+        } else {
+            while chains.iter().any(Option::is_some) {
+                let (head, _) = driver.wait_used(0);
+                let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
+                places[place].known = places[place].pending.take().expect("in flight");
+            }
+            for (number, place) in places.iter().enumerate() {
+                let (status, bytes) = driver.request(0, number as u64 * 8, &[], 4096);
+                assert!(
+                    status == 0 && bytes == [place.known; 4096],
+                    "seed {seed}: place {number} is not {}",
+                    place.known
+                );
+            }
+            daemon.stop();
+            break;
+        }
+        // What was given back before the end counts.
+        while driver.used(0) != driver.guest.seen[0] {
+            let (head, _) = driver.wait_used(0);
+            let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
+            places[place].known = places[place].pending.take().expect("in flight");
+            ended += 1;
+        }
+        guest = Some(driver.guest.clone());
+    }
+    assert!(again > 0, "seed {seed}: no daemon was killed with a request in flight");
+    if format == "qcow2" {
+        tool("qemu-img", &["check", "-q", "-r", "leaks", text(&folder.join("d.img"))]);
+    }
+}
+
+#[test]
+fn a_resize_reaches_a_front_end() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    let (daemon, mut monitor) = start(folder, "file,node-name=d,filename=d.raw", ",writable=on");
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    let channel = driver.back_end_channel();
+    monitor.command("block_resize", json!({"node-name": "d", "size": DISK_BYTES * 2}));
+    assert_eq!(FrontEnd::back_end_message(&channel), 2, "CONFIG_CHANGE_MSG");
+    assert_eq!(driver.config(0, 8), (DISK_BYTES / 256).to_le_bytes());
+    daemon.stop();
+}

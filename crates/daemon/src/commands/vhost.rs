@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports of the type `vhost-user-blk`.
+
+use super::{Arguments, failed, nothing};
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_image::graph::AttachRequest;
+use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::{Listener, Socket, SocketAddress};
+use cowshed_vhost_user::Config;
+use serde_json::{Map, Value};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The longest path of a socket has one byte less.
+const MAX_PATH_BYTES: usize = 108;
+
+pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) -> QmpResult<Value> {
+    let node = daemon.graph.find(node).ok_or_else(|| QmpError::generic(format!("there is no node '{node}'")))?;
+    let writable = arguments.flag("writable", false);
+    if writable && node.is_read_only() {
+        return Err(QmpError::generic("Cannot export read-only node as writable"));
+    }
+    let config = Config {
+        id: arguments.text("id").to_owned(),
+        writable,
+        writethrough: arguments.flag("writethrough", false),
+        block_bytes: u32::try_from(arguments.number("logical-block-size")?.unwrap_or(512)).unwrap_or(u32::MAX),
+        queues: match arguments.number("num-queues") {
+            Ok(queues) => u16::try_from(queues.unwrap_or(1)).map_err(|_| no_uint16())?,
+            Err(_) => return Err(no_uint16()),
+        },
+        poll_limit: daemon.objects.poll_limit.clone(),
+    };
+    let worded = |error: Error| QmpError::generic(error.message().to_owned());
+    config.check().map_err(worded)?;
+    let request = AttachRequest::export(config.id.clone(), writable);
+    let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
+    let added = match listen(arguments.object("addr")) {
+        Ok(listener) => daemon.vhost.add(config, listener, Arc::clone(&attachment)).map_err(failed),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = added {
+        attachment.detach().await.map_err(failed)?;
+        return Err(error);
+    }
+    nothing()
+}
+
+fn no_uint16() -> QmpError {
+    QmpError::generic("Parameter 'num-queues' expects uint16_t")
+}
+
+/// The socket of an export.
+fn listen(address: Option<&Map<String, Value>>) -> QmpResult<Listener> {
+    let text = |key: &str| address.and_then(|address| address.get(key)).and_then(Value::as_str).unwrap_or_default();
+    let flag = |key: &str| address.and_then(|address| address.get(key)).and_then(Value::as_bool).unwrap_or(false);
+    let bound: Result<Listener> = match text("type") {
+        "unix" => {
+            let prefix = if flag("abstract") { "\0" } else { "" };
+            bind(text("path"), &SocketAddress::Unix(format!("{prefix}{}", text("path"))))
+        }
+        "fd" => {
+            let number = text("str").parse::<i32>();
+            let number = number.map_err(|_| QmpError::generic("only QEMU supports file descriptor passing"))?;
+            Socket::copy_of_descriptor(number).and_then(Listener::from_descriptor)
+        }
+        _ => return Err(QmpError::generic("Only socket address types 'unix' and 'fd' are supported")),
+    };
+    bound.map_err(failed)
+}
+
+fn bind(path: &str, address: &SocketAddress) -> Result<Listener> {
+    if path.len() >= MAX_PATH_BYTES {
+        let words = format!("UNIX socket path '{path}' is too long\nPath must be less than {MAX_PATH_BYTES} bytes");
+        return Err(Error::invalid_argument("the path of a socket is too long").value(path.len()).qemu(words));
+    }
+    let worded = |error: Error| error.qemu(format!("Failed to bind socket to {path}"));
+    let one = Listener::bind(address).map_err(worded)?.into_iter().next();
+    one.ok_or_else(|| Error::internal("a Unix socket has one address"))
+}

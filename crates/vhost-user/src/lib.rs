@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Serves a disk to a virtual machine over vhost-user-blk.
+//!
+//! ```text
+//! Server::start(config, listener, attachment) ─ look_at_size() … ─ stop()
+//! ```
+//! - `server`: the owner's view, and the thread that takes front ends; `session`: one front end and its messages
+//! - `queue`: the thread of one ring; `requests` carries one request out; `memory` is the guest's
+
+mod memory;
+mod queue;
+mod requests;
+mod server;
+mod session;
+#[cfg(test)]
+mod tests;
+
+pub use cowshed_vhost_user_proto as proto;
+pub use server::{Config, Server};

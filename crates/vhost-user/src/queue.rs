@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The thread of one ring.
+
+use crate::memory::{GuestMemory, Piece};
+use crate::requests::{self, Ended};
+use cowshed_block::{Error, Result};
+use cowshed_image::graph::{Attachment, Queue as Disk};
+use cowshed_storage::EventCounter;
+use cowshed_storage::rt::{self, PollLimit};
+use cowshed_storage::signal::{Mailbox, Watched, lock};
+use cowshed_vhost_user_proto::request::{Limits, Request, Status};
+use cowshed_vhost_user_proto::ring::RingPlace;
+use cowshed_vhost_user_proto::{Inflight, Malformed, Ring};
+use futures_util::future::{Either, LocalBoxFuture, select};
+use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt, StreamExt};
+use std::future::pending;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Buffers of the requests of one ring, in bytes; one request may always run.
+const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
+/// Where no kick can come, a ring is looked at so often.
+const LOOK_PAUSE: Duration = Duration::from_micros(100);
+
+/// How requests are carried out: the same for all rings of a session.
+#[derive(Clone, Debug)]
+pub(crate) struct Ways {
+    /// The export's name.
+    pub id: Arc<str>,
+    /// What requests are checked by; the size is looked up for each.
+    pub limits: Limits,
+    /// Each change is durable before its status is told, whatever the driver says.
+    pub writethrough: bool,
+    /// The driver's own switch.
+    pub writeback: Arc<AtomicBool>,
+}
+
+impl Ways {
+    pub fn is_durable(&self) -> bool {
+        self.writethrough || !self.writeback.load(Ordering::Acquire)
+    }
+}
+
+/// What may change while a ring runs.
+#[derive(Debug, Default)]
+pub(crate) struct Line {
+    pub call: Mutex<Option<EventCounter>>,
+    pub error: Mutex<Option<EventCounter>>,
+}
+
+impl Line {
+    fn signal(counter: &Mutex<Option<EventCounter>>) {
+        if let Some(counter) = &*lock(counter) {
+            counter.signal();
+        }
+    }
+}
+
+/// The memory of the guest now, for all rings.
+pub(crate) type MemoryNow = Arc<Mutex<Arc<GuestMemory>>>;
+
+/// How a ring begins.
+#[derive(Debug)]
+pub(crate) struct Start {
+    pub place: RingPlace,
+    pub base: u16,
+    pub memory: MemoryNow,
+    /// `None`: the ring is looked at from time to time.
+    pub kick: Option<EventCounter>,
+    pub line: Arc<Line>,
+    /// Where its requests in flight are noted.
+    pub notes: Option<Piece>,
+    pub ways: Ways,
+}
+
+enum Message {
+    Start(Box<Start>, Arc<Watched<Option<Result<(), Malformed>>>>),
+    /// Take no more, end what is in flight, and say where to go on.
+    Stop(Arc<Watched<Option<u16>>>),
+    End,
+}
+
+/// The owner's end of a ring's thread.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    mailbox: Arc<Mailbox<Message>>,
+    ended: Arc<Watched<bool>>,
+}
+
+impl std::fmt::Debug for Message {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Message")
+    }
+}
+
+/// Says that a thread has ended, also by a panic.
+struct Ending(Arc<Watched<bool>>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.change(|ended| *ended = true);
+    }
+}
+
+impl Queue {
+    /// Starts the thread.
+    pub fn spawn(name: String, attachment: Arc<Attachment>, poll_limit: PollLimit) -> Result<Queue> {
+        let queue = Queue { mailbox: Arc::default(), ended: Arc::default() };
+        let (inbox, ending) = (Arc::clone(&queue.mailbox), Ending(Arc::clone(&queue.ended)));
+        let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
+        let serve = move || {
+            let _ending = ending;
+            let outcome = rt::prepare();
+            let can_serve = outcome.is_ok();
+            if prepared.send(outcome).is_ok() && can_serve {
+                rt::block_on(async move {
+                    rt::poll_up_to(poll_limit);
+                    rt::sleep_exactly();
+                    serve_all(&attachment, &inbox).await;
+                });
+            }
+        };
+        let spawned = std::thread::Builder::new().name(name).spawn(serve);
+        spawned.map_err(|error| Error::io(&error, "could not start a thread"))?;
+        match is_prepared.recv() {
+            Ok(outcome) => outcome.map(|()| queue),
+            Err(_) => Err(Error::internal("a ring's thread ended at once")),
+        }
+    }
+
+    /// Runs a ring, which must not run yet. An error: it can't be one.
+    pub async fn start(&self, start: Start) -> Result<(), Malformed> {
+        let outcome: Arc<Watched<Option<Result<(), Malformed>>>> = Arc::default();
+        self.mailbox.send(Message::Start(Box::new(start), Arc::clone(&outcome)));
+        outcome.wait(|outcome| outcome.take()).await
+    }
+
+    /// Stops a ring that runs; returns the index of the next chain when none is in flight any more.
+    pub async fn stop(&self) -> u16 {
+        let base: Arc<Watched<Option<u16>>> = Arc::default();
+        self.mailbox.send(Message::Stop(Arc::clone(&base)));
+        base.wait(|base| base.take()).await
+    }
+
+    /// Tells the thread to end.
+    pub fn end(&self) {
+        self.mailbox.send(Message::End);
+    }
+
+    /// Waits for the thread's end.
+    pub async fn join(&self) {
+        self.ended.wait(|ended| ended.then_some(())).await;
+    }
+}
+
+/// A ring that runs.
+struct Running {
+    ring: Ring<Piece>,
+    start: Start,
+    inflight: Option<Inflight<Piece>>,
+    bytes: u64,
+    /// The driver has broken the protocol: nothing more is taken.
+    is_broken: bool,
+    work: FuturesUnordered<LocalBoxFuture<'static, Ended>>,
+}
+
+async fn serve_all(attachment: &Arc<Attachment>, inbox: &Mailbox<Message>) {
+    let disk = attachment.queue();
+    loop {
+        match inbox.receive().await {
+            Message::Start(start, outcome) => match Running::new(*start, &disk) {
+                Ok(running) => {
+                    outcome.change(|outcome| *outcome = Some(Ok(())));
+                    if !running.serve(&disk, inbox).await {
+                        return;
+                    }
+                }
+                Err(error) => outcome.change(|outcome| *outcome = Some(Err(error))),
+            },
+            // It doesn't run: the session asks only for one that does.
+            Message::Stop(base) => base.change(|base| *base = Some(0)),
+            Message::End => return,
+        }
+    }
+}
+
+impl Running {
+    fn new(start: Start, disk: &Disk) -> Result<Running, Malformed> {
+        let memory = Arc::clone(&lock(&start.memory));
+        let mut ring = Ring::new(&*memory, &start.place, start.base)?;
+        let mut left = Vec::new();
+        let inflight = match &start.notes {
+            Some(notes) => {
+                let (inflight, heads) = Inflight::open(notes.clone(), ring.size(), ring.used_index())?;
+                ring.resume(&heads)?;
+                left = heads;
+                Some(inflight)
+            }
+            None => None,
+        };
+        let work = FuturesUnordered::new();
+        let mut running = Running { ring, start, inflight, bytes: 0, is_broken: false, work };
+        for head in left {
+            tracing::info!(export = &*running.start.ways.id, head, "a request of an earlier life is carried out again");
+            running.begin(disk, &memory, head);
+        }
+        Ok(running)
+    }
+
+    /// Until it is told to stop. False: the thread is to end.
+    async fn serve(mut self, disk: &Disk, inbox: &Mailbox<Message>) -> bool {
+        let mut kick = self.kick();
+        let mut told = inbox.receive().boxed_local();
+        let message = loop {
+            if let Some(message) = (&mut told).now_or_never() {
+                break message;
+            }
+            let took = self.take(disk);
+            let ended = self.collect();
+            if took || ended {
+                // Completions, and other threads' wakes, are looked at in between.
+                rt::yield_now().await;
+                continue;
+            }
+            if !self.is_broken && self.has_room() && self.ring.listen() {
+                continue;
+            }
+            let news = async {
+                let event = select(&mut told, &mut kick);
+                match self.work.is_empty() {
+                    true => News::of(event.await),
+                    false => match select(event, self.work.next()).await {
+                        Either::Left((event, _)) => News::of(event),
+                        Either::Right((ended, _)) => News::Ended(ended),
+                    },
+                }
+            };
+            match news.await {
+                News::Told(message) => break message,
+                News::Kicked => kick = self.kick(),
+                News::Ended(ended) => {
+                    if let Some(ended) = ended {
+                        self.give_back(ended);
+                    }
+                    self.collect();
+                    self.call();
+                }
+            }
+        };
+        while let Some(ended) = self.work.next().await {
+            self.give_back(ended);
+            self.call();
+        }
+        self.call();
+        match message {
+            Message::Stop(base) => {
+                let next = self.ring.base();
+                drop(self);
+                base.change(|base| *base = Some(next));
+                true
+            }
+            Message::Start(_, outcome) => {
+                outcome.change(|outcome| *outcome = Some(Ok(())));
+                true
+            }
+            Message::End => false,
+        }
+    }
+
+    /// Ready when the driver has kicked.
+    fn kick(&self) -> LocalBoxFuture<'static, ()> {
+        match (self.is_broken, self.start.kick.clone()) {
+            (true, _) => pending().boxed_local(),
+            (false, None) => rt::sleep(LOOK_PAUSE).boxed_local(),
+            (false, Some(kick)) => async move {
+                if let Err(error) = kick.wait().await {
+                    tracing::warn!(%error, "a ring can't be kicked any more");
+                    pending::<()>().await;
+                }
+            }
+            .boxed_local(),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.bytes < MAX_BYTES_IN_FLIGHT
+    }
+
+    /// Takes what is available and begins it. True: there was something.
+    fn take(&mut self, disk: &Disk) -> bool {
+        let mut memory = None;
+        while !self.is_broken && self.has_room() {
+            match self.ring.take() {
+                Ok(None) => break,
+                Ok(Some(head)) => {
+                    let memory = memory.get_or_insert_with(|| Arc::clone(&lock(&self.start.memory)));
+                    if let Some(inflight) = &mut self.inflight {
+                        inflight.begin(head);
+                    }
+                    let memory = Arc::clone(memory);
+                    self.begin(disk, &memory, head);
+                }
+                Err(error) => self.fail(error),
+            }
+        }
+        if memory.is_some() {
+            rt::note_request();
+        }
+        memory.is_some()
+    }
+
+    fn begin(&mut self, disk: &Disk, memory: &GuestMemory, head: u16) {
+        let (result, chain) = self.ring.chain(memory, head);
+        let ways = &self.start.ways;
+        let limits = Limits { disk_bytes: disk.size(), ..ways.limits };
+        let request = match result {
+            Ok(()) => Request::parse(&chain, &limits),
+            Err(error) => {
+                tracing::warn!(export = &*ways.id, %error, "a request that breaks the protocol");
+                Err(Status::IoError)
+            }
+        };
+        match request {
+            Ok(request) => {
+                self.bytes += requests::cost(&request);
+                let work = requests::run(disk.clone(), ways.clone(), chain, request);
+                self.work.push(work.boxed_local());
+            }
+            Err(status) => {
+                let ended = requests::end(&chain, status, 0, 0);
+                self.give_back(ended);
+                self.call();
+            }
+        }
+    }
+
+    /// Lets requests go on, and gives back those that have ended. True: there was one.
+    fn collect(&mut self) -> bool {
+        let mut any = false;
+        while let Some(Some(ended)) = self.work.next().now_or_never() {
+            self.give_back(ended);
+            any = true;
+        }
+        if any {
+            self.call();
+        }
+        any
+    }
+
+    fn give_back(&mut self, ended: Ended) {
+        self.bytes -= ended.bytes;
+        let ring = &mut self.ring;
+        let mut give_back = |written| {
+            ring.give_back(ended.head, written);
+            ring.used_index()
+        };
+        let written = ended.written.unwrap_or(0);
+        match &mut self.inflight {
+            Some(inflight) => inflight.end(ended.head, || give_back(written)),
+            None => {
+                give_back(written);
+            }
+        }
+        if ended.written.is_none() {
+            self.fail(Malformed { what: "a request without a place for its status, head", value: ended.head.into() });
+        }
+    }
+
+    fn call(&mut self) {
+        if self.ring.is_call_due() {
+            Line::signal(&self.start.line.call);
+        }
+    }
+
+    #[cold]
+    fn fail(&mut self, error: Malformed) {
+        if !std::mem::replace(&mut self.is_broken, true) {
+            tracing::warn!(export = &*self.start.ways.id, %error, "a ring is stopped: its driver breaks the protocol");
+            Line::signal(&self.start.line.error);
+        }
+    }
+}
+
+enum News {
+    Told(Message),
+    Kicked,
+    Ended(Option<Ended>),
+}
+
+impl News {
+    fn of<A, B>(event: Either<(Message, A), ((), B)>) -> News {
+        match event {
+            Either::Left((message, _)) => News::Told(message),
+            Either::Right(_) => News::Kicked,
+        }
+    }
+}

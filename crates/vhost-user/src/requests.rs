@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Carries out one request.
+
+use crate::memory::Piece;
+use crate::queue::Ways;
+use cowshed_block::Result;
+use cowshed_image::ZeroFlags;
+use cowshed_image::graph::Queue;
+use cowshed_storage::IoBuf;
+use cowshed_vhost_user_proto::Chain;
+use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
+
+/// Longer reads and writes go in pieces of so many bytes.
+pub(crate) const PIECE_BYTES: u64 = 1 << 20;
+
+/// A chain whose request has ended.
+pub(crate) struct Ended {
+    /// Of its chain.
+    pub head: u16,
+    /// Bytes that were written to the chain; `None`: it has no place for a status.
+    pub written: Option<u32>,
+    /// What it took of the ring's memory.
+    pub bytes: u64,
+}
+
+/// The memory that a request takes while it runs.
+pub(crate) fn cost(request: &Request) -> u64 {
+    match request {
+        Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
+        _ => 0,
+    }
+}
+
+/// Carries a request out and writes its status.
+pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: Request) -> Ended {
+    let bytes = cost(&request);
+    let (result, mut written) = match request {
+        Request::Read { offset, len } => read(&disk, &chain, offset, len).await,
+        Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
+        Request::Flush => (disk.flush().await, 0),
+        Request::GetId { len } => {
+            let mut name = [0; ID_BYTES];
+            let id = ways.id.as_bytes();
+            let known = id.len().min(ID_BYTES);
+            name[..known].copy_from_slice(&id[..known]);
+            // In range: at most ID_BYTES.
+            let len = len as usize;
+            chain.writable.write(0, &name[..len]);
+            (Ok(()), len as u64)
+        }
+        Request::Discard(segments) => (discard(&disk, &ways, segments).await, 0),
+        Request::WriteZeroes(segments) => (write_zeroes(&disk, &ways, segments).await, 0),
+    };
+    let status = match result {
+        Ok(()) => Status::Ok,
+        Err(error) => {
+            written = 0;
+            tracing::warn!(export = &*ways.id, %error, "a request has failed");
+            Status::IoError
+        }
+    };
+    end(&chain, status, written, bytes)
+}
+
+/// Writes the status of a chain.
+pub(crate) fn end(chain: &Chain<Piece>, status: Status, written: u64, bytes: u64) -> Ended {
+    let has_status = write_status(chain, status);
+    let written = has_status.then(|| u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX));
+    Ended { head: chain.head, written, bytes }
+}
+
+async fn read(disk: &Queue, chain: &Chain<Piece>, offset: u64, len: u64) -> (Result<()>, u64) {
+    let mut done = 0;
+    while done < len {
+        let piece = (len - done).min(PIECE_BYTES);
+        let buf = match IoBuf::try_scratch(piece as usize) {
+            Ok(buf) => buf,
+            Err(error) => return (Err(error), done),
+        };
+        let (result, buf) = disk.read(offset + done, buf).await;
+        if result.is_err() {
+            return (result, done);
+        }
+        chain.writable.write(done, &buf);
+        done += piece;
+    }
+    (Ok(()), done)
+}
+
+async fn write(disk: &Queue, ways: &Ways, chain: &Chain<Piece>, offset: u64, len: u64) -> Result<()> {
+    let mut done = 0;
+    let is_durable = ways.is_durable();
+    while done < len {
+        let piece = (len - done).min(PIECE_BYTES);
+        let mut buf = IoBuf::try_scratch(piece as usize)?;
+        chain.readable.read(HEADER_BYTES as u64 + done, &mut buf);
+        let (result, _) = match is_durable {
+            true => disk.write_durable(offset + done, buf).await,
+            false => disk.write(offset + done, buf).await,
+        };
+        result?;
+        done += piece;
+    }
+    Ok(())
+}
+
+async fn discard(disk: &Queue, ways: &Ways, segments: Vec<Segment>) -> Result<()> {
+    for segment in segments {
+        disk.discard(segment.offset, segment.len).await?;
+    }
+    complete(disk, ways).await
+}
+
+async fn write_zeroes(disk: &Queue, ways: &Ways, segments: Vec<Segment>) -> Result<()> {
+    for segment in segments {
+        let flags = ZeroFlags { may_unmap: segment.unmap, no_fallback: false };
+        disk.write_zeroes(segment.offset, segment.len, flags).await?;
+    }
+    complete(disk, ways).await
+}
+
+async fn complete(disk: &Queue, ways: &Ways) -> Result<()> {
+    match ways.is_durable() {
+        true => disk.flush().await,
+        false => Ok(()),
+    }
+}

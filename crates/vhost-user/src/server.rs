@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The export as its owner sees it, and the thread that takes front ends.
+
+use crate::queue::Queue;
+use crate::session;
+use cowshed_block::{Error, Result};
+use cowshed_image::graph::Attachment;
+use cowshed_storage::rt::{self, PollLimit};
+use cowshed_storage::signal::Watched;
+use cowshed_storage::{Listener, Socket, SocketAddress};
+use futures_util::future::{Either, select};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The most queues of an export.
+pub const MAX_QUEUES: u16 = 64;
+/// The largest logical block, in bytes.
+const MAX_BLOCK_BYTES: u32 = 2 << 20;
+/// Between two attempts to accept a front end when the process has no descriptor left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// So long may the process of a front end that has gone keep the next one waiting.
+const LEAVE_GRACE: Duration = Duration::from_secs(5);
+
+/// How a disk is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The export's name, which the guest reads as the disk's serial number (its first 20 bytes).
+    pub id: String,
+    /// The guest may write.
+    pub writable: bool,
+    /// Each change is durable before its status is told.
+    pub writethrough: bool,
+    /// Logical block size in bytes: a power of two from 512 to 2 MiB.
+    pub block_bytes: u32,
+    /// Queues, each with a thread: 1 to 64.
+    pub queues: u16,
+    /// How long the threads look for requests before they sleep.
+    pub poll_limit: PollLimit,
+}
+
+impl Config {
+    /// Checks what a user may get wrong, in QEMU's words where it has some.
+    pub fn check(&self) -> Result<()> {
+        if !self.block_bytes.is_power_of_two() || !(512..=MAX_BLOCK_BYTES).contains(&self.block_bytes) {
+            let message = "parameter logical-block-size must be a power of 2 between 512 and 2097152";
+            return Err(Error::invalid_argument(message));
+        }
+        match self.queues {
+            0 => Err(Error::invalid_argument("num-queues must be greater than 0")),
+            queues if queues > MAX_QUEUES => {
+                let message =
+                    format!("num-queues is {queues}, and an export has at most {MAX_QUEUES}: one thread each");
+                Err(Error::invalid_argument(message))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What the owner and the control thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub config: Config,
+    pub attachment: Arc<Attachment>,
+    pub queues: Vec<Queue>,
+    /// The front end that is connected.
+    pub client: Watched<Option<Socket>>,
+    /// The owner has looked at the size so often.
+    pub looks: Watched<u64>,
+    stopping: Watched<bool>,
+    ended: Watched<bool>,
+}
+
+/// A disk that is served to one front end at a time. Usable from any thread.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+    address: SocketAddress,
+}
+
+impl Server {
+    /// Starts the threads, and takes front ends.
+    pub fn start(config: Config, listener: Listener, attachment: Arc<Attachment>) -> Result<Server> {
+        config.check()?;
+        let mut queues: Vec<Queue> = Vec::new();
+        for number in 0..config.queues {
+            let name = format!("vhost-queue-{number}");
+            match Queue::spawn(name, Arc::clone(&attachment), config.poll_limit.clone()) {
+                Ok(queue) => queues.push(queue),
+                Err(error) => {
+                    queues.iter().for_each(Queue::end);
+                    return Err(error);
+                }
+            }
+        }
+        let shared = Arc::new(Shared {
+            config,
+            attachment,
+            queues,
+            client: Watched::default(),
+            looks: Watched::default(),
+            stopping: Watched::default(),
+            ended: Watched::default(),
+        });
+        let address = listener.address().clone();
+        let serving = Arc::clone(&shared);
+        let serve = move || {
+            let _ending = Ending(Arc::clone(&serving));
+            rt::block_on(accept_all(&serving, listener));
+        };
+        if let Err(error) = std::thread::Builder::new().name("vhost-control".to_owned()).spawn(serve) {
+            shared.queues.iter().for_each(Queue::end);
+            return Err(Error::io(&error, "could not start a thread"));
+        }
+        Ok(Server { shared, address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &SocketAddress {
+        &self.address
+    }
+
+    /// True while a front end is connected.
+    pub fn is_connected(&self) -> bool {
+        self.shared.client.look(|client| client.as_ref().is_some_and(|client| !client.has_hung_up()))
+    }
+
+    /// The size of the disk may have changed: the guest hears of it.
+    pub fn look_at_size(&self) {
+        self.shared.looks.change(|looks| *looks += 1);
+    }
+
+    /// Ends what is in flight, sends the front end away, and ends the threads. Call it inside of [`rt::block_on`].
+    pub async fn stop(&self) {
+        self.begin_stop();
+        self.shared.ended.wait(|ended| ended.then_some(())).await;
+        for queue in &self.shared.queues {
+            queue.join().await;
+        }
+    }
+
+    fn begin_stop(&self) {
+        self.shared.stopping.change(|stopping| *stopping = true);
+        self.shared.client.look(|client| {
+            if let Some(client) = client {
+                client.shutdown();
+            }
+        });
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.begin_stop();
+    }
+}
+
+/// Ends the rings' threads with that of their control, also by a panic.
+struct Ending(Arc<Shared>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.queues.iter().for_each(Queue::end);
+        self.0.ended.change(|ended| *ended = true);
+    }
+}
+
+async fn accept_all(shared: &Arc<Shared>, listener: Listener) {
+    let id = &shared.config.id;
+    let mut session: Option<rt::JoinHandle<()>> = None;
+    loop {
+        let accepted = {
+            let stopping = pin!(shared.stopping.wait(|stopping| stopping.then_some(())));
+            match select(pin!(listener.accept()), stopping).await {
+                Either::Left((accepted, _)) => accepted,
+                Either::Right(_) => break,
+            }
+        };
+        let socket = match accepted {
+            Ok(socket) => socket,
+            Err(error) if Listener::is_transient(&error) => {
+                tracing::warn!(%error, "can't take front ends at the moment");
+                rt::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+            Err(error) => {
+                tracing::error!(%error, "can't take front ends any more");
+                break;
+            }
+        };
+        if let Some(before) = &mut session {
+            let is_gone = shared.client.look(|client| client.as_ref().is_none_or(Socket::has_hung_up));
+            let left = match is_gone {
+                true => matches!(select(before, pin!(rt::sleep(LEAVE_GRACE))).await, Either::Left(_)),
+                false => false,
+            };
+            if !left {
+                tracing::warn!(
+                    export = id,
+                    peer = socket.peer(),
+                    "another front end is connected, and this one is closed"
+                );
+                socket.shutdown();
+                continue;
+            }
+        }
+        shared.client.change(|client| *client = Some(socket.clone()));
+        if shared.stopping.look(|stopping| *stopping) {
+            socket.shutdown();
+        }
+        let shared = Arc::clone(shared);
+        session = Some(rt::spawn(async move {
+            let peer = socket.peer();
+            tracing::info!(export = shared.config.id, peer, "front end connected");
+            match session::run(&shared, socket).await {
+                Ok(()) => tracing::info!(export = shared.config.id, peer, "front end left"),
+                Err(error) => tracing::warn!(export = shared.config.id, peer, %error, "front end lost"),
+            }
+            shared.client.change(|client| *client = None);
+        }));
+    }
+    drop(listener);
+    if let Some(session) = session {
+        session.await;
+    }
+}

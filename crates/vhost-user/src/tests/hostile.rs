@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Front ends and guests that break the rules. None of them ends the server, reaches past its memory or keeps the next one out.
+
+use super::served::Served;
+use crate::proto::Header;
+use crate::proto::message::request;
+use cowshed_storage::rt;
+use cowshed_testkit::vhost::{FrontEnd, GUEST, MEMORY_BYTES, RING_SIZE};
+
+/// A sound front end is served.
+fn assert_serves(served: &Served) {
+    assert_eq!(served.driver().request(0, 0, &[], 512), (0, vec![0; 512]));
+}
+
+#[test]
+fn requests_that_cannot_be_end_with_an_error_and_the_ring_goes_on() {
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    let table = FrontEnd::place(0);
+    let data = FrontEnd::data(0);
+    let wrong = [
+        ("data outside of memory", (MEMORY_BYTES, 512, 1 | 2, 2)),
+        ("data past the end of memory", (MEMORY_BYTES - 511, 512, 1 | 2, 2)),
+        ("data at the last address", (u64::MAX - GUEST - 100, 512, 1 | 2, 2)),
+        ("half a sector", (data, 100, 1 | 2, 2)),
+        ("the wrong direction", (data, 512, 1, 2)),
+    ];
+    for (what, descriptor) in wrong {
+        driver.prepare(0, 0, 0, 0, &[], 512);
+        driver.describe(table, 1, descriptor);
+        driver.offer(0, 0);
+        driver.kick(0);
+        driver.wait_used(0);
+        let expected = u8::from(what != "the wrong direction");
+        assert_eq!(driver.status(0), expected, "{what}");
+    }
+    assert_eq!(driver.request(0, 0, &[], 512), (0, vec![0; 512]));
+}
+
+#[test]
+fn drivers_that_break_the_ring_hear_of_it_and_only_they() {
+    type Break = fn(&mut FrontEnd);
+    let breaks: [(&str, Break); 6] = [
+        ("a loop without a status", |driver| {
+            driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0), 16, 1, 0));
+            driver.offer(0, 0);
+        }),
+        ("no status at all", |driver| {
+            driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0), 16, 0, 0));
+            driver.offer(0, 0);
+        }),
+        ("a head outside of the table", |driver| driver.offer(0, RING_SIZE)),
+        ("more chains than places", |driver| {
+            driver.guest.memory.store(FrontEnd::place(0) + 0x4000 + 2, RING_SIZE + 5);
+        }),
+        ("an indirect table in a table", |driver| {
+            let at = FrontEnd::data(0);
+            driver.describe(FrontEnd::place(0), 0, (at, 32, 4, 0));
+            driver.describe(at as usize, 0, (at, 32, 4, 0));
+            driver.offer(0, 0);
+        }),
+        ("an indirect table outside of memory", |driver| {
+            driver.describe(FrontEnd::place(0), 0, (MEMORY_BYTES - 16, 32, 4, 0));
+            driver.offer(0, 0);
+        }),
+    ];
+    let served = Served::new(|_| ());
+    for (what, break_it) in breaks {
+        let mut driver = served.driver();
+        driver.start_ring(1, 0);
+        assert_eq!(driver.request(0, 0, &[], 512).0, 0);
+        break_it(&mut driver);
+        driver.kick(0);
+        rt::block_on(driver.error.wait()).unwrap();
+        // The other ring goes on, and this one can be stopped.
+        driver.prepare(1, 3, 0, 0, &[], 512);
+        driver.offer(1, 3);
+        driver.kick(1);
+        assert_eq!((driver.wait_used(1).0, driver.status(3)), (3, 0), "{what}");
+        driver.stop_ring(0);
+        drop(driver);
+        assert_serves(&served);
+    }
+}
+
+#[test]
+fn messages_that_break_the_rules_are_refused() {
+    let served = Served::new(|_| ());
+    let driver = served.driver();
+    assert!(!driver.tell_ring(request::SET_VRING_NUM, 2, 16), "there is no such ring");
+    assert!(!driver.tell(request::SET_VRING_KICK, &0u64.to_le_bytes(), None), "no descriptor");
+    assert!(!driver.tell(request::SET_VRING_KICK, &0u64.to_le_bytes(), Some(&driver.guest.file)), "no eventfd");
+    assert!(!driver.tell(request::SET_FEATURES, &(1u64 << 34).to_le_bytes(), None), "not offered");
+    assert!(!driver.tell(6, &[0; 16], Some(&driver.guest.file)), "SET_LOG_BASE was not agreed on");
+    let mut region = vec![0; 8];
+    region.extend(driver.region().encode());
+    assert!(!driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "it is there already");
+    assert!(!driver.tell(request::ADD_MEM_REG, &region, None), "no descriptor");
+    assert!(driver.tell(request::REM_MEM_REG, &region, Some(&driver.guest.file)), "a descriptor too many");
+    assert!(!driver.tell(request::REM_MEM_REG, &region, None), "it is gone");
+    assert!(driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)));
+    let long = crate::proto::Region { len: MEMORY_BYTES + 1, guest_address: 0, ..driver.region() };
+    let mut region = vec![0; 8];
+    region.extend(long.encode());
+    assert!(!driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "longer than its file");
+    drop(driver);
+    assert_serves(&served);
+}
+
+#[test]
+fn what_is_no_message_ends_the_connection_and_nothing_else() {
+    let served = Served::new(|_| ());
+    let table = Header::message(request::SET_MEM_TABLE, false, &[200, 0, 0, 0, 0, 0, 0, 0]);
+    for bytes in [&[0xff; 12][..], &[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1][..], &table] {
+        let front_end = served.connect();
+        front_end.send_raw(bytes, None);
+        assert!(front_end.is_closed());
+    }
+    let half = served.connect();
+    half.send_raw(&[1, 0, 0], None);
+    drop(half);
+    assert_serves(&served);
+}
+
+#[test]
+fn memory_whose_file_is_shortened_ends_nothing() {
+    let served = Served::new(|_| ());
+    // Without a seal, as front ends with a file of their own have it.
+    let path = served.folder.path().join("memory");
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+    file.set_len(MEMORY_BYTES).unwrap();
+    let mut front_end = served.connect();
+    front_end.guest.memory = cowshed_storage::SharedMemory::map(&file, 0, MEMORY_BYTES).unwrap();
+    front_end.guest.file = std::sync::Arc::new(file.try_clone().unwrap().into());
+    front_end.negotiate(u64::MAX);
+    front_end.share_memory();
+    front_end.start_ring(0, 0);
+    assert_eq!(front_end.request(0, 0, &[], 512).0, 0);
+    file.set_len(4096).unwrap();
+    for _ in 0..3 {
+        front_end.kick(0);
+    }
+    front_end.stop_ring(0);
+    drop(front_end);
+    assert_serves(&served);
+}
+
+#[test]
+fn a_second_front_end_is_sent_away() {
+    let served = Served::new(|_| ());
+    let mut first = served.driver();
+    assert!(served.connect().is_closed());
+    assert_eq!(first.request(0, 0, &[], 512).0, 0);
+}

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server, driven by a front end that does what no real one does.
+
+mod hostile;
+mod life;
+mod served;
+mod serving;

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A disk that is served to front ends.
+
+use crate::{Config, Server};
+use cowshed_image::graph::{AttachRequest, Attachment, Graph};
+use cowshed_image::{Node, OpenRequest};
+use cowshed_storage::{Listener, SocketAddress, rt};
+use cowshed_testkit::qemu::temp_dir;
+use cowshed_testkit::vhost::FrontEnd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+pub const DISK_BYTES: u64 = 16 << 20;
+
+/// A disk that is served.
+pub struct Served {
+    pub folder: TempDir,
+    pub attachment: Arc<Attachment>,
+    pub node: Arc<Node>,
+    _graph: Arc<Graph>,
+    pub server: Option<Server>,
+    pub config: Config,
+}
+
+impl Served {
+    pub fn new(change: impl FnOnce(&mut Config)) -> Served {
+        let folder = temp_dir();
+        let image = folder.path().join("disk.raw");
+        std::fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
+        let options =
+            format!("driver=raw,node-name=d,discard=unmap,file.driver=file,file.filename={}", image.display());
+        let request = OpenRequest::image_opts(&options).unwrap().writable(true);
+        let graph = Graph::new();
+        let (node, attachment) = rt::block_on(async {
+            let node = graph.add_with(request).await.unwrap();
+            let attachment = graph.attach(&node, AttachRequest::export("disk", true)).await.unwrap();
+            (node, attachment)
+        });
+        let mut config = Config {
+            id: "the-disk".to_owned(),
+            writable: true,
+            writethrough: false,
+            block_bytes: 512,
+            queues: 2,
+            poll_limit: rt::PollLimit::default(),
+        };
+        change(&mut config);
+        let mut served = Served { folder, attachment, node, _graph: graph, server: None, config };
+        served.start();
+        served
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("vhost.sock")
+    }
+
+    pub fn start(&mut self) {
+        let address = SocketAddress::Unix(self.path().to_str().unwrap().to_owned());
+        let listener = Listener::bind(&address).unwrap().pop().unwrap();
+        self.server = Some(Server::start(self.config.clone(), listener, Arc::clone(&self.attachment)).unwrap());
+    }
+
+    pub fn stop(&mut self) {
+        if let Some(server) = self.server.take() {
+            rt::block_on(server.stop());
+        }
+    }
+
+    pub fn disk(&self, offset: u64, len: usize) -> Vec<u8> {
+        let buf = cowshed_storage::IoBuf::zeroed(len);
+        let (result, buf) = rt::block_on(self.node.read(offset, buf));
+        result.unwrap();
+        buf.to_vec()
+    }
+
+    pub fn connect(&self) -> FrontEnd {
+        FrontEnd::connect(&self.path())
+    }
+
+    /// A front end whose first ring runs.
+    pub fn driver(&self) -> FrontEnd {
+        let mut front_end = self.connect();
+        front_end.negotiate(u64::MAX);
+        front_end.share_memory();
+        front_end.start_ring(0, 0);
+        front_end
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
