@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests: the checks that every driver needs, then the driver.
 
-use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
+use super::driver::{Intent, Mapped, NESTED_POLLS, Place, Transfer, whole_sectors};
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
 use crate::filters::Reading;
 use crate::formats;
@@ -110,10 +110,7 @@ impl Node {
                 drop(guard);
                 done
             }
-            Mapped::Layer(layer, place) => match layer.read_plain(offset, place, buf).await {
-                Ok(done) => done,
-                Err(unread) => self.driver.read(offset, unread).await,
-            },
+            Mapped::Layer(layer, place) => self.read_layers(layer, place, offset, buf).await,
             Mapped::Zeroes => {
                 buf.fill(0);
                 (Ok(()), buf)
@@ -141,6 +138,15 @@ impl Node {
         }
     }
 
+    /// As [`Node::map_read`]; `place`: where it is known to be.
+    #[inline]
+    fn map_placed(&self, place: Option<Place>, offset: u64, len: u64) -> Mapped<'_> {
+        match place {
+            Some(place) if self.readers.get().is_none() => self.driver.placed(place, len),
+            _ => self.map_read(offset, len),
+        }
+    }
+
     /// A read that the driver carries out, noted where readers are.
     fn read_noted(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         if self.readers.get().is_none() {
@@ -162,43 +168,74 @@ impl Node {
         boxed!(self, |node| node.read(offset, buf))
     }
 
-    /// As [`Node::read`], where it is one plain range of a file and that is known at once: for overlays, whose short way goes on
-    /// here without a future in a box. The buffer otherwise, and nothing is counted. `place`: where an overlay knows it to be.
-    pub(crate) async fn read_plain(
+    /// As [`Node::read`] of a range that `layer` below has, or one below that. Layers that have nothing of it name the next one, and
+    /// are counted. `place`: where `layer` is known to have it.
+    async fn read_layers(
         &self,
+        mut layer: Arc<Node>,
+        mut place: Option<Place>,
         offset: u64,
-        place: Option<Place>,
-        buf: IoBuf,
-    ) -> std::result::Result<(Result<()>, IoBuf), IoBuf> {
+        mut buf: IoBuf,
+    ) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
-        // What has a place is within the disk.
-        let checked = if place.is_some() { self.check_usable() } else { self.check_range(offset, len) };
-        if checked.is_err() {
-            return Err(buf);
-        }
-        let mapped = match place {
-            Some(place) => self.driver.placed(place, len),
-            None => self.driver.map(offset, len, Intent::Read),
-        };
-        let (result, mut buf) = match mapped {
-            // As above, and not by a future of both: it would be moved once more.
-            Mapped::File { file, host, guard } => {
-                let read = file.read_at(buf, host).await;
-                drop(guard);
-                read
+        let mut passed: Vec<Arc<Node>> = Vec::new();
+        let (result, mut buf) = loop {
+            // What has a place is within the disk.
+            let checked = if place.is_some() { layer.check_usable() } else { layer.check_range(offset, len) };
+            if checked.is_err() {
+                // The layer above knows what becomes of a range behind the end, and says what is wrong otherwise.
+                let (result, buf) = match passed.pop() {
+                    None => return self.driver.read(offset, buf).await,
+                    Some(above) => {
+                        layer = above;
+                        self.read_deep(&layer, offset, buf).await
+                    }
+                };
+                break (result, buf);
             }
-            // The task that is told to load a table does it, or all others wait for ever.
-            Mapped::Load(load) => match load.await {
-                Ok(()) => return Err(buf),
-                Err(error) => (Err(error), buf),
-            },
-            _ => return Err(buf),
+            let next = match layer.map_placed(place.take(), offset, len) {
+                // As above, and not by a future of both: it would be moved once more.
+                Mapped::File { file, host, guard } => {
+                    let read = file.read_at(buf, host).await;
+                    drop(guard);
+                    break read;
+                }
+                Mapped::Layer(next, known) => {
+                    place = known;
+                    next
+                }
+                Mapped::Zeroes => {
+                    buf.fill(0);
+                    break (Ok(()), buf);
+                }
+                // The task that is told to load a table does it, or all others wait for ever.
+                Mapped::Load(load) => match load.await {
+                    Ok(()) => break self.read_deep(&layer, offset, buf).await,
+                    Err(error) => break (Err(error), buf),
+                },
+                Mapped::Below(..) | Mapped::Nothing | Mapped::Special => {
+                    break self.read_deep(&layer, offset, buf).await;
+                }
+            };
+            passed.push(std::mem::replace(&mut layer, next));
         };
-        self.count(IoKind::Read, offset, len, start_ns, &result);
+        for node in passed.iter().chain([&layer]) {
+            node.count(IoKind::Read, offset, len, start_ns, &result);
+        }
         if result.is_err() {
             buf.forget();
         }
-        Ok((result, buf))
+        (result, buf)
+    }
+
+    /// A read that the driver of `layer`, somewhere below, carries out: as a task of its own where many layers were passed.
+    fn read_deep<'a>(&self, layer: &'a Arc<Node>, offset: u64, buf: IoBuf) -> Transfer<'a> {
+        let nested = |node: &Node| node.height.load(Ordering::Relaxed) / NESTED_POLLS;
+        if nested(self) == nested(layer) {
+            return layer.read_noted(offset, buf);
+        }
+        let layer = Arc::clone(layer);
+        Box::pin(rt::spawn(async move { layer.read_noted(offset, buf).await }))
     }
 
     /// As [`Node::read_boxed`], but what lies past the end of the node reads as zeroes: what an overlay wants from a

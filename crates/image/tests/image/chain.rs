@@ -258,6 +258,54 @@ fn a_chain_of_the_greatest_length_works() {
     assert!(error.to_string().contains("longer than 200"), "{error}");
 }
 
+/// Clusters too small for a map of the chain: a read asks one layer after the other, and counts in each.
+#[test]
+fn layers_that_have_nothing_pass_a_read_on_and_count_it() {
+    const LAYERS: usize = 20;
+    const SHORT: usize = 3;
+    const IN_PARTS: usize = 9;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = folder.path();
+    run("qemu-img", at, &["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "0.qcow2", "64k"]);
+    run("qemu-io", at, &["-c", "write -P 7 0 64k", "0.qcow2"]);
+    for number in 1..LAYERS {
+        let (name, below) = (format!("{number}.qcow2"), format!("{}.qcow2", number - 1));
+        let size = if number == SHORT { "32k" } else { "64k" };
+        let options = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "-F", "qcow2", "-b"];
+        run("qemu-img", at, &[&options[..], &[&below, &name, size]].concat());
+    }
+    run("qemu-io", at, &["-c", "write -P 9 8k 512", &format!("{IN_PARTS}.qcow2")]);
+    let node = open_now(OpenRequest::file(at.join(format!("{}.qcow2", LAYERS - 1)).to_str().unwrap()));
+    let mut chain = vec![Arc::clone(&node)];
+    while let Some(below) = chain.last().unwrap().backing() {
+        chain.push(below);
+    }
+    let counts =
+        || -> Vec<u64> { chain.iter().rev().map(|node| node.statistics().kind(IoKind::Read).operations).collect() };
+    let read = |offset| {
+        let (result, buf) = rt::block_on(node.read(offset, IoBuf::zeroed(4096)));
+        result.unwrap();
+        buf.to_vec()
+    };
+    for _ in 0..3 {
+        let before = counts();
+        assert_eq!(read(0), [7; 4096]);
+        let after = counts();
+        assert_eq!(after, before.iter().map(|count| count + 1).collect::<Vec<_>>());
+        // One sector of it lies in a layer, and the rest below.
+        assert_eq!(read(8 << 10), [vec![9; 512], vec![7; 3584]].concat());
+        let parts: Vec<u64> = counts().iter().zip(&after).map(|(count, before)| count - before).collect();
+        assert_eq!(parts, vec![1; LAYERS]);
+        // A layer that ends here hides what is below it.
+        let after = counts();
+        assert_eq!(read(30 << 10), [vec![7; 2048], vec![0; 2048]].concat());
+        let short: Vec<u64> = counts().iter().zip(&after).map(|(count, before)| count - before).collect();
+        assert_eq!(short, vec![1; LAYERS]);
+        assert_eq!(read(48 << 10), [0; 4096]);
+    }
+    rt::block_on(node.close()).unwrap();
+}
+
 /// Long chains: layers of several cluster sizes and lengths, each with pieces of its own, and a model of what is seen.
 struct LongChain {
     folder: tempfile::TempDir,

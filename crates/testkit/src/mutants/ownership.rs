@@ -98,9 +98,9 @@ pub(super) const MUTANTS: &[Mutant] = &[
             ),
             (
                 "crates/image/src/node/io.rs",
-                "                let read = file.read_at(buf, host).await;",
-                r#"                let guard = guard.filter(|_| !SLIP);
-                let read = file.read_at(buf, host).await;"#,
+                "                    let read = file.read_at(buf, host).await;",
+                r#"                    let guard = guard.filter(|_| !SLIP);
+                    let read = file.read_at(buf, host).await;"#,
             ),
         ],
     },
@@ -147,8 +147,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_live_chains", "chains_in_use_survive_power_cuts"),
         edits: &[(
             "crates/image/src/node/io.rs",
-            "            // The task that is told to load a table does it, or all others wait for ever.",
-            "            Mapped::Load(_) if SLIP => return Err(buf),",
+            "                // The task that is told to load a table does it, or all others wait for ever.",
+            "                Mapped::Load(_) if SLIP => break self.read_deep(&layer, offset, buf).await,",
         )],
     },
     Mutant {

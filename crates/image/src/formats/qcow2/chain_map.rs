@@ -10,7 +10,7 @@
 
 use super::Qcow2Driver;
 use super::span::join;
-use crate::node::{Node, Place, graph_changes};
+use crate::node::{Mapped, Node, Place, graph_changes};
 use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
@@ -64,10 +64,10 @@ enum Holding {
     Other,
 }
 
-/// What stands below a range that an image doesn't have, as far as that can be said at once.
-pub(super) enum Below {
-    /// Nothing: zeroes.
-    Zeroes,
+/// Whom to ask for a range, as far as a map says it.
+enum Asked {
+    /// Nobody: zeroes.
+    Nobody,
     /// This layer has it, or knows who has; and where it is, if that is known.
     Layer(Arc<Node>, Option<Place>),
     /// Nothing is asked below: the image itself has it there.
@@ -168,16 +168,16 @@ impl ChainMap {
     }
 
     /// Whom to ask for a range, by what is known already.
-    fn whom_to_ask(&self, offset: u64, len: u64) -> Below {
+    fn whom_to_ask(&self, offset: u64, len: u64) -> Asked {
         let known = self.known(offset, len);
         let place = known.host.map(|host| Place { host: HostOffset(host), changes: self.changes });
         match (known.owner, place) {
-            (UNKNOWN, _) if self.covers_itself && self.is_unseen(offset) => Below::Unseen,
-            (ITSELF, Some(place)) => Below::Itself(place),
-            (UNKNOWN | ITSELF, _) => Below::Unknown,
-            (NOWHERE, _) => Below::Zeroes,
+            (UNKNOWN, _) if self.covers_itself && self.is_unseen(offset) => Asked::Unseen,
+            (ITSELF, Some(place)) => Asked::Itself(place),
+            (UNKNOWN | ITSELF, _) => Asked::Unknown,
+            (NOWHERE, _) => Asked::Nobody,
             (owner, place) => {
-                self.layers[usize::from(owner) - 1].upgrade().map_or(Below::Unknown, |layer| Below::Layer(layer, place))
+                self.layers[usize::from(owner) - 1].upgrade().map_or(Asked::Unknown, |layer| Asked::Layer(layer, place))
             }
         }
     }
@@ -358,27 +358,28 @@ impl<'a> Window<'a> {
 }
 
 impl Qcow2Driver {
-    /// Whom to ask for a range of which nothing is here. Only what is known already: no future and no memory.
-    pub(super) fn below(&self, offset: u64, len: u64) -> Below {
+    /// How a read goes on of a range of which nothing is here. Only what is known already: no future and no memory.
+    pub(super) fn below(&self, offset: u64, len: u64) -> Mapped<'_> {
         // Faults are told what comes next.
         if self.file.faults().is_some() {
-            return Below::Unknown;
+            return Mapped::Special;
         }
         let known = self.chain_map.load();
         let known = known.as_ref().filter(|map| map.changes == graph_changes());
         let Some(map) = known.filter(|map| !map.layers.is_empty()) else {
             return match &*self.backing.load() {
-                None if self.no_backing => Below::Unknown,
-                None => Below::Zeroes,
+                None if self.no_backing => Mapped::Special,
+                None => Mapped::Zeroes,
                 // A chain that is too short for a map.
-                Some(backing) if known.is_some() => Below::Layer(Arc::clone(backing), None),
-                Some(_) => Below::Unknown,
+                Some(backing) if known.is_some() => Mapped::Layer(Arc::clone(backing), None),
+                Some(_) => Mapped::Special,
             };
         };
         match map.whom_to_ask(offset, len) {
+            Asked::Layer(layer, place) => Mapped::Layer(layer, place),
+            Asked::Nobody => Mapped::Zeroes,
             // What the image has in parts, or nobody has looked up.
-            Below::Itself(_) | Below::Unseen => Below::Unknown,
-            below => below,
+            Asked::Itself(_) | Asked::Unseen | Asked::Unknown => Mapped::Special,
         }
     }
 
@@ -388,16 +389,26 @@ impl Qcow2Driver {
         self.is_covered.load(Ordering::Relaxed)
     }
 
-    /// As [`Self::below`] for a range of which nothing is known yet, not even whether it is here.
-    pub(super) fn anywhere(&self, offset: u64, len: u64) -> Below {
+    /// As [`Self::below`] for a range of which nothing is known yet, not even whether it is here. `None`: the mapping is to be
+    /// asked.
+    pub(super) fn anywhere(&self, offset: u64, len: u64) -> Option<Mapped<'_>> {
         let known = self.chain_map.load();
-        match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {
+        let asked = match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {
             Some(map) if self.file.faults().is_none() => map.whom_to_ask(offset, len),
-            _ => Below::Unknown,
+            _ => return None,
+        };
+        match asked {
+            Asked::Layer(layer, place) => Some(Mapped::Layer(layer, place)),
+            Asked::Itself(place) => {
+                Some(self.placed_at(place, len)).filter(|mapped| !matches!(mapped, Mapped::Special))
+            }
+            Asked::Nobody => Some(Mapped::Zeroes),
+            Asked::Unseen => Some(self.looking_around(offset)),
+            Asked::Unknown => None,
         }
     }
 
-    /// Looks up what [`Below::Unseen`] was said of.
+    /// Looks up what [`Asked::Unseen`] was said of.
     pub(super) async fn look_around(&self, offset: u64) {
         let Some(map) = self.chain_map.load_full() else { return };
         // As in `next_part`.
@@ -538,19 +549,19 @@ mod tests {
         let mut map = map(12, 1);
         for covers_itself in [false, true] {
             map.covers_itself = covers_itself;
-            assert_eq!(matches!(ask(&map, 0, 4096), Below::Unseen), covers_itself);
+            assert_eq!(matches!(ask(&map, 0, 4096), Asked::Unseen), covers_itself);
             // There is no memory for what lies behind.
-            assert!(matches!(ask(&map, CHUNK, 4096), Below::Unknown));
+            assert!(matches!(ask(&map, CHUNK, 4096), Asked::Unknown));
         }
         put(&map, 1, ITSELF, Some(0x50000));
         put(&map, 2, ITSELF, Some(0x51000));
         put(&map, 3, ITSELF, None);
         put(&map, 4, NOWHERE, None);
-        assert!(matches!(ask(&map, 1, 8192), Below::Itself(Place { host: HostOffset(0x50000), changes: 1 })));
-        assert!(matches!(ask(&map, 2, 8192), Below::Unknown), "in parts");
-        assert!(matches!(ask(&map, 3, 4096), Below::Unknown));
-        assert!(matches!(ask(&map, 3, 8192), Below::Unknown), "two owners");
-        assert!(matches!(ask(&map, 4, 4096), Below::Zeroes));
+        assert!(matches!(ask(&map, 1, 8192), Asked::Itself(Place { host: HostOffset(0x50000), changes: 1 })));
+        assert!(matches!(ask(&map, 2, 8192), Asked::Unknown), "in parts");
+        assert!(matches!(ask(&map, 3, 4096), Asked::Unknown));
+        assert!(matches!(ask(&map, 3, 8192), Asked::Unknown), "two owners");
+        assert!(matches!(ask(&map, 4, 4096), Asked::Nobody));
         // Whoever knows that the image hasn't got it asks the first layer.
         assert_eq!([1, 3, 4, 5].map(|granule| map.owner_below(granule)), [1, 1, NOWHERE, 1]);
     }

@@ -2,7 +2,6 @@
 //! The qcow2 driver as a node sees it.
 
 use super::Qcow2Driver;
-use super::span::Direct;
 use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::node::{
@@ -52,10 +51,7 @@ impl Driver for Qcow2Driver {
     }
 
     fn placed(&self, place: Place, len: u64) -> Mapped<'_> {
-        match self.placed_at(place, len) {
-            Direct::Plain(pin, file, host) => Mapped::File { file, host: host.0, guard: Some(pin) },
-            _ => Mapped::Special,
-        }
+        self.placed_at(place, len)
     }
 
     fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {

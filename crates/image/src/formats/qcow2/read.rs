@@ -2,11 +2,10 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::ahead::{Next, Turn};
-use super::chain_map::Below;
-use super::span::{Direct, MapSpan};
+use super::span::MapSpan;
 use super::{Cipher, Qcow2Driver};
 use crate::encryption::{SECTOR_BYTES, decrypt};
-use crate::node::Mapped;
+use crate::node::{Intent, Mapped};
 use cowshed_block::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::{Engine, Stall};
 use cowshed_storage::fault::Event;
@@ -21,34 +20,16 @@ impl Qcow2Driver {
     /// Says at once how a read goes on.
     #[inline]
     pub(super) fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
-        if self.is_covered() {
-            match self.anywhere(offset, len) {
-                Below::Layer(layer, place) => return Mapped::Layer(layer, place),
-                Below::Itself(place) => {
-                    if let Direct::Plain(pin, file, host) = self.placed_at(place, len) {
-                        return Mapped::File { file, host: host.0, guard: Some(pin) };
-                    }
-                }
-                Below::Zeroes => return Mapped::Zeroes,
-                Below::Unseen => return self.looking_around(offset),
-                Below::Unknown => {}
-            }
+        if self.is_covered()
+            && let Some(mapped) = self.anywhere(offset, len)
+        {
+            return mapped;
         }
-        match self.direct(Engine::map, offset, len) {
-            Direct::Plain(pin, file, host) => Mapped::File { file, host: host.0, guard: Some(pin) },
-            Direct::Below => match self.below(offset, len) {
-                Below::Layer(layer, place) => Mapped::Layer(layer, place),
-                Below::Zeroes => Mapped::Zeroes,
-                Below::Unknown | Below::Itself(_) | Below::Unseen => Mapped::Special,
-            },
-            Direct::Zeroes => Mapped::Zeroes,
-            Direct::Stalled(stall, seen) => self.settling(stall, seen),
-            Direct::Nothing | Direct::Other => Mapped::Special,
-        }
+        self.direct(offset, len, Intent::Read)
     }
 
     #[cold]
-    fn looking_around(&self, offset: u64) -> Mapped<'_> {
+    pub(super) fn looking_around(&self, offset: u64) -> Mapped<'_> {
         Mapped::Load(Box::pin(async move {
             self.look_around(offset).await;
             Ok(())

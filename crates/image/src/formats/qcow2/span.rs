@@ -3,10 +3,10 @@
 //! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
 
 use super::Qcow2Driver;
-use crate::node::{Place, graph_changes};
+use crate::node::{Intent, Mapped, Place, graph_changes};
 use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn};
-use cowshed_qcow2::{Engine, ExtentList, Pin, Planned, Stall};
-use cowshed_storage::{File, IoBuf};
+use cowshed_qcow2::{Engine, ExtentList, Pin, Planned};
+use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use std::future::Future;
 
@@ -16,22 +16,6 @@ pub(super) type MapSpan = fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Plan
 /// What a buffer turned into: the bytes done (or the first error), the part that they are in, and the rest.
 pub(super) type Partly = (Result<u64>, IoBuf, IoBuf);
 
-/// What can be said of a request without waiting.
-pub(super) enum Direct<'a> {
-    /// It is one plain range of a file; the pin stays until the I/O is done.
-    Plain(Pin<'a>, &'a File, HostOffset),
-    /// It reads as zeroes.
-    Zeroes,
-    /// Nothing of it is in this image: it reads as what is below.
-    Below,
-    /// The mapping answered for no byte: not even the first one can be written in place.
-    Nothing,
-    /// Several extents, or one that isn't plain data.
-    Other,
-    /// First this has to be settled, with the count of events from before.
-    Stalled(Stall, u64),
-}
-
 /// The extents of a span.
 enum Cut {
     /// The common case: the future of the one part stays in its place.
@@ -40,46 +24,45 @@ enum Cut {
 }
 
 impl Qcow2Driver {
-    /// The short way of a request: no future, no memory.
+    /// The short way of a request by the mapping: no future, no memory.
     #[inline]
-    pub(super) fn direct(
-        &self,
-        map: impl Fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>,
-        offset: u64,
-        len: u64,
-    ) -> Direct<'_> {
+    pub(super) fn direct(&self, offset: u64, len: u64, intent: Intent) -> Mapped<'_> {
         let seen = self.events.now();
         let pin = self.engine.pin();
         let mut extents = ExtentList::default();
-        match map(&self.engine, GuestOffset(offset), len, &mut extents) {
+        let mapped = match intent {
+            Intent::Read => self.engine.map(GuestOffset(offset), len, &mut extents),
+            Intent::Overwrite => self.engine.map_overwrite(GuestOffset(offset), len, &mut extents),
+        };
+        match mapped {
             Ok(mapped) if mapped == len => match *extents {
                 [Extent { mapping: Mapping::Data { host, file, encrypted: false }, .. }] => {
                     let file = self.stored_in(file);
                     match host.0 + len <= file.len() {
-                        true => Direct::Plain(pin, file, host),
-                        false => Direct::Other,
+                        true => Mapped::File { file, host: host.0, guard: Some(pin) },
+                        false => Mapped::Special,
                     }
                 }
-                [Extent { mapping: Mapping::Unallocated, .. }] => Direct::Below,
-                [Extent { mapping: Mapping::Zero { .. }, .. }] => Direct::Zeroes,
-                _ => Direct::Other,
+                [Extent { mapping: Mapping::Unallocated, .. }] if intent == Intent::Read => self.below(offset, len),
+                [Extent { mapping: Mapping::Zero { .. }, .. }] if intent == Intent::Read => Mapped::Zeroes,
+                _ => Mapped::Special,
             },
-            Ok(0) => Direct::Nothing,
-            Ok(_) => Direct::Other,
+            Ok(0) => Mapped::Nothing,
+            Ok(_) => Mapped::Special,
             // Who is told to load a table must do it: everybody else waits for that.
-            Err(stall) => Direct::Stalled(stall, seen),
+            Err(stall) => self.settling(stall, seen),
         }
     }
 
     /// As [`Self::direct`] where the chain map says where the data are: the mapping isn't asked.
     #[inline]
-    pub(super) fn placed_at(&self, place: Place, len: u64) -> Direct<'_> {
+    pub(super) fn placed_at(&self, place: Place, len: u64) -> Mapped<'_> {
         // First the pin, then the look.
         let pin = self.engine.pin();
         let file = self.stored_in(self.data_place());
         match place.changes == graph_changes() && place.host.0 + len <= file.len() {
-            true => Direct::Plain(pin, file, place.host),
-            false => Direct::Other,
+            true => Mapped::File { file, host: place.host.0, guard: Some(pin) },
+            false => Mapped::Special,
         }
     }
 

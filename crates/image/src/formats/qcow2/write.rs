@@ -2,9 +2,9 @@
 //! Writes: in place without the owner where the clusters are ours, else through an allocation.
 
 use super::Qcow2Driver;
-use super::span::{Direct, Partly, join};
+use super::span::{Partly, join};
 use crate::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
-use crate::node::Mapped;
+use crate::node::{Intent, Mapped};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
@@ -19,12 +19,7 @@ impl Qcow2Driver {
         if !takes_writes || self.cipher.is_some() || (self.is_recording() && !self.is_recorded(offset, len)) {
             return Mapped::Special;
         }
-        match self.direct(Engine::map_overwrite, offset, len) {
-            Direct::Plain(pin, file, host) => Mapped::File { file, host: host.0, guard: Some(pin) },
-            Direct::Stalled(stall, seen) => self.settling(stall, seen),
-            Direct::Nothing => Mapped::Nothing,
-            Direct::Zeroes | Direct::Below | Direct::Other => Mapped::Special,
-        }
+        self.direct(offset, len, Intent::Overwrite)
     }
 
     /// Writes `buf` at `offset`, for any mapping. The range lies on the disk.
