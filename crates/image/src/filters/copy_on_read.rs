@@ -118,6 +118,10 @@ impl Filter for CopyOnRead {
         "copy-on-read"
     }
 
+    fn moves_freely(&self) -> bool {
+        true
+    }
+
     fn below(&self) -> &Below {
         &self.below
     }

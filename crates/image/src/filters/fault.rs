@@ -122,6 +122,10 @@ impl Filter for Fault {
         "fault"
     }
 
+    fn moves_freely(&self) -> bool {
+        true
+    }
+
     fn below(&self) -> &Below {
         &self.below
     }

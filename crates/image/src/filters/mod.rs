@@ -29,7 +29,8 @@ pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 
 use crate::node::{
-    Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work,
+    ZeroFlags, done,
 };
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
@@ -189,6 +190,16 @@ pub(crate) trait Filter: Any + Send + Sync {
     fn close(&self, _read_only: bool) -> Work<'_> {
         done(Ok(()))
     }
+
+    /// As [`Driver::live_options`].
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        None
+    }
+
+    /// As [`Driver::moves_freely`].
+    fn moves_freely(&self) -> bool {
+        false
+    }
 }
 
 /// What filters that must see each write ask of their child: a write past them would not be saved, or not be mirrored.
@@ -289,5 +300,13 @@ impl<F: Filter> Driver for F {
 
     fn close(&self, read_only: bool) -> Work<'_> {
         Filter::close(self, read_only)
+    }
+
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        Filter::live_options(self)
+    }
+
+    fn moves_freely(&self) -> bool {
+        Filter::moves_freely(self)
     }
 }

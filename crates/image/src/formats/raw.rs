@@ -3,7 +3,8 @@
 
 use crate::filters::Below;
 use crate::node::{
-    ChildRole, Driver, Intent, Link, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    Apply, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
+    Transfer, Work, ZeroFlags,
 };
 use crate::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};
 use crate::options::{BlockdevOptions, RawOptions, schemas};
@@ -18,11 +19,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Zeroes are written in pieces of this size where the file system has no better way.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
+/// The keys that say which part of its child the disk is.
+const WINDOW_KEYS: &[&str] = &["offset", "size"];
+
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&schemas::RAW, |opener, draft| Box::pin(open(opener, draft)))
     .passing_on()
     .asking_first(FirstUse::WhereUsersLock(Permissions::NONE))
-    .telling(Telling::Keys(&["offset", "size"]));
+    .telling(Telling::Keys(WINDOW_KEYS));
 
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
@@ -76,13 +80,13 @@ impl RawDriver {
     }
 
     /// Another window, checked. No request runs.
-    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
+    fn set_window(&self, offset: u64, size: Option<u64>) {
         self.window.offset.store(offset, Ordering::Release);
         self.window.size.store(size.unwrap_or(TO_THE_END), Ordering::Release);
     }
 
     /// Refuses a window that isn't inside of the child.
-    pub(crate) fn check_window(child: &Node, offset: u64, size: Option<u64>) -> Result<()> {
+    fn check_window(child: &Node, offset: u64, size: Option<u64>) -> Result<()> {
         let available = child.size().checked_sub(offset).ok_or_else(|| {
             let size = child.size();
             Error::invalid_argument(format!("'offset' is past the end of the file ({size} bytes)"))
@@ -228,19 +232,39 @@ impl Driver for RawDriver {
     fn passes_permissions(&self, by_users: bool) -> bool {
         by_users
     }
+
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        Some(self)
+    }
 }
 
-impl Node {
-    /// Refuses a window that isn't inside of this node.
-    pub(crate) fn check_window(&self, offset: u64, size: Option<u64>) -> Result<()> {
-        RawDriver::check_window(self, offset, size)
+/// The window that options name: its first byte, and its length where they say it.
+fn window_of(options: &BlockdevOptions) -> (u64, Option<u64>) {
+    (options.number("offset").unwrap_or(0), options.number("size"))
+}
+
+impl LiveOptions for RawDriver {
+    fn keys(&self) -> &'static [&'static str] {
+        WINDOW_KEYS
     }
 
-    /// Another part of its file, when this is a raw node. No request runs.
-    pub(crate) fn set_window(&self, offset: u64, size: Option<u64>) {
-        if let Some(raw) = self.driver().downcast::<RawDriver>() {
-            raw.set_window(offset, size);
+    fn check(&self, node: &Node, options: &BlockdevOptions, _discards: bool) -> Result<Apply> {
+        let (offset, size) = window_of(options);
+        if window_of(&node.options()) == (offset, size) {
+            return Ok(Box::new(|_| ()));
         }
+        // An image that is stored in it, or a layer over it, has taken what it is at its opening.
+        if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
+            let message =
+                format!("node '{}' is in use by '{user}', so its 'offset' and 'size' can't change", node.name());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        RawDriver::check_window(&*self.child.node()?, offset, size)?;
+        Ok(Box::new(move |node| {
+            if let Some(raw) = node.driver().downcast::<RawDriver>() {
+                raw.set_window(offset, size);
+            }
+        }))
     }
 }
 

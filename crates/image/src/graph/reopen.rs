@@ -7,8 +7,7 @@
 use super::Graph;
 use super::owned::no_such_node;
 use super::writing::check_becomes_writable;
-use crate::filters::throttle::Group;
-use crate::node::{ChildRole, DetectZeroes, Node};
+use crate::node::{Apply, ChildRole, DetectZeroes, Node};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, rt};
@@ -17,8 +16,6 @@ use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
 const COMMON: &[&str] = &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
-/// Those of a raw node: where its window is.
-const RAW: &[&str] = &["offset", "size"];
 
 /// One node with its new options, checked.
 struct Plan {
@@ -27,9 +24,8 @@ struct Plan {
     read_only: bool,
     discard: bool,
     detect_zeroes: DetectZeroes,
-    group: Option<Arc<Group>>,
-    /// Of a raw node: first byte of its window, and length where it is given.
-    window: Option<(u64, Option<u64>)>,
+    /// Applies the options of the driver.
+    apply: Option<Apply>,
     /// Use of the page cache, where it changes.
     cache: Option<CacheMode>,
     backing: Backing,
@@ -120,10 +116,7 @@ impl Graph {
             }
         }
         for plan in plans {
-            if let Some((offset, size)) = plan.window {
-                plan.node.set_window(offset, size);
-            }
-            plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.group);
+            plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.apply);
         }
         for old in relinked.into_iter().filter_map(|one| one.old) {
             if old.is_unused() {
@@ -167,19 +160,8 @@ impl Graph {
             None => node.discards(),
         };
         let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
-        if let Some(live) = node.driver().live_options() {
-            live.check(&options, discard)?;
-        }
-        let group = match options.text("throttle-group") {
-            Some(name) if node.throttle().is_some() => {
-                let group = self.throttle_groups().find(name).ok_or_else(|| {
-                    Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist"))
-                })?;
-                Some(group)
-            }
-            _ => None,
-        };
-        let window = wanted_window(&node, &old, &options)?;
+        let live = node.driver().live_options();
+        let apply = live.map(|live| live.check(&node, &options, discard)).transpose()?;
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
         if let Some(CacheMode { direct: false, .. }) = cache {
             // What can't be opened isn't reopened either.
@@ -187,7 +169,7 @@ impl Graph {
                 options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
             }
         }
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, group, window, cache, backing, file })
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, cache, backing, file })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -212,7 +194,7 @@ impl Graph {
     /// of that disk, so copy-before-write stays where it is.
     fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
         let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
-        if !moves_freely(node) || node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
+        if !node.driver().moves_freely() || node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
             return Ok(None);
         }
         self.find(name).ok_or_else(|| no_such_child(name)).map(Some)
@@ -302,38 +284,12 @@ fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<Arc<Node>> {
     files
 }
 
-/// The window that a raw node is to have, where it changes.
-fn wanted_window(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<Option<(u64, Option<u64>)>> {
-    let window = |options: &BlockdevOptions| {
-        let number = |key: &str| options.get(key).and_then(Value::as_u64);
-        (number("offset").unwrap_or(0), number("size"))
-    };
-    let wanted = window(new);
-    if node.driver_name() != "raw" || window(old) == wanted {
-        return Ok(None);
-    }
-    // An image that is stored in it, or a layer over it, has taken what it is at its opening.
-    if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
-        let message = format!("node '{}' is in use by '{user}', so its 'offset' and 'size' can't change", node.name());
-        return Err(Error::new(ErrorKind::Busy, message));
-    }
-    if let Some(child) = node.child(ChildRole::File) {
-        child.check_window(wanted.0, wanted.1)?;
-    }
-    Ok(Some(wanted))
-}
-
 fn no_such_child(name: &str) -> Error {
     Error::new(ErrorKind::NotFound, format!("Cannot find device='' nor node-name='{name}'"))
 }
 
 fn cannot_change(key: &str) -> Error {
     Error::invalid_argument(format!("Cannot change the option '{key}'"))
-}
-
-/// True for filters that keep nothing of the node below them.
-fn moves_freely(node: &Node) -> bool {
-    node.throttle().is_some() || node.copy_on_read().is_some() || node.fault().is_some()
 }
 
 fn is_child(key: &str) -> bool {
@@ -355,7 +311,7 @@ fn is_child(key: &str) -> bool {
 /// True for an image with metadata whose file is open for reading: it was made so together with the image, and only an option
 /// changes both.
 fn stays_read_only(node: &Node) -> bool {
-    let has_metadata = node.driver().live_options().is_some() || node.description().is_some();
+    let has_metadata = node.metadata().is_some() || node.description().is_some();
     has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())
 }
 
@@ -365,9 +321,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
         COMMON.contains(&key)
             || (node.backing_name().is_some() && key == "backing")
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
-            || (node.throttle().is_some() && key == "throttle-group")
-            || (node.driver_name() == "raw" && RAW.contains(&key))
-            || (moves_freely(node) && key == "file" && new.text(key).is_some())
+            || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())
     };
     let keys = old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
     for key in keys.filter(|key| !changeable(key) && *key != "node-name") {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Capabilities of drivers. Each is a trait; the graph and jobs ask a node for it, whatever its driver is.
 
-use super::{Bitmaps, LocalFuture, Node, Transfer, Work};
+use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
 use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
@@ -98,15 +98,17 @@ pub(crate) trait LiveOptions: Send + Sync {
     /// The keys of these options.
     fn keys(&self) -> &'static [&'static str];
 
-    /// Refuses options that the image can't have.
-    fn check(&self, options: &BlockdevOptions, discards: bool) -> Result<()>;
+    /// Refuses options that `node`, which is this driver's, can't have; else gives what applies them.
+    fn check(&self, node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply>;
 
     /// Does what may fail. [`Node::complete`] has run before.
-    fn prepare<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a>;
-
-    /// Applies the options, which were checked.
-    fn apply(&self, options: &BlockdevOptions, discards: bool);
+    fn prepare<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
+        done(Ok(()))
+    }
 }
+
+/// Applies options to the node that they were checked for. It can't fail.
+pub(crate) type Apply = Box<dyn FnOnce(&Node)>;
 
 impl Node {
     /// The dirty bitmaps that the image keeps.

@@ -281,6 +281,11 @@ pub(crate) trait Driver: Any + Send + Sync {
         None
     }
 
+    /// True for a filter that keeps nothing of the node below it, and so may get another one.
+    fn moves_freely(&self) -> bool {
+        false
+    }
+
     /// The unit in which it allocates what is written, and the least part of it that it can hold alone, in bytes.
     fn allocation(&self) -> Option<(u64, u64)> {
         None

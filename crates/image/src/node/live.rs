@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
-use super::{ChildLink, DetectZeroes, LockSource, Node, height_over};
-use crate::filters::throttle::Group;
+use super::{Apply, ChildLink, DetectZeroes, LockSource, Node, height_over};
 use crate::open::Edge;
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
@@ -40,15 +39,12 @@ impl Node {
         options: BlockdevOptions,
         discard: bool,
         detect_zeroes: DetectZeroes,
-        group: Option<Arc<Group>>,
+        apply: Option<Apply>,
     ) {
         self.settings.set_discards(discard);
         self.settings.set_detect_zeroes(detect_zeroes);
-        if let Some(live) = self.driver.live_options() {
-            live.apply(&options, discard);
-        }
-        if let (Some(throttle), Some(group)) = (self.throttle(), group) {
-            throttle.set_group(group);
+        if let Some(apply) = apply {
+            apply(self);
         }
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }

@@ -19,7 +19,7 @@ mod users;
 mod watch;
 
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
-pub(crate) use capabilities::{Backing, LiveOptions, Snapshots, VmState};
+pub(crate) use capabilities::{Apply, Backing, LiveOptions, Snapshots, VmState};
 pub use capabilities::{BackingName, Compressing, Metadata};
 pub use driver::LocalFuture;
 pub(crate) use driver::{

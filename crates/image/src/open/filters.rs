@@ -3,6 +3,7 @@
 
 use super::build::{Draft, Opened, Opener, Place, Role};
 use super::line::{DriverLine, FirstUse, Telling};
+use crate::filters::throttle::no_group;
 use crate::filters::{
     Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, LogOptions, LogWrites, Preallocate, Replicas,
     SnapshotAccess, Throttle,
@@ -64,11 +65,7 @@ fn spec(draft: &Draft, key: &str) -> Value {
 async fn throttle(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let name = draft.options.text("throttle-group").unwrap_or_default();
-    let group = opener
-        .graph
-        .throttle_groups()
-        .find(name)
-        .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist")))?;
+    let group = opener.graph.throttle_groups().find(name).ok_or_else(|| no_group(name))?;
     Ok((Box::new(Throttle::new(below(draft), group)), child.filename()))
 }
 

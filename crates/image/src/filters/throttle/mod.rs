@@ -18,9 +18,10 @@ pub use meter::{Direction, Meter};
 pub use schedule::{Entry, Schedule, ThrottleWaits};
 
 use super::{Below, Filter};
-use crate::node::{Intent, Mapped, Node, Transfer, Work, ZeroFlags, done};
+use crate::node::{Apply, Intent, LiveOptions, Mapped, Node, Transfer, Work, ZeroFlags, done};
+use crate::options::BlockdevOptions;
 use arc_swap::ArcSwap;
-use cowshed_block::Result;
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 #[cfg(doc)]
 use cowshed_storage::rt;
@@ -110,9 +111,38 @@ impl Throttle {
     }
 }
 
+/// The error where a throttle filter is to have a group that there is not.
+pub(crate) fn no_group(name: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("Throttle group '{name}' does not exist"))
+}
+
+impl LiveOptions for Throttle {
+    fn keys(&self) -> &'static [&'static str] {
+        &["throttle-group"]
+    }
+
+    fn check(&self, node: &Node, options: &BlockdevOptions, _discards: bool) -> Result<Apply> {
+        let name = options.text("throttle-group").unwrap_or_default();
+        let group = node.graph().throttle_groups().find(name).ok_or_else(|| no_group(name))?;
+        Ok(Box::new(move |node| {
+            if let Some(throttle) = node.throttle() {
+                throttle.set_group(group);
+            }
+        }))
+    }
+}
+
 impl Filter for Throttle {
     fn name(&self) -> &'static str {
         "throttle"
+    }
+
+    fn moves_freely(&self) -> bool {
+        true
+    }
+
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        Some(self)
     }
 
     fn below(&self) -> &Below {

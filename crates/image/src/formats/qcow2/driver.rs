@@ -5,9 +5,9 @@ use super::Qcow2Driver;
 use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::node::{
-    Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions, LocalFuture,
-    Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent, Transfer,
-    VmState, Work, ZeroFlags, whole_sectors,
+    Apply, Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions,
+    LocalFuture, Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent,
+    Transfer, VmState, Work, ZeroFlags, whole_sectors,
 };
 use crate::options::{self, BlockdevOptions};
 use crate::snapshots::SnapshotName;
@@ -337,19 +337,18 @@ impl LiveOptions for Qcow2Driver {
         LIVE_KEYS
     }
 
-    fn check(&self, options: &BlockdevOptions, discards: bool) -> Result<()> {
-        self.check_options(&options::qcow2_options(options, discards)?)
+    fn check(&self, _node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply> {
+        let options = options::qcow2_options(options, discards)?;
+        self.check_options(&options)?;
+        Ok(Box::new(move |node| {
+            if let Some(driver) = node.qcow2() {
+                driver.apply(&options);
+            }
+        }))
     }
 
     fn prepare<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {
         Box::pin(async move { self.apply_slice_bytes(&options::qcow2_options(options, discards)?).await })
-    }
-
-    fn apply(&self, options: &BlockdevOptions, discards: bool) {
-        // Checked when the options were.
-        if let Ok(options) = options::qcow2_options(options, discards) {
-            Qcow2Driver::apply(self, &options);
-        }
     }
 }
 
