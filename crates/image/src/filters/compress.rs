@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compress: what is written reaches the image below as compressed clusters.
 
-use super::ranges::Ranges;
-use super::{Below, Filter};
-use crate::node::{Node, Preallocation, Transfer, Work, ZeroFlags};
+use super::Filter;
+use crate::node::Ranges;
+use crate::node::{Below, Node, Preallocation, Transfer, Work, ZeroFlags};
 use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
 use std::sync::Arc;

@@ -2,12 +2,14 @@
 //! Copy-before-write: the disk as it was when the filter came goes to a target, part by part. A part that a write is about
 //! to change is copied at once; a job asks for the rest.
 
-use super::ranges::Readers;
 use super::saver::Saver;
-use super::{Below, CopyFailure, Filter, keeps_writers_away};
+use super::{CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
 use crate::graph::{below_filters, nodes_below};
-use crate::node::{ChildRole, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done};
+use crate::node::{
+    Below, ChildRole, Link, LocalFuture, Node, Preallocation, Readers, StatusExtent, Transfer, Work, ZeroFlags, done,
+};
+use crate::options::BlockdevOptions;
 use cowshed_block::{Errno, Error, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, Permissions, rt};
@@ -282,4 +284,26 @@ fn cluster_bytes(node: &Arc<Node>) -> u64 {
         (None, Some(child)) if node.is_filter() => cluster_bytes(&child),
         _ => 0,
     }
+}
+
+/// Largest part that is saved at once, in bytes.
+const MAX_PART_BYTES: u64 = 2 << 30;
+
+/// Options of `copy-before-write`. `path` is for messages, `bits` what is kept of the disk.
+pub(crate) fn saving_options(
+    options: &BlockdevOptions,
+    path: &str,
+    bits: Option<Arc<DirtyBits>>,
+) -> Result<SavingOptions> {
+    let least_part_bytes = options.number("min-cluster-size").unwrap_or(0);
+    if least_part_bytes != 0 && (!least_part_bytes.is_power_of_two() || least_part_bytes > MAX_PART_BYTES) {
+        let message = format!("option '{path}min-cluster-size' expects a power of two up to 2 GiB");
+        return Err(Error::invalid_argument(message).value(least_part_bytes));
+    }
+    Ok(SavingOptions {
+        breaks_writes: options.text("on-cbw-error") != Some("break-snapshot"),
+        timeout: options.number("cbw-timeout").filter(|seconds| *seconds > 0).map(Duration::from_secs),
+        least_part_bytes,
+        bits,
+    })
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
 
-use super::ranges::Ranges;
-use super::{Below, CopyFailure, Filter};
+use super::{CopyFailure, Filter};
 use crate::graph::Chain;
+use crate::node::Ranges;
 use crate::node::{
-    ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    Below, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
 };
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};

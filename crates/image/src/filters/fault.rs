@@ -1,12 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Error injection: requests that match an armed rule fail with its errno.
 
-use super::{Below, Filter};
-use crate::node::{Intent, Mapped, Node, Preallocation, Transfer, Work, ZeroFlags};
+use super::Filter;
+use crate::node::{Below, Intent, Mapped, Node, Preallocation, Transfer, Work, ZeroFlags};
+use crate::options::schemas::key;
+use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::IoBuf;
+use serde_json::Value;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+
+/// The driver and its keys.
+pub(crate) const SCHEMA: DriverSchema =
+    DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT_KEYS };
+
+const FAULT_KEYS: &[Key] = &[
+    key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),
+    key("rules", KeyType::List(FAULT_RULE), "", "which requests fail"),
+];
+
+const FAULT_RULE: &[Key] = &[
+    key("op", KeyType::Choice(FaultOp::NAMES), REQUIRED, "the kind of request"),
+    key("errno", KeyType::Number(1, 4095), "5", "the error number"),
+    key("offset", KeyType::Size, "0", "first byte of the range"),
+    key("len", KeyType::Size, "up to the end", "length of the range"),
+    key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
+    key("once", KeyType::Bool, "off", "fail only once"),
+];
 
 /// Which requests a [`FaultRule`] is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,4 +216,28 @@ impl Node {
     pub fn fault(&self) -> Option<&Fault> {
         self.driver().downcast()
     }
+}
+
+/// The rules of a `fault` filter.
+pub(crate) fn rules_of(options: &BlockdevOptions) -> Vec<FaultRule> {
+    let rules = options.get("rules").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    rules.iter().filter_map(fault_rule).collect()
+}
+
+fn fault_rule(rule: &Value) -> Option<FaultRule> {
+    let number = |key: &str| rule.get(key).and_then(Value::as_u64);
+    let range = match (number("offset"), number("len")) {
+        (None, None) => None,
+        (offset, len) => {
+            let start = offset.unwrap_or(0);
+            Some(start..len.map_or(u64::MAX, |len| start.saturating_add(len)))
+        }
+    };
+    Some(FaultRule {
+        op: FaultOp::parse(rule.get("op")?.as_str()?)?,
+        errno: number("errno").and_then(|errno| i32::try_from(errno).ok()).map_or(Errno::EIO, Errno),
+        range,
+        after: number("after").unwrap_or(0),
+        once: rule.get("once").and_then(Value::as_bool).unwrap_or(false),
+    })
 }

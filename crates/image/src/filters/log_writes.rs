@@ -2,9 +2,9 @@
 //! Blklogwrites: a disk's writes go to a log too, in the format of the kernel's dm-log-writes. Its replay tool brings a disk to any
 //! state that this one went through.
 
-use super::ranges::Ranges;
-use super::{Below, Filter};
-use crate::node::{Preallocation, Transfer, Work, ZeroFlags, done};
+use super::Filter;
+use crate::node::Ranges;
+use crate::node::{Below, Preallocation, Transfer, Work, ZeroFlags, done};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
 use futures_util::lock::Mutex;

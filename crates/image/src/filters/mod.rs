@@ -7,7 +7,6 @@ mod copy_on_read;
 mod fault;
 mod log_writes;
 mod preallocate;
-mod ranges;
 mod replicas;
 mod saver;
 mod snapshot_access;
@@ -16,27 +15,26 @@ mod write_blocking;
 
 pub use compress::Compress;
 pub use copy_before_write::CopyBeforeWrite;
-pub(crate) use copy_before_write::SavingOptions;
+pub(crate) use copy_before_write::saving_options;
 pub use copy_on_read::CopyOnRead;
 pub use fault::{Fault, FaultOp, FaultRule};
+pub(crate) use fault::{SCHEMA as FAULT_SCHEMA, rules_of};
 pub(crate) use log_writes::LogOptions;
 pub use log_writes::LogWrites;
 pub use preallocate::Preallocate;
-pub(crate) use ranges::{Readers, Reading};
-pub(crate) use replicas::{Agreement, Replicas};
+pub(crate) use replicas::{Agreement, Replicas, agreement_of, check_agreement};
 pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 
 use crate::node::{
-    Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work,
-    ZeroFlags, done,
+    Below, Driver, Intent, LiveOptions, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    done,
 };
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// A copy that a filter could not make.
 #[derive(Clone, Debug)]
@@ -54,59 +52,6 @@ impl CopyFailure {
 
     pub(crate) fn writing(error: Error) -> CopyFailure {
         CopyFailure { writing: true, error }
-    }
-}
-
-/// The end of a filter's edge to the node behind it.
-#[derive(Clone)]
-pub(crate) struct Below(Arc<Link>);
-
-impl Below {
-    pub(crate) fn new(link: Arc<Link>) -> Below {
-        Below(link)
-    }
-
-    /// The node behind the filter.
-    pub(crate) fn node(&self) -> Result<Arc<Node>> {
-        self.0.get().ok_or_else(|| Error::internal("a filter without a child"))
-    }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.0.load().as_ref().map_or(0, |child| child.size())
-    }
-
-    pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match &*self.0.load() {
-            Some(child) => child.read_boxed(offset, buf).await,
-            None => (Err(Error::internal("a filter without a child")), buf),
-        }
-    }
-
-    pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        match &*self.0.load() {
-            Some(child) => child.write_boxed(offset, buf).await,
-            None => (Err(Error::internal("a filter without a child")), buf),
-        }
-    }
-
-    pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        self.node()?.write_compressed_boxed(clusters).await
-    }
-
-    pub(crate) async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.node()?.write_zeroes_boxed(offset, len, flags).await
-    }
-
-    pub(crate) async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.node()?.discard_boxed(offset, len).await
-    }
-
-    pub(crate) async fn flush(&self) -> Result<()> {
-        self.node()?.flush_boxed().await
-    }
-
-    pub(crate) async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        self.node()?.resize_boxed(size, preallocation).await
     }
 }
 

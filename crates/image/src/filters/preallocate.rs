@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Preallocate: a file that grows gets space ahead of what is stored in it, so that it grows seldom and in large pieces.
 
-use super::{Below, Filter};
-use crate::node::{Intent, Mapped, Preallocation, Work, done};
+use super::Filter;
+use crate::node::{Below, Intent, Mapped, Preallocation, Work, done};
 use cowshed_block::Result;
 use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Quorum and blkverify: one disk kept in several nodes, whose answers are compared.
 
-use super::ranges::Ranges;
 use crate::graph::{Graph, QuorumReport, QuorumWork};
-use crate::node::{Driver, Link, LocalFuture, Node, StatusExtent, Transfer, Work, ZeroFlags};
+use crate::node::{Driver, Link, LocalFuture, Node, Ranges, StatusExtent, Transfer, Work, ZeroFlags};
+use crate::options::BlockdevOptions;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
+use serde_json::Value;
 use std::future::Future;
 use std::sync::{Arc, Weak};
 
@@ -309,4 +310,40 @@ impl Driver for Replicas {
             Ok(runs)
         })
     }
+}
+
+/// Refuses what no quorum is, in QEMU's order and words, before the keys are looked at one by one.
+pub(crate) fn check_agreement(options: &BlockdevOptions) -> Result<()> {
+    match options.get("children").and_then(Value::as_array) {
+        Some(children) if !children.is_empty() => Ok(()),
+        _ => Err(Error::invalid_argument("Number of provided children must be 1 or more")),
+    }
+}
+
+/// Options of `quorum`.
+pub(crate) fn agreement_of(options: &BlockdevOptions) -> Result<Agreement> {
+    let refused = |message: &str| Err(Error::invalid_argument(message));
+    let children = options.get("children").and_then(Value::as_array).map_or(0, Vec::len);
+    let threshold = usize::try_from(options.number("vote-threshold").unwrap_or(0)).unwrap_or(usize::MAX);
+    if threshold == 0 {
+        return refused("Parameter 'vote-threshold' expects a value >= 1");
+    }
+    if threshold > children {
+        return refused("threshold may not exceed children count");
+    }
+    let fifo = match options.text("read-pattern") {
+        None | Some("quorum") => false,
+        Some("fifo") => true,
+        Some(_) => return refused("Please set read-pattern as fifo or quorum"),
+    };
+    // Where only one node is read, nothing is compared.
+    let flag = |key: &str| !fifo && options.flag(key).unwrap_or(false);
+    let (verify, rewrite) = (flag("blkverify"), flag("rewrite-corrupted"));
+    if verify && (children != 2 || threshold != 2) {
+        return refused("blkverify=on can only be set if there are exactly two files and vote-threshold is 2");
+    }
+    if verify && rewrite {
+        return refused("rewrite-corrupted=on cannot be used with blkverify=on");
+    }
+    Ok(Agreement::Votes { threshold, fifo, rewrite, verify })
 }

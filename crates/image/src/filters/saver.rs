@@ -2,11 +2,11 @@
 //! The disk as it was when a copy-before-write filter came: which parts of it the target has, saving the others, and reading
 //! it while the disk itself goes on.
 
-use super::ranges::{Ranges, Readers, Reading};
-use super::{Below, CopyFailure};
+use super::CopyFailure;
 use crate::dirty::DirtyMap;
 use crate::events::Events;
-use crate::node::{Link, Node, StatusExtent, ZeroFlags};
+use crate::node::{Below, Link, Node, StatusExtent, ZeroFlags};
+use crate::node::{Ranges, Readers, Reading};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::IoBuf;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The filter of a mirror that holds writes until they are on the target too (`copy-mode=write-blocking`).
 
-use super::ranges::{Claim, Ranges};
-use super::{Below, Filter, keeps_writers_away};
+use super::{Filter, keeps_writers_away};
 use crate::dirty::DirtyMap;
-use crate::node::{Link, Node, Preallocation, Transfer, Work, ZeroFlags, done};
+use crate::node::{Below, Link, Node, Preallocation, Transfer, Work, ZeroFlags, done};
+use crate::node::{Claim, Ranges};
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, Permissions};
 use std::sync::{Arc, OnceLock};

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
 
-use crate::filters::Below;
 use crate::node::{
-    Apply, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
+    Apply, Below, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
     Transfer, Work, ZeroFlags,
 };
 use crate::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};

@@ -2,9 +2,8 @@
 //! The filter of a mirror whose writes go to both ends. No user adds it by options, so it is made here.
 
 use super::Graph;
-use crate::filters::{Below, WriteBlocking};
-use crate::node::{ChildRole, Children, Link, MONITOR, Node, NodeParts, NodeSettings};
-use crate::open::Edge;
+use crate::filters::WriteBlocking;
+use crate::node::{Below, ChildRole, Children, Edge, Link, MONITOR, Node, NodeParts, NodeSettings};
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
 use cowshed_storage::{PermissionSet, Permissions};

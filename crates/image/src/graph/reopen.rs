@@ -7,7 +7,7 @@
 use super::Graph;
 use super::owned::no_such_node;
 use super::writing::check_becomes_writable;
-use crate::node::{Apply, ChildRole, DetectZeroes, Node};
+use crate::node::{Apply, ChildRole, DetectZeroes, Node, detect_zeroes};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, rt};
@@ -159,7 +159,7 @@ impl Graph {
             // As in QEMU it stays as it is, other than `detect-zeroes` and `cache`.
             None => node.discards(),
         };
-        let detect_zeroes = options::detect_zeroes(&options, discard, "")?;
+        let detect_zeroes = detect_zeroes(&options, discard, "")?;
         let live = node.driver().live_options();
         let apply = live.map(|live| live.check(&node, &options, discard)).transpose()?;
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));

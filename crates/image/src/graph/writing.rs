@@ -3,8 +3,7 @@
 
 use super::Graph;
 use super::files::check_children;
-use crate::node::{ChildRole, LocalFuture, Node};
-use crate::open::Edge;
+use crate::node::{ChildRole, Edge, LocalFuture, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
 use std::sync::Arc;

@@ -3,11 +3,10 @@
 //! carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, Bitmaps, Compressing, LiveOptions, Metadata, Node, Preallocation, Snapshots, StatusExtent, VmState,
+    Backing, Below, Bitmaps, Compressing, LiveOptions, Metadata, Node, Preallocation, Snapshots, StatusExtent, VmState,
     ZeroFlags,
 };
 use crate::encryption::LuksArea;
-use crate::filters::Below;
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, HostOffset, Result};
 use cowshed_qcow2::{Pin, Statistics};

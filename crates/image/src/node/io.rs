@@ -2,12 +2,11 @@
 //! Requests: the checks that every driver needs, then the driver.
 
 use super::driver::{Intent, Mapped, NESTED_POLLS, Place, Transfer, whole_sectors};
-use super::{DetectZeroes, LocalFuture, Node, Preallocation, ZeroFlags, boxed};
-use crate::filters::Reading;
-use crate::formats;
+use super::{DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::probe::{FormatName, PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -432,8 +431,15 @@ impl Node {
     }
 
     /// It may be asked for data at all.
-    #[inline]
+    #[inline(always)]
     fn check_usable(&self) -> Result<()> {
+        let is_plain = !self.closed.load(Ordering::Acquire) && self.deadline.is_none() && !self.settings.has_no_data();
+        if is_plain { Ok(()) } else { self.check_unusual() }
+    }
+
+    /// As [`Self::check_usable`], where it may be unusable.
+    #[cold]
+    fn check_unusual(&self) -> Result<()> {
         self.check_open()?;
         if let Some(deadline) = &self.deadline {
             deadline.check().map_err(|error| error.file(self.filename.clone()))?;
@@ -449,12 +455,17 @@ impl Node {
         self.check_usable()?;
         match offset.checked_add(len) {
             Some(end) if end <= self.size() => Ok(()),
-            _ => Err(Error::invalid_argument(format!(
-                "request of {len} bytes at offset {offset} is past the end of the disk ({} bytes)",
-                self.size()
-            ))
-            .file(self.filename.clone())),
+            _ => Err(self.past_the_end(offset, len)),
         }
+    }
+
+    #[cold]
+    fn past_the_end(&self, offset: u64, len: u64) -> Error {
+        Error::invalid_argument(format!(
+            "request of {len} bytes at offset {offset} is past the end of the disk ({} bytes)",
+            self.size()
+        ))
+        .file(self.filename.clone())
     }
 
     fn check_writable(&self) -> Result<()> {
@@ -476,7 +487,7 @@ impl Node {
     /// The first and the last bytes, as far as a guess of the format looks at them.
     pub(crate) async fn read_ends(&self) -> Result<[IoBuf; 2]> {
         let size = usize::try_from(self.size()).unwrap_or(usize::MAX);
-        let (first_len, last_len) = (size.min(formats::PROBE_BYTES), size.min(formats::PROBE_TAIL_BYTES));
+        let (first_len, last_len) = (size.min(PROBE_BYTES), size.min(PROBE_TAIL_BYTES));
         let (result, first) = self.read_boxed(0, IoBuf::zeroed(first_len)).await;
         result?;
         let (result, last) = self.read_boxed(self.size() - last_len as u64, IoBuf::zeroed(last_len)).await;
@@ -485,8 +496,7 @@ impl Node {
 
     /// True where a write may touch what a guess of the format looks at.
     fn is_at_an_end(&self, offset: u64, len: u64) -> bool {
-        offset < formats::PROBE_BYTES as u64
-            || offset + len > self.size().saturating_sub(formats::PROBE_TAIL_BYTES as u64)
+        offset < PROBE_BYTES as u64 || offset + len > self.size().saturating_sub(PROBE_TAIL_BYTES as u64)
     }
 
     /// A guest of a raw image whose format was guessed must not be able to write a header or a footer there that makes the
@@ -496,13 +506,14 @@ impl Node {
         overlay(&mut first, 0, offset, buf);
         let last_start = self.size() - last.len() as u64;
         overlay(&mut last, last_start, offset, buf);
-        match formats::probe(&first, &last) {
-            "raw" => Ok(()),
+        match probe_with_tail(&first, &last) {
+            FormatName::Raw => Ok(()),
             format => Err(Error::new(
                 ErrorKind::PermissionDenied,
                 format!(
-                    "writing the mark of format {format} to an image whose format was not given but guessed to be raw; \
-                     name the format 'raw' to allow it"
+                    "writing the mark of format {} to an image whose format was not given but guessed to be raw; \
+                     name the format 'raw' to allow it",
+                    format.as_str()
                 ),
             )
             .file(self.filename.clone())),

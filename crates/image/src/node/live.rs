@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
-use super::{Apply, ChildLink, DetectZeroes, LockSource, Node, height_over};
-use crate::open::Edge;
+use super::{Apply, ChildLink, DetectZeroes, Edge, LockSource, Node, height_over};
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
 use std::sync::atomic::Ordering;

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes of the block graph: what jobs, exports and the library read and write.
 
+mod below;
 mod bitmaps;
 mod capabilities;
+mod deadline;
 mod driver;
 mod edge;
 mod io;
 mod live;
-mod naming;
+mod permissions;
+mod ranges;
 mod reflink;
 mod requests;
 mod settings;
@@ -18,9 +21,11 @@ mod tracking;
 mod users;
 mod watch;
 
+pub(crate) use below::Below;
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub(crate) use capabilities::{Apply, Backing, LiveOptions, Snapshots, VmState};
 pub use capabilities::{BackingName, Compressing, Metadata};
+pub(crate) use deadline::Deadline;
 pub use driver::LocalFuture;
 pub(crate) use driver::{
     Driver, Intent, Mapped, NESTED_POLLS, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,
@@ -29,19 +34,18 @@ pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
-pub(crate) use naming::given;
-pub use naming::{HeaderName, check_header_name};
+pub(crate) use permissions::Edge;
+pub(crate) use ranges::{Claim, Ranges, Readers, Reading};
 pub use requests::LocalNode;
 use settings::LiveSettings;
+pub(crate) use settings::detect_zeroes;
 pub(crate) use stored_bitmaps::{BITMAP_NAME_BYTES, default_granularity_bytes};
 pub use stored_bitmaps::{BitmapChange, BitmapStatus, Bitmaps, check_new_bitmap};
 use tracking::Tracking;
 pub(crate) use users::MONITOR;
 
 use crate::events::Events;
-use crate::filters::Readers;
 use crate::graph::{Corruption, Graph};
-use crate::open::{Deadline, Edge};
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result};
@@ -208,7 +212,7 @@ pub(crate) struct NodeParts {
     pub children: Children,
     pub settings: NodeSettings,
     pub options: BlockdevOptions,
-    /// See [`naming::given`].
+    /// See [`crate::open::given`].
     pub given: Vec<(String, serde_json::Value)>,
     pub graph: Arc<Graph>,
     pub warnings: Vec<String>,
@@ -382,6 +386,11 @@ impl Node {
     /// The options of the node as they count now.
     pub fn options(&self) -> BlockdevOptions {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The options as the user gave them, with flat keys.
+    pub(crate) fn given(&self) -> &[(String, serde_json::Value)] {
+        &self.given
     }
 
     /// The graph that the node is part of.

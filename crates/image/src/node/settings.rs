@@ -2,6 +2,8 @@
 //! The generic settings of a node; some of them change while it is in use, always when no request runs.
 
 use super::{DetectZeroes, LockSource, NodeSettings};
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// [`NodeSettings`] as a running node has them.
@@ -85,5 +87,18 @@ impl LiveSettings {
     #[inline]
     pub(crate) fn is_probed_raw(&self) -> bool {
         self.probed_raw
+    }
+}
+
+/// What becomes of zeroes in a node that passes discards on (`discard`) or not. `path` is for messages.
+pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str) -> Result<DetectZeroes> {
+    match options.text("detect-zeroes") {
+        Some("on") => Ok(DetectZeroes::On),
+        Some("unmap") if !discard => {
+            let message = format!("'{path}detect-zeroes=unmap' needs '{path}discard=unmap'");
+            Err(Error::invalid_argument(message))
+        }
+        Some("unmap") => Ok(DetectZeroes::Unmap),
+        _ => Ok(DetectZeroes::Off),
     }
 }

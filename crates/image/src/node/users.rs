@@ -6,8 +6,7 @@
 //! The locks of a file are what the users of its node do and share: see [`LockSource`].
 
 use super::driver::whole_sectors;
-use super::{ChildRole, LockSource, Node};
-use crate::open::Edge;
+use super::{ChildRole, Edge, LockSource, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, PermissionSet, Permissions};
 use std::sync::atomic::Ordering;

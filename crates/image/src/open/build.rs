@@ -3,14 +3,15 @@
 
 use super::line::DriverLine;
 use super::names::{driver_for, instead_of, protocol_options};
+use super::naming::given;
 use super::policy::{Files, Policy};
-use super::{BackingPolicy, Deadline, Edge, OpenRequest, Source, TlsCredentials};
+use super::{BackingPolicy, OpenRequest, Source, TlsCredentials};
 use crate::drivers;
 use crate::formats;
 use crate::graph::{Graph, check_children};
 use crate::node::{
-    ChildRole, Children, Driver, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts, NodeSettings,
-    given,
+    ChildRole, Children, Deadline, Driver, Edge, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
+    NodeSettings, detect_zeroes,
 };
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
 use crate::secret::Secret;
@@ -448,7 +449,7 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
         Some(_) => false,
         None => place.discard,
     };
-    let detect_zeroes = options::detect_zeroes(options, discard, &place.path)?;
+    let detect_zeroes = detect_zeroes(options, discard, &place.path)?;
     let writethrough = place.writethrough && place.role == Role::Root;
     Ok(NodeSettings {
         read_only: !place.writable,

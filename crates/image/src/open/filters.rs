@@ -5,11 +5,11 @@ use super::build::{Draft, Opened, Opener, Place, Role};
 use super::line::{DriverLine, FirstUse, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
-    Agreement, Below, Compress, CopyBeforeWrite, CopyOnRead, Fault, LogOptions, LogWrites, Preallocate, Replicas,
-    SnapshotAccess, Throttle,
+    Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
+    Replicas, SnapshotAccess, Throttle, agreement_of, check_agreement, rules_of, saving_options,
 };
 use crate::graph::storage_of;
-use crate::node::{ChildRole, Link, LockSource, Node};
+use crate::node::{Below, ChildRole, Link, LockSource, Node};
 use crate::options::{self, BlkdebugOptions, schemas};
 use crate::protocols::FileDriver;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -47,10 +47,10 @@ pub(crate) const VERIFY: DriverLine =
     DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft))).asking_first(FirstUse::Opening);
 pub(crate) const QUORUM: DriverLine =
     DriverLine::new(&schemas::QUORUM, |opener, draft| Box::pin(quorum(opener, draft)))
-        .prepared_by(|_, draft| options::check_quorum(&draft.options))
+        .prepared_by(|_, draft| check_agreement(&draft.options))
         .asking_first(FirstUse::Opening)
         .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]));
-pub(crate) const FAULT: DriverLine = DriverLine::new(&schemas::FAULT, |opener, draft| Box::pin(fault(opener, draft)));
+pub(crate) const FAULT: DriverLine = DriverLine::new(&FAULT_SCHEMA, |opener, draft| Box::pin(fault(opener, draft)));
 
 /// The edge to a filter's `file`, which must be open.
 fn below(draft: &Draft) -> Below {
@@ -81,7 +81,7 @@ async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn fault(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
-    let rules = options::fault_rules(&draft.options);
+    let rules = rules_of(&draft.options);
     Ok((Box::new(Fault::new(below(draft), rules)), child.filename()))
 }
 
@@ -164,7 +164,7 @@ async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let agreement = options::quorum_agreement(&draft.options)?;
+    let agreement = agreement_of(&draft.options)?;
     let given = draft.options.get("children").and_then(Value::as_array).cloned().unwrap_or_default();
     let mut sizes = Vec::with_capacity(given.len());
     let mut name = String::new();
@@ -232,7 +232,7 @@ async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let shared = PermissionSet::ALL & !PermissionSet::RESIZE;
     target.change_user(&draft.name, Permissions { used, shared })?;
     let bits = kept_bits(opener, draft, child.size()).await?;
-    let options = options::saving_options(&draft.options, &draft.place.path, bits)?;
+    let options = saving_options(&draft.options, &draft.place.path, bits)?;
     let below = Below::new(draft.children.link(ChildRole::File).unwrap_or_default());
     let link = draft.children.link(ChildRole::Target).unwrap_or_default();
     let copy = CopyBeforeWrite::new(below, link, options)?;

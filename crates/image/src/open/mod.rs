@@ -4,26 +4,24 @@
 mod build;
 mod cache;
 mod children;
-mod deadline;
 mod extents;
 pub(crate) mod filters;
 mod line;
 mod names;
+mod naming;
 mod nbd;
 mod null;
-mod permissions;
 mod policy;
 pub(crate) mod protocols;
 
 pub(crate) use build::{Draft, Opened, Opener};
 pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::{NamedBacking, encrypt_key};
-pub(crate) use deadline::Deadline;
 pub(crate) use line::{DriverLine, FirstUse, Telling};
 pub use names::{check_file_name, options_with_name, resolve as resolve_name};
+pub use naming::{HeaderName, check_header_name};
 pub(crate) use nbd::open_nbd_file;
 pub use nbd::{TlsCredentials, is_nbd_name};
-pub(crate) use permissions::Edge;
 pub use policy::{FileKind, Files, HostFiles, Policy};
 pub(crate) use protocols::is_read_only_device;
 

@@ -4,8 +4,9 @@
 use super::build::{Draft, Opened, OpenedFile, Opener, Place};
 use super::line::{DriverLine, Telling};
 use super::names::check_file_kind;
+use super::null;
 use super::policy::FileKind;
-use super::{Edge, null};
+use crate::node::Edge;
 use crate::options::{self, FileOptions, schemas};
 use crate::protocols::FileDriver;
 use cowshed_block::{Errno, Error, ErrorKind, Result};

@@ -20,10 +20,7 @@ pub(crate) use schema::{check_common, first_leaf};
 pub use schemas::COMMON;
 pub use size::parse_size;
 pub use tree::BlockdevOptions;
-pub(crate) use typed::{
-    FileOptions, NullOptions, RawOptions, check_aio, check_quorum, detect_zeroes, fault_rules, qcow2_options,
-    quorum_agreement, saving_options,
-};
+pub(crate) use typed::{FileOptions, NullOptions, RawOptions, check_aio};
 
 /// `on` or `off`, also `yes`, `no`, `true`, `false`, `y`, `n`, as QEMU takes them.
 pub fn parse_on_off(text: &str) -> Option<bool> {

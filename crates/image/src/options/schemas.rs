@@ -2,10 +2,9 @@
 //! The keys of drivers, for every option syntax and for the help. Most formats have theirs beside them.
 
 use super::schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
-use crate::filters::FaultOp;
 use cowshed_storage::fault::{Event, IoType};
 
-const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'static str) -> Key {
+pub(crate) const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'static str) -> Key {
     Key { name, value, default, help }
 }
 
@@ -123,8 +122,6 @@ pub(crate) const QUORUM: DriverSchema = DriverSchema {
     about: "one disk in several nodes, which vote on what is read",
     keys: QUORUM_KEYS,
 };
-pub(crate) const FAULT: DriverSchema =
-    DriverSchema { name: "fault", kind: DriverKind::Filter, about: "fails chosen requests", keys: FAULT_KEYS };
 
 const FILE_KEYS: &[Key] = &[
     key("filename", KeyType::Text, REQUIRED, "path of the file"),
@@ -287,20 +284,6 @@ const QUORUM_KEYS: &[Key] = &[
     key("blkverify", KeyType::Bool, "off", "two nodes must agree on each byte, and a difference is reported"),
     key("rewrite-corrupted", KeyType::Bool, "off", "nodes that are outvoted get what the majority has"),
     key("read-pattern", KeyType::Text, "quorum", "quorum: all are read; fifo: the first that answers"),
-];
-
-const FAULT_KEYS: &[Key] = &[
-    key("file", KeyType::Child, REQUIRED, "the node whose requests fail"),
-    key("rules", KeyType::List(FAULT_RULE), "", "which requests fail"),
-];
-
-const FAULT_RULE: &[Key] = &[
-    key("op", KeyType::Choice(FaultOp::NAMES), REQUIRED, "the kind of request"),
-    key("errno", KeyType::Number(1, 4095), "5", "the error number"),
-    key("offset", KeyType::Size, "0", "first byte of the range"),
-    key("len", KeyType::Size, "up to the end", "length of the range"),
-    key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
-    key("once", KeyType::Bool, "off", "fail only once"),
 ];
 
 const BLKDEBUG_KEYS: &[Key] = &[

@@ -11,7 +11,7 @@ use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::Result;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, below_filters};
-use cowshed_image::node::{HeaderName, check_header_name};
+use cowshed_image::open::{HeaderName, check_header_name};
 use cowshed_image::options::{DriverKind, DriverSchema};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};

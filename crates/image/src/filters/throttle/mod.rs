@@ -17,8 +17,8 @@ pub use limits::{Limit, Limited, Limits, MAX_RATE};
 pub use meter::{Direction, Meter};
 pub use schedule::{Entry, Schedule, ThrottleWaits};
 
-use super::{Below, Filter};
-use crate::node::{Apply, Intent, LiveOptions, Mapped, Node, Transfer, Work, ZeroFlags, done};
+use super::Filter;
+use crate::node::{Apply, Below, Intent, LiveOptions, Mapped, Node, Transfer, Work, ZeroFlags, done};
 use crate::options::BlockdevOptions;
 use arc_swap::ArcSwap;
 use cowshed_block::{Error, ErrorKind, Result};

@@ -2,6 +2,7 @@
 //! The qcow2 driver as a node sees it.
 
 use super::Qcow2Driver;
+use super::options::runtime_options;
 use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::node::{
@@ -9,7 +10,7 @@ use crate::node::{
     LocalFuture, Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent,
     Transfer, VmState, Work, ZeroFlags, whole_sectors,
 };
-use crate::options::{self, BlockdevOptions};
+use crate::options::BlockdevOptions;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Compression, Result};
 use cowshed_layout::qcow2::{Header, Snapshot};
@@ -205,7 +206,7 @@ impl Driver for Qcow2Driver {
 
     fn start_writing<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {
         Box::pin(async move {
-            let options = options::qcow2_options(options, discards)?;
+            let options = runtime_options(options, discards)?;
             Qcow2Driver::start_writing(self, &options).await
         })
     }
@@ -300,7 +301,7 @@ impl Snapshots for Qcow2Driver {
         discards: bool,
     ) -> LocalFuture<'a, Result<String>> {
         Box::pin(async move {
-            let options = options::qcow2_options(options, discards)?;
+            let options = runtime_options(options, discards)?;
             self.take_internal_snapshot(name, &options).await
         })
     }
@@ -312,7 +313,7 @@ impl Snapshots for Qcow2Driver {
         discards: bool,
     ) -> LocalFuture<'a, Result<Snapshot>> {
         Box::pin(async move {
-            let options = options::qcow2_options(options, discards)?;
+            let options = runtime_options(options, discards)?;
             self.delete_internal_snapshot(wanted, &options).await
         })
     }
@@ -338,7 +339,7 @@ impl LiveOptions for Qcow2Driver {
     }
 
     fn check(&self, _node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply> {
-        let options = options::qcow2_options(options, discards)?;
+        let options = runtime_options(options, discards)?;
         self.check_options(&options)?;
         Ok(Box::new(move |node| {
             if let Some(driver) = node.qcow2() {
@@ -348,7 +349,7 @@ impl LiveOptions for Qcow2Driver {
     }
 
     fn prepare<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {
-        Box::pin(async move { self.apply_slice_bytes(&options::qcow2_options(options, discards)?).await })
+        Box::pin(async move { self.apply_slice_bytes(&runtime_options(options, discards)?).await })
     }
 }
 

@@ -2,10 +2,11 @@
 //! The driver's line in the table, and its opening from options.
 
 use super::Qcow2Driver;
+use super::options::runtime_options;
 use crate::formats::read_header_as;
 use crate::node::ChildRole;
 use crate::open::{Draft, DriverLine, Opened, Opener, Telling, encrypt_key};
-use crate::options::{self, schemas};
+use crate::options::schemas;
 use cowshed_block::{Error, Result};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let filename = child.filename();
     let in_file = |error: Error| error.file(filename.clone());
     let file = child.storage();
-    let options = options::qcow2_options(&draft.options, draft.settings.discard).map_err(in_file)?;
+    let options = runtime_options(&draft.options, draft.settings.discard).map_err(in_file)?;
     let header = read_header_as(&file, opener.checks(draft)).await.map_err(in_file)?;
     opener.policy.check_header(&header).map_err(in_file)?;
     let key = encrypt_key(draft);

@@ -21,6 +21,7 @@ mod internal;
 mod line;
 mod lost;
 mod open;
+mod options;
 mod preallocate;
 mod read;
 mod reflink;

@@ -4,15 +4,16 @@
 //! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
 //! name says them, children by their own options and not by their node-names.
 
-use super::{ChildRole, Node};
+use super::line::{DriverLine, Telling};
+use super::names::resolve as resolve_name;
 use crate::drivers;
-use crate::open::{DriverLine, Telling, resolve_name};
+use crate::node::{ChildRole, Node};
 use crate::options::{BlockdevOptions, COMMON, DriverKind, DriverSchema, parse_size};
 use cowshed_block::{Error, Result, name_of_text};
 use cowshed_storage::{path_of_text, text_of_path};
 use serde_json::{Map, Value};
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// Options of an NBD client that its URI doesn't say and without which the server isn't the same.
 const NBD_BESIDE_URI: &[&str] = &["tls-creds", "tls-certificates", "tls-hostname", "tls-verify-peer"];
@@ -123,7 +124,7 @@ impl Node {
     pub fn reference(&self) -> String {
         match self.named(Purpose::Shown, false) {
             Ok(named) => named.text(),
-            Err(_) => self.filename.clone(),
+            Err(_) => self.filename(),
         }
     }
 
@@ -159,7 +160,7 @@ impl Node {
         let is_plain = own.is_empty();
         own.push(("driver".to_owned(), driver.into()));
         if ["file", "host_device", "host_cdrom"].contains(&driver) {
-            let filename = if purpose == Purpose::Written { absolute(&self.filename) } else { self.filename.clone() };
+            let filename = if purpose == Purpose::Written { absolute(&self.filename()) } else { self.filename() };
             own.push(("filename".to_owned(), filename.into()));
         }
         let mut plain = self.plain_protocol(is_plain, purpose);
@@ -209,11 +210,11 @@ impl Node {
 
     /// The node that reads the same as this one, where this one only passes on.
     fn passed_on_to(&self, as_storage: bool) -> Result<Option<Arc<Node>>> {
-        if self.driver.shows_past() {
-            let message = format!("node '{}' shows the past of a disk: no name opens that again", self.name);
+        if self.driver().shows_past() {
+            let message = format!("node '{}' shows the past of a disk: no name opens that again", self.name());
             return Err(Error::unsupported(message));
         }
-        if self.is_filter() || (as_storage && self.driver.shows_all_of_child()) {
+        if self.is_filter() || (as_storage && self.driver().shows_all_of_child()) {
             return Ok(self.child(ChildRole::File));
         }
         Ok(self.child(ChildRole::Image))
@@ -221,21 +222,21 @@ impl Node {
 
     /// A filter, which no plain name says.
     fn is_passing(&self) -> bool {
-        self.is_filter() || self.driver.shows_past()
+        self.is_filter() || self.driver().shows_past()
     }
 
     fn plain_protocol(&self, is_plain: bool, purpose: Purpose) -> Option<String> {
-        self.driver.protocol_file()?;
+        self.driver().protocol_file()?;
         match self.driver_name() {
             "blkdebug" => None,
             driver @ ("null-co" | "null-aio") => is_plain.then(|| format!("{driver}://")),
             "nbd" => {
-                let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
+                let options = self.options();
                 let says_all = NBD_BESIDE_URI.iter().all(|key| options.get(key).is_none());
                 // Shown is the address alone, as in QEMU.
-                (says_all || purpose == Purpose::Shown).then(|| self.filename.clone())
+                (says_all || purpose == Purpose::Shown).then(|| self.filename())
             }
-            _ => Some(self.filename.clone()).filter(|name| !name.starts_with("json:")),
+            _ => Some(self.filename()).filter(|name| !name.starts_with("json:")),
         }
     }
 
@@ -250,11 +251,10 @@ impl Node {
     /// The options that count, with flat keys.
     fn telling(&self, purpose: Purpose) -> Vec<(String, Value)> {
         let driver = self.driver_name();
-        let options = self.options.lock().unwrap_or_else(PoisonError::into_inner);
+        let options = self.options();
         let mut flat = given(&options);
-        drop(options);
         let telling = drivers::find(driver).map_or(Telling::Keys(&[]), |line| line.telling);
-        let is_given = |key: &str| self.given.iter().any(|(given, _)| given == key);
+        let is_given = |key: &str| self.given().iter().any(|(given, _)| given == key);
         flat.retain(|(key, value)| match telling {
             _ if value.is_null() => false,
             Telling::Keys(keys) => keys.contains(&key.as_str()),
@@ -263,7 +263,7 @@ impl Node {
         });
         for (key, value) in flat.iter_mut().filter(|_| purpose == Purpose::Shown) {
             // What a reopening has changed is said as it is now.
-            if let Some((_, given)) = self.given.iter().find(|(given, _)| given == key)
+            if let Some((_, given)) = self.given().iter().find(|(given, _)| given == key)
                 && is_same(given, value)
             {
                 *value = given.clone();
@@ -274,7 +274,7 @@ impl Node {
 
     /// True when the header names this data file.
     fn names_data_file(&self, data_file: &Named) -> bool {
-        match (self.driver.data_file_name(), &data_file.plain) {
+        match (self.driver().data_file_name(), &data_file.plain) {
             (Some(name), Some(path)) => is_same_file(&name, path),
             _ => false,
         }
@@ -282,7 +282,7 @@ impl Node {
 
     /// The backing file as an option, where it isn't what the image itself says.
     fn other_backing(&self, purpose: Purpose) -> Result<Option<Value>> {
-        let Some((name, format)) = self.driver.named_backing() else { return Ok(None) };
+        let Some((name, format)) = self.driver().named_backing() else { return Ok(None) };
         let name = name.filter(|name| !name.is_empty());
         let backing = match self.backing() {
             Some(backing) => crate::graph::below_filters(&backing).named(purpose, false)?,

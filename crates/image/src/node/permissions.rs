@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Permissions on nodes: one edge per user.
 
-use crate::node::ChildRole;
+use super::ChildRole;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions};
 

@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The ranges that are taken.
 #[derive(Default)]
-pub(super) struct Ranges {
+pub(crate) struct Ranges {
     busy: Mutex<BTreeMap<u64, u64>>,
     changes: Events,
 }
 
 /// A range that is taken, until it is dropped.
-pub(super) struct Claim {
+pub(crate) struct Claim {
     ranges: Arc<Ranges>,
     start: u64,
 }
@@ -33,7 +33,7 @@ impl Ranges {
     }
 
     /// Waits until nobody has a part of the range (bytes), and takes it.
-    pub(super) async fn claim(self: &Arc<Self>, start: u64, len: u64) -> Claim {
+    pub(crate) async fn claim(self: &Arc<Self>, start: u64, len: u64) -> Claim {
         let end = start.saturating_add(len.max(1));
         loop {
             let seen = self.changes.now();
