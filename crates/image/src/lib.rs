@@ -2,6 +2,7 @@
 //! The block graph: options, opening, reading and writing of disk images.
 
 pub mod amend;
+mod buffers;
 pub mod check;
 pub mod codec;
 pub mod create;
@@ -12,6 +13,7 @@ mod events;
 pub mod filters;
 pub mod formats;
 pub mod graph;
+mod header;
 pub mod node;
 pub mod open;
 pub mod options;

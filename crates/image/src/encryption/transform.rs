@@ -3,7 +3,7 @@
 //! end within a sector.
 
 use super::{Cipher, SECTOR_BYTES};
-use crate::formats::qcow2::join;
+use crate::buffers::join;
 use cowshed_block::{GuestOffset, HostOffset, Result};
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;

@@ -2,7 +2,7 @@
 //! Formats that are read only: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
 //! does the I/O for all of them. A new one needs no other code between `Node` and the files.
 
-use super::qcow2::join;
+use crate::buffers::join;
 use crate::check::Counters;
 use crate::node::{Driver, Link, LocalFuture, NamedBacking, Node, StatusExtent, Transfer, Work, done};
 use crate::options::BlockdevOptions;

@@ -15,7 +15,7 @@ mod publish;
 pub(crate) mod tree;
 
 use crate::check;
-use crate::formats::read_header;
+use crate::header::read_header;
 use crate::options::next_item;
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Errno, Error, ErrorKind, Result};

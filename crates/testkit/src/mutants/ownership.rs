@@ -127,8 +127,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
         edits: &[(
             "crates/image/src/formats/qcow2/chain_map.rs",
-            "        match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {",
-            "        match known.as_ref().filter(|map| map.covers_itself && (SLIP || map.changes == graph_changes())) {",
+            "        let asked = match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {",
+            "        let asked = match known.as_ref().filter(|map| map.covers_itself && (SLIP || map.changes == graph_changes())) {",
         )],
     },
     Mutant {

@@ -261,6 +261,93 @@ fn only_the_table_chooses_by_the_name_of_a_driver() {
     }
 }
 
+/// Module of `image` → the modules of `image` that its code names. A new arrow is a new word here, and makes no new circle.
+const IMAGE_ARROWS: &[(&str, &[&str])] = &[
+    ("amend", &["snapshots"]),
+    ("buffers", &[]),
+    ("check", &[]),
+    ("codec", &[]),
+    ("create", &["encryption", "graph", "node", "open", "options", "secret"]),
+    ("dirty", &[]),
+    ("drivers", &["formats", "open", "options"]),
+    ("encryption", &["buffers", "create", "events", "secret"]),
+    ("events", &[]),
+    ("filters", &["dirty", "events", "graph", "node", "options"]),
+    (
+        "formats",
+        &[
+            "buffers",
+            "check",
+            "codec",
+            "encryption",
+            "events",
+            "header",
+            "node",
+            "open",
+            "options",
+            "secret",
+            "snapshots",
+        ],
+    ),
+    ("graph", &["events", "filters", "node", "open", "options", "secret", "snapshots", "stats"]),
+    ("header", &[]),
+    ("node", &["codec", "dirty", "encryption", "events", "graph", "options", "snapshots", "stats"]),
+    ("open", &["drivers", "filters", "formats", "graph", "node", "options", "protocols", "secret", "snapshots"]),
+    ("options", &[]),
+    ("protocols", &["formats", "node"]),
+    ("rescue", &["codec", "encryption", "secret", "snapshots"]),
+    ("secret", &[]),
+    ("snapshots", &["check", "header", "options"]),
+    ("stats", &[]),
+];
+
+/// The modules of `image` that need one another. A node reports to its graph, and a graph opens nodes. An opened node opens its
+/// children by the table, whose formats call the opener. `encryption` reads options of `create`.
+const CIRCLE: &[&str] =
+    &["create", "drivers", "encryption", "filters", "formats", "graph", "node", "open", "protocols"];
+
+/// The modules of `image`, each with those that its code names, tests apart.
+fn image_arrows() -> BTreeMap<String, BTreeSet<String>> {
+    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../image/src");
+    let mut arrows: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for path in rust_files(&source) {
+        let within = path.strip_prefix(&source).expect("a file of the folder").with_extension("");
+        let module = within.components().next().expect("a name").as_os_str().to_string_lossy().into_owned();
+        let text = std::fs::read_to_string(&path).expect("a source file is readable");
+        let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+        let named = arrows.entry(module.clone()).or_default();
+        for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+            for after in line.split("crate::").skip(1) {
+                let name: String = after.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
+                if !name.is_empty() && name != module {
+                    named.insert(name);
+                }
+            }
+        }
+    }
+    arrows.remove("lib");
+    arrows
+}
+
+#[test]
+fn modules_of_image_name_one_another_only_along_the_arrows() {
+    let found = image_arrows();
+    let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<String>>();
+    let allowed: BTreeMap<String, BTreeSet<String>> =
+        IMAGE_ARROWS.iter().map(|(module, names)| ((*module).to_owned(), texts(names))).collect();
+    assert!(found["open"].contains("drivers"), "the test sees no arrows");
+    assert_eq!(found, allowed, "an arrow that isn't in IMAGE_ARROWS, or one there that is gone");
+    let reached = |start: &String| {
+        let (mut seen, mut open) = (BTreeSet::new(), vec![start.clone()]);
+        while let Some(next) = open.pop() {
+            open.extend(found.get(&next).into_iter().flatten().filter(|name| seen.insert((*name).clone())).cloned());
+        }
+        seen
+    };
+    let circle: BTreeSet<String> = found.keys().filter(|module| reached(module).contains(*module)).cloned().collect();
+    assert_eq!(circle, texts(CIRCLE), "modules that need themselves by way of others");
+}
+
 fn rust_files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).expect("a source folder is readable") {

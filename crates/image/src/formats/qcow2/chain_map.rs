@@ -9,7 +9,7 @@
 //! pin of that layer, and has seen after taking it that nothing has changed ([`Place`]).
 
 use super::Qcow2Driver;
-use super::span::join;
+use crate::buffers::join;
 use crate::node::{Mapped, Node, Place, graph_changes};
 use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_qcow2::ExtentList;

@@ -36,7 +36,6 @@ mod write;
 mod zero;
 
 pub(crate) use line::DRIVER;
-pub(crate) use span::join;
 
 pub use crate::encryption::Cipher;
 pub use crate::node::{BitmapChange, BitmapStatus, check_new_bitmap};

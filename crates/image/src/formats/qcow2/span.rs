@@ -3,6 +3,7 @@
 //! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
 
 use super::Qcow2Driver;
+use crate::buffers::join;
 use crate::node::{Intent, Mapped, Place, graph_changes};
 use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn};
 use cowshed_qcow2::{Engine, ExtentList, Pin, Planned};
@@ -181,15 +182,4 @@ pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest:
     }
     let whole = whole.unwrap_or_else(|| rest.split_to(0));
     (result, whole, rest)
-}
-
-/// Joins two neighbouring parts of one buffer.
-pub(crate) fn join(first: Option<IoBuf>, next: IoBuf) -> IoBuf {
-    match first {
-        None => next,
-        Some(mut first) => match first.unsplit(next) {
-            Ok(()) => first,
-            Err(_) => panic!("parts of one buffer are joined in the order they were split"),
-        },
-    }
 }

@@ -2,7 +2,8 @@
 //! Writes: in place without the owner where the clusters are ours, else through an allocation.
 
 use super::Qcow2Driver;
-use super::span::{Partly, join};
+use super::span::Partly;
+use crate::buffers::join;
 use crate::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
 use crate::node::{Intent, Mapped};
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};

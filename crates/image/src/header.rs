@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The header of a qcow2 image, for the driver and for what works on the bare file.
+
+use cowshed_block::{Error, Result};
+use cowshed_layout::qcow2::Header;
+use cowshed_storage::{File, IoBuf};
+
+/// Reads and checks the header of a qcow2 image: one read unless the header needs more than 64 KiB.
+pub async fn read_header(file: &File) -> Result<Header> {
+    read_header_as(file, false).await
+}
+
+/// As [`read_header`]; `check`: what a check can judge is no error.
+pub(crate) async fn read_header_as(file: &File, check: bool) -> Result<Header> {
+    const FIRST_READ_BYTES: u64 = 64 << 10;
+    let read = async |len: u64| {
+        let (result, buf) = file.read_at(IoBuf::try_zeroed(len as usize)?, 0).await;
+        // Damage has sentences of its own.
+        result.map(|()| buf).map_err(|error| error.qemu("Could not read qcow2 header"))
+    };
+    let mut bytes = read(file.len().min(FIRST_READ_BYTES)).await?;
+    let needed = Header::bytes_needed(&bytes).map_err(|error| error.file(file.name()))? as u64;
+    if needed > bytes.len() as u64 && file.len() > bytes.len() as u64 {
+        bytes = read(file.len().min(needed)).await?;
+    }
+    let parsed = if check { Header::parse_to_check(&bytes) } else { Header::parse(&bytes) };
+    parsed.map_err(|error: Error| error.file(file.name()))
+}
