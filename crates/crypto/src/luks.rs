@@ -276,7 +276,8 @@ pub fn iterations_for(hash: Hash, key_bytes: u32, time: Duration) -> u32 {
     }
 }
 
-fn fill_random(bytes: &mut [u8]) -> Result<()> {
+/// Fills a buffer with the system's random bytes.
+pub fn fill_random(bytes: &mut [u8]) -> Result<()> {
     getrandom::fill(bytes).map_err(|error| Error::internal(format!("the system gives no random bytes: {error}")))
 }
 

@@ -81,6 +81,11 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
         }
         opened => opened?,
     };
+    if options.repair != Repair::None && node.description().is_some() {
+        // Nor has one that can be written to.
+        node.close().await?;
+        return Ok(None);
+    }
     if let Some(findings) = node.check_mapped(MAX_MAPPED_FINDINGS).await {
         let closed = node.close().await;
         let check = findings?;

@@ -80,6 +80,9 @@ async fn measure(
         let size = new.file_bytes(round_size(size)?, values.switch("detached-header"));
         return Ok(Measurement { bitmaps: None, required: size, fully_allocated: size });
     }
+    if !["qcow2", "raw", "file"].contains(&format) {
+        return Err(Error::unsupported(format!("Block driver '{format}' does not support size measurement")));
+    }
     if format != "qcow2" {
         let too_large = || Error::invalid_argument("the image is too large to be measured").field("size").value(size);
         let size = size.checked_next_multiple_of(512).ok_or_else(too_large)?;

@@ -7,6 +7,7 @@
 pub mod bytes;
 mod complaint;
 pub mod crc32c;
+pub mod fresh;
 pub mod luks;
 pub mod parallels;
 pub mod probe;

@@ -4,7 +4,8 @@
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
-use cowshed_block::Result;
+use crate::fresh::{FreshFile, Piece};
+use cowshed_block::{Error, Result};
 
 /// Bytes of a header that are looked at.
 pub const HEADER_BYTES: usize = 512;
@@ -17,6 +18,13 @@ const VERSION: u32 = 0x0001_0001;
 const LEAST_HEADER_SIZE: u32 = 0x180;
 const SECTOR_BYTES: u32 = 512;
 const MAX_BLOCK_BYTES: u32 = 256 << 20;
+/// Where the header counts the allocated blocks.
+pub const ALLOCATED_AT: u64 = 388;
+/// Blocks of a new image.
+const NEW_BLOCK_BYTES: u32 = 1 << 20;
+/// The largest disk of QEMU, which keeps the map of its blocks in memory.
+const MAX_NEW_BYTES: u64 = 0x0001_ffff_f800_0000;
+const NEW_TEXT: &[u8] = b"<<< QEMU VM Virtual Disk Image >>>\n";
 const UNALLOCATED: u32 = 0xffff_ffff;
 const ZERO: u32 = 0xffff_fffe;
 
@@ -155,9 +163,77 @@ impl VdiHeader {
     }
 }
 
+/// A new image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewVdi {
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// All blocks are allocated.
+    pub is_fixed: bool,
+    /// Random bytes that name the image, and its last change.
+    pub uuids: [[u8; 16]; 2],
+}
+
+impl NewVdi {
+    /// The file as QEMU lays it out: header, map, blocks. An error for a disk that is larger than QEMU's largest one.
+    pub fn lay_out(&self) -> Result<FreshFile> {
+        if self.size > MAX_NEW_BYTES {
+            let message =
+                format!("Unsupported VDI image size (size is {:#x}, max supported is {MAX_NEW_BYTES:#x})", self.size);
+            return Err(Error::unsupported(message));
+        }
+        let blocks = self.size.div_ceil(u64::from(NEW_BLOCK_BYTES)) as u32;
+        let map_bytes = (u64::from(blocks) * ENTRY_BYTES).next_multiple_of(u64::from(SECTOR_BYTES));
+        let map_offset = HEADER_BYTES as u64;
+        let data_offset = map_offset + map_bytes;
+        let mut header = vec![0; HEADER_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, NEW_TEXT);
+        for (at, value) in [
+            (64, SIGNATURE),
+            (68, VERSION),
+            (72, LEAST_HEADER_SIZE),
+            (76, if self.is_fixed { 2 } else { 1 }),
+            (340, map_offset as u32),
+            (344, data_offset as u32),
+            (360, SECTOR_BYTES),
+            (376, NEW_BLOCK_BYTES),
+            (384, blocks),
+            (ALLOCATED_AT as usize, if self.is_fixed { blocks } else { 0 }),
+        ] {
+            put(at, &value.to_le_bytes());
+        }
+        put(368, &self.size.to_le_bytes());
+        put(392, &self.uuids[0]);
+        put(408, &self.uuids[1]);
+        let data_bytes = if self.is_fixed { u64::from(blocks) * u64::from(NEW_BLOCK_BYTES) } else { 0 };
+        let map = if self.is_fixed { Piece::Count(blocks) } else { Piece::Fill(0xff, u64::from(blocks) * ENTRY_BYTES) };
+        Ok(FreshFile { len: data_offset + data_bytes, pieces: vec![(map_offset, map)], mark: Some((0, header)) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_image_is_read_as_it_was_meant() {
+        for (size, is_fixed) in [(0, false), (512, true), ((5 << 20) + 512, false), (300 << 20, true)] {
+            let new = NewVdi { size, is_fixed, uuids: [[1; 16], [2; 16]] };
+            let fresh = new.lay_out().unwrap();
+            let header = VdiHeader::parse(&fresh.mark.unwrap().1).unwrap();
+            assert_eq!((header.size, header.is_fixed), (size, is_fixed));
+            assert_eq!(fresh.pieces[0].0, header.map_offset);
+            assert_eq!(fresh.pieces[0].1.len(), header.map_bytes());
+            let there = if is_fixed { header.blocks } else { 0 };
+            assert_eq!(
+                (fresh.len, header.allocated),
+                (header.data_offset + u64::from(there) * header.block_bytes, there)
+            );
+        }
+        let error = NewVdi { size: MAX_NEW_BYTES + 512, is_fixed: false, uuids: [[0; 16]; 2] }.lay_out().unwrap_err();
+        assert!(error.to_string().contains("max supported is 0x1fffff8000000"), "{error}");
+    }
 
     /// A disk of 2.5 MiB in blocks of 1 MiB.
     fn header() -> Vec<u8> {

@@ -5,7 +5,8 @@
 
 use crate::bytes::{array_at, be16_at, be32_at, be64_at};
 use crate::complaint::{refused, wrong};
-use cowshed_block::Result;
+use crate::fresh::{FreshFile, Piece};
+use cowshed_block::{Error, Result};
 
 /// Length of the footer, and of its copy at the start of a dynamic disk, in bytes.
 pub const FOOTER_BYTES: usize = 512;
@@ -28,6 +29,13 @@ const LARGEST_GEOMETRY: (u16, u8, u8) = (65535, 16, 255);
 /// Those who made disks whose size is the one of the geometry: Virtual PC, and QEMU by default.
 const SIZED_BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
 const UNALLOCATED: u32 = 0xffff_ffff;
+/// The largest disk of a new image, in sectors: 2040 GiB.
+const MAX_NEW_SECTORS: u64 = 2040 << 21;
+const NEW_BLOCK_BYTES: u32 = 2 << 20;
+/// "Reserved bit", always 1.
+const FEATURES: u32 = 2;
+const NEW_HEADER_AT: u64 = FOOTER_BYTES as u64;
+const NEW_TABLE_AT: u64 = NEW_HEADER_AT + DYNAMIC_HEADER_BYTES as u64;
 
 /// How the disk is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,6 +183,123 @@ impl VpcDynamicHeader {
     }
 }
 
+/// Cylinders, heads and sectors per track of a disk with so many sectors: the appendix "CHS Calculation".
+fn geometry(sectors: u64) -> (u16, u8, u8) {
+    let (most_cylinders, most_heads) = (u64::from(LARGEST_GEOMETRY.0), 16);
+    let sectors = sectors.min(most_cylinders * most_heads * 255);
+    let (mut per_track, mut heads);
+    if sectors >= most_cylinders * most_heads * 63 {
+        (per_track, heads) = (255, most_heads);
+    } else {
+        per_track = 17;
+        heads = (sectors / per_track).div_ceil(1024).max(4);
+        if sectors / per_track >= heads * 1024 || heads > most_heads {
+            (per_track, heads) = (31, most_heads);
+        }
+        if sectors / per_track >= heads * 1024 {
+            (per_track, heads) = (63, most_heads);
+        }
+    }
+    ((sectors / per_track / heads) as u16, heads as u8, per_track as u8)
+}
+
+/// A new image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewVpc {
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// The bytes of the disk as they are, then the footer.
+    pub is_fixed: bool,
+    /// The size counts as it is. Else it is rounded up to what a geometry gives.
+    pub force_size: bool,
+    /// Seconds since the beginning of the year 2000, UTC.
+    pub made_at: u32,
+    /// Random bytes that name the image.
+    pub uuid: [u8; 16],
+}
+
+impl NewVpc {
+    /// Sectors of the disk, and its geometry. `None`: too large.
+    fn sectors(&self) -> Option<(u64, (u16, u8, u8))> {
+        let wanted = self.size.div_ceil(SECTOR_BYTES);
+        if wanted > MAX_NEW_SECTORS {
+            return None;
+        }
+        let most = u64::from(LARGEST_GEOMETRY.0) * u64::from(LARGEST_GEOMETRY.1) * u64::from(LARGEST_GEOMETRY.2);
+        if self.force_size || wanted > most {
+            return Some((wanted, LARGEST_GEOMETRY));
+        }
+        if wanted == 0 {
+            return Some((0, (0, 0, 0)));
+        }
+        // A track more each time: the sizes of geometries are close to each other.
+        (wanted..=wanted + most).map(geometry).find_map(|geometry| {
+            let sectors = u64::from(geometry.0) * u64::from(geometry.1) * u64::from(geometry.2);
+            (sectors >= wanted).then_some((sectors, geometry))
+        })
+    }
+
+    /// The file as QEMU lays it out. An error for disks over 2040 GiB.
+    pub fn lay_out(&self) -> Result<FreshFile> {
+        let (sectors, geometry) = self.sectors().ok_or_else(|| {
+            Error::invalid_argument("The image size is too large for file format 'vpc'").field("size").value(self.size)
+        })?;
+        let size = sectors * SECTOR_BYTES;
+        let footer = self.footer(size, geometry);
+        if self.is_fixed {
+            // As a raw file, whose first block tells how direct I/O must be aligned.
+            let first = (0, Piece::Fill(0, size.min(4096)));
+            return Ok(FreshFile { len: size + FOOTER_BYTES as u64, pieces: vec![first], mark: Some((size, footer)) });
+        }
+        let entries = size.div_ceil(u64::from(NEW_BLOCK_BYTES)) as u32;
+        let table_bytes = u64::from(entries) * ENTRY_BYTES;
+        let whole_table_bytes = table_bytes.next_multiple_of(SECTOR_BYTES);
+        let mut header = vec![0; DYNAMIC_HEADER_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, DYNAMIC_COOKIE);
+        put(8, &[0xff; 8]);
+        put(16, &NEW_TABLE_AT.to_be_bytes());
+        put(24, &VERSION.to_be_bytes());
+        put(28, &entries.to_be_bytes());
+        put(32, &NEW_BLOCK_BYTES.to_be_bytes());
+        let sum = checksum(&header, DYNAMIC_CHECKSUM_AT);
+        header[DYNAMIC_CHECKSUM_AT..DYNAMIC_CHECKSUM_AT + 4].copy_from_slice(&sum.to_be_bytes());
+        let end = NEW_TABLE_AT + whole_table_bytes;
+        Ok(FreshFile {
+            len: end + FOOTER_BYTES as u64,
+            pieces: vec![
+                (NEW_HEADER_AT, Piece::Bytes(header)),
+                (NEW_TABLE_AT, Piece::Fill(0xff, whole_table_bytes)),
+                (end, Piece::Bytes(footer.clone())),
+            ],
+            mark: Some((0, footer)),
+        })
+    }
+
+    fn footer(&self, size: u64, (cylinders, heads, sectors): (u16, u8, u8)) -> Vec<u8> {
+        let mut footer = vec![0; FOOTER_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| footer[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, COOKIE);
+        put(8, &FEATURES.to_be_bytes());
+        put(12, &VERSION.to_be_bytes());
+        put(16, &if self.is_fixed { u64::MAX } else { NEW_HEADER_AT }.to_be_bytes());
+        put(24, &self.made_at.to_be_bytes());
+        // The names by which QEMU, and this library, know whether the geometry or the size counts.
+        put(28, if self.force_size { b"qem2" } else { b"qemu" });
+        put(32, &[0, 5, 0, 3]);
+        put(36, b"Wi2k");
+        put(40, &size.to_be_bytes());
+        put(48, &size.to_be_bytes());
+        put(56, &cylinders.to_be_bytes());
+        put(58, &[heads, sectors]);
+        put(60, &if self.is_fixed { 2u32 } else { 3 }.to_be_bytes());
+        put(68, &self.uuid);
+        let sum = checksum(&footer, FOOTER_CHECKSUM_AT);
+        footer[FOOTER_CHECKSUM_AT..FOOTER_CHECKSUM_AT + 4].copy_from_slice(&sum.to_be_bytes());
+        footer
+    }
+}
+
 /// "A one's complement of the sum of all the bytes … without the checksum field".
 fn check_sum(bytes: &[u8], at: usize, field: &'static str) -> Result<()> {
     let sum = checksum(bytes, at);
@@ -234,6 +359,39 @@ mod tests {
             put(*at, data);
         }
         summed(bytes, DYNAMIC_CHECKSUM_AT)
+    }
+
+    #[test]
+    fn a_new_image_is_read_as_it_was_meant() {
+        for (size, is_fixed, force_size, expected) in [
+            (0, false, false, 0),
+            (512, false, false, 34_816),
+            (1 << 20, false, false, 1_079_296),
+            (1 << 20, true, true, 1 << 20),
+            (4 << 30, false, false, 4_295_467_008),
+            (127 << 30, false, false, 136_365_219_840),
+            (128 << 30, true, false, 128 << 30),
+            (2040 << 30, false, true, 2040 << 30),
+        ] {
+            let new = NewVpc { size, is_fixed, force_size, made_at: 1, uuid: [3; 16] };
+            let fresh = new.lay_out().unwrap();
+            let (at, mark) = fresh.mark.unwrap();
+            let footer = VpcFooter::parse(&mark).unwrap();
+            assert_eq!(footer.size, expected, "{new:?}");
+            assert_eq!(at, if is_fixed { expected } else { 0 });
+            if is_fixed {
+                assert_eq!((fresh.len, footer.kind), (expected + 512, VpcKind::Fixed));
+                continue;
+            }
+            let (at, Piece::Bytes(header)) = &fresh.pieces[0] else { panic!("no header") };
+            assert_eq!(footer.kind, VpcKind::Dynamic(*at));
+            let header = VpcDynamicHeader::parse(header, expected).unwrap();
+            assert_eq!((header.table_offset, header.block_bytes), (fresh.pieces[1].0, 2 << 20));
+            assert!(header.table_offset + header.table_bytes() <= fresh.pieces[2].0);
+            assert_eq!(fresh.pieces[2].0 + 512, fresh.len);
+        }
+        let new = NewVpc { size: (2040 << 30) + 1, is_fixed: false, force_size: true, made_at: 0, uuid: [0; 16] };
+        assert!(new.lay_out().is_err());
     }
 
     #[test]

@@ -266,7 +266,7 @@ fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
         return Ok(());
     }
     create_options::require_format(args.target_format.as_deref())?;
-    if args.target_image_opts || !["raw", "luks", "qcow2"].contains(&format) {
+    if args.target_image_opts || options_of(format).is_none() {
         return Ok(());
     }
     let known = options_of(format).unwrap_or_default();

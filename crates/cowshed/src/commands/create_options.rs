@@ -11,11 +11,6 @@ pub fn asks_for_help(lists: &[String]) -> bool {
     lists.iter().flat_map(|list| list.split(',')).any(|element| element == "help" || element == "?")
 }
 
-/// True of a format that no image can be created in.
-pub fn is_unknown(format: &str) -> bool {
-    options_of(format).is_none()
-}
-
 /// Drivers of QEMU with images that QEMU doesn't make either.
 const ONLY_READ: [&str; 4] = ["bochs", "cloop", "dmg", "vvfat"];
 

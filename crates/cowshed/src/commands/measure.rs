@@ -122,7 +122,7 @@ fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
         None => false,
     };
     match format.filter(|name| is_image(name)) {
-        Some(name) if persona == Persona::QemuImg && (create_options::is_unknown(name) || name == "file") => {
+        Some(name) if persona == Persona::QemuImg && !["qcow2", "raw", "luks"].contains(&name) => {
             Err(Failure::new(format!("Block driver '{name}' does not support size measurement")))
         }
         _ => create_options::require_format(format),

@@ -100,7 +100,13 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         message if message.starts_with("the new image size must be positive") => {
             Failure::new("New image size must be positive")
         }
-        message if message.starts_with("the size of a device or export") => Failure::new(error.sentence()),
+        message
+            if ["the size of a device or export", "Image format driver does not support"]
+                .iter()
+                .any(|start| message.starts_with(start)) =>
+        {
+            Failure::new(error.sentence())
+        }
         message if message.contains("which has snapshots can't be resized") => {
             Failure::new("Can't resize a v2 image which has snapshots")
         }

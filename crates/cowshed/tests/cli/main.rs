@@ -41,4 +41,5 @@ mod user_scripts;
 mod vmdk;
 mod vmdk_damage;
 mod words;
+mod written_formats;
 mod zeroes;

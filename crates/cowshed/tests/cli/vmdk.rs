@@ -201,16 +201,21 @@ fn esx_kinds_are_read() {
 fn writing_is_refused_and_harms_nothing() {
     let oracle = Oracle::new();
     gallery(&oracle, "10M", &SMALL);
-    let before = fs::read(oracle.work().join("monolithicSparse.vmdk")).unwrap();
-    for line in ["resize monolithicSparse.vmdk 20M", "convert -n -O vmdk source.raw monolithicSparse.vmdk"] {
+    let before = fs::read(oracle.work().join("streamOptimized.vmdk")).unwrap();
+    for line in ["resize streamOptimized.vmdk 20M", "convert -n -O vmdk source.raw streamOptimized.vmdk"] {
         let said = oracle.ours(&oracle.work(), &words(line));
         assert_eq!(said.code, Some(1), "{line}");
         assert!(said.err.contains("can only be read"), "{line}: {}", said.err);
     }
-    for line in ["create -f vmdk new.vmdk 1M", "convert -O vmdk source.raw new.vmdk"] {
-        let said = oracle.ours(&oracle.work(), &words(line));
+    let kind = "-o subformat=streamOptimized";
+    for line in [format!("create -f vmdk {kind} new.vmdk 1M"), format!("convert -O vmdk {kind} source.raw new.vmdk")] {
+        let said = oracle.ours(&oracle.work(), &words(&line));
         assert_eq!(said.code, Some(1), "{line}");
-        assert!(said.err.contains("vmdk") && !oracle.work().join("new.vmdk").exists(), "{line}: {}", said.err);
+        assert!(
+            said.err.contains("streamOptimized") && !oracle.work().join("new.vmdk").exists(),
+            "{line}: {}",
+            said.err
+        );
     }
-    assert_eq!(fs::read(oracle.work().join("monolithicSparse.vmdk")).unwrap(), before);
+    assert_eq!(fs::read(oracle.work().join("streamOptimized.vmdk")).unwrap(), before);
 }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum BlockdevCreateDriver: file qcow2 luks raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
+enum BlockdevCreateDriver: file qcow2 luks vdi vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
   copy-before-write
 enum PreallocMode: off metadata falloc full
 object BlockdevCreateOptionsFile: filename: str, size: int, preallocation?: PreallocMode, nocow?: bool
@@ -43,8 +43,12 @@ object QCryptoBlockCreateOptions: format: QCryptoBlockFormat | format = qcow: QC
 object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: int, preallocation?: PreallocMode, key-secret?: str
   , cipher-alg?: QCryptoCipherAlgo, cipher-mode?: QCryptoCipherMode, ivgen-alg?: QCryptoIVGenAlgo
   , ivgen-hash-alg?: QCryptoHashAlgo, hash-alg?: QCryptoHashAlgo, iter-time?: int
+object BlockdevCreateOptionsVdi: file: BlockdevRef, size: int, preallocation?: PreallocMode
+enum BlockdevVpcSubformat: dynamic fixed
+object BlockdevCreateOptionsVpc: file: BlockdevRef, size: int, subformat?: BlockdevVpcSubformat, force-size?: bool
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
-  , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2
+  , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2, vdi: BlockdevCreateOptionsVdi
+  , vpc: BlockdevCreateOptionsVpc
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
     commands: &[command!("blockdev-create", blockdev_create)],
@@ -67,11 +71,13 @@ const OPTIONS: &[(&str, &str)] = &[
     ("ivgen-hash-alg", "ivgen-hash-alg"),
     ("hash-alg", "hash-alg"),
     ("iter-time", "iter-time"),
+    ("subformat", "subformat"),
+    ("force-size", "force_size"),
 ];
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    if !matches!(options.text("driver"), "file" | "luks" | "qcow2") {
+    if !matches!(options.text("driver"), "file" | "luks" | "qcow2" | "vdi" | "vpc") {
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic("Driver does not support blockdev-create"));
     }
@@ -108,7 +114,10 @@ async fn create(daemon: &Rc<Daemon>, options: &Arguments) -> Result<()> {
 
 fn request_of(options: &Arguments) -> Result<CreateRequest> {
     let mut list = Vec::new();
-    for (key, name) in OPTIONS {
+    // QEMU's words for an image whose blocks are all allocated.
+    let is_static = options.text("driver") == "vdi" && options.maybe_text("preallocation") == Some("metadata");
+    list.extend(is_static.then(|| "static=on".to_owned()));
+    for (key, name) in OPTIONS.iter().filter(|(key, _)| !is_static || *key != "preallocation") {
         list.extend(options.get(key).map(|value| assignment(name, value)));
     }
     for (key, value) in options.object("encrypt").into_iter().flatten() {

@@ -224,8 +224,8 @@ fn every_driver_is_added_by_name_and_serves() {
     let path = |name: &str| daemon.path(name).to_str().expect("text").to_owned();
     qemu.io_commands(&daemon.path("a.qcow2"), "qcow2", &["write -P 7 0 1M".to_owned()]).expect_ok();
     qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&daemon.path("a.raw"), "raw"), &[]);
-    let read_only = ["vmdk", "vdi", "vpc", "vhdx", "qcow", "qed", "parallels"];
-    for format in read_only {
+    let converted = ["vmdk", "vdi", "vpc", "vhdx", "qcow", "qed", "parallels"];
+    for format in converted {
         let target = daemon.path(&format!("a.{format}"));
         // The disk as long as the others, not as long as a geometry.
         let options: &[&str] = if format == "vpc" { &["-o", "force_size=on"] } else { &[] };
@@ -258,9 +258,9 @@ fn every_driver_is_added_by_name_and_serves() {
         ("qcow2", json!({"file": file("a.qcow2")}), Some(7)),
         ("file", json!({"filename": path("a.raw")}), Some(7)),
         ("raw", json!({"file": "file"}), Some(7)),
-        ("vmdk", json!({"file": file("a.vmdk"), "read-only": true}), Some(7)),
-        ("vdi", json!({"file": file("a.vdi"), "read-only": true}), Some(7)),
-        ("vpc", json!({"file": file("a.vpc"), "read-only": true}), Some(7)),
+        ("vmdk", json!({"file": file("a.vmdk")}), Some(7)),
+        ("vdi", json!({"file": file("a.vdi")}), Some(7)),
+        ("vpc", json!({"file": file("a.vpc")}), Some(7)),
         ("vhdx", json!({"file": file("a.vhdx"), "read-only": true}), Some(7)),
         ("qcow", json!({"file": file("a.qcow"), "read-only": true}), Some(7)),
         ("qed", json!({"file": file("a.qed"), "read-only": true}), Some(7)),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Puts fresh images into files.
 
-use super::created::{Created, Failed, take_back};
+pub(super) use super::created::Failed;
+use super::created::{Created, take_back};
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
 use crate::encryption::{Cipher, NewEncryption, encrypt};
@@ -54,7 +55,7 @@ async fn stopped(stop: &AtomicBool) -> Error {
 }
 
 /// A name on its way to being an image.
-struct NewName<'a> {
+pub(super) struct NewName<'a> {
     path: &'a Path,
     is_new: bool,
     is_synced: bool,
@@ -63,7 +64,7 @@ struct NewName<'a> {
 }
 
 impl<'a> NewName<'a> {
-    fn new(path: &'a Path, how: &'a Manner, failed: Failed) -> NewName<'a> {
+    pub(super) fn new(path: &'a Path, how: &'a Manner, failed: Failed) -> NewName<'a> {
         let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
         let is_synced = how.durability == Durability::Synced || !is_new;
         NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref() }
@@ -71,7 +72,12 @@ impl<'a> NewName<'a> {
 
     /// Opens the file, empty, see [`create_file`]; has `fill` make an image of it; and makes its name durable. An error
     /// leaves no part of an image, nor a file that wasn't there.
-    async fn fill(self, len: u64, hints: LayoutHints, fill: impl AsyncFnOnce(&File) -> Result<()>) -> Result<Created> {
+    pub(super) async fn fill(
+        self,
+        len: u64,
+        hints: LayoutHints,
+        fill: impl AsyncFnOnce(&File) -> Result<()>,
+    ) -> Result<Created> {
         let file = create_file(self.path, len, hints).await?;
         match self.fill_open(&file, fill).await {
             Ok(()) => {
@@ -396,7 +402,7 @@ async fn write(file: &File, offset: u64, bytes: &[u8]) -> Result<()> {
     file.write_at(IoBuf::copy_from(bytes), offset).await.0
 }
 
-async fn write_zeroes(file: &File, offset: u64, len: u64) -> Result<()> {
+pub(super) async fn write_zeroes(file: &File, offset: u64, len: u64) -> Result<()> {
     let end = offset.checked_add(len).ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "range past 2^64"))?;
     let mut buf = IoBuf::zeroed(usize::try_from(len.min(ZERO_CHUNK_BYTES)).unwrap_or(0));
     let mut at = offset;

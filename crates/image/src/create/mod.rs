@@ -3,6 +3,7 @@
 
 mod created;
 mod file;
+mod fresh;
 pub mod layout;
 pub mod qcow2;
 pub mod schema;
@@ -79,7 +80,7 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
         Error::unsupported(format!("Unknown file format '{}'", request.format))
-            .hint(": qcow2, luks and raw can be created")
+            .hint(": qcow2, luks, raw, vdi, vmdk and vpc can be created")
     })?;
     let mut values = OptionValues::parse(schema, &request.options)?;
     let takes_backing = schema.iter().any(|option| option.name == "backing_file");
@@ -286,6 +287,11 @@ impl CreatePlan {
             let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
             return Self::settle(file, image).await;
         }
+        if let Some(format) = fresh::find(&self.format) {
+            let image = format.lay_out_alone(&self.filename, self.size, &self.values).await?;
+            clear(file).await?;
+            return Self::settle(file, fresh::write(file, &image).await).await;
+        }
         if self.format != "qcow2" || self.has_data_file() {
             let message = "only qcow2 images without a data file and LUKS volumes are created in an open file";
             return Err(Error::unsupported(message));
@@ -342,6 +348,9 @@ impl CreatePlan {
                 let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
                 let (space, hints) = (self.space()?, layout_hints(&self.values)?);
                 file::create_luks(&self.path, &encryption, size, space, self.is_detached(), hints, how).await
+            }
+            name if let Some(format) = fresh::find(name) => {
+                format.create(&self.filename, self.size, &self.values, how).await
             }
             _ => {
                 let size = round_size(self.size)?;

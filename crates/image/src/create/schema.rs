@@ -109,6 +109,49 @@ pub const RAW: &[CreateOption] = &[
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
+/// Options of a VDI image, and of the file below.
+pub const VDI: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    preset("static", Switch, "off", "VDI static (pre-allocated) image"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
+/// Options of a VMDK disk, and of the files below.
+pub const VMDK: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    option("adapter_type", Text, "Virtual adapter type, can be one of ide (default), lsilogic, buslogic or legacyESX"),
+    option("backing_file", Text, "File name of a base image"),
+    option("backing_fmt", Text, "Must be 'vmdk' if present"),
+    preset("compat6", Switch, "off", "VMDK version 6 image"),
+    preset("hwversion", Text, "undefined", "VMDK hardware version"),
+    option("toolsversion", Text, "VMware guest tools version"),
+    option(
+        "subformat",
+        Text,
+        "VMDK flat extent format, can be one of {monolithicSparse (default) | monolithicFlat | twoGbMaxExtentSparse | twoGbMaxExtentFlat | streamOptimized} ",
+    ),
+    option("zeroed_grain", Switch, "Enable efficient zero writes using the zeroed-grain GTE feature"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
+/// Options of a VHD image, and of the file below.
+pub const VPC: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    option("subformat", Text, "Type of virtual hard disk format. Supported formats are {dynamic (default) | fixed} "),
+    option(
+        "force_size",
+        Switch,
+        "Force disk size calculation to use the actual size specified, rather than using the nearest CHS-based calculation",
+    ),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
 /// Options of a qcow2 image that exists which can be changed.
 pub const QCOW2_AMEND: &[CreateOption] = &[
     option("backing_file", Text, "image that unallocated clusters read from: only its name"),
@@ -132,7 +175,7 @@ pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
         "qcow2" => Some(QCOW2),
         "luks" => Some(LUKS),
         "raw" | "file" => Some(RAW),
-        _ => None,
+        name => super::fresh::find(name).map(|format| format.options),
     }
 }
 

@@ -2,13 +2,15 @@
 //! The common part of formats that keep a disk in blocks of one length, found by tables. The tables are read in pages, of
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
-use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Place, Run, push_run};
-use crate::node::{ChildRole, LocalFuture, Node};
+use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::units::Units;
+use super::writer::{Usage, Writer};
+use crate::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
 use cowshed_block::memory::grow_map;
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
 use std::collections::HashMap;
 use std::future::Future;
 use std::rc::Rc;
@@ -32,7 +34,7 @@ pub(crate) const BACKING_KEY: Key = Key {
 };
 
 /// A format that keeps a disk in blocks.
-pub(crate) trait BlockFormat: Send + Sync + 'static {
+pub(crate) trait BlockFormat: Send + Sync {
     /// The driver's name.
     const NAME: &'static str;
     /// Size of the disk in bytes.
@@ -49,6 +51,44 @@ pub(crate) trait BlockFormat: Send + Sync + 'static {
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
     fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
+    }
+    /// What a new block takes in the file, of an image that is opened for writing. `None`: all blocks are there.
+    fn units(&self) -> Option<Units> {
+        None
+    }
+    /// Where the entry of a block stands: its table, and its index there.
+    fn slot(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<(Table, u64)>> {
+        async move { Err(Error::internal("this format allocates no blocks").value(block)) }
+    }
+    /// Where the entry stands once more, in a copy of the table.
+    fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(Table, u64)>>> {
+        async { Ok(None) }
+    }
+    /// The entry for a block of zeroes, where there is one.
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        None
+    }
+    /// Parts of the file that no block may lie on, of which [`BlockFormat::place`] knows nothing: from, and to.
+    fn occupied(&self) -> Result<Vec<(u64, u64)>> {
+        Ok(Vec::new())
+    }
+    /// Forgets what it has read of tables.
+    fn forget(&self) {}
+    /// Where on the whole disk its own begins, in bytes.
+    fn disk_start(&self) -> u64 {
+        0
+    }
+    /// The entry for a block whose data begin at `host`. An error where that is too far away for one.
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format allocates no blocks").offset(host))
+    }
+    /// Notes what will be allocated, before the entries of new blocks are written.
+    fn before_entries(&self, _file: &File, _usage: Usage) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Sees to it that readers take the block at `host` as it stands there, before a part of it is written.
+    fn before_overwrite(&self, _file: &File, _host: u64) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
     }
 }
 
@@ -69,7 +109,13 @@ impl Table {
 }
 
 /// Pages of tables by their place and length, the least recently used leaving first.
-type Pages = (u64, HashMap<(u64, u64), (u64, Arc<IoBuf>)>);
+#[derive(Default)]
+struct Pages {
+    clock: u64,
+    /// Counts the changes of tables.
+    changes: u64,
+    kept: HashMap<(u64, u64), (u64, Arc<IoBuf>)>,
+}
 
 /// The file of an image, and what was read of its tables.
 pub(crate) struct ImageFile {
@@ -85,8 +131,30 @@ impl ImageFile {
             let message = format!("{format} images can only be read; convert the image to write to it");
             return Err(Error::new(ErrorKind::ReadOnly, message));
         }
+        Self::open_writable(opener, draft).await
+    }
+
+    /// As [`ImageFile::open`], of a format that can be written to.
+    pub(crate) async fn open_writable(opener: &Rc<Opener>, draft: &mut Draft) -> Result<ImageFile> {
         let node = opener.unshared_file_child(draft).await?;
-        Ok(ImageFile { node: [node], pages: Mutex::default() })
+        Ok(ImageFile::of(node))
+    }
+
+    /// A file that is open already.
+    pub(crate) fn of(node: Arc<Node>) -> ImageFile {
+        ImageFile { node: [node], pages: Mutex::default() }
+    }
+
+    /// The file, for writing.
+    pub(crate) fn storage(&self) -> File {
+        self.node[0].storage()
+    }
+
+    /// Forgets what was read of tables: they have changed.
+    pub(crate) fn forget(&self) {
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        pages.changes += 1;
+        pages.kept.clear();
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -177,28 +245,33 @@ impl ImageFile {
 
     async fn page(&self, offset: u64, len: u64) -> Result<Arc<IoBuf>> {
         let pages = || self.pages.lock().unwrap_or_else(PoisonError::into_inner);
-        {
-            let (clock, pages) = &mut *pages();
-            *clock += 1;
-            if let Some((used, page)) = pages.get_mut(&(offset, len)) {
-                *used = *clock;
+        let changes = {
+            let pages = &mut *pages();
+            pages.clock += 1;
+            if let Some((used, page)) = pages.kept.get_mut(&(offset, len)) {
+                *used = pages.clock;
                 return Ok(Arc::clone(page));
             }
-        }
+            pages.changes
+        };
         let page = Arc::new(self.read(offset, len as usize).await?);
-        let (clock, pages) = &mut *pages();
-        if pages.len() >= KEPT_PAGES
-            && let Some(oldest) = pages.iter().min_by_key(|(_, (used, _))| *used).map(|(place, _)| *place)
-        {
-            pages.remove(&oldest);
+        let pages = &mut *pages();
+        if pages.changes != changes {
+            // A table was written meanwhile: this may be what stood there before.
+            return Ok(page);
         }
-        pages.insert((offset, len), (*clock, Arc::clone(&page)));
+        if pages.kept.len() >= KEPT_PAGES
+            && let Some(oldest) = pages.kept.iter().min_by_key(|(_, (used, _))| *used).map(|(place, _)| *place)
+        {
+            pages.kept.remove(&oldest);
+        }
+        pages.kept.insert((offset, len), (pages.clock, Arc::clone(&page)));
         Ok(page)
     }
 }
 
 /// Ends an opening: opens the backing file, if there is one, and puts the driver together.
-pub(crate) async fn finish<F: BlockFormat>(
+pub(crate) async fn finish<F: BlockFormat + 'static>(
     opener: &Rc<Opener>,
     draft: &mut Draft,
     file: ImageFile,
@@ -211,7 +284,11 @@ pub(crate) async fn finish<F: BlockFormat>(
     let link = draft.children.link(ChildRole::Backing).unwrap_or_default();
     draft.children.share(ChildRole::Backing, Arc::clone(&link));
     let unpacked = opener.policy().max_decompressed_bytes;
-    let image = Image { file, format };
+    let writer = match draft.settings.read_only {
+        true => None,
+        false => Some(Writer::open(&format, &file).await.map_err(|error| file.named(error))?),
+    };
+    let image = Image { file, format, writer };
     let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
     Ok((Box::new(driver), filename))
 }
@@ -219,6 +296,14 @@ pub(crate) async fn finish<F: BlockFormat>(
 struct Image<F> {
     file: ImageFile,
     format: F,
+    /// None: opened for reading.
+    writer: Option<Writer>,
+}
+
+impl<F: BlockFormat> Image<F> {
+    fn open_writer(&self) -> Result<&Writer> {
+        self.writer.as_ref().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+    }
 }
 
 impl<F: BlockFormat> MappedFormat for Image<F> {
@@ -244,7 +329,10 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
             let (mut at, end) = (offset, offset.saturating_add(len).min(self.format.size()));
             let mut steps = 0;
             while at < end && runs.len() < max_runs.max(1) && steps < MAX_STEPS {
-                let (place, len) = self.format.place(&self.file, at, end - at).await?;
+                let (place, len) = match &self.writer {
+                    Some(writer) => writer.place(&self.format, &self.file, at, end - at).await?,
+                    None => self.format.place(&self.file, at, end - at).await?,
+                };
                 push_run(&mut runs, Run { start: at, len, place });
                 at += len;
                 steps += 1;
@@ -259,6 +347,39 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
 
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
         Box::pin(self.format.check(&self.file, max))
+    }
+
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        self.writer.is_some().then_some(self)
+    }
+}
+
+impl<F: BlockFormat> MappedWriter for Image<F> {
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
+        Box::pin(async move {
+            match self.open_writer() {
+                Ok(writer) => writer.write(&self.format, &self.file, backing, offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
+    }
+
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.write_zeroes(&self.format, &self.file, backing, (offset, len), flags).await
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.discard(&self.format, &self.file, (offset, len)).await })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.flush(&self.format, &self.file).await })
+    }
+
+    fn complete(&self) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.complete(&self.format, &self.file).await })
     }
 }
 

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats that are read only: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
-//! does the I/O for all of them. A new one needs no other code between `Node` and the files.
+//! Formats without an engine of their own: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
+//! does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can be written to are a
+//! [`MappedWriter`], too.
 
 use crate::buffers::join;
 use crate::check::Counters;
-use crate::node::{Driver, Link, LocalFuture, NamedBacking, Node, StatusExtent, Transfer, Work, done};
+use crate::node::{
+    Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use serde_json::Value;
+use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -103,6 +107,24 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
+    /// The part that writes, of an image that was opened for that.
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        None
+    }
+}
+
+/// A format that is written to. Ranges are inside of the disk.
+pub(crate) trait MappedWriter {
+    /// Writes a buffer; what `backing` has around it stays as it was.
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
+    /// Makes a range read as zeroes.
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
+    /// Gives the space of a range back: it reads as before or as zeroes.
+    fn discard(&self, offset: u64, len: u64) -> Work<'_>;
+    /// Makes everything written so far durable.
+    fn flush(&self) -> Work<'_>;
+    /// The same, and leaves the files as a close does. No request runs.
+    fn complete(&self) -> Work<'_>;
 }
 
 /// The driver over a [`MappedFormat`].
@@ -131,6 +153,14 @@ impl MappedDriver {
 
     fn named(&self, error: Error) -> Error {
         if error.file_name().is_none() { error.file(self.filename.clone()) } else { error }
+    }
+
+    /// Work of the part that writes, if there is one.
+    fn written<'a>(&'a self, work: Option<Work<'a>>) -> Work<'a> {
+        match work {
+            Some(work) => Box::pin(async move { work.await.map_err(|error| self.named(error)) }),
+            None => done(Err(self.refusal())),
+        }
     }
 
     /// As the format says it, held to what it promised: a bug there must not become an endless loop here.
@@ -291,8 +321,45 @@ impl Driver for MappedDriver {
         })
     }
 
-    fn discard(&self, _offset: u64, _len: u64) -> Work<'_> {
-        done(Err(self.refusal()))
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        let Some(writer) = self.format.writer() else { return Box::pin(ready((Err(self.refusal()), buf))) };
+        Box::pin(async move {
+            let (result, buf) = writer.write(offset, buf, &self.backing).await;
+            (result.map_err(|error| self.named(error)), buf)
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        self.written(self.format.writer().map(|writer| writer.write_zeroes(offset, len, flags, &self.backing)))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        self.written(self.format.writer().map(|writer| writer.discard(offset, len)))
+    }
+
+    fn flush(&self) -> Work<'_> {
+        match self.format.writer() {
+            Some(writer) => self.written(Some(writer.flush())),
+            None => done(Ok(())),
+        }
+    }
+
+    fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
+        done(Err(Error::unsupported("Image format driver does not support resize").file(self.filename.clone())))
+    }
+
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        match self.format.writer() {
+            Some(writer) => self.written(Some(writer.complete())),
+            None => flush,
+        }
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        match self.format.writer().filter(|_| !read_only) {
+            Some(writer) => self.written(Some(writer.complete())),
+            None => done(Ok(())),
+        }
     }
 
     fn named_backing(&self) -> Option<NamedBacking> {
@@ -308,7 +375,10 @@ impl Driver for MappedDriver {
     }
 
     fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
-        done(Err(self.refusal()))
+        done(match self.format.writer() {
+            Some(_) => Ok(()),
+            None => Err(self.refusal()),
+        })
     }
 }
 

@@ -10,10 +10,12 @@ pub(crate) mod qcow;
 pub mod qcow2;
 pub(crate) mod qed;
 pub mod raw;
+pub(crate) mod units;
 pub(crate) mod vdi;
 pub(crate) mod vhdx;
 pub(crate) mod vmdk;
 pub(crate) mod vpc;
+pub(crate) mod writer;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 

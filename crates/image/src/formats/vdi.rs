@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VDI, for reading: docs/formats/block-formats.md.
+//! VDI: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
+use super::units::Units;
+use super::writer::Usage;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
-use cowshed_block::Result;
-use cowshed_layout::vdi::{ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
 
-const SCHEMA: DriverSchema = DriverSchema {
-    name: "vdi",
-    kind: DriverKind::Format,
-    about: "VirtualBox's image format, for reading",
-    keys: &[FILE_KEY],
-};
+const SCHEMA: DriverSchema =
+    DriverSchema { name: "vdi", kind: DriverKind::Format, about: "VirtualBox's image format", keys: &[FILE_KEY] };
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
@@ -26,7 +25,7 @@ struct Vdi {
 
 /// Opens a VDI image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let file = ImageFile::open(opener, draft, "VDI").await?;
+    let file = ImageFile::open_writable(opener, draft).await?;
     let vdi = load(&file).await.map_err(|error| file.named(error))?;
     finish(opener, draft, file, vdi, NamedBacking::default()).await
 }
@@ -73,5 +72,31 @@ impl BlockFormat for Vdi {
             survey.corruption(format!("blocks_allocated is {counted}, but {allocated} blocks are allocated"));
         }
         Ok(Some(survey.without_totals()))
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, first) = (self.header.block_bytes, self.header.data_offset);
+        let (head, tail) = (Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first, grid: block_bytes, tail, is_at_end: false })
+    }
+
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        Ok((self.map, block))
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        let number = host.saturating_sub(self.header.data_offset) / self.header.block_bytes;
+        match u32::try_from(number).ok().filter(|number| matches!(VdiBlock::of(*number), VdiBlock::At(_))) {
+            Some(number) => Ok(number.to_le_bytes().to_vec()),
+            None => Err(Error::new(ErrorKind::NoSpace, "a VDI image has no more blocks").value(number)),
+        }
+    }
+
+    /// QEMU puts its next block where the header says: it may say more than there are, never less.
+    async fn before_entries(&self, file: &File, usage: Usage) -> Result<()> {
+        let numbers = (usage.end - self.header.data_offset).div_ceil(self.header.block_bytes);
+        let count = if usage.has_gaps { numbers } else { usage.blocks };
+        let count = u32::try_from(count).unwrap_or(u32::MAX).to_le_bytes();
+        file.write_at(IoBuf::copy_from(&count), ALLOCATED_AT).await.0
     }
 }

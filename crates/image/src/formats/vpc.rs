@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VHD, which QEMU calls vpc, for reading: docs/formats/block-formats.md.
+//! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, Place};
+use super::units::Units;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener, Telling};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vpc::{
     COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind,
 };
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
+use std::collections::HashSet;
 use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "vpc",
     kind: DriverKind::Format,
-    about: "Virtual PC's image format (VHD), for reading",
+    about: "Virtual PC's image format (VHD)",
     keys: &[
         FILE_KEY,
         Key {
@@ -43,8 +46,24 @@ enum SizeField {
 struct Vpc {
     footer: VpcFooter,
     /// None for fixed disks.
-    dynamic: Option<(VpcDynamicHeader, Table)>,
+    dynamic: Option<Dynamic>,
 }
+
+struct Dynamic {
+    header: VpcDynamicHeader,
+    /// Where the header is.
+    place: Table,
+    table: Table,
+    /// Where blocks may begin.
+    first: u64,
+    /// The footer as it stands at the end.
+    tail: Vec<u8>,
+    /// Blocks, by their data's offset, whose sectors are all marked as written.
+    marked: Mutex<HashSet<u64>>,
+}
+
+/// Blocks that are known to be marked: more are asked again.
+const MAX_MARKED: usize = 64 << 10;
 
 /// Opens a VHD image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -56,7 +75,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
             return Err(Error::invalid_argument(format!("Invalid size calculation mode: '{other}'")));
         }
     };
-    let file = ImageFile::open(opener, draft, "VHD").await?;
+    let file = ImageFile::open_writable(opener, draft).await?;
     let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
     finish(opener, draft, file, vpc, NamedBacking::default()).await
 }
@@ -81,7 +100,8 @@ async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
 }
 
 async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
-    let (mut footer, bytes) = read_footer(file).await?;
+    let (mut footer, bytes_of_footer) = read_footer(file).await?;
+    let bytes = &bytes_of_footer;
     match calculation {
         None => {}
         // The largest geometry says nothing, as in QEMU.
@@ -114,13 +134,17 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     let header = VpcDynamicHeader::parse(&header, footer.size)?;
     // The table may have more entries than the disk has blocks.
     let bytes = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
+    let place = Table { field: "data_offset", offset: header_offset, bytes: DYNAMIC_HEADER_BYTES as u64 };
     let table = Table { field: "table_offset", offset: header.table_offset, bytes };
     file.check_table(&table)?;
-    if table.overlaps(header_offset, DYNAMIC_HEADER_BYTES as u64) {
+    if table.overlaps(place.offset, place.bytes) {
         let message = "the block allocation table overlaps the header of the dynamic disk";
         return Err(Error::invalid_image("table_offset", table.offset, message));
     }
-    Ok(Vpc { footer, dynamic: Some((header, table)) })
+    let metadata_end = (table.offset + table.bytes).max(header_offset + DYNAMIC_HEADER_BYTES as u64);
+    let first = metadata_end.next_multiple_of(SECTOR_BYTES);
+    let tail = bytes_of_footer.to_vec();
+    Ok(Vpc { footer, dynamic: Some(Dynamic { header, place, table, first, tail, marked: Mutex::default() }) })
 }
 
 impl BlockFormat for Vpc {
@@ -131,24 +155,76 @@ impl BlockFormat for Vpc {
     }
 
     fn describe(&self) -> Description {
-        let cluster_bytes = self.dynamic.as_ref().map(|(header, _)| header.block_bytes);
+        let cluster_bytes = self.dynamic.as_ref().map(|dynamic| dynamic.header.block_bytes);
         Description { cluster_bytes, ..Description::default() }
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let Some((header, table)) = &self.dynamic else { return Ok((Place::Data { file: 0, host: at }, len)) };
+        let Some(Dynamic { header, place, table, .. }) = &self.dynamic else {
+            return Ok((Place::Data { file: 0, host: at }, len));
+        };
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
         let Some(start) = header.block(entry) else {
             return Ok((Place::Zero, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
         };
         let len = len.min(header.block_bytes - skip);
-        if start < header.bitmap_bytes() + FOOTER_BYTES as u64 || table.overlaps(start, header.block_bytes) {
+        let unit_bytes = header.bitmap_bytes() + header.block_bytes;
+        let unit = start - header.bitmap_bytes();
+        if unit < FOOTER_BYTES as u64 || [table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }
         // What the sector bitmap says is not asked, as in QEMU: a sector that was never written is zeroes in the block.
         file.check_data("block allocation table entry", start + skip, len, at)?;
         Ok((Place::Data { file: 0, host: start + skip }, len))
+    }
+
+    fn units(&self) -> Option<Units> {
+        let dynamic = self.dynamic.as_ref()?;
+        Some(Units {
+            file: 0,
+            block_bytes: dynamic.header.block_bytes,
+            head: vec![0xff; dynamic.header.bitmap_bytes() as usize],
+            first: dynamic.first,
+            grid: SECTOR_BYTES,
+            tail: dynamic.tail.clone(),
+            is_at_end: false,
+        })
+    }
+
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        let dynamic = self.dynamic.as_ref().ok_or_else(|| Error::internal("a fixed disk has no table"))?;
+        Ok((dynamic.table, block))
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        let bitmap_bytes = self.dynamic.as_ref().map_or(0, |dynamic| dynamic.header.bitmap_bytes());
+        let sector = host.saturating_sub(bitmap_bytes) / SECTOR_BYTES;
+        match u32::try_from(sector).ok().filter(|sector| *sector != u32::MAX) {
+            Some(sector) => Ok(sector.to_be_bytes().to_vec()),
+            None => Err(Error::new(ErrorKind::NoSpace, "a VHD file can be no longer").value(sector)),
+        }
+    }
+
+    /// Readers that go by the bitmap of sectors see what is written.
+    async fn before_overwrite(&self, file: &File, host: u64) -> Result<()> {
+        let Some(dynamic) = &self.dynamic else { return Ok(()) };
+        let marked = || dynamic.marked.lock().unwrap_or_else(PoisonError::into_inner);
+        if marked().contains(&host) {
+            return Ok(());
+        }
+        let len = dynamic.header.bitmap_bytes();
+        let (result, bitmap) = file.read_at(IoBuf::try_zeroed(len as usize)?, host - len).await;
+        result?;
+        if bitmap.iter().any(|byte| *byte != 0xff) {
+            file.write_at(IoBuf::copy_from(&vec![0xff; len as usize]), host - len).await.0?;
+        }
+        let mut marked = marked();
+        if marked.len() >= MAX_MARKED {
+            marked.clear();
+        }
+        marked.insert(host);
+        Ok(())
     }
 }

@@ -46,7 +46,10 @@ impl Opener {
             Some(end) => format!("{}{name}", &image[..=end]),
             None => name.to_owned(),
         };
-        let mut place = Place { role: Role::Storage, ..draft.place.storage(&format!("extents.{index}"), false) };
+        let mut place = Place {
+            role: Role::Storage,
+            ..draft.place.storage(&format!("extents.{index}"), !draft.settings.read_only)
+        };
         let driver = if anywhere { driver_for(&joined, &*self.files) } else { "file" };
         if !anywhere {
             check_inside(name, image)?;

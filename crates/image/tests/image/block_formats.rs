@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images of formats that are only read, damaged in thousands of ways. A read gives data, or one error that names the
-//! file. It never panics, and no image gets memory or time for the asking.
+//! Images of other formats, damaged in thousands of ways. A read gives data, or one error that names the file. It never
+//! panics, and no image gets memory or time for the asking. A write changes what it is to change, or is refused.
 
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
@@ -181,6 +181,94 @@ fn damaged_metadata_give_one_error_or_a_disk() {
         }
         assert!(judge(format, use_image(&path, format)), "{format}: the image is whole again");
         assert!(refused > 20, "{format}: only {refused} of {rounds} were noticed");
+    }
+}
+
+/// The whole disk.
+fn content(path: &Path, format: &str) -> Result<Vec<u8>> {
+    let node = open_image(path, format)?;
+    let (result, bytes) = rt::block_on(node.read(0, IoBuf::zeroed(node.size().min(16 << 20) as usize)));
+    rt::block_on(node.close())?;
+    result.map(|()| bytes.to_vec())
+}
+
+/// Writes a piece through the format, as a guest would.
+fn write(path: &Path, format: &str, at: u64, bytes: &[u8]) -> Result<()> {
+    let request = OpenRequest::file(path.to_str().unwrap()).format(format).writable(true);
+    let node = rt::block_on(open(request))?;
+    let written = rt::block_on(node.write(at, IoBuf::copy_from(bytes))).0;
+    let closed = rt::block_on(node.close());
+    written.and(closed)
+}
+
+/// Formats that can be written to.
+const WRITTEN: [&str; 2] = ["vdi", "vpc"];
+
+#[test]
+fn a_write_to_a_damaged_image_changes_what_it_names_and_nothing_else() {
+    for (format, options, metadata) in KINDS.into_iter().filter(|(format, ..)| WRITTEN.contains(format)) {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let whole = std::fs::read(make(folder.path(), format, options)).unwrap();
+        let path = folder.path().join("image");
+        let (mut state, mut written) = (0x5eed, 0);
+        for round in 0..150 {
+            let seed = state;
+            let mut bytes = whole.clone();
+            for _ in 0..1 + random(&mut state) % 3 {
+                let (start, len) = metadata[random(&mut state) as usize % metadata.len()];
+                let at = (start + random(&mut state) % len) as usize;
+                let byte = [0, 0xff, 1, 2, random(&mut state) as u8][random(&mut state) as usize % 5];
+                bytes[at..at + 1 + (random(&mut state) % 4) as usize].fill(byte);
+            }
+            std::fs::write(&path, &bytes).unwrap();
+            put_checksums(&path, format);
+            let what = format!("{format} {options:?}, round {round}, state {seed:#x}");
+            let Ok(mut expected) = content(&path, format) else { continue };
+            if expected.len() < 70_000 || expected.len() == 16 << 20 {
+                continue;
+            }
+            let at = (random(&mut state) % (expected.len() as u64 - 65_536)) as usize / 512 * 512;
+            match write(&path, format, at as u64, &[0xab; 65_536]) {
+                Ok(()) => {
+                    written += 1;
+                    expected[at..at + 65_536].fill(0xab);
+                    assert!(content(&path, format).unwrap() == expected, "{what}");
+                }
+                refused => assert!(!judge(&what, refused)),
+            }
+        }
+        assert!(written > 15, "{format} {options:?}: {written}");
+    }
+}
+
+#[test]
+fn blocks_that_lie_on_each_other_or_on_the_tables_take_no_writes() {
+    // Where the entries are, and a second one that is no place for a block.
+    let vdi_entry = |at: usize| 512 + at * 4;
+    let vpc_entry = |at: usize| 1536 + at * 4;
+    for (format, options, entry, from) in
+        [("vdi", &[][..], vdi_entry(1), Some(vdi_entry(0))), ("vpc", &[], vpc_entry(1), Some(vpc_entry(0)))]
+    {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = make(folder.path(), format, options);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let from = from.unwrap();
+        bytes.copy_within(from..from + 4, entry);
+        std::fs::write(&path, &bytes).unwrap();
+        let error = write(&path, format, 0, &[1; 512]).unwrap_err();
+        assert!(error.to_string().contains("two blocks of the disk lie on each other"), "{format}: {error}");
+        assert!(std::fs::read(&path).unwrap() == bytes, "{format}: nothing was written");
+    }
+    // A block of a VHD on the header, on the table, and half on the table: sector numbers.
+    for sector in [0u32, 1, 2, 3] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = make(folder.path(), "vpc", &[]);
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[vpc_entry(0)..vpc_entry(1)].copy_from_slice(&sector.to_be_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        let error = write(&path, "vpc", 0, &[1; 512]).unwrap_err();
+        assert!(error.to_string().contains("lies on the metadata"), "sector {sector}: {error}");
+        assert!(std::fs::read(&path).unwrap() == bytes, "sector {sector}: nothing was written");
     }
 }
 

@@ -4,9 +4,11 @@
 
 use cowshed_block::{Error, Result};
 
+mod create;
 mod descriptor;
 mod sparse;
 
+pub use create::{NEW_KINDS, NewVmdk, VmdkFiles, VmdkKind, with_cid};
 pub use descriptor::{Access, Descriptor, ExtentKind, ExtentLine, NO_PARENT, limits};
 pub use sparse::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, FOOTER_FROM_END_BYTES, Grain, HEADER_BYTES, SparseHeader,

@@ -8,6 +8,7 @@ mod crash_encryption;
 mod crash_engine;
 mod crash_filters;
 mod crash_findings;
+mod crash_formats;
 mod crash_live;
 mod crash_shrink;
 mod crash_toy;

@@ -12,7 +12,7 @@ use cowshed_layout::vmdk::{
 use cowshed_storage::{IoBuf, rt};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Grain tables that an extent keeps in memory: with the usual sizes 128 KiB of them cover 2 GiB of disk.
 const KEPT_TABLES: usize = 64;
@@ -51,7 +51,15 @@ pub(super) struct Sparse {
 
 /// Grain tables by their index, the least recently used leaving first.
 #[derive(Default)]
-pub(super) struct Tables(Mutex<(u64, HashMap<u64, KeptTable>)>);
+pub(super) struct Tables(Mutex<TablesInside>);
+
+#[derive(Default)]
+struct TablesInside {
+    clock: u64,
+    /// Counts the changes of tables on disk.
+    changes: u64,
+    kept: HashMap<u64, KeptTable>,
+}
 
 struct KeptTable {
     used: u64,
@@ -60,17 +68,31 @@ struct KeptTable {
 
 impl Tables {
     fn find(&self, index: u64) -> Option<Arc<Vec<u32>>> {
-        let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (clock, tables) = &mut *guard;
-        *clock += 1;
-        let table = tables.get_mut(&index)?;
-        table.used = *clock;
+        let tables = &mut *self.lock();
+        tables.clock += 1;
+        let table = tables.kept.get_mut(&index)?;
+        table.used = tables.clock;
         Some(Arc::clone(&table.entries))
     }
 
-    fn keep(&self, index: u64, entries: &Arc<Vec<u32>>) {
-        let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (clock, tables) = &mut *guard;
+    fn lock(&self) -> MutexGuard<'_, TablesInside> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets all: they have changed on disk.
+    pub(super) fn forget(&self) {
+        let tables = &mut *self.lock();
+        tables.changes += 1;
+        tables.kept.clear();
+    }
+
+    /// Keeps what was read, unless tables have changed since they were counted as `changes`.
+    fn keep(&self, index: u64, entries: &Arc<Vec<u32>>, changes: u64) {
+        let inside = &mut *self.lock();
+        if inside.changes != changes {
+            return;
+        }
+        let (clock, tables) = (&inside.clock, &mut inside.kept);
         if tables.len() >= KEPT_TABLES
             && let Some(oldest) = tables.iter().min_by_key(|(_, table)| table.used).map(|(index, _)| *index)
         {
@@ -169,7 +191,7 @@ impl Extent {
 
 impl Sparse {
     /// One run inside one grain table: as many grains as follow each other.
-    async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
+    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
         let table_index = at / span;
         let until_table_end = span - at % span;
@@ -241,6 +263,7 @@ impl Sparse {
         if let Some(table) = self.tables.find(index) {
             return Ok(Some(table));
         }
+        let changes = self.tables.lock().changes;
         let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
         let len = self.header.table_bytes();
         let within = |sector: u32| u64::from(sector) * SECTOR_BYTES + len as u64 <= file.size();
@@ -255,7 +278,7 @@ impl Sparse {
         let (result, bytes) = file.read_boxed(u64::from(place) * SECTOR_BYTES, IoBuf::try_zeroed(len)?).await;
         result?;
         let table = Arc::new(le32_entries(&bytes)?);
-        self.tables.keep(index, &table);
+        self.tables.keep(index, &table, changes);
         Ok(Some(table))
     }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VMDK, for reading: docs/formats/vmdk.md. A disk is a row of extents; `extent.rs` knows one of them, `open.rs` finds
-//! them, this file is their row.
+//! VMDK: docs/formats/vmdk.md. A disk is a row of extents; `extent.rs` knows one of them, `open.rs` finds
+//! them, `write.rs` writes to them, this file is their row.
 
 mod extent;
 mod open;
+mod write;
 
-use super::mapped::{Description, MappedCheck, MappedFormat, Place, Run, push_run};
+use super::mapped::{Description, MappedCheck, MappedFormat, MappedWriter, Place, Run, push_run};
 use crate::node::{LocalFuture, Node};
 use crate::open::DriverLine;
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
@@ -14,11 +15,13 @@ use cowshed_layout::vmdk::Descriptor;
 use extent::Extent;
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use write::VmdkWriter;
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "vmdk",
     kind: DriverKind::Format,
-    about: "VMware's image format, for reading",
+    about: "VMware's image format",
     keys: &[
         Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the image, or its descriptor" },
         Key {
@@ -51,6 +54,10 @@ pub(crate) struct Vmdk {
     /// The files of the extents; for an image in one file that file.
     files: Vec<Arc<Node>>,
     size: u64,
+    /// The content id now.
+    cid: AtomicU32,
+    /// None: opened for reading.
+    writer: Option<VmdkWriter>,
 }
 
 impl Vmdk {
@@ -66,14 +73,19 @@ impl Vmdk {
                 pieces.push(Piece { start, extent });
             }
         }
-        Ok(Vmdk { descriptor, pieces, files, size })
+        let cid = AtomicU32::new(descriptor.cid);
+        Ok(Vmdk { descriptor, pieces, files, size, cid, writer: None })
     }
 
     /// The piece that byte `offset` of the disk is in.
     fn piece(&self, offset: u64) -> Result<&Piece> {
+        self.piece_index(offset).map(|index| &self.pieces[index])
+    }
+
+    fn piece_index(&self, offset: u64) -> Result<usize> {
         let index = self.pieces.partition_point(|piece| piece.start <= offset);
-        let piece = index.checked_sub(1).and_then(|index| self.pieces.get(index));
-        piece.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
+        let index = index.checked_sub(1).filter(|index| *index < self.pieces.len());
+        index.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
     }
 
     /// QEMU's `ImageInfoSpecificVmdk`.
@@ -82,7 +94,7 @@ impl Vmdk {
         json!({
             "type": "vmdk",
             "data": {
-                "cid": self.descriptor.cid,
+                "cid": self.cid.load(Ordering::Relaxed),
                 "parent-cid": self.descriptor.parent_cid,
                 "create-type": self.descriptor.create_type,
                 "extents": extents,
@@ -119,9 +131,10 @@ impl MappedFormat for Vmdk {
             let mut runs: Vec<Run> = Vec::new();
             let (mut at, end) = (offset, offset.saturating_add(len).min(self.size));
             while at < end && runs.len() < max_runs.max(1) {
-                let piece = self.piece(at)?;
+                let index = self.piece_index(at)?;
+                let piece = &self.pieces[index];
                 let piece_end = (piece.start + piece.extent.len).min(end);
-                let (place, len) = piece.extent.map(&self.files, at - piece.start, piece_end - at).await?;
+                let (place, len) = self.place(index, at - piece.start, piece_end - at).await?;
                 let place = match place {
                     Place::Packed { block } => Place::Packed { block: block + piece.start },
                     place => place,
@@ -138,6 +151,10 @@ impl MappedFormat for Vmdk {
             let piece = self.piece(block)?;
             piece.extent.unpack(&self.files, block - piece.start).await
         })
+    }
+
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        self.writer.is_some().then_some(self)
     }
 
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {

@@ -2,6 +2,7 @@
 //! Opening: the descriptor, the extents that it names, and the parent.
 
 use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
+use super::write::VmdkWriter;
 use super::{SCHEMA, Vmdk};
 use crate::formats::mapped::MappedDriver;
 use crate::node::{ChildRole, Node};
@@ -35,20 +36,22 @@ const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
 /// Opens a VMDK image.
 pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    if !draft.settings.read_only {
-        let message = "VMDK images can only be read; convert the image to write to it";
-        return Err(Error::new(ErrorKind::ReadOnly, message));
-    }
     let file = opener.file_child(draft).await?;
     let filename = file.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
     check_kind(&first).map_err(named)?;
-    let vmdk = if first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
+    let (mut vmdk, place) = if first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
         open_monolithic(opener, &file, &first).await.map_err(named)?
     } else {
-        open_split(opener, draft, &file).await.map_err(named)?
+        (open_split(opener, draft, &file).await.map_err(named)?, None)
     };
+    if !draft.settings.read_only {
+        if vmdk.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
+            return Err(named(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent")));
+        }
+        vmdk.writer = Some(VmdkWriter::open(&vmdk, &file, place).await.map_err(named)?);
+    }
     let size = vmdk.size;
     opener.policy().check_size(size).map_err(named)?;
     let parent = vmdk.descriptor.parent_hint.clone();
@@ -88,15 +91,16 @@ fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
 }
 
 /// One sparse file with the descriptor inside.
-async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
+async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<(Vmdk, Option<(u64, u64)>)> {
     let header = SparseHeader::parse(first)?;
     let (start, sectors) = header.descriptor.unwrap_or((0, 0));
     let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
     let text = read(file, start * SECTOR_BYTES, wanted).await?;
     let descriptor = embedded_descriptor(&text, start)?;
-    let sparse = open_sparse(opener, file, 0, header, "").await?;
+    let sparse = open_sparse(opener, file, 0, header.clone(), "").await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
-    Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])
+    let place = header.descriptor;
+    Ok((Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])?, place))
 }
 
 /// A descriptor that names the files of the extents.

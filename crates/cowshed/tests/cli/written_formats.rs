@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images of other formats, created and written by us and by two versions of QEMU in turns.
+
+use crate::oracle::{Oracle, words};
+use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::random::{Random, for_each_seed};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Formats and the options of `create`.
+const KINDS: &[(&str, &str)] = &[
+    ("vdi", ""),
+    ("vdi", "-o static=on"),
+    ("vpc", ""),
+    ("vpc", "-o force_size=on"),
+    ("vpc", "-o subformat=fixed"),
+    ("vpc", "-o subformat=fixed,force_size=on"),
+    ("vmdk", ""),
+    ("vmdk", "-o zeroed_grain=on,adapter_type=lsilogic,hwversion=11"),
+    ("vmdk", "-o subformat=monolithicFlat,compat6=on"),
+    ("vmdk", "-o subformat=twoGbMaxExtentSparse,toolsversion=7"),
+    ("vmdk", "-o subformat=twoGbMaxExtentFlat,adapter_type=buslogic"),
+];
+
+/// Formats that QEMU can check.
+const CHECKED: &[&str] = &["vdi", "vmdk"];
+
+/// Our tools under QEMU's names, QEMU's newest ones, and the system's.
+struct Tools {
+    folder: tempfile::TempDir,
+    img: [PathBuf; 3],
+    io: [PathBuf; 3],
+}
+
+impl Tools {
+    fn new() -> Tools {
+        let folder = cowshed_testkit::qemu::temp_dir();
+        let own = ["qemu-img", "qemu-io"].map(|name| {
+            let link = folder.path().join(name);
+            std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &link).unwrap();
+            link
+        });
+        let [new, old] = [Qemu::newest(), Qemu::system()];
+        let [own_img, own_io] = own;
+        let img = [own_img, new.img_path().to_owned(), old.img_path().to_owned()];
+        let io = [own_io, new.io_path().to_owned(), old.io_path().to_owned()];
+        Tools { folder, img, io }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Removes the images.
+    fn clear(&self) {
+        for entry in fs::read_dir(self.folder.path()).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_name().to_string_lossy().starts_with("image") {
+                fs::remove_file(entry.path()).unwrap();
+            }
+        }
+    }
+
+    /// The image and the files beside it, in order.
+    fn images(&self) -> Vec<(String, Vec<u8>)> {
+        let names = fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
+        names.retain(|name| name.starts_with("image"));
+        names.sort();
+        names.into_iter().map(|name| (name.clone(), fs::read(self.path(&name)).unwrap())).collect()
+    }
+
+    #[track_caller]
+    fn run(&self, program: &Path, arguments: &[String]) -> String {
+        let output = Command::new(program).args(arguments).current_dir(self.folder.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && !said.contains("rror:") && !said.contains("failed"),
+            "{program:?} {arguments:?}: {said}"
+        );
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    #[track_caller]
+    fn img(&self, tool: usize, line: &str) -> String {
+        self.run(&self.img[tool], &words(line))
+    }
+
+    fn size(&self, format: &str, image: &str) -> usize {
+        let info = self.img(1, &format!("info --output=json -f {format} {image}"));
+        let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+        info["virtual-size"].as_u64().unwrap() as usize
+    }
+}
+
+/// Requests of a guest, carried out on the model too.
+fn guest(random: &mut Random, model: &mut [u8]) -> Vec<String> {
+    let sectors = (model.len() / 512) as u64;
+    let mut commands = Vec::new();
+    for _ in 0..1 + random.below(12) {
+        let most = [1, 8, 64, 3000][random.below(4) as usize].min(sectors);
+        let len = (1 + random.below(most)) as usize * 512;
+        let at = random.below((model.len() - len) as u64 / 512 + 1) as usize * 512;
+        let pattern = 1 + random.below(250) as u8;
+        let range = at..at + len;
+        commands.push(match random.below(10) {
+            0..=6 => {
+                model[range].fill(pattern);
+                format!("write -P {pattern} {at} {len}")
+            }
+            kind @ 7..=8 => {
+                model[range].fill(0);
+                format!("write -z{} {at} {len}", if kind == 7 { "" } else { "u" })
+            }
+            _ => "flush".to_owned(),
+        });
+    }
+    commands
+}
+
+#[test]
+fn images_are_written_in_turns_with_qemu() {
+    for_each_seed(1, |seed| {
+        let random = &mut Random::new(seed);
+        let tools = Tools::new();
+        for (kind, (format, options)) in KINDS.iter().enumerate() {
+            let size = [1 << 20, 9_437_184, (40 << 20) + 512][random.below(3) as usize];
+            let what = format!("seed {seed}, {format} {options}, {size} bytes");
+            tools.img(kind % 2, &format!("create -q -f {format} {options} image {size}"));
+            let mut model = vec![0; tools.size(format, "image")];
+            for round in 0..5 {
+                let tool = [0, 1, 0, 2, 0][round];
+                let mut line = words(&format!("-d unmap -f {format}"));
+                let commands = guest(random, &mut model);
+                for command in &commands {
+                    line.extend(["-c".to_owned(), command.clone()]);
+                }
+                line.push("image".to_owned());
+                tools.run(&tools.io[tool], &line);
+                for reader in [round % 3, 0] {
+                    tools.img(reader, &format!("convert -f {format} -O raw image out"));
+                    let same = fs::read(tools.path("out")).unwrap() == model;
+                    assert!(same, "{what}, round {round}: tool {tool} did {commands:?}, reader {reader}");
+                }
+                if CHECKED.contains(format) {
+                    tools.img(1 + round % 2, &format!("check -f {format} image"));
+                }
+            }
+            tools.clear();
+        }
+    });
+}
+
+#[test]
+fn a_new_image_is_the_one_of_qemu_but_for_its_random_name() {
+    let tools = Tools::new();
+    // Where the names and the time stand.
+    let ours_may_differ = |format: &str, len: usize, at: usize| match format {
+        "vdi" => (392..424).contains(&at),
+        "vpc" => [0, len - 512].iter().any(|start| {
+            [24..28, 64..84].iter().any(|part: &std::ops::Range<usize>| part.contains(&at.wrapping_sub(*start)))
+        }),
+        _ => false,
+    };
+    for (format, options) in KINDS {
+        for size in ["0", "1", "1023", "10M", "3000000001", "200G"] {
+            let is_long = ["3000000001", "200G"].contains(&size);
+            if is_long && (options.contains("fixed") || options.contains("static") || options.contains("Flat")) {
+                continue;
+            }
+            let made = [0, 1].map(|tool| {
+                let line = tools.img(tool, &format!("create -f {format} {options} image {size}"));
+                let images = tools.images();
+                tools.clear();
+                (line, images)
+            });
+            let [(our_line, ours), (real_line, real)] = made;
+            let what = format!("{format} {options} {size}");
+            assert_eq!(our_line, real_line);
+            assert_eq!(ours.len(), real.len(), "{what}");
+            for ((name, ours), (real_name, real)) in ours.into_iter().zip(real) {
+                assert_eq!(name, real_name, "{what}");
+                let (ours, real) = match format {
+                    &"vmdk" => (without_cid(ours), without_cid(real)),
+                    _ => (ours, real),
+                };
+                assert_eq!(ours.len(), real.len(), "{what}: {name}");
+                let may = |at: usize| ours_may_differ(format, ours.len(), at);
+                let differs = (0..ours.len()).find(|at| ours[*at] != real[*at] && !may(*at));
+                assert_eq!(differs, None, "{what}: the first byte of {name} that differs");
+            }
+        }
+    }
+}
+
+/// A descriptor with no content id in it: QEMU writes one of fewer digits without zeroes in front.
+fn without_cid(mut bytes: Vec<u8>) -> Vec<u8> {
+    let start = bytes.windows(5).position(|part| part == b"\nCID=").map(|at| at + 5);
+    if let Some(start) = start {
+        let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_hexdigit()).count();
+        bytes.drain(start..start + digits);
+        // What an image has behind its text stays where it was.
+        let end = bytes[start..].iter().position(|byte| *byte == 0).map(|end| start + end);
+        if let Some(end) = end {
+            bytes.splice(end..end, vec![0; digits]);
+        }
+    }
+    bytes
+}
+
+/// Several disks of VMDK on each other: differences go to the top, and a parent that changes is noticed.
+#[test]
+fn a_vmdk_disk_stands_on_its_parent() {
+    let tools = Tools::new();
+    for (maker, writer) in [(0, 1), (1, 0), (0, 0)] {
+        for options in ["", "-o zeroed_grain=on", "-o subformat=twoGbMaxExtentSparse"] {
+            tools.img(maker, "create -q -f vmdk image-base.vmdk 5M");
+            let mut line = words("-f vmdk -c");
+            line.extend(["write -P 7 0 5M".to_owned(), "image-base.vmdk".to_owned()]);
+            tools.run(&tools.io[writer], &line);
+            tools.img(maker, &format!("create -q -f vmdk {options} -b image-base.vmdk -F vmdk image-top.vmdk"));
+            let mut model = vec![7; 5 << 20];
+            let random = &mut Random::new(3);
+            for tool in [writer, 0, 1, 0] {
+                let mut line = words("-f vmdk");
+                for command in guest(random, &mut model) {
+                    line.extend(["-c".to_owned(), command]);
+                }
+                line.push("image-top.vmdk".to_owned());
+                tools.run(&tools.io[tool], &line);
+                for reader in 0..3 {
+                    tools.img(reader, "convert -f vmdk -O raw image-top.vmdk out");
+                    assert!(fs::read(tools.path("out")).unwrap() == model, "{options}: {tool} wrote, {reader} read");
+                }
+            }
+            // A write to the parent.
+            tools.run(&tools.io[0], &words("-f vmdk -c flush image-base.vmdk"));
+            tools.img(0, "info -f vmdk image-top.vmdk");
+            let mut line = words("-f vmdk -c");
+            line.extend(["write -P 8 0 512".to_owned(), "image-base.vmdk".to_owned()]);
+            tools.run(&tools.io[0], &line);
+            let said = Command::new(&tools.img[0])
+                .args(words("convert -f vmdk -O raw image-top.vmdk out"))
+                .current_dir(tools.folder.path())
+                .output()
+                .unwrap();
+            let message = String::from_utf8_lossy(&said.stderr).into_owned();
+            assert!(message.contains("was changed since this disk was made of it"), "{message}");
+            tools.clear();
+        }
+    }
+}
+
+#[test]
+fn a_converted_disk_is_equal_whatever_tool_looks() {
+    let tools = Tools::new();
+    let random = &mut Random::new(5);
+    let mut disk = vec![0; (5 << 20) + 1536];
+    for piece in disk.chunks_mut(24 << 10) {
+        if random.chance(30) {
+            piece.fill_with(|| random.next_u64() as u8);
+        }
+    }
+    fs::write(tools.path("source"), &disk).unwrap();
+    for (format, options) in KINDS {
+        tools.img(0, &format!("convert -f raw -O {format} {options} source image"));
+        let size = tools.size(format, "image");
+        assert!(size >= disk.len(), "{format} {options}");
+        for reader in 0..3 {
+            tools.img(reader, &format!("compare -f raw -F {format} source image"));
+        }
+        // And back; a disk that became longer ends in zeroes.
+        tools.img(0, &format!("convert -f {format} -O raw image back"));
+        let back = fs::read(tools.path("back")).unwrap();
+        assert!(back[..disk.len()] == disk && back[disk.len()..].iter().all(|byte| *byte == 0), "{format} {options}");
+        // Over what is there, with -n.
+        tools.img(0, &format!("convert -n -f raw -O {format} source image"));
+        tools.img(1, &format!("compare -f raw -F {format} source image"));
+        if CHECKED.contains(format) {
+            tools.img(1, &format!("check -f {format} image"));
+        }
+    }
+}
+
+#[test]
+fn what_a_format_lacks_is_refused_in_the_words_of_qemu() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source 1M");
+    for format in ["vdi", "vpc", "vmdk"] {
+        oracle.make(&format!("create -q -f {format} image.{format} 10M"));
+        for line in [
+            "create -f F -o nosuch=1 new 1M",
+            "create -f F -b source -F raw new",
+            "create -f F new 9000T",
+            "create -f F -o help",
+            "resize image.F 20M",
+            "amend -f F -o size=3M image.F",
+            "measure -O F --size 1M",
+            "convert -c -f raw -O F source new",
+            "check -r all image.F",
+        ] {
+            // Such a disk, and compressed grains in a plain one, QEMU makes: COMPAT.
+            if format == "vmdk" && (line.contains("9000T") || line.contains("convert -c")) {
+                continue;
+            }
+            let line = line.replace('F', format).replace("new", &format!("new.{format}"));
+            oracle.compare(&line.replace(&format!("-{format} raw"), "-F raw"));
+        }
+    }
+    for line in [
+        "create -f vpc -o subformat=nosuch new 1M",
+        "create -f vmdk -o subformat=nosuch new 1M",
+        "create -f vmdk -o adapter_type=nosuch new 1M",
+        "create -f vmdk -o compat6=on,hwversion=3 new 1M",
+        "create -f vmdk -o subformat=monolithicFlat,zeroed_grain=on new 1M",
+        "create -f vmdk -o subformat=monolithicFlat -b image.vmdk -F vmdk new",
+        "create -f vmdk -b source -F raw new",
+    ] {
+        oracle.compare(line);
+    }
+    oracle.verdict();
+}

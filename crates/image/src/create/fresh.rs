@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! New images of formats without an engine: each is a few pieces, which `layout` knows.
+
+use super::file::{Failed, Manner, NewName, write_zeroes};
+use super::qcow2::{layout_hints, round_size};
+use super::schema::{CreateOption, OptionValues, VDI, VMDK, VPC};
+use super::{Created, path_of};
+use crate::open::{OpenRequest, open, resolve_name};
+use cowshed_block::{Error, Result};
+use cowshed_layout::fresh::{FreshFile, Piece};
+use cowshed_layout::vdi::NewVdi;
+use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
+use cowshed_layout::vpc::NewVpc;
+use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Pieces are written in parts of so many bytes.
+const CHUNK_BYTES: u64 = 1 << 20;
+
+/// A format whose images can be created: its options, and the layout of a new image.
+pub(super) struct FreshFormat {
+    pub name: &'static str,
+    pub options: &'static [CreateOption],
+    lay_out: fn(&Request<'_>) -> Result<Fresh>,
+    /// Looks at the backing file that the options name, for what the image says of it.
+    parent: Option<fn(&OptionValues) -> Result<()>>,
+}
+
+/// What is asked for.
+pub(super) struct Request<'a> {
+    /// The name of the image.
+    pub filename: &'a str,
+    /// At least so many bytes, whole sectors.
+    pub size: u64,
+    pub values: &'a OptionValues,
+    /// The content id of the backing file.
+    parent: Option<u32>,
+}
+
+/// The files of a new image.
+pub(super) struct Fresh {
+    pub image: FreshFile,
+    /// Files beside it, by their names in its folder.
+    parts: Vec<(String, FreshFile)>,
+}
+
+impl From<FreshFile> for Fresh {
+    fn from(image: FreshFile) -> Fresh {
+        Fresh { image, parts: Vec::new() }
+    }
+}
+
+/// All of them.
+const FORMATS: &[FreshFormat] = &[
+    FreshFormat { name: "vdi", options: VDI, lay_out: vdi, parent: None },
+    FreshFormat { name: "vmdk", options: VMDK, lay_out: vmdk, parent: Some(check_vmdk_parent) },
+    FreshFormat { name: "vpc", options: VPC, lay_out: vpc, parent: None },
+];
+
+/// The format of this name, if it is one of these.
+pub(super) fn find(name: &str) -> Option<&'static FreshFormat> {
+    FORMATS.iter().find(|format| format.name == name)
+}
+
+impl FreshFormat {
+    /// The layout of a new image whose disk has at least `size` bytes.
+    async fn lay_out(&self, filename: &str, size: u64, values: &OptionValues) -> Result<Fresh> {
+        let parent = match (self.parent, values.get("backing_file")) {
+            (Some(check), Some(name)) => {
+                check(values)?;
+                Some(content_id(filename, name, self.name).await?)
+            }
+            _ => None,
+        };
+        (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent })
+    }
+
+    /// Creates an image under a name.
+    pub(super) async fn create(
+        &self,
+        filename: &str,
+        size: u64,
+        values: &OptionValues,
+        how: &Manner,
+    ) -> Result<Created> {
+        // The layout first: what can't be laid out must not cost an existing file its contents.
+        let fresh = self.lay_out(filename, size, values).await?;
+        let hints = layout_hints(values)?;
+        let path = path_of(filename)?;
+        let mut created = Created::default();
+        for (name, part) in &fresh.parts {
+            let path = path.with_file_name(path_of_text(name));
+            let made =
+                NewName::new(&path, how, Failed::Remove).fill(part.len, hints, async |file| write(file, part).await);
+            match made.await {
+                Ok(part) => created = created.and(part),
+                Err(error) => {
+                    created.remove();
+                    return Err(error.file(text_of_path(&path)));
+                }
+            }
+        }
+        let name = NewName::new(&path, how, Failed::Remove);
+        match name.fill(fresh.image.len, hints, async |file| write(file, &fresh.image).await).await {
+            Ok(image) => Ok(created.and(image)),
+            Err(error) => {
+                created.remove();
+                Err(error)
+            }
+        }
+    }
+
+    /// The layout of an image that is one file.
+    pub(super) async fn lay_out_alone(&self, filename: &str, size: u64, values: &OptionValues) -> Result<FreshFile> {
+        let fresh = self.lay_out(filename, size, values).await?;
+        match fresh.parts.is_empty() {
+            true => Ok(fresh.image),
+            false => Err(Error::unsupported("an image of several files can't be created in an open file")),
+        }
+    }
+}
+
+/// The content id of the backing file of a new image.
+async fn content_id(filename: &str, backing: &str, format: &str) -> Result<u32> {
+    let name = resolve_name(backing, Some(filename))?;
+    let node = open(OpenRequest::file(&name).format(Some(format)).without_content().force_share(true)).await?;
+    let cid = node.description().and_then(|description| description.specific.pointer("/data/cid")?.as_u64());
+    node.close().await?;
+    cid.and_then(|cid| u32::try_from(cid).ok()).ok_or_else(|| Error::internal("a parent has no content id"))
+}
+
+/// Makes `file`, whose contents count for nothing, a new image. Its mark is written last, behind a barrier: whatever
+/// happens before, the file isn't taken for an image.
+pub(super) async fn write(file: &File, fresh: &FreshFile) -> Result<()> {
+    if !file.is_empty() {
+        // A device, or a file that wasn't truncated.
+        write_zeroes(file, 0, fresh.len).await?;
+        file.sync().await?;
+    }
+    if file.len() < fresh.len {
+        file.set_len(fresh.len).await?;
+    }
+    for (offset, piece) in &fresh.pieces {
+        write_piece(file, *offset, piece).await?;
+    }
+    file.sync().await?;
+    if let Some((offset, mark)) = &fresh.mark {
+        file.write_at(IoBuf::copy_from(mark), *offset).await.0?;
+        file.sync().await?;
+    }
+    Ok(())
+}
+
+async fn write_piece(file: &File, offset: u64, piece: &Piece) -> Result<()> {
+    let mut at = 0;
+    while at < piece.len() {
+        let len = CHUNK_BYTES.min(piece.len() - at);
+        let mut part = IoBuf::try_zeroed(len as usize)?;
+        piece.fill(at, &mut part);
+        file.write_at(part, offset + at).await.0?;
+        at += len;
+    }
+    Ok(())
+}
+
+fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    cowshed_crypto::luks::fill_random(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// A random UUID (RFC 9562, version 4).
+fn random_uuid() -> Result<[u8; 16]> {
+    let mut bytes: [u8; 16] = random()?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    Ok(bytes)
+}
+
+fn vdi(asked: &Request<'_>) -> Result<Fresh> {
+    let uuids = [random_uuid()?, random_uuid()?];
+    NewVdi { size: asked.size, is_fixed: asked.values.switch("static"), uuids }.lay_out().map(Fresh::from)
+}
+
+/// Seconds from 1970 to 2000, where VHD begins to count.
+const YEAR_2000_S: u64 = 946_684_800;
+
+fn vpc(asked: &Request<'_>) -> Result<Fresh> {
+    let values = asked.values;
+    let is_fixed = match values.get("subformat") {
+        None | Some("dynamic") => false,
+        Some("fixed") => true,
+        Some(other) => {
+            return Err(Error::invalid_argument(format!("Parameter 'subformat' does not accept value '{other}'"))
+                .hint(": dynamic and fixed are known")
+                .field("subformat"));
+        }
+    };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let made_at = u32::try_from(now.saturating_sub(YEAR_2000_S)).unwrap_or(u32::MAX);
+    let force_size = values.switch("force_size");
+    NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out().map(Fresh::from)
+}
+
+/// What QEMU knows as adapters.
+const ADAPTERS: [&str; 4] = ["ide", "buslogic", "lsilogic", "legacyESX"];
+
+fn vmdk_kind(values: &OptionValues) -> Result<VmdkKind> {
+    let name = values.get("subformat").unwrap_or("monolithicSparse");
+    if name == "streamOptimized" {
+        return Err(Error::unsupported("VMDK disks of the kind 'streamOptimized' can't be created"));
+    }
+    let known = NEW_KINDS.iter().find(|kind| kind.name == name).copied();
+    known.ok_or_else(|| bad_value("subformat", name))
+}
+
+fn bad_value(option: &'static str, value: &str) -> Error {
+    Error::invalid_argument(format!("invalid parameter value: {value}"))
+        .field(option)
+        .qemu(format!("invalid parameter value: {value}"))
+}
+
+fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
+    if vmdk_kind(values)?.is_flat {
+        return Err(Error::invalid_argument("Flat image can't have backing file"));
+    }
+    match values.get("backing_fmt") {
+        None | Some("vmdk") => Ok(()),
+        Some(_) => Err(Error::invalid_argument("backing_file must be a vmdk image")),
+    }
+}
+
+fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
+    let values = asked.values;
+    let adapter = values.get("adapter_type").unwrap_or("ide");
+    let known = ADAPTERS.iter().find(|known| known.eq_ignore_ascii_case(adapter));
+    let adapter = known.ok_or_else(|| bad_value("adapter_type", adapter))?;
+    let kind = vmdk_kind(values)?;
+    let hardware = values.get("hwversion").filter(|version| *version != "undefined");
+    if values.switch("compat6") && hardware.is_some() {
+        return Err(Error::invalid_argument("compat6 cannot be enabled with hwversion set"));
+    }
+    let zeroed_grains = values.switch("zeroed_grain");
+    if zeroed_grains && kind.is_flat {
+        return Err(Error::invalid_argument("Flat image can't enable zeroed grain"));
+    }
+    let path = path_of(asked.filename)?;
+    let name = path.file_name().map(|name| text_of_path(Path::new(name))).unwrap_or_default();
+    let parent = values.get("backing_file");
+    // A text of lines, with names in quotation marks.
+    let texts = [Some(name.as_str()), parent, hardware, values.get("toolsversion")];
+    if texts.iter().flatten().any(|text| text.contains(['"', '\n', '\r', '\0'])) {
+        return Err(Error::invalid_argument("a VMDK descriptor can't hold a quotation mark or the end of a line"));
+    }
+    let cid: [u8; 4] = random()?;
+    let new = NewVmdk {
+        size: asked.size,
+        kind,
+        adapter,
+        hardware: hardware.unwrap_or(if values.switch("compat6") { "6" } else { "4" }),
+        tools: values.get("toolsversion").unwrap_or("2147483647"),
+        zeroed_grains,
+        // All ones mean that there is no parent.
+        cid: u32::from_le_bytes(cid) & 0x7fff_ffff,
+        parent: asked.parent.zip(parent),
+        name: &name,
+    };
+    let files = new.lay_out()?;
+    Ok(Fresh { image: files.image, parts: files.parts })
+}

@@ -1,0 +1,379 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes to the extents of a disk. A flat one is written as it is; a sparse one allocates grains as every format in blocks
+//! does (`formats/writer.rs`). The first write gives the disk another content id, so that disks made of it notice.
+
+use super::Vmdk;
+use super::extent::{Extent, Sparse, Storage};
+use crate::formats::blocks::{BlockFormat, ImageFile, Table};
+use crate::formats::mapped::{Description, MappedWriter, Place};
+use crate::formats::qcow2::join;
+use crate::formats::raw::{discard_file, zero_file};
+use crate::formats::units::Units;
+use crate::formats::writer::Writer;
+use crate::node::{Link, Node, Transfer, Work, ZeroFlags};
+use cowshed_block::memory::try_push;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid};
+use cowshed_storage::{File, IoBuf};
+use futures_util::lock::Mutex as Turn;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The part of a disk that writes.
+pub(super) struct VmdkWriter {
+    /// One for each piece.
+    extents: Vec<ExtentWriter>,
+    /// The descriptor: its file, its place and the space for it in bytes; `None`: as long as it is.
+    descriptor: (File, u64, Option<u64>),
+    /// True once the content id is another one.
+    changed: Turn<bool>,
+}
+
+enum ExtentWriter {
+    Flat(File),
+    Sparse(Box<(ImageFile, Writer)>),
+    /// It reads as zeroes, and takes nothing else.
+    Zero,
+}
+
+/// A sparse extent as a format in blocks.
+struct Grains<'a> {
+    sparse: &'a Sparse,
+    files: &'a [Arc<Node>],
+    len: u64,
+    start: u64,
+}
+
+impl Grains<'_> {
+    fn table(&self, sector: Option<&u32>, block: u64) -> Result<Table> {
+        let bytes = self.sparse.header.table_bytes() as u64;
+        match sector.copied().filter(|sector| *sector != 0) {
+            Some(sector) => {
+                Ok(Table { field: "grain directory entry", offset: u64::from(sector) * SECTOR_BYTES, bytes })
+            }
+            None => {
+                let message = "the grain table for a new grain is missing: such a disk can't be written to there";
+                Err(Error::unsupported(message).field("grain").value(block))
+            }
+        }
+    }
+
+    fn slot_in(&self, directory: &[u32], block: u64) -> Result<(Table, u64)> {
+        let entries = u64::from(self.sparse.header.table_entries);
+        let table = usize::try_from(block / entries).ok().and_then(|index| directory.get(index));
+        Ok((self.table(table, block)?, block % entries))
+    }
+
+    /// Header, descriptor, directories and tables: offset and end in bytes, in order.
+    fn metadata(&self) -> Result<Vec<(u64, u64)>> {
+        let header = &self.sparse.header;
+        let mut parts = vec![(0, HEADER_BYTES as u64)];
+        let places = [
+            header.descriptor,
+            header.directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
+            header.redundant_directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
+        ];
+        for (sector, sectors) in places.into_iter().flatten() {
+            let end = sector.checked_add(sectors).and_then(sectors_to_bytes);
+            let end =
+                end.ok_or_else(|| Error::invalid_image("VMDK header", sector, "a part of the file is too far"))?;
+            try_push(&mut parts, (sector * SECTOR_BYTES, end))?;
+        }
+        let copies = if self.sparse.redundant == self.sparse.directory { &[][..] } else { &self.sparse.redundant };
+        for sector in self.sparse.directory.iter().chain(copies).filter(|sector| **sector != 0) {
+            let start = u64::from(*sector) * SECTOR_BYTES;
+            try_push(&mut parts, (start, start + header.table_bytes() as u64))?;
+        }
+        parts.sort_unstable();
+        for pair in parts.windows(2) {
+            if pair[1].0 < pair[0].1 {
+                let message = "two parts of the metadata lie on each other in the file: the image can't be written to";
+                return Err(Error::invalid_image("VMDK metadata", format!("{:#x}", pair[1].0), message));
+            }
+        }
+        Ok(parts)
+    }
+}
+
+impl BlockFormat for Grains<'_> {
+    const NAME: &'static str = "vmdk";
+
+    fn size(&self) -> u64 {
+        self.len
+    }
+
+    fn describe(&self) -> Description {
+        Description::default()
+    }
+
+    fn disk_start(&self) -> u64 {
+        self.start
+    }
+
+    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let (place, len) = self.sparse.map(self.files, at, len).await?;
+        let grain_bytes = self.sparse.header.grain_bytes();
+        match place {
+            Place::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
+            _ => Ok((place, len)),
+        }
+    }
+
+    fn units(&self) -> Option<Units> {
+        let block_bytes = self.sparse.header.grain_bytes();
+        Some(Units {
+            file: self.sparse.file,
+            block_bytes,
+            head: Vec::new(),
+            first: 0,
+            grid: block_bytes,
+            tail: Vec::new(),
+            is_at_end: true,
+        })
+    }
+
+    fn occupied(&self) -> Result<Vec<(u64, u64)>> {
+        self.metadata()
+    }
+
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        self.slot_in(&self.sparse.directory, block)
+    }
+
+    async fn second_slot(&self, _file: &ImageFile, block: u64) -> Result<Option<(Table, u64)>> {
+        match self.sparse.redundant.is_empty() || self.sparse.redundant == self.sparse.directory {
+            true => Ok(None),
+            // A copy that is missing is not made.
+            false => Ok(self.slot_in(&self.sparse.redundant, block).ok()),
+        }
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        let sector = u32::try_from(host / SECTOR_BYTES).ok();
+        match sector.filter(|sector| matches!(self.sparse.header.grain(*sector), Grain::At(_))) {
+            Some(sector) => Ok(sector.to_le_bytes().to_vec()),
+            None => Err(Error::new(ErrorKind::NoSpace, "a VMDK extent can be no longer").value(host)),
+        }
+    }
+
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        self.sparse.header.zeroed_grains.then(|| 1u32.to_le_bytes().to_vec())
+    }
+
+    fn forget(&self) {
+        self.sparse.tables.forget();
+    }
+}
+
+impl VmdkWriter {
+    /// Looks at the extents of a disk that is opened for writing.
+    pub(super) async fn open(vmdk: &Vmdk, file: &Arc<Node>, descriptor: Option<(u64, u64)>) -> Result<VmdkWriter> {
+        let mut extents = Vec::new();
+        for piece in &vmdk.pieces {
+            extents.push(match &piece.extent.storage {
+                Storage::Zero => ExtentWriter::Zero,
+                Storage::Flat { file, .. } => ExtentWriter::Flat(node_of(&vmdk.files, *file)?.storage()),
+                Storage::Sparse(sparse) if sparse.header.compressed => {
+                    let message = "streamOptimized VMDK images can only be read; convert the image to write to it";
+                    return Err(Error::new(ErrorKind::ReadOnly, message));
+                }
+                Storage::Sparse(sparse) => {
+                    let image = ImageFile::of(Arc::clone(node_of(&vmdk.files, sparse.file)?));
+                    let grains = Grains { sparse, files: &vmdk.files, len: piece.extent.len, start: piece.start };
+                    let writer = Writer::open(&grains, &image).await.map_err(|error| image.named(error))?;
+                    ExtentWriter::Sparse(Box::new((image, writer)))
+                }
+            });
+        }
+        let place = descriptor.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
+        let space = descriptor.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
+        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::new(false) })
+    }
+
+    /// The first change gives the disk another content id.
+    async fn change(&self, vmdk: &Vmdk) -> Result<()> {
+        let mut changed = self.changed.lock().await;
+        if *changed {
+            return Ok(());
+        }
+        let (file, place, space) = &self.descriptor;
+        let there = file.len().saturating_sub(*place);
+        let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
+        let (result, text) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
+        result?;
+        let mut cid = [0; 4];
+        cowshed_crypto::luks::fill_random(&mut cid)?;
+        // All ones mean that there is no parent.
+        let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
+        if let Some(mut text) = with_cid(&text, cid) {
+            if let Some(space) = space {
+                if text.len() as u64 > *space {
+                    return Err(Error::invalid_image(
+                        "descriptor",
+                        text.len(),
+                        "there is no room for a new content id",
+                    ));
+                }
+                text.resize(len, 0);
+            }
+            file.write_at(IoBuf::copy_from(&text), *place).await.0?;
+            vmdk.cid.store(cid, Ordering::Relaxed);
+        }
+        *changed = true;
+        Ok(())
+    }
+}
+
+fn node_of(files: &[Arc<Node>], index: usize) -> Result<&Arc<Node>> {
+    files.get(index).ok_or_else(|| Error::internal("an extent has no file"))
+}
+
+impl Vmdk {
+    fn open_writer(&self) -> Result<&VmdkWriter> {
+        self.writer.as_ref().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+    }
+
+    /// The place of byte `at` of piece `index`, with the grains whose entries aren't written yet.
+    pub(super) async fn place(&self, index: usize, at: u64, len: u64) -> Result<(Place, u64)> {
+        let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
+        let writer = self.writer.as_ref().and_then(|writer| writer.extents.get(index));
+        match (&piece.extent.storage, writer) {
+            (Storage::Sparse(sparse), Some(ExtentWriter::Sparse(parts))) => {
+                let (image, writer) = &**parts;
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                writer.place(&grains, image, at, len).await
+            }
+            _ => piece.extent.map(&self.files, at, len).await,
+        }
+    }
+
+    fn grains<'a>(&'a self, sparse: &'a Sparse, extent: &Extent, start: u64) -> Grains<'a> {
+        Grains { sparse, files: &self.files, len: extent.len, start }
+    }
+
+    async fn write_piece(&self, index: usize, at: u64, part: IoBuf, backing: &Link) -> (Result<()>, IoBuf) {
+        let (writer, piece) = match (self.open_writer(), self.pieces.get(index)) {
+            (Ok(writer), Some(piece)) => (writer, piece),
+            (Err(error), _) => return (Err(error), part),
+            _ => return (Err(Error::internal("a piece of the disk is missing")), part),
+        };
+        match (&piece.extent.storage, &writer.extents[index]) {
+            (Storage::Flat { host, .. }, ExtentWriter::Flat(file)) => file.write_at(part, host + at).await,
+            (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                parts.1.write(&grains, &parts.0, backing, at, part).await
+            }
+            _ if part.iter().all(|byte| *byte == 0) => (Ok(()), part),
+            _ => (Err(Error::unsupported("an extent of the type ZERO takes no data").offset(piece.start + at)), part),
+        }
+    }
+
+    /// The pieces that a range touches: index, offset in the piece, length.
+    fn parts(&self, offset: u64, len: u64) -> Vec<(usize, u64, u64)> {
+        let end = offset + len;
+        let first = self.pieces.partition_point(|piece| piece.start + piece.extent.len <= offset);
+        let touched = self.pieces.iter().enumerate().skip(first).take_while(|(_, piece)| piece.start < end);
+        touched
+            .map(|(index, piece)| {
+                let start = offset.max(piece.start);
+                (index, start - piece.start, end.min(piece.start + piece.extent.len) - start)
+            })
+            .collect()
+    }
+
+    async fn zero_piece(
+        &self,
+        (index, at, len): (usize, u64, u64),
+        flags: Option<ZeroFlags>,
+        backing: &Link,
+    ) -> Result<()> {
+        let writer = self.open_writer()?;
+        let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
+        match (&piece.extent.storage, &writer.extents[index]) {
+            (Storage::Flat { host, .. }, ExtentWriter::Flat(file)) => match flags {
+                Some(flags) => zero_file(file, host + at, len, flags).await,
+                None => discard_file(file, host + at, len).await,
+            },
+            (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                match flags {
+                    Some(flags) => parts.1.write_zeroes(&grains, &parts.0, backing, (at, len), flags).await,
+                    None => parts.1.discard(&grains, &parts.0, (at, len)).await,
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn flush_all(&self, complete: bool) -> Result<()> {
+        let writer = self.open_writer()?;
+        for (piece, extent) in self.pieces.iter().zip(&writer.extents) {
+            match (&piece.extent.storage, extent) {
+                (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                    let grains = self.grains(sparse, &piece.extent, piece.start);
+                    match complete {
+                        true => parts.1.complete(&grains, &parts.0).await?,
+                        false => parts.1.flush(&grains, &parts.0).await?,
+                    }
+                }
+                (_, ExtentWriter::Flat(file)) => file.sync().await?,
+                _ => {}
+            }
+        }
+        if *writer.changed.lock().await {
+            writer.descriptor.0.sync().await?;
+        }
+        Ok(())
+    }
+}
+
+impl MappedWriter for Vmdk {
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
+        Box::pin(async move {
+            let changed = match self.open_writer() {
+                Ok(writer) => writer.change(self).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = changed {
+                return (Err(error), buf);
+            }
+            let (mut rest, mut done) = (buf, None);
+            for (index, at, len) in self.parts(offset, rest.len() as u64) {
+                let (result, part) = self.write_piece(index, at, rest.split_to(len as usize), backing).await;
+                done = Some(join(done, part));
+                if let Err(error) = result {
+                    return (Err(error), join(done, rest));
+                }
+            }
+            (Ok(()), join(done, rest))
+        })
+    }
+
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.change(self).await?;
+            for part in self.parts(offset, len) {
+                self.zero_piece(part, Some(flags), backing).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            self.open_writer()?.change(self).await?;
+            for part in self.parts(offset, len) {
+                self.zero_piece(part, None, &Link::default()).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(self.flush_all(false))
+    }
+
+    fn complete(&self) -> Work<'_> {
+        Box::pin(self.flush_all(true))
+    }
+}

@@ -1,0 +1,617 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes of formats that keep a disk in blocks found by tables, without reference counts. A new block goes behind all
+//! others. Its entry stays in memory until a flush: data first, a barrier, then the entries, a barrier. So no table on
+//! disk ever names bytes that aren't there: docs/formats/block-formats.md.
+
+use super::blocks::{BlockFormat, ImageFile};
+use super::mapped::Place;
+use super::qcow2::join;
+use super::raw::{discard_file, zero_file};
+use super::units::{Units, gaps, survey};
+use crate::node::{Link, ZeroFlags};
+use cowshed_block::memory::try_push;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{File, IoBuf};
+use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The file grows by about so much at once, in bytes. A close cuts off what isn't used.
+const GROWTH_BYTES: u64 = 16 << 20;
+/// Entries that wait for a flush: with more a cycle runs before the write ends.
+const MAX_PENDING: usize = 64 << 10;
+/// New blocks that one write allocates together.
+const MAX_TOGETHER: u64 = 64;
+/// Entries that are written at once, in bytes.
+const MAX_ENTRIES_BYTES: usize = 64 << 10;
+/// Zeroes that are written over a backing file at once, in bytes.
+const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+
+/// What is allocated, for formats that count it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Usage {
+    /// Blocks with an entry, those with a waiting one too.
+    pub blocks: u64,
+    /// Where the last unit ends.
+    pub end: u64,
+    /// Between the units there is room for others.
+    pub has_gaps: bool,
+}
+
+/// In place of an offset: the entry will say zeroes.
+const ZERO: u64 = u64::MAX;
+
+#[derive(Default)]
+struct State {
+    /// Blocks whose data are written and whose entries are not: where the data are, or [`ZERO`].
+    pending: BTreeMap<u64, u64>,
+    /// Where the next unit goes.
+    next: u64,
+    /// From here on the file reads as zeroes.
+    fresh: u64,
+    /// Up to here the file has space for units.
+    room: u64,
+    /// Places between other units.
+    free: Vec<u64>,
+    blocks: u64,
+    /// The file's end isn't as a close leaves it.
+    has_grown: bool,
+}
+
+/// The part of an image that writes.
+pub(crate) struct Writer {
+    /// None: all blocks are there.
+    units: Option<Units>,
+    file: File,
+    state: Mutex<State>,
+    /// Blocks that a request allocates.
+    busy: Mutex<HashMap<u64, Arc<Turn<()>>>>,
+    growing: Turn<()>,
+    cycle: Turn<()>,
+}
+
+/// New units for blocks that follow each other.
+struct Reserved {
+    start: u64,
+    count: u64,
+    /// Up to here the space may hold anything.
+    fresh: u64,
+}
+
+impl Writer {
+    /// Looks at every block of an image that is to be written to. Blocks that lie on each other are refused: a write to one
+    /// would change the other.
+    pub(crate) async fn open<F: BlockFormat>(format: &F, image: &ImageFile) -> Result<Writer> {
+        let file = image.storage();
+        let units = format.units();
+        let mut state = State { fresh: file.len(), ..State::default() };
+        if file.is_device() || !file.grows_by_zeroes() {
+            state.fresh = u64::MAX;
+        }
+        if let Some(units) = &units {
+            let starts = survey(format, image, units).await?;
+            let end = starts.last().map_or(units.first, |start| start + units.unit_bytes());
+            state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
+            state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
+            state.blocks = starts.len() as u64;
+            state.free = gaps(&starts, units)?;
+        }
+        Ok(Writer {
+            units,
+            file,
+            state: Mutex::new(state),
+            busy: Mutex::default(),
+            growing: Turn::new(()),
+            cycle: Turn::new(()),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`BlockFormat::place`], with the blocks whose entries aren't written yet.
+    pub(crate) async fn place<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        at: u64,
+        len: u64,
+    ) -> Result<(Place, u64)> {
+        let Some(units) = &self.units else { return format.place(image, at, len).await };
+        let (block, skip) = (at / units.block_bytes, at % units.block_bytes);
+        let (here, next) = {
+            let state = self.state();
+            let next = state.pending.range(block + 1..).next().map(|(block, _)| *block);
+            (state.pending.get(&block).copied(), next)
+        };
+        if let Some(host) = here {
+            let place = if host == ZERO { Place::Zero } else { Place::Data { file: units.file, host: host + skip } };
+            return Ok((place, len.min(units.block_bytes - skip)));
+        }
+        let len = next.map_or(len, |next| len.min(next * units.block_bytes - at));
+        format.place(image, at, len).await
+    }
+
+    /// Writes a buffer.
+    pub(crate) async fn write<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        offset: u64,
+        buf: IoBuf,
+    ) -> (Result<()>, IoBuf) {
+        let (mut at, mut rest, mut done) = (offset, buf, None);
+        while !rest.is_empty() {
+            let (place, len) = match self.place(format, image, at, rest.len() as u64).await {
+                Ok(place) => place,
+                Err(error) => return (Err(error), join(done, rest)),
+            };
+            let part = rest.split_to(len as usize);
+            let (result, part) = match place {
+                Place::Data { host, .. } => self.overwrite(format, (at, host), part).await,
+                place => self.allocate(format, image, backing, (at, place), part).await,
+            };
+            match result {
+                Ok(true) => {
+                    at += len;
+                    done = Some(join(done, part));
+                }
+                // Another request was faster: the place is looked up again.
+                Ok(false) => rest = join(Some(part), rest),
+                Err(error) => return (Err(error), join(Some(join(done, part)), rest)),
+            }
+        }
+        let result = match self.state().pending.len() > MAX_PENDING {
+            true => None,
+            false => Some(Ok(())),
+        };
+        let result = match result {
+            Some(result) => result,
+            None => self.flush(format, image).await,
+        };
+        (result, join(done, rest))
+    }
+
+    async fn overwrite<F: BlockFormat>(
+        &self,
+        format: &F,
+        (at, host): (u64, u64),
+        part: IoBuf,
+    ) -> (Result<bool>, IoBuf) {
+        if let Err(error) = self.before_overwrite(format, at, host).await {
+            return (Err(error), part);
+        }
+        let (result, part) = self.file.write_at(part, host).await;
+        (result.map(|()| true), part)
+    }
+
+    async fn before_overwrite<F: BlockFormat>(&self, format: &F, at: u64, host: u64) -> Result<()> {
+        match &self.units {
+            Some(units) => format.before_overwrite(&self.file, host - at % units.block_bytes).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Writes to blocks that aren't there, from byte `at` of the disk on. False: some are there now.
+    async fn allocate<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        (at, place): (u64, Place),
+        part: IoBuf,
+    ) -> (Result<bool>, IoBuf) {
+        let Some(units) = &self.units else {
+            return (Err(Error::internal("a block is missing where none can be").offset(at)), part);
+        };
+        if part.len() as u64 > MAX_TOGETHER * units.block_bytes {
+            return self.allocate_in_pieces(format, image, backing, (at, place), part).await;
+        }
+        let end = at + part.len() as u64;
+        let blocks = at / units.block_bytes..end.div_ceil(units.block_bytes);
+        let _turns = self.take_turns(blocks.clone()).await;
+        let allocated = async {
+            for block in blocks.clone() {
+                let start = (block * units.block_bytes).max(at);
+                if self.place(format, image, start, 1).await?.0 != self.same_kind(place, units, start) {
+                    return Ok(None);
+                }
+                // It has a place before anything is written.
+                format.slot(image, block).await?;
+            }
+            let count = blocks.end - blocks.start;
+            Ok(Some(self.reserve(units, count).await?))
+        };
+        let reserved = match allocated.await {
+            Ok(Some(reserved)) => reserved,
+            Ok(None) => return (Ok(false), part),
+            Err(error) => return (Err(error), part),
+        };
+        let (result, part) = self.fill(format, image, backing, units, &reserved, (at, place), part).await;
+        if let Err(error) = result {
+            self.give_back(units, &reserved);
+            return (Err(error), part);
+        }
+        let mut state = self.state();
+        for (index, block) in blocks.enumerate() {
+            let host = reserved.start + index as u64 * units.unit_bytes() + units.head.len() as u64;
+            state.pending.insert(block, host);
+        }
+        state.blocks += reserved.count;
+        (Ok(true), part)
+    }
+
+    /// The place that a later part of a run has.
+    fn same_kind(&self, place: Place, units: &Units, start: u64) -> Place {
+        match place {
+            Place::Packed { .. } => Place::Packed { block: start / units.block_bytes * units.block_bytes },
+            place => place,
+        }
+    }
+
+    /// As much as is allocated at once; the rest comes in the next round.
+    async fn allocate_in_pieces<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        (at, place): (u64, Place),
+        mut part: IoBuf,
+    ) -> (Result<bool>, IoBuf) {
+        let step = self.units.as_ref().map_or(u64::MAX, |units| MAX_TOGETHER * units.block_bytes);
+        let (mut at, mut done) = (at, None);
+        while !part.is_empty() {
+            let len = (step - at % step).min(part.len() as u64);
+            let piece = part.split_to(len as usize);
+            let (result, piece) = Box::pin(self.allocate(format, image, backing, (at, place), piece)).await;
+            done = Some(join(done, piece));
+            match result {
+                Ok(true) => at += len,
+                other => return (other, join(done, part)),
+            }
+        }
+        (Ok(true), join(done, part))
+    }
+
+    /// Keeps other requests from allocating these blocks. All take them in one order.
+    async fn take_turns(&self, blocks: std::ops::Range<u64>) -> Turns<'_> {
+        let mut turns = Turns { writer: self, blocks: blocks.clone(), guards: Vec::new() };
+        for block in blocks {
+            let turn = Arc::clone(self.busy().entry(block).or_default());
+            turns.guards.push(turn.lock_owned().await);
+        }
+        turns
+    }
+
+    fn busy(&self) -> MutexGuard<'_, HashMap<u64, Arc<Turn<()>>>> {
+        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn reserve(&self, units: &Units, count: u64) -> Result<Reserved> {
+        if let Some(error) = self.file.poison() {
+            return Err(error);
+        }
+        let bytes = count * units.unit_bytes();
+        loop {
+            {
+                let mut state = self.state();
+                if count == 1
+                    && let Some(start) = state.free.pop()
+                {
+                    return Ok(Reserved { start, count, fresh: u64::MAX });
+                }
+                let start = state.next;
+                if start.saturating_add(bytes) <= state.room {
+                    state.next = start + bytes;
+                    return Ok(Reserved { start, count, fresh: state.fresh });
+                }
+            }
+            self.grow(units, bytes).await?;
+        }
+    }
+
+    /// Makes the file longer, for `bytes` more bytes of units. What stands at its end is at the new end durably before
+    /// anything is written over the old one.
+    async fn grow(&self, units: &Units, bytes: u64) -> Result<()> {
+        let _growing = self.growing.lock().await;
+        let (next, room) = {
+            let state = self.state();
+            (state.next, state.room)
+        };
+        let needed = next.checked_add(bytes).filter(|end| i64::try_from(*end).is_ok());
+        let needed = needed.ok_or_else(|| Error::new(ErrorKind::NoSpace, "the image file would be too long"))?;
+        if needed <= room {
+            return Ok(());
+        }
+        let extra = (GROWTH_BYTES / units.unit_bytes()).saturating_sub(1) * units.unit_bytes();
+        let tail_bytes = units.tail.len() as u64;
+        let room = needed.saturating_add(extra);
+        if self.file.len() < room + tail_bytes {
+            self.file.set_len(room + tail_bytes).await?;
+        }
+        if tail_bytes > 0 {
+            self.file.write_at(IoBuf::copy_from(&units.tail), room).await.0?;
+            self.file.sync().await?;
+        }
+        let mut state = self.state();
+        state.room = room;
+        state.has_grown = true;
+        Ok(())
+    }
+
+    /// Takes units back whose blocks could not be written, if they are the last ones.
+    fn give_back(&self, units: &Units, reserved: &Reserved) {
+        let mut state = self.state();
+        let end = reserved.start + reserved.count * units.unit_bytes();
+        if state.next == end {
+            state.next = reserved.start;
+            state.fresh = state.fresh.max(end);
+        }
+    }
+
+    /// Writes new units: what stands before each block, and the blocks, with what was there before around the new data.
+    #[allow(clippy::too_many_arguments)]
+    async fn fill<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        units: &Units,
+        reserved: &Reserved,
+        (at, place): (u64, Place),
+        mut part: IoBuf,
+    ) -> (Result<()>, IoBuf) {
+        let (block_bytes, end) = (units.block_bytes, at + part.len() as u64);
+        let first = at / block_bytes * block_bytes;
+        let host = |start: u64| {
+            let block = (start - first) / block_bytes;
+            reserved.start + block * units.unit_bytes() + units.head.len() as u64 + start % block_bytes
+        };
+        let prepared = async {
+            let units_end = reserved.start + reserved.count * units.unit_bytes();
+            let stale = reserved.fresh.min(units_end).saturating_sub(reserved.start);
+            // Bytes that are written anyway needn't be cleared: the head of the first unit.
+            let skip = (units.head.len() as u64).min(stale);
+            if stale > skip {
+                zero_file(&self.file, reserved.start + skip, stale - skip, ZeroFlags::default()).await?;
+            }
+            if !units.head.is_empty() {
+                for index in 0..reserved.count {
+                    let start = reserved.start + index * units.unit_bytes();
+                    self.file.write_at(IoBuf::copy_from(&units.head), start).await.0?;
+                }
+            }
+            let last = (end.div_ceil(block_bytes) * block_bytes).min(format.size());
+            for (from, to) in [(first, at), (end, last)] {
+                if from < to
+                    && let Some(old) = old(format, image, backing, place, (from, to)).await?
+                {
+                    self.file.write_at(old, host(from)).await.0?;
+                }
+            }
+            Ok(())
+        };
+        if let Err(error) = prepared.await {
+            return (Err(error), part);
+        }
+        if units.head.is_empty() {
+            return self.file.write_at(part, host(at)).await;
+        }
+        let (mut at, mut done) = (at, None);
+        while !part.is_empty() {
+            let len = (block_bytes - at % block_bytes).min(part.len() as u64);
+            let (result, piece) = self.file.write_at(part.split_to(len as usize), host(at)).await;
+            done = Some(join(done, piece));
+            if let Err(error) = result {
+                return (Err(error), join(done, part));
+            }
+            at += len;
+        }
+        (Ok(()), join(done, part))
+    }
+
+    /// Makes a range read as zeroes.
+    pub(crate) async fn write_zeroes<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        (offset, len): (u64, u64),
+        flags: ZeroFlags,
+    ) -> Result<()> {
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let (place, len) = self.place(format, image, at, end - at).await?;
+            let len = match place {
+                Place::Data { host, .. } => {
+                    self.before_overwrite(format, at, host).await?;
+                    zero_file(&self.file, host, len, flags).await?;
+                    len
+                }
+                Place::Zero => len,
+                Place::Unallocated if backing.load().is_none() => len,
+                Place::Unallocated if self.is_whole(format, at, len) => self.mark_zero(format, image, at).await?,
+                Place::Unallocated | Place::Packed { .. } => {
+                    let len = len.min(ZERO_CHUNK_BYTES);
+                    self.write(format, image, backing, at, IoBuf::try_zeroed(len as usize)?).await.0?;
+                    len
+                }
+            };
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// True when a range begins with a whole block, which an entry can say to be zeroes.
+    fn is_whole<F: BlockFormat>(&self, format: &F, at: u64, len: u64) -> bool {
+        let block_bytes = self.units.as_ref().map_or(u64::MAX, |units| units.block_bytes);
+        let is_whole = at.is_multiple_of(block_bytes) && (len >= block_bytes || at + len == format.size());
+        is_whole && format.zero_entry().is_some()
+    }
+
+    /// Has the entry of the block at byte `at` say that it is zeroes, unless it is there by now. How far that goes.
+    async fn mark_zero<F: BlockFormat>(&self, format: &F, image: &ImageFile, at: u64) -> Result<u64> {
+        let Some(units) = &self.units else { return Ok(0) };
+        let block = at / units.block_bytes;
+        let _turns = self.take_turns(block..block + 1).await;
+        let (place, len) = self.place(format, image, at, units.block_bytes.min(format.size() - at)).await?;
+        if place != Place::Unallocated {
+            return Ok(0);
+        }
+        format.slot(image, block).await?;
+        self.state().pending.insert(block, ZERO);
+        Ok(len)
+    }
+
+    /// Gives the space of a range back. Its blocks stay allocated and read as zeroes.
+    pub(crate) async fn discard<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        (offset, len): (u64, u64),
+    ) -> Result<()> {
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let (place, len) = self.place(format, image, at, end - at).await?;
+            if let Place::Data { host, .. } = place {
+                discard_file(&self.file, host, len).await?;
+            }
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// Makes everything durable: the data; then the entries that name them.
+    pub(crate) async fn flush<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
+        let _turn = self.cycle.lock().await;
+        let (pending, usage) = {
+            let state = self.state();
+            let mut pending = Vec::new();
+            for entry in &state.pending {
+                try_push(&mut pending, (*entry.0, *entry.1))?;
+            }
+            (pending, Usage { blocks: state.blocks, end: state.next, has_gaps: !state.free.is_empty() })
+        };
+        if pending.is_empty() {
+            return self.file.sync().await;
+        }
+        format.before_entries(&self.file, usage).await?;
+        self.file.sync().await?;
+        let mut run: Option<(u64, Vec<u8>)> = None;
+        for (block, host) in &pending {
+            let (table, index) = format.slot(image, *block).await?;
+            let entry = entry(format, *host)?;
+            let place = table.offset + index * entry.len() as u64;
+            match &mut run {
+                Some((start, bytes)) if *start + bytes.len() as u64 == place && bytes.len() < MAX_ENTRIES_BYTES => {
+                    bytes.extend_from_slice(&entry);
+                }
+                _ => {
+                    self.write_run(run.replace((place, entry))).await?;
+                }
+            }
+        }
+        self.write_run(run).await?;
+        for (block, host) in &pending {
+            if let Some((table, index)) = format.second_slot(image, *block).await? {
+                let entry = entry(format, *host)?;
+                let place = table.offset + index * entry.len() as u64;
+                self.write_run(Some((place, entry))).await?;
+            }
+        }
+        self.file.sync().await?;
+        image.forget();
+        format.forget();
+        let mut state = self.state();
+        for (block, host) in pending {
+            if state.pending.get(&block) == Some(&host) {
+                state.pending.remove(&block);
+            }
+        }
+        Ok(())
+    }
+
+    async fn write_run(&self, run: Option<(u64, Vec<u8>)>) -> Result<()> {
+        match run {
+            Some((start, bytes)) => self.file.write_at(IoBuf::copy_from(&bytes), start).await.0,
+            None => Ok(()),
+        }
+    }
+
+    /// Leaves the file as long as it must be. No request runs.
+    pub(crate) async fn complete<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
+        self.flush(format, image).await?;
+        let Some(units) = &self.units else { return Ok(()) };
+        let end = {
+            let state = self.state();
+            if !state.has_grown || self.file.is_device() {
+                return Ok(());
+            }
+            state.next
+        };
+        if !units.tail.is_empty() {
+            self.file.write_at(IoBuf::copy_from(&units.tail), end).await.0?;
+            self.file.sync().await?;
+        }
+        self.file.set_len(end + units.tail.len() as u64).await?;
+        self.file.sync().await?;
+        let mut state = self.state();
+        state.room = end;
+        state.has_grown = false;
+        Ok(())
+    }
+}
+
+/// The entry for a place of data, or for zeroes.
+fn entry<F: BlockFormat>(format: &F, host: u64) -> Result<Vec<u8>> {
+    match host {
+        ZERO => format.zero_entry().ok_or_else(|| Error::internal("this format has no entry for zeroes")),
+        host => format.entry(host),
+    }
+}
+
+/// The turns of one request.
+struct Turns<'a> {
+    writer: &'a Writer,
+    blocks: std::ops::Range<u64>,
+    guards: Vec<OwnedMutexGuard<()>>,
+}
+
+impl Drop for Turns<'_> {
+    fn drop(&mut self) {
+        self.guards.clear();
+        let mut busy = self.writer.busy();
+        for block in self.blocks.clone() {
+            if busy.get(&block).is_some_and(|turn| Arc::strong_count(turn) == 1) {
+                busy.remove(&block);
+            }
+        }
+    }
+}
+
+/// The data of a part of a block before it is allocated here; `None`: zeroes.
+async fn old<F: BlockFormat>(
+    format: &F,
+    image: &ImageFile,
+    backing: &Link,
+    place: Place,
+    (from, to): (u64, u64),
+) -> Result<Option<IoBuf>> {
+    let backing = backing.load().clone();
+    match (place, backing) {
+        (Place::Unallocated, Some(backing)) => {
+            let (result, bytes) =
+                backing.read_padded(from + format.disk_start(), IoBuf::try_zeroed((to - from) as usize)?).await;
+            result.map(|()| Some(bytes))
+        }
+        (Place::Packed { block }, _) => {
+            let bytes = format.unpack(image, block).await?;
+            let range = (from - block) as usize..(to - block) as usize;
+            let bytes = bytes.get(range).ok_or_else(|| Error::internal("a packed block is too short").offset(block))?;
+            Ok(Some(IoBuf::copy_from(bytes)))
+        }
+        _ => Ok(None),
+    }
+}

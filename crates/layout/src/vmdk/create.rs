@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! New disks, laid out as QEMU lays them out.
+
+use super::{NO_PARENT, SECTOR_BYTES};
+use crate::fresh::{FreshFile, Piece};
+use cowshed_block::{Error, Result};
+use std::fmt::Write as _;
+
+const GRAIN_SECTORS: u64 = 128;
+const TABLE_ENTRIES: u64 = 512;
+/// A grain table in sectors.
+const TABLE_SECTORS: u64 = TABLE_ENTRIES * 4 / SECTOR_BYTES;
+const DESCRIPTOR_SECTOR: u64 = 1;
+const DESCRIPTOR_SECTORS: u64 = 20;
+/// A part of a split disk: 2 GiB.
+const PART_SECTORS: u64 = 4 << 20;
+/// Entries of a grain table are 32 bits wide, and a place in the file is a sector.
+const MAX_SPARSE_SECTORS: u64 = u32::MAX as u64 * GRAIN_SECTORS;
+
+/// How a new disk is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmdkKind {
+    /// `createType`.
+    pub name: &'static str,
+    /// The bytes as they are, in files beside the descriptor.
+    pub is_flat: bool,
+    /// In files of 2 GiB beside the descriptor.
+    pub is_split: bool,
+}
+
+/// The kinds that are created.
+pub const NEW_KINDS: &[VmdkKind] = &[
+    VmdkKind { name: "monolithicSparse", is_flat: false, is_split: false },
+    VmdkKind { name: "monolithicFlat", is_flat: true, is_split: false },
+    VmdkKind { name: "twoGbMaxExtentSparse", is_flat: false, is_split: true },
+    VmdkKind { name: "twoGbMaxExtentFlat", is_flat: true, is_split: true },
+];
+
+/// A new disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewVmdk<'a> {
+    /// Size of the disk in bytes, whole sectors.
+    pub size: u64,
+    /// How it is stored.
+    pub kind: VmdkKind,
+    /// `ddb.adapterType`.
+    pub adapter: &'a str,
+    /// `ddb.virtualHWVersion`.
+    pub hardware: &'a str,
+    /// `ddb.toolsVersion`.
+    pub tools: &'a str,
+    /// Entry 1 of a grain table means zeroes.
+    pub zeroed_grains: bool,
+    /// The content id.
+    pub cid: u32,
+    /// The content id of the parent, and its name.
+    pub parent: Option<(u32, &'a str)>,
+    /// The name of the image's file, without a folder.
+    pub name: &'a str,
+}
+
+/// The files of a new disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmdkFiles {
+    /// The files beside the image's own: name, and bytes.
+    pub parts: Vec<(String, FreshFile)>,
+    /// The image's own file.
+    pub image: FreshFile,
+}
+
+impl NewVmdk<'_> {
+    /// The files.
+    pub fn lay_out(&self) -> Result<VmdkFiles> {
+        let sectors = self.size / SECTOR_BYTES;
+        let is_one_file = !self.kind.is_flat && !self.kind.is_split;
+        if is_one_file && sectors > MAX_SPARSE_SECTORS {
+            let message = "The image size is too large for file format 'vmdk'";
+            return Err(Error::invalid_argument(message).field("size").value(self.size));
+        }
+        if is_one_file {
+            let text = self.descriptor(&format!("RW {sectors} SPARSE \"{}\"\n", self.name));
+            let mut image = self.sparse(sectors);
+            if text.len() as u64 > DESCRIPTOR_SECTORS * SECTOR_BYTES {
+                return Err(Error::invalid_argument("the descriptor would be too long for the image"));
+            }
+            image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, Piece::Bytes(text.into_bytes())));
+            return Ok(VmdkFiles { parts: Vec::new(), image });
+        }
+        let (mut parts, mut lines) = (Vec::new(), String::new());
+        let mut left = sectors;
+        while left > 0 {
+            let len = if self.kind.is_split { left.min(PART_SECTORS) } else { left };
+            let name = self.part_name(parts.len() + 1);
+            let (file, word, offset) = match self.kind.is_flat {
+                // As a raw file, whose first block tells how direct I/O must be aligned.
+                true => {
+                    let first = (0, Piece::Fill(0, (len * SECTOR_BYTES).min(4096)));
+                    (FreshFile { len: len * SECTOR_BYTES, pieces: vec![first], mark: None }, "FLAT", " 0")
+                }
+                false => (self.sparse(len), "SPARSE", ""),
+            };
+            // Writing to a String can't fail.
+            let _ = writeln!(lines, "RW {len} {word} \"{name}\"{offset}");
+            parts.push((name, file));
+            left -= len;
+        }
+        let text = self.descriptor(&lines).into_bytes();
+        // The first line is the mark; it goes with its sector.
+        let rest = text.get(SECTOR_BYTES as usize..).unwrap_or_default().to_vec();
+        let image = FreshFile {
+            len: text.len() as u64,
+            pieces: vec![(SECTOR_BYTES, Piece::Bytes(rest))],
+            mark: Some((0, text[..text.len().min(SECTOR_BYTES as usize)].to_vec())),
+        };
+        Ok(VmdkFiles { parts, image })
+    }
+
+    fn part_name(&self, number: usize) -> String {
+        let (stem, ending) = match self.name.rfind('.') {
+            Some(dot) => self.name.split_at(dot),
+            None => (self.name, ""),
+        };
+        match (self.kind.is_flat, self.kind.is_split) {
+            (true, false) => format!("{stem}-flat{ending}"),
+            (true, true) => format!("{stem}-f{number:03}{ending}"),
+            _ => format!("{stem}-s{number:03}{ending}"),
+        }
+    }
+
+    fn descriptor(&self, extents: &str) -> String {
+        let (parent_cid, hint) = match self.parent {
+            Some((cid, name)) => (cid, format!("parentFileNameHint=\"{name}\"\n")),
+            None => (NO_PARENT, String::new()),
+        };
+        let heads = if self.adapter == "ide" { 16 } else { 255 };
+        let cylinders = self.size / SECTOR_BYTES / 63 / heads;
+        format!(
+            "# Disk DescriptorFile\nversion=1\nCID={:08x}\nparentCID={parent_cid:08x}\ncreateType=\"{}\"\n{hint}\n\
+             # Extent description\n{extents}\n# The Disk Data Base\n#DDB\n\n\
+             ddb.virtualHWVersion = \"{}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
+             ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"63\"\nddb.adapterType = \"{}\"\n\
+             ddb.toolsVersion = \"{}\"\n",
+            self.cid, self.kind.name, self.hardware, self.adapter, self.tools
+        )
+    }
+
+    /// A sparse extent: header, room for a descriptor, the second directory and its tables, the first ones.
+    fn sparse(&self, sectors: u64) -> FreshFile {
+        let tables = sectors.div_ceil(GRAIN_SECTORS * TABLE_ENTRIES);
+        let directory_sectors = (tables * 4).div_ceil(SECTOR_BYTES);
+        let second = DESCRIPTOR_SECTOR + DESCRIPTOR_SECTORS;
+        let first = second + directory_sectors + tables * TABLE_SECTORS;
+        let end = (first + directory_sectors + tables * TABLE_SECTORS).next_multiple_of(GRAIN_SECTORS);
+        let directory = |at: u64| {
+            let start = at + directory_sectors;
+            // Fewer than 2^23 tables, each of 4 sectors.
+            let entries = (0..tables).map(|index| (start + index * TABLE_SECTORS) as u32);
+            Piece::Bytes(entries.flat_map(u32::to_le_bytes).collect())
+        };
+        let mut header = vec![0; SECTOR_BYTES as usize];
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, b"KDMV");
+        let (version, flags) = if self.zeroed_grains { (2u32, 7u32) } else { (1, 3) };
+        put(4, &version.to_le_bytes());
+        put(8, &flags.to_le_bytes());
+        put(12, &sectors.to_le_bytes());
+        put(20, &GRAIN_SECTORS.to_le_bytes());
+        put(28, &DESCRIPTOR_SECTOR.to_le_bytes());
+        put(36, &DESCRIPTOR_SECTORS.to_le_bytes());
+        put(44, &(TABLE_ENTRIES as u32).to_le_bytes());
+        put(48, &second.to_le_bytes());
+        put(56, &first.to_le_bytes());
+        put(64, &end.to_le_bytes());
+        put(73, b"\n \r\n");
+        FreshFile {
+            len: end * SECTOR_BYTES,
+            pieces: vec![(second * SECTOR_BYTES, directory(second)), (first * SECTOR_BYTES, directory(first))],
+            mark: Some((0, header)),
+        }
+    }
+}
+
+/// The text of a descriptor with another content id; `None` where it has none.
+pub fn with_cid(text: &[u8], cid: u32) -> Option<Vec<u8>> {
+    let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
+    let text = text.get(..end)?;
+    let mut start = 0;
+    for line in text.split_inclusive(|byte| *byte == b'\n') {
+        let equals = line.iter().position(|byte| *byte == b'=');
+        if let Some(equals) = equals
+            && line[..equals].trim_ascii().eq_ignore_ascii_case(b"CID")
+        {
+            let value = start + equals + 1;
+            let value_len = line[equals + 1..].trim_ascii_end().len();
+            let mut changed = text[..value].to_vec();
+            changed.extend_from_slice(format!("{cid:08x}").as_bytes());
+            changed.extend_from_slice(&text[value + value_len..]);
+            return Some(changed);
+        }
+        start += line.len();
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Descriptor, SparseHeader};
+    use super::*;
+
+    fn disk(size: u64, kind: &str) -> NewVmdk<'static> {
+        NewVmdk {
+            size,
+            kind: *NEW_KINDS.iter().find(|known| known.name == kind).unwrap(),
+            adapter: "ide",
+            hardware: "4",
+            tools: "2147483647",
+            zeroed_grains: false,
+            cid: 0x1234,
+            parent: None,
+            name: "disk.vmdk",
+        }
+    }
+
+    #[test]
+    fn one_sparse_file_is_read_as_it_was_meant() {
+        let new = NewVmdk { parent: Some((7, "base.vmdk")), zeroed_grains: true, ..disk(5 << 30, "monolithicSparse") };
+        let files = new.lay_out().unwrap();
+        let header = SparseHeader::parse(&files.image.mark.as_ref().unwrap().1).unwrap();
+        assert_eq!((header.directory_sector, header.redundant_directory_sector), (Some(0x297), Some(0x15)));
+        assert!(header.zeroed_grains && header.directory_bytes() == 640 && files.image.len == 0x580 * 512);
+        let (at, Piece::Bytes(text)) = &files.image.pieces[2] else { panic!("no descriptor") };
+        let descriptor = Descriptor::parse(text).unwrap();
+        assert_eq!((*at, descriptor.cid, descriptor.parent_cid), (512, 0x1234, 7));
+        assert_eq!(descriptor.parent_hint.as_deref(), Some("base.vmdk"));
+    }
+
+    #[test]
+    fn a_split_disk_has_its_parts() {
+        for (kind, names) in [
+            ("monolithicFlat", &["disk-flat.vmdk"][..]),
+            ("twoGbMaxExtentFlat", &["disk-f001.vmdk", "disk-f002.vmdk", "disk-f003.vmdk"]),
+            ("twoGbMaxExtentSparse", &["disk-s001.vmdk", "disk-s002.vmdk", "disk-s003.vmdk"]),
+        ] {
+            let files = disk(5 << 30, kind).lay_out().unwrap();
+            let found: Vec<&str> = files.parts.iter().map(|(name, _)| name.as_str()).collect();
+            assert_eq!(found, names);
+            let descriptor = Descriptor::parse(&files.image.mark.unwrap().1).unwrap();
+            assert_eq!(descriptor.total_sectors().unwrap(), (5 << 30) / 512);
+            assert_eq!(descriptor.extents.len(), names.len());
+        }
+    }
+
+    #[test]
+    fn the_content_id_of_a_descriptor_is_changed_in_place() {
+        let text = b"# x\nversion=1\nparentCID=ffffffff\nCID=a1\ncreateType=\"custom\"\n\0\0\0";
+        let changed = with_cid(text, 0xbeef).unwrap();
+        assert_eq!(changed, b"# x\nversion=1\nparentCID=ffffffff\nCID=0000beef\ncreateType=\"custom\"\n");
+        assert_eq!(with_cid(b"parentCID=1\n", 1), None);
+    }
+}
