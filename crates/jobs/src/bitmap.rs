@@ -167,6 +167,30 @@ pub fn check_target(target: &Node) -> Result<()> {
     }
 }
 
+/// Fails when `target`, which was there before, has no place for the bitmaps of `source`: a name is taken, or the disks differ
+/// in size. Its data isn't written yet.
+pub async fn check_existing_target(source: &Node, target: &Node) -> Result<()> {
+    let (from, to) = (bitmaps_of(source)?, bitmaps_of(target)?);
+    let taken = to.list().await?;
+    // QEMU begins with the one that was added last.
+    for BitmapStatus { name, .. } in from.list().await?.into_iter().rev() {
+        if taken.iter().any(|other| other.name == name) {
+            let message = format!("Failed to create bitmap {name}: Bitmap already exists: {name}");
+            return Err(Error::invalid_argument(message).file(target.filename()));
+        }
+        if source.size() != target.size() {
+            let message = format!(
+                "Failed to populate bitmap {name}: Bitmaps are of different sizes (destination size is {}, source size is \
+                 {}) and can't be merged",
+                target.size(),
+                source.size()
+            );
+            return Err(Error::invalid_argument(message).file(target.filename()));
+        }
+    }
+    Ok(())
+}
+
 /// Copies the persistent bitmaps of `source` to `target`, with their names, granularities and whether they are enabled.
 /// Inconsistent ones are an error, or with `skip_broken` left out: their names are returned. The image's data is written.
 pub async fn copy(source: &Node, target: &Node, skip_broken: bool) -> Result<Vec<String>> {

@@ -159,6 +159,21 @@ impl Ends<'_> {
     }
 }
 
+/// True when the node is known to read as zeroes everywhere.
+async fn reads_as_zeroes(node: &Node) -> bool {
+    let (size, mut at) = (node.size(), 0);
+    while at < size {
+        match node.block_status_chain(at, size - at, STATUS_RUNS).await {
+            Ok(runs) if runs.iter().all(|run| run.zero) => match runs.last() {
+                Some(last) => at = last.start + last.len,
+                None => return false,
+            },
+            _ => return false,
+        }
+    }
+    true
+}
+
 impl Mirror {
     /// Starts it: from now on writes to `source` are noticed. The target must be writable, of the same size, and used by
     /// nobody.
@@ -270,6 +285,7 @@ impl Mirror {
             return Ok(());
         }
         let queue = self.reader.queue();
+        let target_is_zero = target_is_zero || (sync == Sync::Full && reads_as_zeroes(&self.target).await);
         match sync {
             Sync::Full if !target_is_zero => self.dirty.mark(0, size),
             Sync::None => {}

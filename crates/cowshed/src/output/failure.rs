@@ -42,6 +42,8 @@ const UNFRAMED: &[&str] = &[
     "Error while writing to COW image: ",
     "Check failed: ",
     "Failed request: ",
+    "Failed to create bitmap ",
+    "Failed to populate bitmap ",
     "error while ",
 ];
 

@@ -3,7 +3,10 @@
 
 use crate::invocation::Persona;
 use cowshed_block::name_of_text;
+use cowshed_image::check::{CheckReport, print_recoveries};
 use cowshed_image::graph::{Corruption, print_corruptions};
+use cowshed_jobs::check::report::lines_of;
+use cowshed_storage::File;
 use std::io::Write;
 use std::sync::OnceLock;
 
@@ -19,6 +22,7 @@ static PERSONA: OnceLock<Persona> = OnceLock::new();
 pub fn set_persona(persona: Persona) {
     let _ = PERSONA.set(persona);
     print_corruptions(print_corruption);
+    print_recoveries(print_recovery);
 }
 
 /// Prints one warning. There is nobody to tell when that fails.
@@ -40,6 +44,29 @@ fn print_corruption(corruption: &Corruption) {
         Some(Persona::Cowshed) | None => format!("cowshed: warning: the image is corrupt: {}\n", corruption.message),
     };
     let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
+}
+
+/// Prints the repair of an image that was not closed cleanly: under QEMU's names in the lines of `check -r all`, as there.
+fn print_recovery(file: &File, report: &CheckReport) {
+    let mut stderr = std::io::stderr().lock();
+    if let Some(Persona::QemuImg | Persona::Tool(_)) = PERSONA.get() {
+        for line in lines_of(report) {
+            let _ = stderr.write_all(&name_of_text(&format!("{line}\n")));
+        }
+        return;
+    }
+    let (leaks, corruptions) = (report.counters.leaks_fixed, report.counters.corruptions_fixed);
+    if leaks + corruptions == 0 {
+        return;
+    }
+    let name = file.name();
+    let text = format!(
+        "{name}: the image was not closed cleanly: {leaks} leaked clusters and {corruptions} corruptions were repaired"
+    );
+    match tracing::dispatcher::has_been_set() {
+        true => tracing::warn!("{text}"),
+        false => drop(stderr.write_all(&name_of_text(&format!("cowshed: warning: {text}\n")))),
+    }
 }
 
 /// Prints the last words of a process that ends early, whatever its manners.

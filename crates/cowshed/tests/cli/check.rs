@@ -27,6 +27,12 @@ impl Bench {
         command.output().expect("our own binary runs")
     }
 
+    fn io(&self, command: &str, image: &str) -> Output {
+        let mut program = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        program.current_dir(self.folder.path()).args(["io", "-c", command, image]);
+        program.output().expect("our own binary runs")
+    }
+
     /// An image with a leak and, with `corrupt`, one count too low.
     fn damaged(&self, name: &str, corrupt: bool) -> Vec<u8> {
         assert!(self.run(&format!("create -f qcow2 {name} 64M")).status.success());
@@ -203,4 +209,38 @@ fn a_dry_run_of_a_clean_image_says_so() {
     let output = bench.run("check -r all --dry-run a.qcow2");
     assert_eq!(code(&output), 0, "{}", complaint(&output));
     assert_eq!(bytes(&bench.path("a.qcow2")), before);
+}
+
+/// QEMU commits by the counts that such a base has, over its data.
+#[test]
+fn a_commit_repairs_a_base_that_was_not_closed_cleanly() {
+    const DIRTY_OFFSET: usize = 79;
+    const DATA_REFCOUNT_OFFSET: usize = 0x2000a;
+    let bench = Bench::new();
+    let said = |line: &str| {
+        let output = bench.run(line);
+        assert_eq!(code(&output), 0, "{line}: {}", complaint(&output));
+        complaint(&output)
+    };
+    said("create -q -f qcow2 base 1M");
+    assert!(bench.io("write -P 1 0 64k", "base").status.success());
+    let mut image = bytes(&bench.path("base"));
+    assert_eq!(image[DATA_REFCOUNT_OFFSET..][..2], [0, 1]);
+    image[DATA_REFCOUNT_OFFSET + 1] = 0;
+    image[DIRTY_OFFSET] |= 1;
+    std::fs::write(bench.path("base"), image).expect("image");
+    said("create -q -f qcow2 -b base -F qcow2 top");
+    assert!(bench.io("write -P 4 256k 128k", "top").status.success());
+    let repaired = said("commit -q top");
+    assert!(
+        repaired.contains("base: the image was not closed cleanly: 0 leaked clusters and 1 corruptions"),
+        "{repaired}"
+    );
+    assert_eq!(said("check -q base"), "");
+    for command in ["read -P 1 0 64k", "read -P 4 256k 128k"] {
+        let output = bench.io(command, "base");
+        let out = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && !out.contains("failed"), "{out}{}", complaint(&output));
+    }
+    assert_eq!(said("check -q top"), "");
 }

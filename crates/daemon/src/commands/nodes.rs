@@ -63,7 +63,8 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
     let Some(name) = options.text("node-name").map(str::to_owned) else {
         return Err(QmpError::generic("'node-name' must be specified for the root node"));
     };
-    if daemon.graph.find(&name).is_some() || daemon.inactive.contains(&name) {
+    let is_taken = |name: &&str| daemon.graph.find(name).is_some() || daemon.inactive.contains(name);
+    if let Some(name) = names_from_the_file_up(&options, &name).into_iter().find(is_taken) {
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
     untrusted::take_option(daemon, &mut options);
@@ -73,6 +74,18 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
         return Err(failure);
     }
     Ok(())
+}
+
+/// The names of a node and of the nodes in its `file`, in the order in which QEMU takes them.
+fn names_from_the_file_up<'a>(options: &'a BlockdevOptions, name: &'a str) -> Vec<&'a str> {
+    let mut names = vec![name];
+    let mut below = options.get("file");
+    while let Some(child) = below.and_then(Value::as_object) {
+        names.extend(child.get("node-name").and_then(Value::as_str));
+        below = child.get("file");
+    }
+    names.reverse();
+    names
 }
 
 async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {

@@ -179,6 +179,8 @@ fn a_mirror_that_is_ready_can_end_as_a_copy() {
 #[test]
 fn jobs_pause_slow_down_and_are_cancelled() {
     let (daemon, mut client) = with_target();
+    // Of an empty disk nothing is to be copied to an empty one.
+    Qemu::system().io(["-f", "raw", "-c", "write -P 99 0 16M", &uri(&daemon, "q")]).expect_ok();
     let mirror = json!({"job-id": "m", "device": "q", "target": "t", "sync": "full", "speed": 1 << 20});
     client.command("blockdev-mirror", mirror.clone());
     assert_eq!(client.refusal("blockdev-mirror", mirror), "Need a root block node");

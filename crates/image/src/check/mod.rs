@@ -26,6 +26,7 @@ use cowshed_storage::{CacheMode, File};
 use journal::Journal;
 pub use repair::REBUILT;
 use session::Session;
+use std::sync::OnceLock;
 pub use undo::{UndoReport, undo};
 
 /// What to repair.
@@ -164,11 +165,22 @@ fn report_of(ledger: Ledger) -> CheckReport {
     CheckReport { counters, findings, omitted, ..CheckReport::default() }
 }
 
+/// Told of repairs of every image that was not closed cleanly.
+static PRINTER: OnceLock<fn(&File, &CheckReport)> = OnceLock::new();
+
+/// Has `print` told of every image of this process that [`recover_dirty`] looked at. The first call counts.
+pub fn print_recoveries(print: fn(&File, &CheckReport)) {
+    let _ = PRINTER.set(print);
+}
+
 /// Restores an image whose dirty bit is set, before anything else reads its refcounts, and clears the bit. Fails when
 /// a corruption remains: the image then stays dirty and must not be written to.
 pub async fn recover_dirty(file: &File) -> Result<()> {
-    let options = CheckOptions { repair: Repair::All, findings_max: 16, ..CheckOptions::default() };
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
     let report = check(file, &options, &|_, _| true).await?;
+    if let Some(print) = PRINTER.get() {
+        print(file, &report);
+    }
     if report.counters.corruptions == 0 && report.counters.check_errors == 0 {
         return Ok(());
     }

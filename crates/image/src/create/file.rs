@@ -203,7 +203,13 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
-        return create_raw(path, options.size, options.preallocation, options.hints, how).await;
+        // Of what is mapped from the start whole clusters are there; a device is as long as it is.
+        let is_file = std::fs::metadata(path).map_or(true, |found| found.is_file());
+        let bytes = match options.is_mapped() && is_file {
+            true => options.size.checked_next_multiple_of(options.cluster_bytes()).unwrap_or(options.size),
+            false => options.size,
+        };
+        return create_raw(path, bytes, options.preallocation, options.hints, how).await;
     }
     let permissions = Some(Permissions::CREATE);
     let file = File::open(path, &OpenOptions { write: true, permissions, ..OpenOptions::default() })?;

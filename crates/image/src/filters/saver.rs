@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is copied in one piece is at most this long, in bytes, or one cluster of the target.
 const MOST_COPIED_BYTES: u64 = 1 << 20;
+/// Runs that one question about the mapping returns at most.
+const STATUS_RUNS: usize = 64;
 /// Zeroes on the target may be holes.
 const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
@@ -180,7 +182,44 @@ impl Saver {
         Ok(())
     }
 
+    /// Copies what is known to be zero as zeroes, part by part, and the rest as data.
     async fn copy_run(&self, source: &Node, target: &Node, run: Range<u64>) -> Result<(), CopyFailure> {
+        let mut at = run.start;
+        while at < run.end {
+            let runs = source.block_status_chain_boxed(at, run.end - at, STATUS_RUNS).await;
+            let (end, is_zero) = self.first_kind(&runs.map_err(CopyFailure::reading)?, at..run.end);
+            if is_zero {
+                target.write_zeroes_boxed(at, end - at, ZEROES).await.map_err(CopyFailure::writing)?;
+            } else {
+                self.copy_data(source, target, at..end).await?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Where what lies at the start of a range ends, in whole parts, and whether it is known to be zero.
+    fn first_kind(&self, runs: &[StatusExtent], range: Range<u64>) -> (u64, bool) {
+        let part = self.part_bytes();
+        let mut spans: Vec<Range<u64>> = Vec::new();
+        for run in runs.iter().filter(|run| run.zero) {
+            let end = run.start.saturating_add(run.len);
+            match spans.last_mut() {
+                Some(last) if last.end == run.start => last.end = end,
+                _ => spans.push(run.start..end),
+            }
+        }
+        for span in spans {
+            let first = span.start.next_multiple_of(part);
+            let stop = if span.end >= range.end { range.end } else { span.end / part * part };
+            if first < stop {
+                return if first == range.start { (stop, true) } else { (first, false) };
+            }
+        }
+        (range.end, false)
+    }
+
+    async fn copy_data(&self, source: &Node, target: &Node, run: Range<u64>) -> Result<(), CopyFailure> {
         let most = MOST_COPIED_BYTES.max(self.cluster_bytes);
         let mut at = run.start;
         while at < run.end {

@@ -2,7 +2,7 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
-use cowshed_image::check::{Counters, Finding, FindingKind, REBUILT};
+use cowshed_image::check::{CheckReport, Counters, Finding, FindingKind, REBUILT};
 use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: what was repaired, then what is wrong now. One is made when it is
@@ -22,6 +22,13 @@ pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
     let (rebuilt, notes): (Vec<&String>, Vec<&String>) = report.notes.iter().partition(|note| *note == REBUILT);
     let rebuilt = rebuilt.into_iter().cloned();
     before.chain(rebuilt).chain(found).chain(omitted).chain(notes.into_iter().cloned()).chain(obstacles)
+}
+
+/// The lines about a repair that an opening of the image made.
+pub fn lines_of(report: &CheckReport) -> Vec<String> {
+    let (filename, format) = (String::new(), "qcow2".to_owned());
+    let outcome = CheckOutcome { filename, format, report: report.clone(), repair: Repair::All, is_dry_run: false };
+    finding_lines(&outcome).collect()
 }
 
 /// The line that a repaired count had before its repair.
@@ -139,7 +146,6 @@ pub fn json(outcome: &CheckOutcome) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cowshed_image::check::CheckReport;
 
     fn outcome(counters: Counters) -> CheckOutcome {
         let report = CheckReport { counters, ..CheckReport::default() };

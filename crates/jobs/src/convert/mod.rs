@@ -143,6 +143,16 @@ async fn check_bitmaps(options: &ConvertOptions, sources: &Sources) -> Result<()
     }
 }
 
+/// Refuses a target that can't have the bitmaps, before anything is copied to it.
+async fn check_bitmap_target(options: &ConvertOptions, sources: &Sources, target: &Target) -> Result<()> {
+    let Some(source) = sources.only().filter(|_| options.bitmaps) else { return Ok(()) };
+    crate::bitmap::check_target(&target.node)?;
+    match options.skip_create {
+        true => crate::bitmap::check_existing_target(source, &target.node).await,
+        false => Ok(()),
+    }
+}
+
 /// What can be refused without opening anything.
 fn check(options: &ConvertOptions) -> Result<()> {
     if options.sources.is_empty() {
@@ -193,7 +203,7 @@ pub(crate) async fn convert_sources(
     job: &JobHandle,
 ) -> Result<ConvertOutcome> {
     let target = Target::open(options, sources).await?;
-    let bitmaps = if options.bitmaps { crate::bitmap::check_target(&target.node) } else { Ok(()) };
+    let bitmaps = check_bitmap_target(options, sources, &target).await;
     let settings = match bitmaps.and_then(|()| settings(options, &target)) {
         Ok(settings) => settings,
         Err(error) => {

@@ -92,9 +92,9 @@ impl Driver for LuksDriver {
         "luks"
     }
 
-    /// Virtual size in bytes: whole sectors of the payload.
+    /// Virtual size in bytes: sectors of the payload, the last one also where the file ends within it, as in QEMU.
     fn size(&self) -> u64 {
-        self.file.len().saturating_sub(self.payload_offset) / SECTOR_BYTES * SECTOR_BYTES
+        whole_sectors(self.file.len().saturating_sub(self.payload_offset))
     }
 
     fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
