@@ -163,12 +163,15 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
     });
     let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job)).buffered(REQUESTS));
     let mut first_found = Ok(None);
-    while let Some(verdict) = verdicts.next().await {
+    while let Some(found) = verdicts.next().await {
         // What other threads still read comes to its end before the images are closed.
-        if matches!(first_found, Ok(None)) {
-            first_found = verdict;
-            is_over.set(!matches!(first_found, Ok(None)));
+        if !matches!(first_found, Ok(None)) {
+            continue;
         }
+        let same_bytes = found.as_ref().map_or(0, |(verdict, bytes)| if verdict.is_none() { *bytes } else { 0 });
+        first_found = found.map(|(verdict, _)| verdict);
+        is_over.set(!matches!(first_found, Ok(None)));
+        job.advance(same_bytes);
     }
     let first_found = first_found.map_err(|stop| {
         stop.failed.into_iter().for_each(|at| failed.note(at));
@@ -189,15 +192,16 @@ struct Stop {
     error: Error,
 }
 
+/// A verdict, and how many bytes it is about.
 async fn step_verdict(
     step: Result<Step, Stop>,
     nodes: [&Arc<Node>; 2],
     job: &JobHandle,
-) -> Result<Option<Verdict>, Stop> {
+) -> Result<(Option<Verdict>, u64), Stop> {
     let step = step?;
     job.pause_point().await.map_err(|error| Stop { failed: None, error })?;
     let verdict = match step {
-        Step::Allocation { offset } => return Ok(Some(Verdict::AllocationMismatch { offset })),
+        Step::Allocation { offset } => Some(Verdict::AllocationMismatch { offset }),
         Step::Same { .. } => None,
         Step::Compare { start, end, data } => {
             let nodes = nodes.map(Arc::clone);
@@ -207,8 +211,7 @@ async fn step_verdict(
             found?.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
     };
-    job.advance(step.len());
-    Ok(verdict)
+    Ok((verdict, step.len()))
 }
 
 /// The first byte of `range` that differs; `data` says which sides hold data.

@@ -80,7 +80,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     // The rule is qemu-img's; renaming is as safe here as by 'rebase -u'.
     let keeps_backing = console.persona == Persona::QemuImg;
     let options = AmendOptions { image, options: args.options, keeps_backing, force: args.force };
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?.starting_late();
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?
+        .starting_late()
+        .saying_end_again();
     let failed = |error: &Error| {
         let failure = failed(console.persona, file, error);
         match error.kind() {

@@ -9,6 +9,7 @@ use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_block::{Errno, Error, ErrorKind};
+use cowshed_image::create::NO_EXPORT;
 use cowshed_image::create::schema::options_of;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
@@ -171,7 +172,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
     guard(&args, &options, console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?.saying_end_again();
     let persona = console.persona;
     let failed = |error: &Error| {
         let failure = failed(persona, &options, error);
@@ -422,7 +423,9 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
         });
     }
     // Its data file is a part of the target.
-    let about_target = error.file_name() == Some(target.name.as_str()) || sentence.starts_with("could not create");
+    let starts = ["could not create", NO_EXPORT];
+    let about_target =
+        error.file_name() == Some(target.name.as_str()) || starts.iter().any(|start| sentence.starts_with(start));
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");
         let reason = qemu_reason(&target.name, error);

@@ -10,6 +10,7 @@ use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::create::NO_EXPORT;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_storage::{FileIdentity, path_of_text};
@@ -132,7 +133,8 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
         let reason = copying.split_once(": ").map_or("", |(_, reason)| reason);
         return Failure::new(format!("{what}: {reason}"));
     }
-    let about_output = persona == Persona::QemuImg && error.file_name() == Some(output);
+    let about_output =
+        persona == Persona::QemuImg && (error.file_name() == Some(output) || sentence.starts_with(NO_EXPORT));
     if about_output && sentence.starts_with("Unknown protocol '") {
         return Failure::new(sentence);
     }
@@ -143,7 +145,9 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
         return Failure::new(if refusal.starts_with("Unknown") { "Unknown file format" } else { &refusal });
     }
     if about_output
-        && ["could not create", "could not change the size: "].iter().any(|start| sentence.starts_with(start))
+        && ["could not create", "could not change the size: ", NO_EXPORT]
+            .iter()
+            .any(|start| sentence.starts_with(start))
     {
         return Failure::new(format!("{output}: error while creating output image: {}", qemu_reason(output, error)));
     }

@@ -5,6 +5,7 @@ use super::arguments::{NamingArgs, cache_mode};
 use super::untrusted::Use;
 use super::{Verb, work};
 use crate::invocation::Persona;
+use crate::output::failure::is_unreached;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
@@ -99,7 +100,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let uses: Vec<Use<'_>> =
         [Use::Write(&options.image)].into_iter().chain(base.as_deref().map(Use::ReadFile)).collect();
     args.naming.untrusted.guard(&uses, console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "rebasing")?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "rebasing")?.saying_end_again();
     let failed = |error: &Error| failed(console.persona, &options, error);
     job.run(async |handle| rebase::run(&options, &handle).await, failed)?;
     Ok(0)
@@ -121,7 +122,7 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     }
     let message = error.message();
     let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str()));
-    let is_base = is_base && !base.is_empty() && base != options.image.name;
+    let is_base = (is_base || is_unreached(&base, error)) && !base.is_empty() && base != options.image.name;
     // The new chain leads to the image, which is open already.
     let is_loop = message.contains("loop") || message.contains(": this process ");
     let of_image = message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));

@@ -101,6 +101,8 @@ pub struct Foreground {
     watch: Rc<RefCell<Option<Watch>>>,
     /// The progress begins with the job's first report, when its images are open.
     is_late: bool,
+    /// 100 % is said at the end, whether or not the work said so.
+    says_end_again: bool,
 }
 
 type Watch = Box<dyn FnOnce() + Send>;
@@ -114,13 +116,27 @@ impl Foreground {
         let signal = Arc::new(AtomicUsize::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
         let watch = heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
-        Ok(Self { handle, progress, signal, watch: Rc::new(RefCell::new(Some(watch))), is_late: false })
+        Ok(Self {
+            handle,
+            progress,
+            signal,
+            watch: Rc::new(RefCell::new(Some(watch))),
+            is_late: false,
+            says_end_again: false,
+        })
     }
 
     /// Shows no progress before the job's images are open.
     #[must_use]
     pub fn starting_late(mut self) -> Self {
         self.is_late = true;
+        self
+    }
+
+    /// Says 100 % at the end also where the work has said so, as QEMU does for some verbs.
+    #[must_use]
+    pub fn saying_end_again(mut self) -> Self {
+        self.says_end_again = true;
         self
     }
 
@@ -157,6 +173,9 @@ impl Foreground {
         });
         {
             let mut progress = lock(&self.progress);
+            if self.says_end_again && result.is_ok() {
+                progress.repeat_end();
+            }
             progress.complete(result.as_ref().is_ok_and(whole));
             if let Ok(value) = &result {
                 say(value);

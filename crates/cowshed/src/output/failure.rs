@@ -114,6 +114,7 @@ impl Failure {
     /// As [`Failure::open`], for the one of several images that the error names.
     pub fn open_either(persona: Persona, names: &[&str], error: &Error) -> Self {
         let named = error.file_name().and_then(|file| names.iter().find(|name| names_file(name, file)));
+        let named = named.or_else(|| names.iter().find(|name| is_unreached(name, error)));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
             _ if persona == Persona::QemuImg => {
@@ -184,11 +185,6 @@ fn named_reason(file: &str, error: &Error, sentence: &str) -> Option<String> {
     if let Some(words) = lock_words(file, error, sentence) {
         return Some(words);
     }
-    // An IPv6 address has no brackets there.
-    if let Some(rest) = sentence.strip_prefix("could not connect: ") {
-        let address = file.strip_prefix('[').map(|address| address.replacen("]:", ":", 1));
-        return Some(format!("Failed to connect to '{}': {rest}", address.as_deref().unwrap_or(file)));
-    }
     let words = [("could not open: ", "Could not open"), ("could not create: ", "Could not create")];
     words.iter().find_map(|(ours, theirs)| Some(format!("{theirs} '{file}': {}", sentence.strip_prefix(ours)?)))
 }
@@ -197,6 +193,13 @@ fn named_reason(file: &str, error: &Error, sentence: &str) -> Option<String> {
 fn names_file(name: &str, file: &str) -> bool {
     let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
     name == file || values.any(|(_, value)| value == file)
+}
+
+/// True when the error is about the NBD server that `name` says, which has several forms.
+pub fn is_unreached(name: &str, error: &Error) -> bool {
+    let sentence = error.sentence();
+    let address = sentence.strip_prefix("Failed to connect to '").and_then(|rest| rest.split_once("': "));
+    address.is_some_and(|(address, _)| name.contains("nbd") && name.contains(address))
 }
 
 /// As [`reason`], with qemu-img's words where scripts look for them.
@@ -214,7 +217,7 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
         );
     }
     // These name what it is about themselves.
-    if sentence.starts_with("address resolution failed for ") {
+    if ["address resolution failed for ", "Failed to connect to '"].iter().any(|start| sentence.starts_with(start)) {
         return sentence;
     }
     // What image options name isn't said again.

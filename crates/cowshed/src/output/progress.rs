@@ -21,6 +21,8 @@ pub enum Progress {
     Percent {
         /// Hundredths of a percent printed last.
         shown: Option<u64>,
+        /// The work was told to be done, and there was some.
+        is_done: bool,
     },
     /// A bar on standard error.
     Bar(ProgressBar),
@@ -32,12 +34,12 @@ impl Progress {
     pub fn new(persona: Persona, wanted: bool, quiet: bool, what: &'static str) -> Self {
         match persona {
             _ if quiet => Progress::Hidden,
-            Persona::QemuImg if wanted => Progress::Percent { shown: None },
+            Persona::QemuImg if wanted => Progress::Percent { shown: None, is_done: false },
             Persona::QemuImg => Progress::Hidden,
             Persona::Cowshed | Persona::Tool(_) => {
                 let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND));
                 if bar.is_hidden() {
-                    return if wanted { Progress::Percent { shown: None } } else { Progress::Hidden };
+                    return if wanted { Progress::Percent { shown: None, is_done: false } } else { Progress::Hidden };
                 }
                 bar.set_style(bar_style());
                 bar.set_message(what);
@@ -50,7 +52,8 @@ impl Progress {
     pub fn update(&mut self, done: u64, total: u64) {
         match self {
             Progress::Hidden => {}
-            Progress::Percent { shown } => {
+            Progress::Percent { shown, is_done } => {
+                *is_done = total != 0 && done >= total;
                 let hundredths = hundredths(done, total);
                 let is_step = match *shown {
                     // Work in several rounds begins again; what was said before stays.
@@ -74,12 +77,19 @@ impl Progress {
     /// The work ended; with `well` it stands at 100 %. A bar goes away, a percentage stays until [`Progress::finish`].
     pub fn complete(&mut self, well: bool) {
         match self {
-            Progress::Percent { shown } if well && *shown != Some(10_000) => {
+            Progress::Percent { shown, .. } if well && *shown != Some(10_000) => {
                 *shown = Some(10_000);
                 print_percent(10_000);
             }
             Progress::Bar(bar) => bar.finish_and_clear(),
             Progress::Hidden | Progress::Percent { .. } => {}
+        }
+    }
+
+    /// Says 100 % once more, as QEMU does where the work had come there by itself.
+    pub fn repeat_end(&mut self) {
+        if let Progress::Percent { is_done: true, .. } = self {
+            print_percent(10_000);
         }
     }
 

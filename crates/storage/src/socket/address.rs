@@ -56,7 +56,14 @@ impl SocketAddress {
 
     /// Connects and waits for it.
     pub(super) fn connect(&self, timeout: Duration) -> Result<OwnedFd> {
-        let failed = |error: &std::io::Error| Error::io(error, "could not connect").file(self.to_string());
+        // The caller names what was to be reached.
+        let failed = |error: &std::io::Error| {
+            let address = self.to_string();
+            // An IPv6 address has no brackets in QEMU's words.
+            let bare = address.strip_prefix('[').map(|rest| rest.replacen("]:", ":", 1));
+            let sentence = format!("Failed to connect to '{}'", bare.as_deref().unwrap_or(&address));
+            Error::io(error, format!("could not connect to '{address}'")).qemu(sentence)
+        };
         match self {
             SocketAddress::Unix(path) => {
                 let address = SocketAddress::unix(path)?;
