@@ -5,9 +5,9 @@
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
-use super::qcow2::join;
 use super::raw::{discard_file, zero_file};
 use super::units::{Units, gaps, survey};
+use crate::buffers::join;
 use crate::node::{Link, ZeroFlags};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, ErrorKind, Result};

@@ -4,9 +4,9 @@
 
 use super::Vmdk;
 use super::extent::{Extent, Sparse, Storage};
+use crate::buffers::join;
 use crate::formats::blocks::{BlockFormat, ImageFile, Table};
 use crate::formats::mapped::{Description, MappedWriter, Place};
-use crate::formats::qcow2::join;
 use crate::formats::raw::{discard_file, zero_file};
 use crate::formats::units::Units;
 use crate::formats::writer::Writer;
