@@ -215,19 +215,29 @@ impl Backup {
         Ok(())
     }
 
+    /// Makes the target durable.
+    pub async fn flush(&self) -> Result<()> {
+        self.request.target.flush().await
+    }
+
     /// Makes the target durable and ends.
-    pub async fn finish(self) -> Result<()> {
-        let flushed = self.request.target.flush().await;
+    pub async fn finish(&self) -> Result<()> {
+        let flushed = self.flush().await;
         let succeeded = flushed.is_ok();
         flushed.and(self.end_as(succeeded).await)
     }
 
+    /// Ends behind a [`Backup::flush`] that succeeded after the copy: the rest of [`Backup::finish`].
+    pub async fn complete(&self) -> Result<()> {
+        self.end_as(true).await
+    }
+
     /// Ends; without [`Backup::finish`] the target is incomplete.
-    pub async fn end(self) -> Result<()> {
+    pub async fn end(&self) -> Result<()> {
         self.end_as(false).await
     }
 
-    async fn end_as(self, succeeded: bool) -> Result<()> {
+    async fn end_as(&self, succeeded: bool) -> Result<()> {
         let settled = match &self.bitmap {
             Some(bitmap) => self.settle_bitmap(bitmap, succeeded).await,
             None => Ok(()),

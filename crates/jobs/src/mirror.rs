@@ -70,8 +70,8 @@ impl Default for MirrorOptions {
 }
 
 /// A copy under way: to another node, or of what an image holds into an image below it. Requests that a dropped future of it
-/// has begun are carried out; the steps behind them are not. A dropped [`Mirror::catch_up`] or [`Mirror::finish`] leaves its
-/// piece clean in the map though the target may lack it: only [`Mirror::end`] may follow.
+/// has begun are carried out; the steps behind them are not. The piece of a dropped [`Mirror::catch_up`] stays to be copied, so
+/// it can be called again. Behind a dropped [`Mirror::finish`] only [`Mirror::end`] may follow.
 pub struct Mirror {
     graph: Arc<Graph>,
     source: Arc<Node>,
@@ -117,6 +117,25 @@ fn writer_of(name: String) -> AttachRequest {
     let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
     // An incomplete copy is nothing to read.
     AttachRequest::job(name, Permissions { used, shared: PermissionSet::WRITE_UNCHANGED })
+}
+
+/// A range that is clean in the map while it is copied. It becomes dirty again where the copy fails or its future is dropped.
+struct Missing<'a> {
+    map: &'a DirtyMap,
+    range: &'a Range<u64>,
+}
+
+impl Missing<'_> {
+    /// The target has it.
+    fn is_there(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Missing<'_> {
+    fn drop(&mut self) {
+        self.map.mark(self.range.start, self.range.end - self.range.start);
+    }
 }
 
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
@@ -417,12 +436,11 @@ impl Mirror {
             Some(filter) => Some(filter.claim(range.start, len).await),
             None => None,
         };
+        let missing = Missing { map: &self.dirty, range };
         self.dirty.clear(range.start, len);
-        let copied = self.copy(&ends, range).await;
-        if copied.is_err() {
-            self.dirty.mark(range.start, len);
-        }
-        copied
+        self.copy(&ends, range).await?;
+        missing.is_there();
+        Ok(())
     }
 
     /// The source must still be where its users write: else there are writes that nobody noticed.
@@ -477,8 +495,9 @@ impl Mirror {
         let mut result = self.check_place();
         while result.is_ok() {
             let Some(range) = self.dirty.take_next(0, self.chunk_bytes) else { break };
+            let missing = Missing { map: &self.dirty, range: &range };
             let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
-            result = copied.map_err(|failure| failure.error);
+            result = copied.map(|()| missing.is_there()).map_err(|failure| failure.error);
         }
         let result = match result {
             Ok(()) => self.target.flush().await,

@@ -99,7 +99,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         handle.set_progress(1, 1);
         created
     };
-    let finish: Finish = Box::new(|_| Box::pin(async { Ok(()) }));
+    let finish = Finish::new(|_| Box::pin(async { Ok(()) }));
     jobs.start(job, async move { (work.await, finish) });
     nothing()
 }

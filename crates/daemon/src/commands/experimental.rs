@@ -66,7 +66,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
             _ => Err(Error::unsupported("key slots change while no daemon has the image open: amend it with qemu-img")),
         }
     };
-    let finish: Finish = Box::new(|_| Box::pin(async { Result::Ok(()) }));
+    let finish = Finish::new(|_| Box::pin(async { Result::Ok(()) }));
     daemon.jobs.start(job, async move { (work.await, finish) });
     nothing()
 }

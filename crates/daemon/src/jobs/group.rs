@@ -22,6 +22,15 @@ struct Arrival {
     finish: Finish,
 }
 
+impl Arrival {
+    /// Makes durable what the job has copied.
+    async fn flushed(self) -> Arrival {
+        let Arrival { job, finish: Finish { flush, end }, .. } = self;
+        let result = flush().await;
+        Arrival { job, result, finish: Finish::new(end) }
+    }
+}
+
 impl JobGroup {
     /// Has these jobs end together.
     pub fn join(jobs: Vec<Rc<Job>>) {
@@ -78,9 +87,18 @@ impl JobGroup {
         let mut arrived = self.arrived.take();
         let place = |one: &Arrival| members.iter().position(|job| Rc::ptr_eq(job, &one.job));
         arrived.sort_by_key(place);
-        for Arrival { job, result, finish } in arrived {
+        // No job completes before the targets of all are durable.
+        let mut ready = Vec::new();
+        for arrival in arrived {
+            let arrival = if self.has_failed.get() { arrival } else { arrival.flushed().await };
+            if arrival.result.is_err() {
+                self.fail(&arrival.job.id);
+            }
+            ready.push(arrival);
+        }
+        for Arrival { job, result, finish } in ready {
             let completes = result.is_ok() && !self.has_failed.get();
-            let finished = finish(completes).await;
+            let finished = (finish.end)(completes).await;
             if finished.is_err() {
                 self.has_failed.set(true);
             }

@@ -400,8 +400,25 @@ impl Judge for Job {
 /// A job and its work, which comes with what ends it.
 pub(crate) type Work = (Rc<Job>, LocalFuture<'static, (Result<()>, Finish)>);
 
-/// Ends the work of a job: completes it (`true`), or takes back what was prepared.
-pub(crate) type Finish = Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>;
+/// Ends the work of a job.
+pub(crate) struct Finish {
+    /// Makes durable what a completed job counts on, where [`Finish::end`] doesn't.
+    flush: Box<dyn FnOnce() -> LocalFuture<'static, Result<()>>>,
+    /// Completes the job (`true`), or takes back what was prepared.
+    end: Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>,
+}
+
+impl Finish {
+    /// Of a job whose end needs nothing before it.
+    pub fn new(end: impl FnOnce(bool) -> LocalFuture<'static, Result<()>> + 'static) -> Finish {
+        Finish { flush: Box::new(|| Box::pin(async { Ok(()) })), end: Box::new(end) }
+    }
+
+    /// The job completes only behind this flush.
+    fn behind(self, flush: impl FnOnce() -> LocalFuture<'static, Result<()>> + 'static) -> Finish {
+        Finish { flush: Box::new(flush), ..self }
+    }
+}
 
 /// What a job is to be.
 pub(crate) struct JobSpec {
@@ -529,7 +546,10 @@ impl Jobs {
                     result = job.wait_for_finalize().await;
                 }
             }
-            let finished = finish(result.is_ok()).await;
+            if result.is_ok() {
+                result = (finish.flush)().await;
+            }
+            let finished = (finish.end)(result.is_ok()).await;
             jobs.conclude(&job, result.and(finished));
         });
         let mut tasks = self.tasks.borrow_mut();

@@ -6,11 +6,13 @@ use crate::commands::NewFile;
 use crate::state::Daemon;
 use cowshed_block::Result;
 use cowshed_image::Node;
+use cowshed_image::node::LocalFuture;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
 use cowshed_jobs::stream::Stream;
 use cowshed_storage::rt;
+use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -31,7 +33,7 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
         }
     }
     let pivot = job.wish.get() == Wish::Complete;
-    let finish: Finish = Box::new(move |complete| {
+    let finish = Finish::new(move |complete| {
         Box::pin(async move {
             let finished = match complete {
                 true => mirror.finish(pivot).await,
@@ -48,7 +50,7 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
 macro_rules! copy_once {
     ($job:ident, $work:ident) => {{
         let result = $work.copy(&$job.handle, &*$job).await;
-        let finish: Finish = Box::new(move |complete| {
+        let finish = Finish::new(move |complete| {
             Box::pin(async move {
                 match complete {
                     true => $work.finish().await,
@@ -72,7 +74,18 @@ pub(crate) async fn run_stream(job: Rc<Job>, stream: Stream) -> (Result<()>, Fin
 
 /// Copies a disk as it was at the start.
 pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Finish) {
-    copy_once!(job, backup)
+    let result = backup.copy(&job.handle, &*job).await;
+    let backup = Rc::new(backup);
+    let target = Rc::clone(&backup);
+    let finish = Finish::new(move |complete| {
+        Box::pin(async move {
+            match complete {
+                true => backup.complete().await,
+                false => backup.end().await,
+            }
+        })
+    });
+    (result, finish.behind(move || Box::pin(async move { target.flush().await })))
 }
 
 /// The target of a job that was opened for it.
@@ -104,10 +117,13 @@ impl Closing {
     ) -> (Result<()>, Finish) {
         let (result, finish) = work.await;
         let is_part = job.leaves_a_part(&result) && !self.needed.parts;
-        let finish: Finish = Box::new(move |complete| {
+        let Finish { flush, end } = finish;
+        let has_failed = Rc::new(Cell::new(false));
+        let (of_flush, flushing_job) = (Rc::clone(&has_failed), Rc::clone(&job));
+        let finish = Finish::new(move |complete| {
             Box::pin(async move {
-                let finished = finish(complete).await;
-                let has_failed = complete && job.leaves_a_part(&finished);
+                let finished = end(complete).await;
+                let has_failed = has_failed.get() || (complete && job.leaves_a_part(&finished));
                 let is_part = is_part || (has_failed && !self.needed.parts && !self.needed.whole);
                 // Its users keep it, or else it is closed.
                 let closed = daemon.graph.disown(&self.node).await;
@@ -118,6 +134,13 @@ impl Closing {
                 finished.and(closed)
             })
         });
-        (result, finish)
+        let flush = move || -> LocalFuture<'static, Result<()>> {
+            Box::pin(async move {
+                let flushed = flush().await;
+                of_flush.set(flushing_job.leaves_a_part(&flushed));
+                flushed
+            })
+        };
+        (result, finish.behind(flush))
     }
 }

@@ -2,6 +2,7 @@
 //! Backups of one transaction that end together, beside the newest QEMU.
 
 use super::beside_qemu::Theirs;
+use super::exports::uri;
 use super::running::{Client, Running, temp_folder};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
@@ -176,6 +177,50 @@ fn one_that_is_cancelled_cancels_the_group_also_one_that_waits() {
             assert_eq!(job["error"], "Operation canceled", "{jobs}");
         }
         daemon.stop().expect("stopped in order");
+    }
+}
+
+/// The bitmap of a backup that ends first must not count on the others.
+#[test]
+fn a_target_that_cannot_be_flushed_fails_the_whole_group() {
+    for bad in ["t", "u"] {
+        let daemon = Running::start(Vec::new());
+        let mut client = daemon.client();
+        let rules = json!([{"event": "none", "iotype": "flush"}]);
+        for name in ["a", "t", "b", "u"] {
+            let image = json!({"driver": "null-co", "size": SIZE, "read-zeroes": true});
+            let node = match name == bad {
+                true => json!({"driver": "blkdebug", "node-name": name, "image": image, "inject-error": rules}),
+                false => json!({"driver": "null-co", "node-name": name, "size": SIZE, "read-zeroes": true}),
+            };
+            client.command("blockdev-add", node);
+        }
+        let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+        client.command("nbd-server-start", json!({"addr": address}));
+        for name in ["a", "b"] {
+            client.command("block-dirty-bitmap-add", json!({"node": name, "name": "since"}));
+            let export = json!({"type": "nbd", "id": name, "node-name": name, "writable": true});
+            client.command("block-export-add", export);
+            Qemu::system().io(["-f", "raw", "-c", "write 0 64k", &uri(&daemon, name)]).expect_ok();
+            client.command("block-export-del", json!({"id": name}));
+            client.event("BLOCK_EXPORT_DELETED");
+        }
+        let bitmap = json!({"sync": "incremental", "bitmap": "since"});
+        client.command("transaction", grouped(&[backup("a", "t", &bitmap), backup("b", "u", &bitmap)]));
+        await_end(&mut client);
+        let jobs = client.command("query-jobs", json!({}));
+        for job in jobs.as_array().expect("a list") {
+            let is_cause = (job["id"] == "a") == (bad == "t");
+            let words = if is_cause { "Input/output error" } else { "Operation canceled" };
+            assert_eq!(job["error"], words, "{jobs}");
+        }
+        for node in client.command("query-named-block-nodes", json!({})).as_array().expect("a list") {
+            if let Some(bitmaps) = node.get("dirty-bitmaps") {
+                assert_eq!(bitmaps[0]["count"], 65536, "{} lost what its target may lack", node["node-name"]);
+            }
+        }
+        // A file whose flush has failed once says so until it is opened again.
+        daemon.stop().expect_err("a target could not be flushed");
     }
 }
 

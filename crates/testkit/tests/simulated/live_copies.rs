@@ -65,6 +65,34 @@ fn a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror
     assert!(same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}")), "the target is no copy");
 }
 
+#[test]
+fn a_piece_whose_copy_was_dropped_is_copied_by_the_next_call() {
+    for write_blocking in [None, Some("filter".to_owned())] {
+        let world = world();
+        let slow = Effect::Delay(Duration::from_millis(100));
+        world.add_fault(Fault::new(slow).kind(OpKind::Read).file("disk.raw"));
+        let same = world.run(async {
+            let (graph, source, target, guest) = start().await?;
+            let options = MirrorOptions { write_blocking, ..MirrorOptions::default() };
+            let mirror = Mirror::start(&graph, "m", (&source, &target), options).await?;
+            let job = JobHandle::new();
+            {
+                let copying = Box::pin(mirror.catch_up(&job, &Strict));
+                let later = Box::pin(rt::sleep(Duration::from_millis(10)));
+                let first = futures_util::future::select(copying, later).await;
+                assert!(matches!(first, futures_util::future::Either::Right(_)), "the copy was too fast");
+            }
+            mirror.catch_up(&job, &Strict).await?;
+            mirror.finish(false).await?;
+            let same = content(&source).await? == content(&target).await?;
+            guest.detach().await?;
+            graph.close_all().await?;
+            Ok(same)
+        });
+        assert!(same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}")), "the target is no copy");
+    }
+}
+
 /// The job looks at the map of the disk before it knows which parts the target lacks.
 #[test]
 fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
