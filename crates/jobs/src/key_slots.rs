@@ -6,9 +6,11 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
-use cowshed_image::encryption::{SlotChange, change_slots};
+use cowshed_image::encryption::{SlotChange, change_slots, check_slot_change};
+use cowshed_image::graph::Graph;
 use cowshed_image::secret::Secret;
 use serde_json::Value;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// QEMU's `iter-time` where none is given.
@@ -66,6 +68,68 @@ pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force:
     change_slots(&area, secret.as_ref(), &change, force).await.map_err(in_file)
 }
 
+/// A change of the key slots of an image that a graph has open.
+pub struct LiveSlots {
+    graph: Arc<Graph>,
+    node: Arc<Node>,
+    /// The secrets that options can name.
+    image: ImageSpec,
+    values: OptionValues,
+    prefix: &'static str,
+    /// The secret that opens the image, where that isn't the one of the node.
+    opened_by: Option<String>,
+    force: bool,
+}
+
+impl LiveSlots {
+    /// `options`: `key=value` as [`options_of`] has them. `opened_by`: the secret that opens the image, else its node's.
+    pub fn new(
+        graph: &Arc<Graph>,
+        node: &Arc<Node>,
+        secrets: Vec<(String, Secret)>,
+        (options, opened_by): (&[String], Option<String>),
+        force: bool,
+    ) -> Result<LiveSlots> {
+        let (_, prefix) = node.key_slots()?;
+        let schema = options_of(node.driver_name()).unwrap_or(LUKS_SLOTS);
+        Ok(LiveSlots {
+            graph: Arc::clone(graph),
+            node: Arc::clone(node),
+            image: ImageSpec { secrets, ..ImageSpec::default() },
+            values: OptionValues::parse(schema, options)?,
+            prefix,
+            opened_by,
+            force,
+        })
+    }
+
+    fn request(&self) -> SlotRequest<'_> {
+        SlotRequest { image: &self.image, values: &self.values, prefix: self.prefix }
+    }
+
+    /// What is refused before any key is looked at.
+    pub async fn check(&self) -> Result<()> {
+        let request = self.request();
+        let erases = request.erases()?;
+        if erases && self.opened_by.is_some() {
+            return Err(Error::invalid_argument("'secret' must not be given when erasing keyslots"));
+        }
+        let (area, _) = self.node.key_slots()?;
+        let by_secret = request.get("old-secret").is_some();
+        check_slot_change(&area, request.slot(), (erases, by_secret), self.force).await
+    }
+
+    /// Carries it out.
+    pub async fn run(&self) -> Result<()> {
+        let change = self.request().change()?;
+        let secret = match &self.opened_by {
+            Some(id) => Some(find(&self.image, id)?),
+            None => opening_secret(&self.node, &self.image)?,
+        };
+        self.graph.change_key_slots(&self.node, secret, change, self.force).await
+    }
+}
+
 /// What opens the image now: the secret that its options name.
 fn opening_secret(node: &Node, image: &ImageSpec) -> Result<Option<Secret>> {
     let options = node.options();
@@ -109,11 +173,33 @@ impl SlotRequest<'_> {
         }
     }
 
-    fn change(&self) -> Result<SlotChange> {
-        let slot = self.values.number(&self.name("keyslot")).map(|slot| usize::try_from(slot).unwrap_or(usize::MAX));
+    fn slot(&self) -> Option<usize> {
+        self.values.number(&self.name("keyslot")).map(|slot| usize::try_from(slot).unwrap_or(usize::MAX))
+    }
+
+    /// Whether slots become inactive. The options must go together.
+    fn erases(&self) -> Result<bool> {
         match self.get("state") {
             Some("active") => {
                 self.refuse(&["old-secret"], "activating")?;
+                match self.get("new-secret") {
+                    Some(_) => Ok(false),
+                    None => Err(Error::invalid_argument("'new-secret' is required to activate a keyslot")),
+                }
+            }
+            Some("inactive") => {
+                self.refuse(&["new-secret", "iter-time"], "erasing")?;
+                Ok(true)
+            }
+            Some(other) => Err(Error::invalid_argument(format!("Parameter 'state' does not accept value '{other}'"))),
+            None => Err(Error::invalid_argument("Parameter 'state' is missing")),
+        }
+    }
+
+    fn change(&self) -> Result<SlotChange> {
+        let slot = self.slot();
+        match self.erases()? {
+            false => {
                 let Some(new_secret) = self.secret("new-secret")? else {
                     return Err(Error::invalid_argument("'new-secret' is required to activate a keyslot"));
                 };
@@ -122,12 +208,7 @@ impl SlotRequest<'_> {
                 let iteration_time = time.map_or(DEFAULT_ITERATION_TIME, Duration::from_millis);
                 Ok(SlotChange::Activate { slot, new_secret, iteration_time })
             }
-            Some("inactive") => {
-                self.refuse(&["new-secret", "iter-time"], "erasing")?;
-                Ok(SlotChange::Deactivate { slot, old_secret: self.secret("old-secret")? })
-            }
-            Some(other) => Err(Error::invalid_argument(format!("Parameter 'state' does not accept value '{other}'"))),
-            None => Err(Error::invalid_argument("Parameter 'state' is missing")),
+            true => Ok(SlotChange::Deactivate { slot, old_secret: self.secret("old-secret")? }),
         }
     }
 }

@@ -351,6 +351,11 @@ impl Mirror {
         self.writer().filter().map(|_| Arc::clone(&self.dirty))
     }
 
+    /// The unit in which it copies, and what is still to be copied, in bytes.
+    pub fn missing(&self) -> (u64, u64) {
+        (self.dirty.granularity_bytes(), self.remaining_bytes())
+    }
+
     /// What is still to be copied, in bytes.
     pub fn remaining_bytes(&self) -> u64 {
         self.dirty.dirty_bytes().min(self.source.size())

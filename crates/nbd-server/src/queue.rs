@@ -210,7 +210,7 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
         }
         Err(reason) => {
             stream.socket().shutdown();
-            tracing::info!(peer, %reason, "client refused");
+            tracing::info!(target: "refused", peer, %reason, "client refused");
             config.tell(Event::ClientRefused { peer, reason: reason.to_string() });
             return;
         }

@@ -210,14 +210,17 @@ impl Schema {
                 Ok(value)
             }
             (Type::Null, Value::Null) => Ok(Value::Null),
-            (Type::Int | Type::Uint64, Value::Number(number)) if number.is_i64() || number.is_u64() => {
-                Ok(Value::Number(number))
+            (Type::Int, Value::Number(number)) if number.is_i64() => Ok(Value::Number(number)),
+            (Type::Uint64, Value::Number(number)) if number.is_u64() => Ok(Value::Number(number)),
+            // As QEMU takes it: the number of 64 bits that is stored in the same way.
+            (Type::Uint64, Value::Number(number)) if number.is_i64() => {
+                Ok(number.as_i64().map(i64::cast_unsigned).into())
             }
             (Type::Uint32, value) => {
                 let value = self.check_value(&Type::Uint64, value, path, strictness)?;
                 match value.as_u64().is_some_and(|number| u32::try_from(number).is_ok()) {
                     true => Ok(value),
-                    false => Err(QmpError::generic(format!("Parameter '{path}' expects uint32_t"))),
+                    false => Err(QmpError::generic(format!("Parameter '{}' expects uint32_t", own_name(path)))),
                 }
             }
             (Type::Number, value @ Value::Number(_)) => Ok(value),
@@ -270,7 +273,7 @@ impl Schema {
 
     fn wrong_type(&self, of: &Type, path: &str) -> QmpError {
         if *of == Type::Uint64 {
-            return QmpError::generic(format!("Parameter '{path}' expects uint64"));
+            return QmpError::generic(format!("Parameter '{}' expects uint64", own_name(path)));
         }
         let expected = match (of, self.json_type(of)) {
             (Type::Int, _) => "integer",

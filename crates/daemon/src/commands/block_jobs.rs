@@ -4,7 +4,7 @@
 use super::names;
 use super::snapshot::free_name;
 use super::{Arguments, Group, change, failed, nothing};
-use crate::jobs::{Closing, Job, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
+use crate::jobs::{Closing, Job, JobFilter, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
@@ -14,7 +14,7 @@ use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_jobs::stream::{Stream, StreamRequest};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ enum BlockdevOnError: report ignore enospc stop auto
 enum MirrorSyncMode: top full incremental none bitmap
 enum MirrorCopyMode: background write-blocking
 command blockdev-mirror: job-id?: str, device: str, target: str, replaces?: str, sync: MirrorSyncMode, speed?: int
-  , granularity?: int, target-is-zero?: bool, buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
+  , granularity?: uint32, target-is-zero?: bool, buf-size?: int, on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, filter-node-name?: str
   , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
 command block-commit: job-id?: str, device: str, base-node?: str, base?: str, top-node?: str, top?: str
   , backing-file?: str, backing-mask-protocol?: bool, speed?: int, on-error?: BlockdevOnError
@@ -39,7 +39,7 @@ object BlockdevBackup: job-id?: str, device: str, sync: BackupSyncMode, speed?: 
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, on-cbw-error?: OnCbwError
   , auto-finalize?: bool, auto-dismiss?: bool, filter-node-name?: str, discard-source?: bool, x-perf?: BackupPerf
   , target: str
-object BackupPerf: use-copy-range?: bool, max-workers?: int, max-chunk?: int, min-cluster-size?: int
+object BackupPerf: use-copy-range?: bool, max-workers?: int, max-chunk?: int, min-cluster-size?: uint64
 command blockdev-backup(BlockdevBackup)
 ",
     commands: &[
@@ -65,17 +65,20 @@ impl Common {
         if daemon.jobs.find(&id).is_ok() {
             return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
         }
-        if let Some(name) = arguments.maybe_text("filter-node-name")
-            && daemon.graph.find(name).is_some()
-        {
-            return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
-        }
+        let speed = speed(arguments).inspect_err(|_| Self::was_there(daemon, &id))?;
         Ok(Common {
             id,
-            speed: speed(arguments)?,
+            speed,
             auto_finalize: arguments.flag("auto-finalize", true),
             auto_dismiss: arguments.flag("auto-dismiss", true),
         })
+    }
+
+    /// Tells of a job that ends before it begins: as in QEMU, some arguments are refused behind its creation.
+    fn was_there(daemon: &Daemon, id: &str) {
+        for status in ["created", "null"] {
+            daemon.events.emit("JOB_STATUS_CHANGE", json!({"status": status, "id": id}));
+        }
     }
 
     pub fn spec(self, kind: &'static str, nodes: Vec<Arc<Node>>, on_error: (OnError, OnError)) -> JobSpec {
@@ -130,13 +133,16 @@ pub(super) async fn prepare_mirror(
     let common = Common::of(daemon, arguments)?;
     let mut options = MirrorOptions { sync: mirror_sync(arguments)?, ..MirrorOptions::default() };
     if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
-        if !granularity.is_power_of_two() || !(512..=64 << 20).contains(&granularity) {
-            let message = "Parameter 'granularity' expects a power of two in range [512B, 64MB]";
-            return Err(QmpError::generic(message));
+        if !(512..=64 << 20).contains(&granularity) {
+            return Err(QmpError::generic("Parameter 'granularity' expects a value in range [512B, 64MB]"));
+        }
+        if !granularity.is_power_of_two() {
+            return Err(QmpError::generic("Parameter 'granularity' expects a power of 2"));
         }
         options.granularity_bytes = granularity;
     }
-    if let Some(bytes) = arguments.number("buf-size")?.filter(|&bytes| bytes != 0) {
+    let no_buffer = |_| QmpError::generic("Invalid parameter 'buf-size'");
+    if let Some(bytes) = arguments.number("buf-size").map_err(no_buffer)?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
     }
     if closes_target && let Some(cluster) = target.cluster_bytes() {
@@ -148,10 +154,27 @@ pub(super) async fn prepare_mirror(
     if arguments.maybe_text("copy-mode") == Some("write-blocking") {
         options.write_blocking = Some(filter_name(daemon, arguments));
     }
+    let filter = match options.write_blocking {
+        // It has one of its own.
+        Some(_) => None,
+        None => named_filter(daemon, arguments, "mirror_top", source)?,
+    };
     let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await.map_err(failed)?;
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
     let spec = common.spec("mirror", mirror.nodes(), policies);
-    Ok(MirrorPrepared { mirror, spec })
+    Ok(MirrorPrepared { mirror, spec, filter })
+}
+
+/// The filter that the arguments name.
+fn named_filter(
+    daemon: &Daemon,
+    arguments: &Arguments,
+    driver: &'static str,
+    below: &Arc<Node>,
+) -> QmpResult<Option<JobFilter>> {
+    let Some(name) = arguments.maybe_text("filter-node-name") else { return Ok(None) };
+    let held = daemon.graph.hold_name(name).map_err(failed)?;
+    Ok(Some(JobFilter { held, driver, below: Arc::clone(below) }))
 }
 
 /// The node whose place the target of a mirror takes. What its users see must not change with that, so it is the disk, or a
@@ -175,6 +198,7 @@ fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpRe
 pub(super) struct MirrorPrepared {
     mirror: Mirror,
     spec: JobSpec,
+    filter: Option<JobFilter>,
 }
 
 impl MirrorPrepared {
@@ -184,6 +208,7 @@ impl MirrorPrepared {
         let job = daemon.jobs.add(self.spec, &daemon.events)?;
         job.handle.set_progress(0, mirror.remaining_bytes());
         job.follow_target(mirror.active_map());
+        job.set_filter(self.filter);
         let mirror = Rc::new(mirror);
         // Before the job's first step: the next command may be to change it.
         job.set_mirror(Some(Rc::clone(&mirror)));
@@ -232,16 +257,20 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
             return Err(QmpError::generic("'backing-file' specified, but 'top' is the active layer"));
         }
         let options = MirrorOptions { buffer_bytes: u64::MAX, ..MirrorOptions::default() };
+        let filter = named_filter(&daemon, &arguments, "mirror_top", &top)?;
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));
-        return MirrorPrepared { mirror, spec }.start(&daemon, None);
+        return MirrorPrepared { mirror, spec, filter }.start(&daemon, None);
     };
     daemon.jobs.check_free(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
+    let filter = named_filter(&daemon, &arguments, "commit_top", &top)
+        .inspect_err(|_| Common::was_there(&daemon, &common.id))?;
     let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
     let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
     let job = daemon.jobs.add(common.spec("commit", merge.nodes(), (policy, policy)), &daemon.events)?;
+    job.set_filter(filter);
     daemon.jobs.start(Rc::clone(&job), run_merge(job, merge));
     nothing()
 }
@@ -257,6 +286,8 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         daemon.jobs.check_free(&node)?;
     }
     let filter_name = filter_name(&daemon, &arguments);
+    let free = daemon.graph.hold_name(&filter_name).map(drop);
+    free.map_err(|error| failed(error.context("Could not create node")))?;
     let common = Common::of(&daemon, &arguments)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
@@ -355,15 +386,19 @@ fn check_perf(arguments: &Arguments) -> QmpResult<()> {
     if chunk.is_none_or(|chunk| chunk < 0) {
         return refuse("max-chunk must be zero (which means no limit) or positive");
     }
-    let smallest = number("min-cluster-size", 1 << 16).unwrap_or(0);
-    if !u64::try_from(smallest).is_ok_and(u64::is_power_of_two) {
+    let smallest = perf.get("min-cluster-size").map_or(Some(0), Value::as_u64).unwrap_or(0);
+    if i64::try_from(smallest).is_err() {
+        return refuse(&format!("min-cluster-size too large: {smallest} > {}", i64::MAX));
+    }
+    if smallest != 0 && !smallest.is_power_of_two() {
         return refuse(
             "Could not create node: Cannot create block-copy-state: min-cluster-size needs to be a power of 2",
         );
     }
-    match chunk {
-        Some(chunk) if chunk != 0 && chunk < 1 << 16 => {
-            Err(QmpError::generic(format!("Required max-chunk ({chunk}) is less than backup cluster size (65536)")))
+    let cluster = smallest.max(1 << 16);
+    match chunk.map(i64::cast_unsigned) {
+        Some(chunk) if chunk != 0 && chunk < cluster => {
+            Err(QmpError::generic(format!("Required max-chunk ({chunk}) is less than backup cluster size ({cluster})")))
         }
         _ => Ok(()),
     }

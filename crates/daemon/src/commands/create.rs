@@ -22,12 +22,12 @@ pub(super) const GROUP: Group = Group {
 enum BlockdevCreateDriver: file qcow2 luks vdi vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
   copy-before-write
 enum PreallocMode: off metadata falloc full
-object BlockdevCreateOptionsFile: filename: str, size: int, preallocation?: PreallocMode, nocow?: bool
-  , extent-size-hint?: int
+object BlockdevCreateOptionsFile: filename: str, size: uint64, preallocation?: PreallocMode, nocow?: bool
+  , extent-size-hint?: uint64
 enum BlockdevQcow2Version: v2 v3
 enum Qcow2CompressionType: zlib zstd
-object BlockdevCreateOptionsQcow2: file: BlockdevRef, extended-l2?: bool, size: int, version?: BlockdevQcow2Version
-  , backing-file?: str, backing-fmt?: str, cluster-size?: int, preallocation?: PreallocMode, lazy-refcounts?: bool
+object BlockdevCreateOptionsQcow2: file: BlockdevRef, extended-l2?: bool, size: uint64, version?: BlockdevQcow2Version
+  , backing-file?: str, backing-fmt?: str, cluster-size?: uint64, preallocation?: PreallocMode, lazy-refcounts?: bool
   , refcount-bits?: int, compression-type?: Qcow2CompressionType, encrypt?: QCryptoBlockCreateOptions
 enum QCryptoCipherAlgo: aes-128 aes-192 aes-256 des 3des cast5-128 serpent-128 serpent-192 serpent-256 twofish-128
   twofish-192 twofish-256 sm4
@@ -40,7 +40,7 @@ object QCryptoBlockCreateOptionsLUKS: key-secret?: str, cipher-alg?: QCryptoCiph
 enum QCryptoBlockFormat: qcow luks
 object QCryptoBlockCreateOptions: format: QCryptoBlockFormat | format = qcow: QCryptoBlockOptionsQCow
   , luks: QCryptoBlockCreateOptionsLUKS
-object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: int, preallocation?: PreallocMode, key-secret?: str
+object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: uint64, preallocation?: PreallocMode, key-secret?: str
   , cipher-alg?: QCryptoCipherAlgo, cipher-mode?: QCryptoCipherMode, ivgen-alg?: QCryptoIVGenAlgo
   , ivgen-hash-alg?: QCryptoHashAlgo, hash-alg?: QCryptoHashAlgo, iter-time?: int
 object BlockdevCreateOptionsVdi: file: BlockdevRef, size: int, preallocation?: PreallocMode
@@ -131,6 +131,9 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
     }
     let is_file = options.text("driver") == "file";
     let size = options.number("size").map_err(|error| Error::invalid_argument(error.description))?;
+    if is_file && size.is_some_and(|size| i64::try_from(size).is_err()) {
+        return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
+    }
     if !is_file && size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
@@ -147,7 +150,7 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
 }
 
 /// As `-o` takes it.
-fn assignment(name: &str, value: &Value) -> String {
+pub(super) fn assignment(name: &str, value: &Value) -> String {
     match value {
         Value::Bool(flag) => format!("{name}={}", if *flag { "on" } else { "off" }),
         Value::String(text) => format!("{name}={}", text.replace(',', ",,")),

@@ -24,7 +24,7 @@ object DriveBackup: job-id?: str, device: str, target: str, format?: str, sync: 
   , filter-node-name?: str, auto-finalize?: bool, auto-dismiss?: bool, x-perf?: BackupPerf
 object DriveBackupWrapper: data: DriveBackup
 object DriveMirror: job-id?: str, device: str, target: str, format?: str, node-name?: str, replaces?: str
-  , sync: MirrorSyncMode, mode?: NewImageMode, speed?: int, granularity?: int, buf-size?: int
+  , sync: MirrorSyncMode, mode?: NewImageMode, speed?: int, granularity?: uint32, buf-size?: int
   , on-source-error?: BlockdevOnError, on-target-error?: BlockdevOnError, unmap?: bool
   , copy-mode?: MirrorCopyMode, auto-finalize?: bool, auto-dismiss?: bool
 command drive-backup(DriveBackup)

@@ -2,13 +2,17 @@
 //! Commands that QEMU calls experimental (`x-`), and that management tools call all the same.
 
 use super::bitmaps::node_of;
+use super::create::assignment;
 use super::{Arguments, Group, change, command, failed, names, nothing};
 use crate::jobs::{Finish, JobSpec};
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
+use cowshed_image::Node;
+use cowshed_jobs::key_slots::LiveSlots;
 use cowshed_qmp::{QmpError, QmpResult};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -34,7 +38,7 @@ command x-debug-block-dirty-bitmap-sha256(BlockDirtyBitmap) -> BlockDirtyBitmapS
     ],
 };
 
-/// A job, as QEMU has it. Key slots are in the file's header, which an open image holds in memory.
+/// A job, as QEMU has it. It has ended before the answer where it has to look at no key.
 async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let name = arguments.text("node-name");
     let node = names::lookup(&daemon, None, Some(name))?.node();
@@ -46,29 +50,83 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if !matches!(driver, "qcow2" | "luks") {
         return Err(QmpError::generic("Driver does not support x-blockdev-amend"));
     }
-    let is_encrypted = driver == "luks" || node.is_encrypted();
+    names::check_job_id(arguments.text("job-id"))?;
+    let change = slot_change(&daemon, &node, &options, arguments.flag("force", false));
+    let refused = match &change {
+        Ok(Some(change)) => change.check().await,
+        _ => Ok(()),
+    };
+    let is_read_only = node.is_read_only();
+    let ends_at_once = refused.is_err() || !matches!(change, Ok(Some(_)));
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
         kind: "amend",
         auto_finalize: true,
         auto_dismiss: false,
         speed: 0,
-        nodes: vec![node],
+        nodes: Vec::new(),
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
+    if is_read_only {
+        daemon.jobs.dismiss(&job);
+        return Err(QmpError::generic("Block node is read-only"));
+    }
     let handle = job.handle.clone();
     let work = async move {
         handle.set_progress(1, 1);
-        match options.len() {
-            1 => Ok(()),
-            _ if !is_encrypted => Err(Error::unsupported("image is not encrypted, can't amend")),
-            _ => Err(Error::unsupported("key slots change while no daemon has the image open: amend it with qemu-img")),
-        }
+        let changed = match (refused, change) {
+            (Ok(()), Ok(Some(change))) => change.run().await,
+            (refused, change) => refused.and(change.map(drop)),
+        };
+        // The job's error is QEMU's sentence alone.
+        changed.map_err(|error| {
+            let sentence = error.message().to_owned();
+            error.qemu(sentence)
+        })
     };
     let finish = Finish::new(|_| Box::pin(async { Result::Ok(()) }));
-    daemon.jobs.start(job, async move { (work.await, finish) });
+    daemon.jobs.start(Rc::clone(&job), async move { (work.await, finish) });
+    if ends_at_once {
+        job.await_end().await;
+    }
     nothing()
+}
+
+/// What is to become of the key slots; `None` where nothing is said of them.
+fn slot_change(
+    daemon: &Daemon,
+    node: &Arc<Node>,
+    options: &Map<String, Value>,
+    force: bool,
+) -> Result<Option<LiveSlots>> {
+    let is_luks = node.driver_name() == "luks";
+    let given = match options.get("encrypt").and_then(Value::as_object) {
+        _ if is_luks => options,
+        None => return Ok(None),
+        Some(_) if !node.is_encrypted() => return Err(Error::unsupported("image is not encrypted, can't amend")),
+        Some(encrypt) if encrypt.get("format").is_none_or(|format| format != "luks") => {
+            return Err(Error::unsupported("Amend can't be used to change the qcow2 encryption format"));
+        }
+        Some(encrypt) => encrypt,
+    };
+    let prefix = if is_luks { "" } else { "encrypt." };
+    let mut list = Vec::new();
+    let mut opened_by = None;
+    for (key, value) in given {
+        match key.as_str() {
+            "driver" | "format" => {}
+            "secret" => opened_by = value.as_str().map(str::to_owned),
+            // Where QEMU takes a negative number for a large one.
+            "keyslot" if value.as_i64().is_some_and(|slot| slot < 0) => {
+                list.push(assignment(&format!("{prefix}keyslot"), &json!(u32::MAX)));
+            }
+            // Its default, as 0.
+            "iter-time" if value.as_i64().is_some_and(|time| time < 0) => {}
+            key => list.push(assignment(&format!("{prefix}{key}"), value)),
+        }
+    }
+    LiveSlots::new(&daemon.graph, node, daemon.objects.secrets(), (&list, opened_by), force).map(Some)
 }
 
 /// QEMU changes the children of a quorum so. There is none here, and no other node lets it.

@@ -21,7 +21,7 @@ pub(super) const GROUP: Group = Group {
     schema: "
 enum SocketAddressType: inet unix fd
 object InetSocketAddress: host: str, port: str, numeric?: bool, to?: int, ipv4?: bool, ipv6?: bool, keep-alive?: bool
-  , keep-alive-count?: int, keep-alive-idle?: int, keep-alive-interval?: int, mptcp?: bool
+  , keep-alive-count?: uint32, keep-alive-idle?: uint32, keep-alive-interval?: uint32, mptcp?: bool
 object UnixSocketAddress: path: str, abstract?: bool, tight?: bool
 object FdSocketAddress: str: str
 object SocketAddress: type: SocketAddressType | type = inet: InetSocketAddress, unix: UnixSocketAddress
@@ -31,10 +31,10 @@ object UnixSocketAddressWrapper: data: UnixSocketAddress
 object FdSocketAddressWrapper: data: FdSocketAddress
 object SocketAddressLegacy: type: SocketAddressType | type = inet: InetSocketAddressWrapper
   , unix: UnixSocketAddressWrapper, fd: FdSocketAddressWrapper
-object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: int, tls-creds?: str, tls-authz?: str
-  , max-connections?: int
-command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: int, tls-creds?: str
-  , tls-authz?: str, max-connections?: int
+object NbdServerOptions: addr: SocketAddress, handshake-max-seconds?: uint32, tls-creds?: str, tls-authz?: str
+  , max-connections?: uint32
+command nbd-server-start: addr: SocketAddressLegacy, handshake-max-seconds?: uint32, tls-creds?: str
+  , tls-authz?: str, max-connections?: uint32
 command nbd-server-add: device: str, name?: str, description?: str, writable?: bool, bitmap?: str
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
@@ -176,7 +176,7 @@ fn listen_options(members: &Map<String, Value>) -> QmpResult<ListenOptions> {
     let (count, idle, interval) =
         (keep_alive("keep-alive-count")?, keep_alive("keep-alive-idle")?, keep_alive("keep-alive-interval")?);
     let last_port = members.get("to").map(|_| number("to").and_then(|port| port.try_into().ok()));
-    let wrong = || QmpError::generic("Parameter 'addr.to' expects a number up to 65535");
+    let wrong = || QmpError::generic("Parameter 'to' expects uint16_t");
     Ok(ListenOptions {
         ipv4: flag("ipv4"),
         ipv6: flag("ipv6"),

@@ -44,7 +44,8 @@ pub(super) fn lookup(daemon: &Daemon, device: Option<&str>, node: Option<&str>) 
     daemon.inactive.check(device)?;
     daemon.inactive.check(node)?;
     let not_found = || QmpError::generic(format!("Cannot find device='{device}' nor node-name='{node}'"));
-    daemon.graph.find(node).map(Named::Node).ok_or_else(not_found)
+    let behind_filter = || daemon.jobs.behind_filter(node).map(|(below, _)| below);
+    daemon.graph.find(node).or_else(behind_filter).map(Named::Node).ok_or_else(not_found)
 }
 
 /// The export with this id, or else the node with this name.
@@ -97,16 +98,23 @@ const NAMING: &[&str] = &[
     "group",
     "id",
     "image-node-name",
+    "iothread",
     "job-id",
+    "key-secret",
     "name",
+    "new-secret",
     "node",
     "node-name",
+    "old-secret",
     "overlay",
     "path",
+    "secret",
     "snapshot-file",
     "snapshot-node-name",
     "target",
     "throttle-group",
+    "tls-authz",
+    "tls-creds",
     "top-node",
 ];
 
@@ -131,7 +139,8 @@ pub(super) fn named(daemon: &Daemon, arguments: &Map<String, Value>) -> BTreeSet
 fn found_nodes(daemon: &Daemon, name: &str) -> Vec<Arc<Node>> {
     let export = daemon.find_export(name).map(|export| export.attachment.node());
     let job = daemon.jobs.find(name).map(|job| job.nodes()).unwrap_or_default();
-    daemon.graph.find(name).into_iter().chain(export).chain(job).collect()
+    let behind_filter = daemon.jobs.behind_filter(name).map(|(below, _)| below);
+    daemon.graph.find(name).into_iter().chain(export).chain(job).chain(behind_filter).collect()
 }
 
 /// These names, and those of all nodes that are connected with what they name.

@@ -13,7 +13,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
 use cowshed_jobs::limits::BlockLimits;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{CacheMode, File, rt};
+use cowshed_storage::{CacheMode, File, path_of_text, rt};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -63,8 +63,14 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
     let Some(name) = options.text("node-name").map(str::to_owned) else {
         return Err(QmpError::generic("'node-name' must be specified for the root node"));
     };
-    let is_taken = |name: &&str| daemon.graph.find(name).is_some() || daemon.inactive.contains(name);
-    if let Some(name) = names_from_the_file_up(&options, &name).into_iter().find(is_taken) {
+    if is_taken(daemon, &name) {
+        // As in QEMU, which opens the children first.
+        let mut files = Vec::new();
+        options.iter().try_for_each(|(key, child)| check_child(daemon, key, child, &mut files))?;
+        let missing = move || files.into_iter().find(|file| !path_of_text(file).exists());
+        if let Some(file) = rt::offload(missing).await {
+            return Err(QmpError::generic(format!("Could not open '{file}': No such file or directory")));
+        }
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
     untrusted::take_option(daemon, &mut options);
@@ -76,16 +82,31 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
     Ok(())
 }
 
-/// The names of a node and of the nodes in its `file`, in the order in which QEMU takes them.
-fn names_from_the_file_up<'a>(options: &'a BlockdevOptions, name: &'a str) -> Vec<&'a str> {
-    let mut names = vec![name];
-    let mut below = options.get("file");
-    while let Some(child) = below.and_then(Value::as_object) {
-        names.extend(child.get("node-name").and_then(Value::as_str));
-        below = child.get("file");
+fn is_taken(daemon: &Daemon, name: &str) -> bool {
+    daemon.graph.find(name).is_some() || daemon.inactive.contains(name)
+}
+
+/// Refuses a child whose name another node has, or that no node has. `files`: what it is to be opened from.
+fn check_child(daemon: &Daemon, key: &str, child: &Value, files: &mut Vec<String>) -> QmpResult<()> {
+    const ROLES: [ChildRole; 3] = [ChildRole::File, ChildRole::Image, ChildRole::DataFile];
+    if !ROLES.iter().any(|role| role.as_str() == key) {
+        return Ok(());
     }
-    names.reverse();
-    names
+    match child {
+        Value::String(name) => names::device(daemon, name).map(drop),
+        Value::Object(options) => {
+            options.iter().try_for_each(|(key, child)| check_child(daemon, key, child, files))?;
+            let text = |key: &str| options.get(key).and_then(Value::as_str);
+            if let Some(name) = text("node-name").filter(|name| is_taken(daemon, name)) {
+                return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
+            }
+            if text("driver") == Some("file") {
+                files.extend(text("filename").map(str::to_owned));
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
@@ -111,7 +132,16 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         daemon.untrusted.forget(arguments.text("node-name"));
         return nothing();
     }
-    let node = daemon.node(arguments.text("node-name"))?;
+    let name = arguments.text("node-name");
+    if let Some((below, kind)) = daemon.jobs.behind_filter(name) {
+        let overlay = names::parents(&daemon, &below).into_iter().find(|(_, role)| *role == ChildRole::Backing);
+        let user = match overlay {
+            Some((overlay, _)) => format!("node is used as backing hd of '{}'", overlay.name()),
+            None => format!("block device is in use by block job: {kind}"),
+        };
+        return Err(QmpError::generic(format!("Node '{name}' is busy: {user}")));
+    }
+    let node = daemon.node(name)?;
     check_deletable(&daemon, &node)?;
     let deleted = daemon.graph.delete(node.name()).await.map_err(failed);
     if daemon.graph.find(node.name()).is_none() {
@@ -178,6 +208,7 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
                     )));
                 }
                 ChildRole::File | ChildRole::Image if parent.is_filter() => check_users(daemon, &parent)?,
+                ChildRole::File if follows_size(daemon, &parent) => {}
                 role => {
                     let user =
                         format!("node '{}' (uses node '{}' as '{}' child)", parent.name(), node.name(), role.as_str());
@@ -187,6 +218,15 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
         }
     }
     Ok(())
+}
+
+/// True for a raw node that is as long as its file, and that nothing uses.
+fn follows_size(daemon: &Daemon, node: &Arc<Node>) -> bool {
+    let options = node.options();
+    node.driver_name() == "raw"
+        && ["offset", "size"].iter().all(|key| options.get(key).is_none())
+        && names::parents(daemon, node).is_empty()
+        && !daemon.graph.attachments().iter().any(|user| Arc::ptr_eq(&user.node(), node))
 }
 
 /// Refuses a smaller size where an export's clients have been told the larger one.
@@ -263,8 +303,22 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     let flat = arguments.flag("flat", false);
     let mut list = Vec::new();
     for node in newest_first(&daemon) {
-        list.push(Value::Object(describe(&node, flat).await?));
+        list.push(describe(&node, flat).await?);
     }
+    for job in daemon.jobs.list() {
+        let entry = |list: &[Map<String, Value>], name: &str| list.iter().position(|entry| entry["node-name"] == name);
+        let filter = job.listed_filter(|below| entry(&list, below.name()).map(|at| list[at].clone()));
+        let Some(filter) = filter else { continue };
+        for (parent, role) in names::parents(&daemon, &filter.below) {
+            let Some(at) = entry(&list, parent.name()) else { continue };
+            let children = list[at].get_mut("children").and_then(Value::as_array_mut);
+            for child in children.into_iter().flatten().filter(|child| child["child"] == role.as_str()) {
+                child["node-name"] = json!(filter.name);
+            }
+        }
+        list.insert(0, filter.entry);
+    }
+    let mut list: Vec<Value> = list.into_iter().map(Value::Object).collect();
     list.extend(daemon.inactive.described());
     Ok(Value::Array(list))
 }
@@ -348,7 +402,8 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     if let Some(backing) = node.backing() {
         info["backing_file"] = json!(backing.reference());
     }
-    info["write_threshold"] = json!(node.write_threshold());
+    // As in QEMU, whose numbers have a sign here.
+    info["write_threshold"] = json!(node.write_threshold().cast_signed());
     info["image"] = image;
     if !flat {
         let mut below = node.backing();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Background jobs with QEMU's states. They are tasks on the control thread.
 
+mod filter;
 mod group;
 mod work;
 
+pub(crate) use filter::JobFilter;
 use group::JobGroup;
 pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
@@ -104,6 +106,8 @@ pub(crate) struct Job {
     lacking: RefCell<Option<Arc<DirtyMap>>>,
     /// Its mirror, while that can be told to do something else.
     mirror: RefCell<Option<Rc<Mirror>>>,
+    /// The node that it has in QEMU's list of nodes.
+    filter: RefCell<Option<JobFilter>>,
     /// The jobs that it ends together with.
     group: RefCell<Option<Rc<JobGroup>>>,
     /// Tasks that wait for another status.
@@ -142,7 +146,8 @@ impl Job {
         let Some(mirror) = self.mirror.borrow().clone() else {
             return Err(Error::new(ErrorKind::Busy, format!("job '{}' has ended", self.id)));
         };
-        mirror.hold_writes(filter_name).await?;
+        let given = self.release_filter();
+        mirror.hold_writes(given.as_deref().unwrap_or(filter_name)).await?;
         self.follow_target(mirror.active_map());
         self.work_on(mirror.nodes());
         Ok(())
@@ -257,6 +262,11 @@ impl Job {
             }
         });
         within(limit, end).await.is_some()
+    }
+
+    /// Waits a moment for the end of a job that is about to end.
+    pub async fn await_end(&self) {
+        self.ended(END_PATIENCE).await;
     }
 
     /// `wish` must be one that ends the job.
@@ -504,6 +514,7 @@ impl Jobs {
             error: RefCell::default(),
             lacking: RefCell::default(),
             mirror: RefCell::default(),
+            filter: RefCell::default(),
             group: RefCell::default(),
             waiting: RefCell::default(),
             events: events.clone(),
@@ -558,6 +569,7 @@ impl Jobs {
     }
 
     fn conclude(&self, job: &Rc<Job>, result: Result<()>) {
+        job.set_filter(None);
         let cancelled = matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled);
         if let Err(error) = &result {
             tracing::info!(job = job.id, %error, "job failed");

@@ -220,10 +220,10 @@ fn the_address_of_the_server_has_options_of_its_own() {
     };
     for (more, words) in [
         (json!({}), "in use"),
-        (json!({"to": 70000}), "'addr.to' expects a number up to 65535"),
+        (json!({"to": 70000}), "'to' expects uint16_t"),
         (json!({"ipv4": false, "ipv6": false}), "Cannot disable IPv4 and IPv6 at same time"),
         (json!({"to": 65535, "keep-alive": true, "keep-alive-count": 500_000}), "Unable to set TCP keep-alive count"),
-        (json!({"keep-alive": true, "keep-alive-idle": -1}), "'addr.keep-alive-idle'"),
+        (json!({"keep-alive": true, "keep-alive-idle": -1}), "'keep-alive-idle' expects uint32_t"),
         (json!({"host": "localhost", "numeric": true}), "address resolution failed for localhost"),
     ] {
         let refusal = client.refusal("nbd-server-start", start(more.clone()));

@@ -389,8 +389,8 @@ fn a_write_past_its_threshold_is_told_once() {
     assert!(client.refusal("block-set-write-threshold", threshold("zz", 1)).contains("zz"));
     assert!(
         client
-            .refusal("block-set-write-threshold", json!({"node-name": "q", "write-threshold": -1}))
-            .contains("at least 0")
+            .refusal("block-set-write-threshold", json!({"node-name": "q", "write-threshold": 1.5}))
+            .contains("expects uint64")
     );
     assert!(client.events.iter().all(|event| event["event"] != "BLOCK_WRITE_THRESHOLD"), "{:?}", client.events);
     daemon.stop().expect("stopped in order");

@@ -13,7 +13,7 @@ pub use area::LuksArea;
 pub use cipher::Cipher;
 pub(crate) use cipher::SectorsOf;
 pub use create::{ImageEncryption, NewEncryption};
-pub use slots::{SlotChange, change_slots};
+pub use slots::{SlotChange, change_slots, check_slot_change};
 pub(crate) use transform::{decrypt, encrypt, part_sectors};
 pub(crate) use writers::{Writers, Writing};
 

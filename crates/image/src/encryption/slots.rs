@@ -49,30 +49,72 @@ pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &Slo
             let slots = match (slot, old_secret) {
                 (Some(slot), secret) => one_slot(area, &volume, *slot, secret.as_ref()).await?,
                 (None, Some(secret)) => slots_of(area, &volume, secret).await?,
-                (None, None) => {
-                    return Err(Error::invalid_argument(
-                        "To erase keyslot(s), either explicit keyslot index or the password currently contained in them \
-                         must be given",
-                    ));
-                }
+                (None, None) => return Err(nothing_to_erase()),
             };
-            if !force && volume.active_slots().count() <= slots.len() {
-                let message = match slot {
-                    Some(slot) => format!(
-                        "Attempt to erase the only active keyslot {slot} which will erase all the data in the image \
-                         irreversibly - refusing operation"
-                    ),
-                    None => "All the active keyslots match the (old) password that was given and erasing them will \
-                             erase all the data in the image irreversibly - refusing operation"
-                        .to_owned(),
-                };
-                return Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot"));
+            if !force {
+                some_left(&volume, *slot, slots.len())?;
             }
             let mut session = Session { area, volume };
             for slot in slots {
                 session.deactivate(slot).await?;
             }
             Ok(())
+        }
+    }
+}
+
+/// What [`change_slots`] refuses before it looks at any key: a slot, or `erases` without one. `by_secret`: with a passphrase.
+pub async fn check_slot_change(
+    area: &LuksArea,
+    slot: Option<usize>,
+    (erases, by_secret): (bool, bool),
+    force: bool,
+) -> Result<()> {
+    let volume = area.volume().await?;
+    match (erases, slot) {
+        (false, _) => free_slot(&volume, slot, force).map(drop),
+        (true, Some(slot)) => {
+            check_in_use(&volume, slot)?;
+            if force || by_secret { Ok(()) } else { some_left(&volume, Some(slot), 1) }
+        }
+        (true, None) if by_secret => Ok(()),
+        (true, None) => Err(nothing_to_erase()),
+    }
+}
+
+fn nothing_to_erase() -> Error {
+    Error::invalid_argument(
+        "To erase keyslot(s), either explicit keyslot index or the password currently contained in them must be given",
+    )
+}
+
+/// Something must open the image when `erased` slots are gone.
+fn some_left(volume: &Volume, slot: Option<usize>, erased: usize) -> Result<()> {
+    if volume.active_slots().count() > erased {
+        return Ok(());
+    }
+    let message = match slot {
+        Some(slot) => format!(
+            "Attempt to erase the only active keyslot {slot} which will erase all the data in the image irreversibly - \
+             refusing operation"
+        ),
+        None => {
+            "All the active keyslots match the (old) password that was given and erasing them will erase all the data \
+                 in the image irreversibly - refusing operation"
+                .to_owned()
+        }
+    };
+    Err(Error::new(ErrorKind::PermissionDenied, message).field("keyslot"))
+}
+
+fn check_in_use(volume: &Volume, slot: usize) -> Result<()> {
+    check_slot(slot)?;
+    match is_active(volume, slot) {
+        true => Ok(()),
+        false => {
+            // The blank at the end is QEMU's.
+            let message = format!("Given keyslot {slot} is already erased (inactive) ");
+            Err(Error::invalid_argument(message).field("keyslot"))
         }
     }
 }
@@ -90,11 +132,7 @@ fn is_active(volume: &Volume, slot: usize) -> bool {
 }
 
 async fn one_slot(area: &LuksArea, volume: &Volume, slot: usize, secret: Option<&Secret>) -> Result<Vec<usize>> {
-    check_slot(slot)?;
-    if !is_active(volume, slot) {
-        let message = format!("Given keyslot {slot} is already erased (inactive)");
-        return Err(Error::invalid_argument(message).field("keyslot"));
-    }
+    check_in_use(volume, slot)?;
     let Some(secret) = secret else { return Ok(vec![slot]) };
     match area.try_slot(volume, slot, secret).await? {
         Some(_) => Ok(vec![slot]),

@@ -93,6 +93,11 @@ impl RawDriver {
                 .qemu(format!("Offset ({offset}) cannot be greater than size of the containing file ({size})"))
         })?;
         if let Some(size) = size
+            && !size.is_multiple_of(512)
+        {
+            return Err(Error::invalid_argument("Specified size is not multiple of 512").value(size));
+        }
+        if let Some(size) = size
             && size > available
         {
             return Err(Error::invalid_argument(format!(

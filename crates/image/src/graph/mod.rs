@@ -14,6 +14,7 @@ mod failed;
 mod files;
 mod gate;
 mod internal;
+mod key_slots;
 mod mirror;
 mod moves;
 mod owned;
@@ -173,6 +174,14 @@ impl Graph {
         Ok(Reservation { graph: Arc::clone(self), name, kept: false })
     }
 
+    /// Keeps a name from nodes until it is dropped.
+    ///
+    /// # Errors
+    /// A node has it, or it is no name of a node.
+    pub fn hold_name(self: &Arc<Self>, name: &str) -> Result<HeldName> {
+        self.reserve(Some(name)).map(HeldName)
+    }
+
     pub(crate) fn remove(&self, name: &str) {
         self.change(|nodes| nodes.remove(name));
     }
@@ -183,6 +192,16 @@ pub(crate) struct Reservation {
     graph: Arc<Graph>,
     name: String,
     kept: bool,
+}
+
+/// A name that no node takes, see [`Graph::hold_name`].
+pub struct HeldName(Reservation);
+
+impl HeldName {
+    /// The name.
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
 }
 
 impl Reservation {

@@ -11,7 +11,7 @@ use crate::node::{Apply, ChildRole, DetectZeroes, Node, detect_zeroes};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, rt};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
@@ -135,7 +135,8 @@ impl Graph {
         let old = node.options();
         let driver = node.driver_name();
         if options.text("driver").is_some_and(|wanted| wanted != driver) {
-            return Err(cannot_change("driver"));
+            let lost = old.iter().map(|(key, _)| key).find(|key| !stays_by_itself(key) && options.get(key).is_none());
+            return Err(lost.map_or_else(|| cannot_change("driver"), |key| cannot_reset(key)));
         }
         let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         options.insert("driver", driver);
@@ -323,17 +324,48 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
             || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())
     };
-    let keys = old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
-    for key in keys.filter(|key| !changeable(key) && *key != "node-name") {
-        if old.get(key) == new.get(key) || is_same_child(node, key, new.get(key)) {
+    let keys = || old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
+    // Those of the node itself come first, and children that it didn't have.
+    let is_own = |key: &&str| !is_child(key) || old.get(key).is_none();
+    for key in keys().filter(is_own).chain(keys().filter(|key| !is_own(key))) {
+        if changeable(key)
+            || key == "node-name"
+            || old.get(key) == new.get(key)
+            || is_same_child(node, key, new.get(key))
+        {
             continue;
         }
-        return Err(match new.get(key) {
-            None => Error::invalid_argument(format!("Option '{key}' cannot be reset to its default value")),
-            Some(_) => cannot_change(key),
+        return Err(match (old.get(key), new.get(key)) {
+            (_, None) => cannot_reset(key),
+            (Some(Value::Object(old)), Some(Value::Object(new))) => changed_of_child(key, old, new),
+            _ => cannot_change(key),
         });
     }
     Ok(())
+}
+
+/// What differs between the options of a described child.
+fn changed_of_child(role: &str, old: &Map<String, Value>, new: &Map<String, Value>) -> Error {
+    let counts = |key: &&String| !stays_by_itself(key) && old.get(*key) != new.get(*key);
+    if let Some(key) = new.keys().find(counts) {
+        return match (old.get(key), &new[key]) {
+            (Some(Value::Object(old)), Value::Object(new)) => changed_of_child(key, old, new),
+            _ => cannot_change(key),
+        };
+    }
+    match old.keys().find(counts) {
+        Some(key) => cannot_reset(key),
+        None => cannot_change(role),
+    }
+}
+
+/// Options whose absence changes nothing, or that a reopen may change.
+fn stays_by_itself(key: &str) -> bool {
+    COMMON.contains(&key) || matches!(key, "driver" | "node-name")
+}
+
+fn cannot_reset(key: &str) -> Error {
+    Error::invalid_argument(format!("Option '{key}' cannot be reset to its default value"))
 }
 
 /// A child may be named by its node-name where it was given by its options, and the other way round only unchanged.

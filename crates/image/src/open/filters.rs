@@ -76,6 +76,10 @@ async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     }
     let child = opener.file_child(draft).await?;
     let bottom = draft.options.text("bottom").map(str::to_owned);
+    // Above a single layer there is nothing to copy.
+    if child.is_read_only() && bottom.as_deref() != Some(child.name()) {
+        return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+    }
     Ok((Box::new(CopyOnRead::new(below(draft), bottom)), child.filename()))
 }
 

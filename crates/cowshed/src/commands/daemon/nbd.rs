@@ -433,7 +433,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         device: link,
         pid_file: args.pid_file.clone(),
         log: LogFormat::Text,
-        log_level: if args.verbose { "info" } else { "warn" },
+        // As QEMU's: of clients it names those that are refused.
+        log_level: if args.verbose { "warn,refused=info" } else { "warn" },
         worded: Box::new(move |error| unstarted(&image, error)),
     };
     running.run(|_| ())

@@ -54,11 +54,6 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "the sizes are compared first, and must be equal for a filter too",
     },
     Difference {
-        names: &["add-copy-on-read"],
-        kinds: &["base", "fixed", "old"],
-        why: "above a read-only node the filter only reads",
-    },
-    Difference {
         names: &["add-copy-before-write-target", "create"],
         kinds: &["target"],
         why: "the conflict is the same; the filter and the job read their target too",
@@ -85,10 +80,5 @@ pub const DIFFERENCES: &[Difference] = &[
         names: &["reopen", "reopen-read-only", "reopen-without-backing"],
         kinds: &["source", "target"],
         why: "nodes of a job keep their options",
-    },
-    Difference {
-        names: &["reopen-without-backing"],
-        kinds: &["file", "filter"],
-        why: "the call gives another driver, which is refused first",
     },
 ];

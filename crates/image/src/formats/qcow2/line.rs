@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&schemas::QCOW2, |opener, draft| Box::pin(open(opener, draft)))
     .prepared_by(warn_of_old_words)
-    .telling(Telling::Keys(&["encrypt.format", "encrypt.key-secret"]));
+    .telling(Telling::Keys(&["encrypt.key-secret"]));
 
 fn warn_of_old_words(opener: &Opener, draft: &mut Draft) -> Result<()> {
     if draft.options.text("backing") == Some("") {
