@@ -127,7 +127,7 @@ struct Missing<'a> {
 
 impl Missing<'_> {
     /// The target has it.
-    fn is_there(self) {
+    fn came(self) {
         std::mem::forget(self);
     }
 }
@@ -444,7 +444,7 @@ impl Mirror {
         let missing = Missing { map: &self.dirty, range };
         self.dirty.clear(range.start, len);
         self.copy(&ends, range).await?;
-        missing.is_there();
+        missing.came();
         Ok(())
     }
 
@@ -502,7 +502,7 @@ impl Mirror {
             let Some(range) = self.dirty.take_next(0, self.chunk_bytes) else { break };
             let missing = Missing { map: &self.dirty, range: &range };
             let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
-            result = copied.map(|()| missing.is_there()).map_err(|failure| failure.error);
+            result = copied.map(|()| missing.came()).map_err(|failure| failure.error);
         }
         let result = match result {
             Ok(()) => self.target.flush().await,
