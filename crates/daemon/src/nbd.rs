@@ -4,13 +4,13 @@
 use crate::control::{Message, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
-use crate::waiting::within;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, Place};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolStats, Removal, Server, ServerConfig};
+use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use serde_json::json;

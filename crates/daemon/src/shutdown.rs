@@ -2,10 +2,10 @@
 //! Stopping in order, in a bounded time: I/O that never returns keeps neither the daemon nor the disks that answer.
 
 use crate::state::Daemon;
-use crate::waiting::within;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::nodes_below;
+use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, JoinHandle};
 use std::rc::Rc;
 use std::sync::Arc;

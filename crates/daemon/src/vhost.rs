@@ -3,10 +3,10 @@
 
 use crate::events::EventBus;
 use crate::nbd::Exported;
-use crate::waiting::within;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_nbd_server::Removal;
+use cowshed_storage::rt::within;
 use cowshed_storage::{Listener, rt};
 use cowshed_vhost_user::{Config, Server};
 use serde_json::json;

@@ -3,7 +3,7 @@
 //! the graph take turns. A disk that never answers so keeps only the commands for its own part waiting, and no monitor.
 
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::rt::{self, JoinHandle};
+use cowshed_storage::rt::{self, JoinHandle, within};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, VecDeque};
 use std::future::poll_fn;
@@ -14,17 +14,6 @@ use std::time::Duration;
 
 /// A command that runs for so long is reported in the log.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
-
-/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests that it has begun are carried
-/// out then, but the steps behind them are not. So commands and jobs come as tasks, which go on without their handle.
-pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
-    let (mut work, mut over) = (pin!(work), pin!(rt::sleep(limit)));
-    poll_fn(|context| match work.as_mut().poll(context) {
-        Poll::Ready(output) => Poll::Ready(Some(output)),
-        Poll::Pending => over.as_mut().poll(context).map(|()| None),
-    })
-    .await
-}
 
 /// A command between its arrival and its answer.
 pub(crate) struct Running {

@@ -171,7 +171,8 @@ impl<P: Shared> Chain<P> {
                 if !indirect {
                     return Err(Malformed::new("an indirect table that was not agreed on, flags", descriptor.flags));
                 }
-                if inner.is_some() || descriptor.has(NEXT | WRITE) {
+                // The flag WRITE says nothing of a table: "the device MUST ignore the write-only flag" (virtio 1.3, 2.7.5.3.2).
+                if inner.is_some() || descriptor.has(NEXT) {
                     let what = "an indirect table in a table, or with a descriptor behind, flags";
                     return Err(Malformed::new(what, descriptor.flags));
                 }

@@ -189,9 +189,10 @@ fn indirect_tables_are_followed_once() {
     describe(&memory, DATA + 0x100, 0, (DATA, 16, NEXT, 1));
     describe(&memory, DATA + 0x100, 1, (DATA + 0x40, 1, WRITE, 0));
     assert_eq!(Request::parse(&walked(&memory, 5).unwrap(), &LIMITS), Ok(Request::Flush));
+    describe(&memory, 0, 5, (DATA + 0x100, 32, INDIRECT | WRITE, 0));
+    assert_eq!(Request::parse(&walked(&memory, 5).unwrap(), &LIMITS), Ok(Request::Flush), "a flag without a meaning");
     let wrong = [
         (DATA + 0x100, 32, INDIRECT | NEXT, 1),
-        (DATA + 0x100, 32, INDIRECT | WRITE, 1),
         (DATA + 0x100, 31, INDIRECT, 0),
         (DATA + 0x100, 0, INDIRECT, 0),
         (DATA + 0x100, 16, INDIRECT, 0),

@@ -26,6 +26,7 @@ pub mod parser;
 pub mod rebase;
 pub mod rescue;
 pub mod resize;
+pub mod share;
 pub mod sizes;
 pub mod snapshot;
 pub mod untrusted;
@@ -77,6 +78,7 @@ pub const COMMANDS: &[Verb] = &[
     bench::VERB,
     io::VERB,
     daemon::serve::VERB,
+    share::VERB,
     daemon::top::VERB,
     completions::VERB,
     man::VERB,

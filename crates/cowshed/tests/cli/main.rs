@@ -33,6 +33,7 @@ mod refusals;
 mod running;
 mod serving;
 mod sessions;
+mod share;
 mod stacked;
 mod stranger;
 mod tls;

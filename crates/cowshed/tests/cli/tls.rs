@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 #[path = "../daemon/credentials.rs"]
-mod credentials;
+pub mod credentials;
 
 const OBJECT: &str = "--object tls-creds-x509,id=t,dir=client,endpoint=client";
 const EXPORT: &str = "driver=nbd,server.type=unix,server.path=n.sock,tls-creds=t,tls-hostname=localhost";

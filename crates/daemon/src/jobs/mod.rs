@@ -11,7 +11,6 @@ pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_st
 
 use crate::commands::failed;
 use crate::events::EventBus;
-use crate::waiting::within;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
@@ -20,6 +19,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
 use cowshed_jobs::mirror::Mirror;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, JoinHandle};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};

@@ -8,6 +8,7 @@ pub mod features;
 mod geometry;
 mod header;
 pub mod refcount;
+pub mod sequential;
 pub mod snapshot;
 mod subcluster;
 mod switch;

@@ -17,8 +17,8 @@ pub(crate) use pool::Pool;
 
 use crate::ring::Ring;
 use cowshed_block::{Error, Result};
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -151,6 +151,18 @@ pub async fn sleep(duration: Duration) {
         Some(simulation) => simulation.sleep(duration).await,
         None => timer::Sleep::new(duration).await,
     }
+}
+
+/// The output of `work`, or nothing when `limit` is over first; then `work` is dropped. Requests that it has begun are carried
+/// out then, but the steps behind them are not. So work whose steps belong together comes as a task, which goes on without its
+/// handle.
+pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
+    let (mut work, mut over) = (pin!(work), pin!(sleep(limit)));
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => over.as_mut().poll(context).map(|()| None),
+    })
+    .await
 }
 
 /// A clock that never goes back, from an arbitrary start. Under the simulator time is virtual.

@@ -31,6 +31,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-vhost-user", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-http-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-storage"]),
     ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
     (
         "cowshed",
@@ -42,6 +43,8 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-daemon",
+            "cowshed-http-server",
+            "cowshed-nbd",
         ],
     ),
     (

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The contents of a share: the disk as it is, a qcow2 file of it, and the page.
+
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_http_server::{Content, Reading, Version};
+use cowshed_image::Node;
+use cowshed_image::graph::{Attachment, Queue};
+use cowshed_layout::qcow2::sequential::{Sequential, Stretch};
+use cowshed_storage::IoBuf;
+use std::future::Future;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+
+type Read<'a> = Pin<Box<dyn Future<Output = (Result<()>, IoBuf)> + 'a>>;
+
+/// The bytes of the disk.
+pub struct Raw {
+    pub disk: Arc<Attachment>,
+    pub file_name: String,
+}
+
+impl Content for Raw {
+    fn open(&self) -> Box<dyn Reading> {
+        self.disk.open()
+    }
+
+    fn file_name(&self) -> Option<&str> {
+        Some(&self.file_name)
+    }
+}
+
+/// A qcow2 file of the disk, made while it is read.
+pub struct Packed {
+    pub disk: Arc<Attachment>,
+    pub layout: Arc<Sequential>,
+    pub file_name: String,
+}
+
+impl Content for Packed {
+    fn open(&self) -> Box<dyn Reading> {
+        Box::new(PackedReading { queue: self.disk.queue(), layout: Arc::clone(&self.layout) })
+    }
+
+    fn file_name(&self) -> Option<&str> {
+        Some(&self.file_name)
+    }
+}
+
+struct PackedReading {
+    queue: Queue,
+    layout: Arc<Sequential>,
+}
+
+impl Reading for PackedReading {
+    fn len(&self) -> u64 {
+        self.layout.len()
+    }
+
+    fn version(&self) -> Version {
+        self.queue.version()
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Read<'_> {
+        Box::pin(self.fill(offset, buf))
+    }
+}
+
+impl PackedReading {
+    async fn fill(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        let mut done: Option<IoBuf> = None;
+        let mut at = offset;
+        while !buf.is_empty() {
+            let stretch = self.layout.at(at, buf.len() as u64);
+            let (Stretch::Metadata(len) | Stretch::Data { len, .. }) = stretch;
+            let part = buf.split_to(usize::try_from(len).unwrap_or(usize::MAX).min(buf.len()));
+            at += part.len() as u64;
+            let (result, part) = match stretch {
+                Stretch::Metadata(_) => {
+                    let mut part = part;
+                    self.layout.fill(at - part.len() as u64, &mut part);
+                    (Ok(()), part)
+                }
+                Stretch::Data { guest, .. } => self.data(guest, part).await,
+            };
+            let joined = match &mut done {
+                None => {
+                    done = Some(part);
+                    Ok(())
+                }
+                Some(done) => done.unsplit(part).map_err(|_| Error::internal("parts of one buffer lie apart")),
+            };
+            if let Err(error) = result.and(joined) {
+                return (Err(error), done.unwrap_or(buf));
+            }
+        }
+        (Ok(()), done.unwrap_or(buf))
+    }
+
+    /// Bytes of the disk; zeroes behind its end, in its last cluster.
+    async fn data(&self, guest: u64, mut part: IoBuf) -> (Result<()>, IoBuf) {
+        let there = usize::try_from(self.queue.size().saturating_sub(guest)).unwrap_or(usize::MAX);
+        let mut behind = part.split_off(there.min(part.len()));
+        behind.fill(0);
+        let (result, mut part) = match part.is_empty() {
+            true => (Ok(()), part),
+            false => self.queue.read(guest, part).await,
+        };
+        let joined = match behind.is_empty() {
+            true => Ok(()),
+            false => part.unsplit(behind).map_err(|_| Error::internal("parts of one buffer lie apart")),
+        };
+        (result.and(joined), part)
+    }
+}
+
+/// Most runs of data that are kept: 16 bytes for each.
+const MAX_RUNS: usize = 16 << 20;
+
+/// Where a disk has data, in order.
+pub async fn data_of(node: &Node) -> Result<Vec<Range<u64>>> {
+    const AT_ONCE: usize = 4096;
+    let size = node.size();
+    let mut data: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    while at < size {
+        for run in node.block_status_chain(at, size - at, AT_ONCE).await? {
+            let end = at + run.len;
+            match data.last_mut() {
+                _ if !run.data || run.zero => {}
+                Some(last) if last.end == at => last.end = end,
+                _ => data.push(at..end),
+            }
+            at = end;
+        }
+        if data.len() > MAX_RUNS {
+            let message = format!("the disk's data is in more than {MAX_RUNS} runs: share it with --as raw");
+            return Err(Error::new(ErrorKind::Limit, message));
+        }
+    }
+    Ok(data)
+}
+
+/// A page that changes.
+#[derive(Default)]
+pub struct Page(Mutex<Arc<str>>);
+
+impl Page {
+    pub fn set(&self, html: String) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = html.into();
+    }
+}
+
+/// The page, shared with the task that changes it.
+pub struct Shown(pub Arc<Page>);
+
+impl Content for Shown {
+    fn open(&self) -> Box<dyn Reading> {
+        Box::new(PageReading(Arc::clone(&self.0.0.lock().unwrap_or_else(PoisonError::into_inner))))
+    }
+
+    fn media_type(&self) -> &str {
+        "text/html; charset=utf-8"
+    }
+}
+
+struct PageReading(Arc<str>);
+
+impl Reading for PageReading {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn version(&self) -> Version {
+        let mut hasher = DefaultHasher::new();
+        self.0.hash(&mut hasher);
+        Version { number: hasher.finish(), may_change: false }
+    }
+
+    fn read(&self, offset: u64, mut buf: IoBuf) -> Read<'_> {
+        let at = usize::try_from(offset).unwrap_or(usize::MAX).min(self.0.len());
+        let bytes = &self.0.as_bytes()[at..];
+        let len = bytes.len().min(buf.len());
+        buf[..len].copy_from_slice(&bytes[..len]);
+        Box::pin(std::future::ready((Ok(()), buf)))
+    }
+}

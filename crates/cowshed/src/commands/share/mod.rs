@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `share`: one disk for download, under a URL that can't be guessed.
+//!
+//! - `contents`: the disk, a qcow2 file of it that is made while it is read, the page
+//! - `page`: the page's text
+
+mod contents;
+mod page;
+
+use super::arguments::{NamingArgs, one_file};
+use super::{Verb, work};
+use crate::output::{Console, Failure};
+use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
+use contents::{Packed, Page, Raw, Shown, data_of};
+use cowshed_block::{Error, Result as BlockResult};
+use cowshed_http_server::{Config, Content, Event, EventHandler, Server};
+use cowshed_image::graph::{AttachRequest, Attachment};
+use cowshed_jobs::JobHandle;
+use cowshed_layout::qcow2::sequential::Sequential;
+use cowshed_nbd::ServerTls;
+use cowshed_storage::{IoBuf, SocketAddress, rt};
+use page::Facts;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+pub const VERB: Verb = Verb {
+    name: "share",
+    about: "Offer a disk for download, under one URL that can't be guessed",
+    operands: "FILE",
+    details: "It prints the URL, and serves the disk from there until Ctrl-C, the end of --expires, or with --once the first \
+              complete download. The URL leads a browser to a page with the name, the sizes, the SHA-256 digest and the download, and curl \
+              to the bytes. Nothing is stored on the way: a qcow2 file is made while it is sent. A download that broke off goes on \
+              where it stopped (curl -C -), as long as nothing has written to the disk.\n\n\
+              It listens on this machine only, unless --bind says otherwise. See docs/share.md.",
+    examples: "  cowshed share disk.qcow2
+      Prints a URL such as http://localhost:40123/5f0c…/disk.raw.
+  cowshed share --as qcow2 --once --expires 1h --bind 0.0.0.0 --tls-dir certs disk.qcow2
+      Once, within an hour, for other machines, encrypted: certs has server-cert.pem and server-key.pem.",
+    in_qemu_img: false,
+    arguments: ShareArgs::augment_args,
+    run,
+};
+
+/// The form in which a client gets the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Shape {
+    /// The bytes of the disk
+    #[default]
+    Raw,
+    /// A qcow2 file without a backing file, that holds the data alone
+    Qcow2,
+}
+
+impl Shape {
+    fn ending(self) -> &'static str {
+        match self {
+            Shape::Raw => "raw",
+            Shape::Qcow2 => "qcow2",
+        }
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+struct ShareArgs {
+    /// Format of FILE [default: probed]
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<String>,
+    #[command(flatten)]
+    naming: NamingArgs,
+    /// What a client gets
+    #[arg(long = "as", value_enum, default_value_t, value_name = "raw|qcow2")]
+    shape: Shape,
+    /// Stop after the first complete download
+    #[arg(long)]
+    once: bool,
+    /// Stop after so long: a number with s, m, h or d
+    #[arg(long, value_name = "TIME")]
+    expires: Option<String>,
+    /// Address to listen on [default: localhost]
+    #[arg(short, long, value_name = "ADDRESS")]
+    bind: Option<String>,
+    /// Port to listen on [default: a free one]
+    #[arg(short, long, value_name = "PORT", default_value_t = 0)]
+    port: u16,
+    /// Encrypt, with server-cert.pem and server-key.pem of this folder
+    #[arg(long, value_name = "FOLDER", value_hint = clap::ValueHint::DirPath)]
+    tls_dir: Option<PathBuf>,
+    /// Name of the file that clients get [default: that of FILE with the ending of its format]
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Compute no digest, which takes one read of the whole disk
+    #[arg(long)]
+    no_digest: bool,
+    /// Show no progress
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    files: Vec<String>,
+}
+
+/// What to share, and how.
+struct Plan {
+    shape: Shape,
+    once: bool,
+    expires: Option<Duration>,
+    address: SocketAddress,
+    tls: Option<ServerTls>,
+    file_name: String,
+    has_digest: bool,
+}
+
+/// Between two looks whether it is over.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long downloads may go on after the end.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Read at once for the digest.
+const DIGEST_BYTES: u64 = 1 << 20;
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    let args = ShareArgs::from_arg_matches(matches)?;
+    let file = one_file(&args.files)?;
+    let image = args.naming.spec(file, args.format.as_ref())?;
+    let host = args.bind.clone().unwrap_or_else(|| "localhost".to_owned());
+    let tls = args.tls_dir.as_deref().map(|folder| ServerTls::from_dir(folder, false)).transpose()?;
+    if tls.is_none() && !is_of_this_machine(&host) {
+        let warning = format!("any host that reaches {host} can read what it is sent: --tls-dir encrypts");
+        crate::output::warning::print(&warning);
+    }
+    let plan = Plan {
+        shape: args.shape,
+        once: args.once,
+        expires: args.expires.as_deref().map(duration).transpose()?,
+        address: SocketAddress::Tcp { host, port: args.port },
+        tls,
+        file_name: args.name.clone().map_or_else(|| file_name(file, args.shape), Ok)?,
+        has_digest: !args.no_digest,
+    };
+    if plan.file_name.is_empty() || plan.file_name.contains(['/', '\0']) {
+        return Err(Failure::new(format!("'{}' is no name of a file", plan.file_name)));
+    }
+    let job = work::Foreground::new(console.persona, false, args.quiet, "sending")?;
+    let say = |url: &str| {
+        console.line(url);
+        console.flush();
+    };
+    let shared = async |handle: JobHandle| {
+        let node = image.open_for_reading().await?;
+        let shared = share(&node, &plan, &handle, say).await;
+        let closed = node.close().await;
+        shared.and_then(|complete| closed.map(|()| complete))
+    };
+    let failed = |error: &Error| Failure::open(crate::invocation::Persona::Cowshed, file, error);
+    match job.run(shared, failed)? {
+        false if plan.once => Err(Failure::new("the disk was not downloaded completely")),
+        _ => Ok(0),
+    }
+}
+
+/// Serves until the end; true when a client got all of it.
+async fn share(
+    node: &Arc<cowshed_image::Node>,
+    plan: &Plan,
+    job: &JobHandle,
+    say: impl FnOnce(&str),
+) -> BlockResult<bool> {
+    let disk = node.graph().attach(node, AttachRequest::export("share", false)).await?;
+    let served = serve(&disk, plan, job, say).await;
+    let detached = disk.detach().await;
+    served.and_then(|complete| detached.map(|()| complete))
+}
+
+async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl FnOnce(&str)) -> BlockResult<bool> {
+    let content = content(disk, plan).await?;
+    let len = content.open().len();
+    let downloads = Arc::new(Downloads::default());
+    job.set_progress(0, len);
+    let (sent, shown) = (Arc::clone(&downloads), job.clone());
+    let events = EventHandler(Arc::new(move |event: &Event<'_>| match event {
+        Event::Sent { peer, range, version, len: of, .. } if *of == len => {
+            shown.set_progress(sent.add(peer, *version, range.clone()), len);
+        }
+        Event::Ended { is_complete: true, .. } => sent.end(len),
+        _ => {}
+    }));
+    let scheme = if plan.tls.is_some() { "https" } else { "http" };
+    let server = Server::start(Config { tls: plan.tls.clone(), events: Some(events), ..Config::default() })?;
+    let facts = Facts { file_name: plan.file_name.clone(), disk_bytes: disk.size(), file_bytes: len, digest: None };
+    let page = Arc::new(Page::default());
+    page.set(page::html(&facts, plan.has_digest));
+    let path = format!("/{}/{}", secret()?, plan.file_name);
+    server.add_with_page(&path, Arc::clone(&content), Some(Arc::new(Shown(Arc::clone(&page)))))?;
+    let addresses = server.listen(&plan.address)?;
+    let (SocketAddress::Tcp { host, .. }, Some(SocketAddress::Tcp { port, .. })) = (&plan.address, addresses.first())
+    else {
+        return Err(Error::internal("a server without a port"));
+    };
+    say(&url(scheme, reachable(host), *port, &path));
+    let digest = plan.has_digest.then(|| rt::spawn(show_digest(content, facts, page)));
+    let end = plan.expires.map(|expires| rt::now() + expires);
+    let complete = loop {
+        if plan.once && downloads.is_complete() {
+            break true;
+        }
+        if job.is_cancelled() || end.is_some_and(|end| rt::now() >= end) {
+            break downloads.is_complete();
+        }
+        rt::sleep(LOOK).await;
+    };
+    if let Some(digest) = digest {
+        digest.cancel().await;
+    }
+    server.stop(GRACE).await;
+    Ok(complete)
+}
+
+async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Content>> {
+    let (disk, file_name) = (Arc::clone(disk), plan.file_name.clone());
+    Ok(match plan.shape {
+        Shape::Raw => Arc::new(Raw { disk, file_name }),
+        Shape::Qcow2 => {
+            let node = disk.node();
+            let layout = Arc::new(Sequential::new(node.size(), &data_of(&node).await?)?);
+            Arc::new(Packed { disk, layout, file_name })
+        }
+    })
+}
+
+/// What clients have of the content.
+#[derive(Default)]
+struct Downloads(Mutex<Sent>);
+
+#[derive(Default)]
+struct Sent {
+    /// By the client's host and the version; ranges are apart and in order.
+    by_client: BTreeMap<(String, u64), Vec<Range<u64>>>,
+    is_complete: bool,
+}
+
+impl Downloads {
+    /// Notes bytes that were sent; how many this client has.
+    fn add(&self, peer: &str, version: u64, range: Range<u64>) -> u64 {
+        let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host).to_owned();
+        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // A share has few clients; one that comes from many hosts has no need of its past.
+        const MOST_CLIENTS: usize = 1024;
+        if sent.by_client.len() >= MOST_CLIENTS && !sent.by_client.contains_key(&(host.clone(), version)) {
+            sent.by_client.pop_first();
+        }
+        let ranges = sent.by_client.entry((host, version)).or_default();
+        ranges.push(range);
+        ranges.sort_by_key(|range| range.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for range in ranges.drain(..) {
+            match joined.last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                _ => joined.push(range),
+            }
+        }
+        *ranges = joined;
+        ranges.iter().map(|range| range.end - range.start).sum()
+    }
+
+    /// A response has ended: a client that has all bytes by now has the whole content of `len` bytes.
+    fn end(&self, len: u64) {
+        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sent.is_complete |= sent.by_client.values().any(|ranges| ranges[..] == [0..len]);
+    }
+
+    fn is_complete(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_complete
+    }
+}
+
+/// Computes the digest, and puts it on the page. A content that changes or can't be read has none.
+async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page>) {
+    let reading = content.open();
+    let version = reading.version();
+    let mut digest = Sha256::new();
+    let mut at = 0;
+    while at < facts.file_bytes {
+        let len = usize::try_from(DIGEST_BYTES.min(facts.file_bytes - at)).unwrap_or(usize::MAX);
+        let Ok(buf) = IoBuf::try_scratch(len) else { return };
+        let (result, buf) = reading.read(at, buf).await;
+        if result.is_err() || reading.version() != version {
+            page.set(page::html(&facts, false));
+            return;
+        }
+        at += buf.len() as u64;
+        digest = rt::offload(move || {
+            digest.update(&buf[..]);
+            digest
+        })
+        .await;
+    }
+    facts.digest = Some(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect());
+    page.set(page::html(&facts, true));
+}
+
+/// 128 random bits, as hexadecimal digits.
+fn secret() -> BlockResult<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::internal(format!("the system gives no random bytes: {error}")))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// A number with a unit, in seconds without one.
+fn duration(text: &str) -> Result<Duration, Failure> {
+    let wrong = || Failure::new(format!("--expires expects a number above 0 with s, m, h or d, not '{text}'"));
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let seconds = match unit {
+        "" | "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(wrong()),
+    };
+    let count: u64 = digits.parse().map_err(|_| wrong())?;
+    let seconds = count.checked_mul(seconds).filter(|seconds| (1..=u64::from(u32::MAX)).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(wrong)
+}
+
+/// The name of an image's file with the ending of what clients get.
+fn file_name(file: &str, shape: Shape) -> Result<String, Failure> {
+    let ending = shape.ending();
+    let path = Path::new(file);
+    let is_path = path.file_name().is_some() && !file.contains("://") && !file.starts_with("json:");
+    match path.file_stem().map(|stem| stem.to_string_lossy()).filter(|_| is_path && !file.contains('=')) {
+        Some(stem) => Ok(format!("{stem}.{ending}")),
+        None => Ok(format!("disk.{ending}")),
+    }
+}
+
+fn is_of_this_machine(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+}
+
+/// A host that clients can use, for one that means all of this machine's.
+fn reachable(host: &str) -> String {
+    match host.parse::<IpAddr>() {
+        Ok(address) if address.is_unspecified() => host_name(),
+        Ok(IpAddr::V6(address)) => format!("[{address}]"),
+        _ => host.to_owned(),
+    }
+}
+
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    if name.trim().is_empty() { "localhost".to_owned() } else { name.trim().to_owned() }
+}
+
+fn url(scheme: &str, host: String, port: u16, path: &str) -> String {
+    let mut url = format!("{scheme}://{host}:{port}");
+    for byte in path.bytes() {
+        match byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte) {
+            true => url.push(char::from(byte)),
+            false => url.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    url
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        for (text, seconds) in [("90", 90), ("90s", 90), ("5m", 300), ("1h", 3600), ("2d", 172_800)] {
+            assert_eq!(duration(text).ok(), Some(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "0", "h", "1w", "-1h", "1.5h", "99999999999999999999", "4294967296"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn files_get_the_ending_of_what_they_are() {
+        let name = |file: &str, shape| file_name(file, shape).ok();
+        assert_eq!(name("/a/b/disk.qcow2", Shape::Raw).as_deref(), Some("disk.raw"));
+        assert_eq!(name("disk", Shape::Qcow2).as_deref(), Some("disk.qcow2"));
+        assert_eq!(name("nbd://host/disk", Shape::Raw).as_deref(), Some("disk.raw"));
+        assert_eq!(name("driver=qcow2,file.filename=a/b.img", Shape::Raw).as_deref(), Some("disk.raw"));
+    }
+
+    #[test]
+    fn a_download_is_complete_when_one_client_has_all_of_one_version() {
+        let downloads = Downloads::default();
+        assert_eq!(downloads.add("10.0.0.1:5", 1, 0..50), 50);
+        assert_eq!(downloads.add("10.0.0.2:5", 1, 50..100), 50);
+        assert_eq!(downloads.add("10.0.0.1:6", 2, 40..100), 60);
+        downloads.end(100);
+        assert!(!downloads.is_complete());
+        assert_eq!(downloads.add("10.0.0.1:7", 1, 40..100), 100);
+        assert!(!downloads.is_complete(), "the response has not ended");
+        downloads.end(100);
+        assert!(downloads.is_complete());
+    }
+
+    #[test]
+    fn urls_are_spelled_for_clients() {
+        assert_eq!(url("http", reachable("::1"), 80, "/a b/é"), "http://[::1]:80/a%20b/%C3%A9");
+        assert!(is_of_this_machine("127.0.0.1") && is_of_this_machine("::1") && is_of_this_machine("localhost"));
+        assert!(!is_of_this_machine("0.0.0.0") && !is_of_this_machine("example.org"));
+    }
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `share`, downloaded by curl, and read by nbdkit where it is.
+
+use crate::oracle::Oracle;
+use crate::tls::credentials;
+use std::io::{BufRead, BufReader, Read, Seek};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+/// A share that runs, and what it says on its standard error; killed if the test ends early.
+struct Share {
+    child: Child,
+    errors: std::fs::File,
+    url: String,
+}
+
+impl Share {
+    fn start(oracle: &Oracle, arguments: &[&str]) -> Share {
+        let errors = tempfile::tempfile().expect("a file");
+        let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .arg("share")
+            .args(arguments)
+            .current_dir(oracle.work())
+            .stdout(Stdio::piped())
+            .stderr(errors.try_clone().expect("a descriptor"))
+            .spawn()
+            .expect("our own binary runs");
+        let mut url = String::new();
+        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut url).expect("text");
+        let share = Share { child, errors, url: url.trim_end().to_owned() };
+        assert!(share.url.starts_with("http"), "{}", share.said());
+        share
+    }
+
+    fn said(&self) -> String {
+        let mut errors = self.errors.try_clone().expect("a descriptor");
+        let mut text = String::new();
+        errors.rewind().and_then(|()| errors.read_to_string(&mut text)).expect("text");
+        text
+    }
+
+    fn is_over(mut self) -> Option<i32> {
+        self.child.wait().expect("it ends").code()
+    }
+
+    fn interrupt(&self) {
+        let status = Command::new("kill").args(["-INT", &self.child.id().to_string()]).status();
+        assert!(status.expect("kill runs").success());
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn curl(oracle: &Oracle, arguments: &[&str]) -> Output {
+    let curl =
+        Command::new("curl").args(["-sS", "--max-time", "60"]).args(arguments).current_dir(oracle.work()).output();
+    curl.expect("curl runs")
+}
+
+#[track_caller]
+fn download(oracle: &Oracle, arguments: &[&str]) -> Vec<u8> {
+    let output = curl(oracle, arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output.stdout
+}
+
+/// A disk with data here and there, behind a base, whose size is no multiple of a cluster; and its bytes in `truth.raw`.
+fn disk() -> Oracle {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 base.qcow2 700M");
+    oracle.io(&["write -P 1 0 64k", "write -P 2 600M 3M", "write -P 3 699M 1M"], "base.qcow2");
+    oracle.make("create -q -f qcow2 -b base.qcow2 -F qcow2 disk.qcow2 734004224");
+    oracle.io(&["write -P 4 1000k 100k", "write -z 600M 1M", "write -P 5 734003712 512"], "disk.qcow2");
+    oracle.make("convert -O raw disk.qcow2 truth.raw");
+    oracle
+}
+
+fn sha256(path: &Path) -> String {
+    let output = Command::new("sha256sum").arg(path).output().expect("sha256sum runs");
+    String::from_utf8_lossy(&output.stdout).split(' ').next().expect("a digest").to_owned()
+}
+
+#[test]
+fn curl_downloads_the_disk_and_goes_on_where_it_stopped() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--once", "disk.qcow2"]);
+    assert!(share.url.starts_with("http://localhost:") && share.url.ends_with("/disk.raw"), "{}", share.url);
+    download(&oracle, &["-r", "0-100000", "-o", "disk.raw", &share.url]);
+    let resumed = download(&oracle, &["-C", "-", "-o", "disk.raw", "-w", "%{http_code}", &share.url]);
+    assert_eq!(resumed, b"206");
+    assert_eq!(share.is_over(), Some(0), "once is enough");
+    oracle.make("compare -f raw -F raw disk.raw truth.raw");
+    assert_eq!(sha256(&oracle.work().join("disk.raw")), sha256(&oracle.work().join("truth.raw")));
+}
+
+#[test]
+fn a_qcow2_file_is_made_while_it_is_sent() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--as", "qcow2", "disk.qcow2"]);
+    let head = String::from_utf8(download(&oracle, &["-I", &share.url])).expect("text");
+    download(&oracle, &["-O", "-J", "--output-dir", "got", "--create-dirs", &share.url]);
+    let got = oracle.work().join("got/disk.qcow2");
+    assert!(head.contains(&format!("Content-Length: {}\r\n", got.metadata().expect("a file").len())), "{head}");
+    // The data are 5 MiB and a few clusters.
+    assert!(got.metadata().expect("a file").len() < 8 << 20);
+    oracle.qemu.expect_clean(&got);
+    oracle.make("compare -f qcow2 -F raw got/disk.qcow2 truth.raw");
+    // Any part of it is the same alone.
+    let whole = std::fs::read(&got).expect("the file");
+    for range in [0..1, 65_530..65_600, 196_000..459_000, whole.len() - 70_000..whole.len()] {
+        let part = download(&oracle, &["-r", &format!("{}-{}", range.start, range.end - 1), &share.url]);
+        assert_eq!(part, whole[range.clone()], "{range:?}");
+    }
+    share.interrupt();
+    assert_eq!(share.is_over(), Some(0));
+}
+
+#[test]
+fn nbdkit_reads_it_where_it_is() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--no-digest", "disk.qcow2"]);
+    let nbdkit = Command::new("nbdkit")
+        .args(["-U", "-", "-r", "curl", &share.url, "--run", "qemu-img compare -f raw -F raw \"$uri\" truth.raw"])
+        .current_dir(oracle.work())
+        .output()
+        .expect("nbdkit runs");
+    assert!(nbdkit.status.success(), "{}", String::from_utf8_lossy(&nbdkit.stderr));
+}
+
+#[test]
+fn a_browser_sees_a_page_with_the_digest() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--name", "a <b>.raw", "disk.qcow2"]);
+    assert!(share.url.ends_with("/a%20%3Cb%3E.raw"), "{}", share.url);
+    let digest = sha256(&oracle.work().join("truth.raw"));
+    let mut page = String::new();
+    // It is computed beside; 60 s are plenty.
+    for _ in 0..600 {
+        page = String::from_utf8(download(&oracle, &["-H", "Accept: text/html,*/*", &share.url])).expect("text");
+        if page.contains("</code>") {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    assert!(page.contains(&digest), "{page}");
+    assert!(page.contains("a &lt;b&gt;.raw") && page.contains("734004224 bytes"), "{page}");
+    let link = format!("{}?download", share.url);
+    download(&oracle, &["-H", "Accept: text/html,*/*", "-o", "got.raw", &link]);
+    oracle.make("compare -f raw -F raw got.raw truth.raw");
+}
+
+#[test]
+fn nothing_is_found_without_the_url() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["disk.qcow2"]);
+    let origin = share.url.splitn(4, '/').take(3).collect::<Vec<_>>().join("/");
+    for path in ["/", "/disk.raw", "/00000000000000000000000000000000/disk.raw"] {
+        let status = download(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &format!("{origin}{path}")]);
+        assert_eq!(status, b"404", "{path}");
+    }
+    let status = download(&oracle, &["-X", "PUT", "-d", "x", "-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+    assert_eq!(status, b"405");
+    let another = Share::start(&oracle, &["disk.qcow2"]);
+    assert_ne!(share.url.split('/').nth(3), another.url.split('/').nth(3));
+}
+
+#[test]
+fn a_share_ends_when_its_time_is_over() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--expires", "1", "disk.qcow2"]);
+    assert_eq!(share.is_over(), Some(0));
+    let unfinished = Share::start(&oracle, &["--expires", "1s", "--once", "disk.qcow2"]);
+    let errors = unfinished.errors.try_clone().expect("a descriptor");
+    assert_eq!(unfinished.is_over(), Some(1));
+    let mut errors = errors;
+    let mut text = String::new();
+    errors.rewind().and_then(|()| errors.read_to_string(&mut text)).expect("text");
+    assert!(text.contains("the disk was not downloaded completely"), "{text}");
+}
+
+#[test]
+fn a_share_is_encrypted_with_given_certificates() {
+    let oracle = disk();
+    credentials::make_credentials(&oracle.work());
+    let share = Share::start(&oracle, &["--tls-dir", ".", "--once", "disk.qcow2"]);
+    assert!(share.url.starts_with("https://localhost:"), "{}", share.url);
+    let plain = share.url.replace("https:", "http:");
+    assert!(!curl(&oracle, &[&plain]).status.success(), "there is no way around TLS");
+    assert!(!curl(&oracle, &[&share.url]).status.success(), "an unknown authority");
+    download(&oracle, &["--cacert", "ca-cert.pem", "-o", "got.raw", &share.url]);
+    assert_eq!(share.is_over(), Some(0));
+    oracle.make("compare -f raw -F raw got.raw truth.raw");
+}
+
+#[test]
+fn what_can_not_be_shared_is_refused_with_one_line() {
+    let oracle = disk();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port().to_string();
+    for (arguments, words) in [
+        (vec!["missing.qcow2"], "missing.qcow2"),
+        (vec!["--expires", "soon", "disk.qcow2"], "--expires expects"),
+        (vec!["--name", "a/b", "disk.qcow2"], "'a/b' is no name of a file"),
+        (vec!["--tls-dir", "nowhere", "disk.qcow2"], "nowhere"),
+        (vec!["--bind", "127.0.0.1", "--port", &port, "disk.qcow2"], "ddress"),
+        (vec!["--bind", "no.such.host.invalid", "disk.qcow2"], "no.such.host.invalid"),
+    ] {
+        let run = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .arg("share")
+            .args(&arguments)
+            .current_dir(oracle.work())
+            .output();
+        let run = run.expect("our own binary runs");
+        let errors = String::from_utf8_lossy(&run.stderr);
+        let lines = errors.lines().filter(|line| !line.contains("warning")).count();
+        assert_eq!((run.status.code(), lines), (Some(1), 1), "{arguments:?}: {errors}");
+        assert!(errors.contains(words) && run.stdout.is_empty(), "{arguments:?}: {errors}");
+    }
+}
+
+#[test]
+fn other_machines_are_a_reason_to_warn() {
+    let oracle = disk();
+    let open = Share::start(&oracle, &["--bind", "0.0.0.0", "disk.qcow2"]);
+    assert!(open.said().contains("any host that reaches 0.0.0.0 can read"), "{}", open.said());
+    let closed = Share::start(&oracle, &["--quiet", "disk.qcow2"]);
+    assert_eq!(closed.said(), "");
+}

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One client, from its first request to its last; and the places of all.
+
+use crate::content::{Content, Reading, Version};
+use crate::proto::answer::{About, Answer, Piece, Tag, answer, message, phrase};
+use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
+use crate::server::{Config, Contents, Event};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_nbd::Stream;
+use cowshed_storage::rt::{self, within};
+use cowshed_storage::signal::lock;
+use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
+use futures_util::future::join;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+
+/// The query that asks for the content where there is a page besides.
+const DOWNLOAD: &str = "download";
+
+/// Received at once.
+const RECEIVE_BYTES: usize = 4096;
+
+/// What the server serves, and how.
+pub(crate) struct Site {
+    pub contents: Arc<Contents>,
+    pub config: Config,
+}
+
+/// The clients of one server; its thread's own.
+pub(crate) struct Clients {
+    site: Site,
+    /// In the order of the last change between waiting and answering.
+    seated: RefCell<Vec<Rc<Seat>>>,
+    waiting: RefCell<Vec<Waker>>,
+    is_closing: Cell<bool>,
+}
+
+struct Seat {
+    socket: Socket,
+    /// It waits for a request, and has none of its bytes.
+    is_idle: Cell<bool>,
+    was_cut: Cell<bool>,
+}
+
+impl Seat {
+    fn cut(&self) {
+        self.was_cut.set(true);
+        self.socket.shutdown();
+    }
+}
+
+/// A client's place; dropping it makes room for the next.
+pub(crate) struct Place {
+    clients: Rc<Clients>,
+    seat: Rc<Seat>,
+}
+
+impl Clients {
+    pub(crate) fn new(site: Site) -> Clients {
+        Clients { site, seated: RefCell::default(), waiting: RefCell::default(), is_closing: Cell::new(false) }
+    }
+
+    /// Waits for room; the client that has been idle for longest makes it.
+    pub(crate) async fn place(self: &Rc<Self>, socket: Socket) -> Place {
+        self.until(|seated| {
+            let is_full = seated.len() >= self.site.config.limits.max_connections;
+            if is_full && !seated.iter().any(|seat| seat.was_cut.get()) {
+                if let Some(idle) = seated.iter().find(|seat| seat.is_idle.get()) {
+                    idle.cut();
+                }
+            }
+            !is_full
+        })
+        .await;
+        let seat = Rc::new(Seat { socket, is_idle: Cell::new(true), was_cut: Cell::new(false) });
+        self.seated.borrow_mut().push(Rc::clone(&seat));
+        Place { clients: Rc::clone(self), seat }
+    }
+
+    pub(crate) async fn all_gone(&self) {
+        self.until(<[Rc<Seat>]>::is_empty).await;
+    }
+
+    /// From now on a connection ends after its response.
+    pub(crate) fn close_idle(&self) {
+        self.is_closing.set(true);
+        self.seated.borrow().iter().filter(|seat| seat.is_idle.get()).for_each(|seat| seat.cut());
+    }
+
+    pub(crate) fn cut_all(&self) {
+        self.seated.borrow().iter().for_each(|seat| seat.cut());
+    }
+
+    /// Waits until the seats are as wanted; looked at after each change.
+    async fn until(&self, wanted: impl Fn(&[Rc<Seat>]) -> bool) {
+        poll_fn(|context| {
+            if wanted(&self.seated.borrow()) {
+                return Poll::Ready(());
+            }
+            self.waiting.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn changed(&self) {
+        self.waiting.take().into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Place {
+    /// Notes whether the client waits for a request to come to its mind.
+    fn set_idle(&self, is_idle: bool) {
+        if self.seat.is_idle.replace(is_idle) == is_idle {
+            return;
+        }
+        let mut seated = self.clients.seated.borrow_mut();
+        seated.retain(|seat| !Rc::ptr_eq(seat, &self.seat));
+        seated.push(Rc::clone(&self.seat));
+        drop(seated);
+        self.clients.changed();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.clients.seated.borrow_mut().retain(|seat| !Rc::ptr_eq(seat, &self.seat));
+        self.clients.changed();
+    }
+}
+
+/// Serves one client until it leaves, or its time is up.
+pub(crate) async fn serve(place: Place, socket: Socket) {
+    let peer = socket.peer();
+    socket.keep_alive();
+    tracing::debug!(peer, "HTTP client connected");
+    let stream = Stream::new(socket);
+    match (Connection { place: &place, stream: &stream, peer: &peer, received: Vec::new() }).run().await {
+        Ok(()) => tracing::debug!(peer, "HTTP client left"),
+        Err(error) => tracing::info!(peer, %error, "HTTP client lost"),
+    }
+    stream.close().await;
+}
+
+struct Connection<'a> {
+    place: &'a Place,
+    stream: &'a Stream,
+    peer: &'a str,
+    /// Bytes that no request has used yet.
+    received: Vec<u8>,
+}
+
+fn timed_out(what: &str) -> Error {
+    Error::new(ErrorKind::Limit, format!("the client {what}"))
+}
+
+impl Connection<'_> {
+    fn config(&self) -> &Config {
+        &self.place.clients.site.config
+    }
+
+    async fn run(&mut self) -> Result<()> {
+        if let Some(tls) = &self.config().tls {
+            let started = within(self.config().limits.head_timeout, self.stream.start_server_tls(tls)).await;
+            started.ok_or_else(|| timed_out("did not encrypt in time"))??;
+        }
+        loop {
+            let request = match self.request().await? {
+                Ok(Some(request)) => request,
+                Ok(None) => return Ok(()),
+                Err(refused) => return self.refuse(&refused).await,
+            };
+            let keeps_alive = request.keeps_alive && !request.has_content && !self.place.clients.is_closing.get();
+            self.respond(&request, keeps_alive).await?;
+            if !keeps_alive || self.place.clients.is_closing.get() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The next request; `None` when the client has left. An answer that ends the connection when it is no request.
+    async fn request(&mut self) -> Result<std::result::Result<Option<Request>, Answer>> {
+        let limits = self.config().limits;
+        let mut deadline = None;
+        loop {
+            match parse(&self.received) {
+                Ok(Some((request, len))) => {
+                    self.received.drain(..len);
+                    self.place.set_idle(false);
+                    return Ok(Ok(Some(request)));
+                }
+                Ok(None) => {}
+                Err(refused) => return Ok(Err(message(refused.status, refused.reason))),
+            }
+            let is_first = self.received.is_empty();
+            self.place.set_idle(is_first);
+            let limit = if is_first { limits.idle_timeout } else { limits.head_timeout };
+            let end = *deadline.get_or_insert_with(|| rt::now() + limit);
+            let buf = IoBuf::zeroed(RECEIVE_BYTES);
+            let received = within(end.saturating_sub(rt::now()), self.stream.receive(buf, Want::Some)).await;
+            match received {
+                None if is_first => return Ok(Ok(None)),
+                None => return Ok(Err(message(408, "the request did not come in time"))),
+                Some((result, buf)) => match result? {
+                    0 => return Ok(Ok(None)),
+                    count => self.received.extend_from_slice(&buf[..count.min(MAX_HEAD_BYTES)]),
+                },
+            }
+            if is_first {
+                // The head's own time begins with its first byte.
+                deadline = None;
+            }
+        }
+    }
+
+    async fn refuse(&self, refused: &Answer) -> Result<()> {
+        tracing::info!(peer = self.peer, status = refused.status, "HTTP request refused");
+        self.send_answer(refused, None, false).await
+    }
+
+    async fn respond(&self, request: &Request, keeps_alive: bool) -> Result<()> {
+        if request.has_content && matches!(request.method.as_str(), "GET" | "HEAD") {
+            return self.refuse(&message(413, "a request for reading has no content")).await;
+        }
+        let found = lock(&self.place.clients.site.contents).get(&request.path).cloned();
+        let Some(place) = found else {
+            tracing::info!(peer = self.peer, "HTTP request for a path that isn't there");
+            let mut missing = message(404, "there is nothing at this path");
+            if request.method == "HEAD" {
+                missing.body.clear();
+            }
+            return self.send_answer(&missing, None, keeps_alive).await;
+        };
+        let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
+        let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
+        let reading = content.open();
+        let mut answer = response(request, &**content, &*reading);
+        if place.page.is_some() {
+            answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
+        }
+        tracing::debug!(peer = self.peer, status = answer.status, method = request.method, "HTTP request");
+        let sent = self.send_answer(&answer, Some((&request.path, &*reading)), keeps_alive).await;
+        if answer.body.iter().any(|piece| matches!(piece, Piece::Part(_))) {
+            let is_complete = sent.is_ok();
+            self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, is_complete });
+        }
+        sent
+    }
+
+    async fn send_answer(
+        &self,
+        answer: &Answer,
+        content: Option<(&str, &dyn Reading)>,
+        keeps_alive: bool,
+    ) -> Result<()> {
+        let connection = if keeps_alive { "keep-alive" } else { "close" };
+        let head = format!(
+            "HTTP/1.1 {} {}\r\nDate: {}\r\nConnection: {connection}\r\n{}\r\n",
+            answer.status,
+            phrase(answer.status),
+            date(),
+            answer.fields,
+        );
+        let mut text = head.into_bytes();
+        let version = content.map(|(_, reading)| reading.version());
+        for piece in &answer.body {
+            match (piece, content.zip(version)) {
+                (Piece::Text(more), _) => text.extend_from_slice(more.as_bytes()),
+                (Piece::Part(part), Some(((path, reading), version))) => {
+                    let before = std::mem::take(&mut text);
+                    let sending = Sending { connection: self, path, reading, version };
+                    sending.part(part.clone(), before).await?;
+                }
+                (Piece::Part(_), None) => return Err(Error::internal("a part of no content")),
+            }
+        }
+        match text.is_empty() {
+            true => Ok(()),
+            false => self.send(vec![IoBuf::copy_from(&text)]).await,
+        }
+    }
+
+    async fn send(&self, bufs: Vec<IoBuf>) -> Result<()> {
+        match within(self.config().limits.stall_limit, self.stream.send(bufs, Dispatch::Together)).await {
+            Some((result, _)) => result,
+            None => {
+                self.stream.socket().shutdown();
+                Err(timed_out("took nothing of its response"))
+            }
+        }
+    }
+}
+
+/// A content on its way to the client.
+struct Sending<'a> {
+    connection: &'a Connection<'a>,
+    path: &'a str,
+    reading: &'a dyn Reading,
+    /// The version that the head names.
+    version: Version,
+}
+
+impl Sending<'_> {
+    /// Sends a range, behind some text. The next piece is read while the one before it is sent.
+    async fn part(&self, part: Range<u64>, text: Vec<u8>) -> Result<()> {
+        let piece_bytes = self.connection.config().limits.piece_bytes as u64;
+        let mut bufs = if text.is_empty() { Vec::new() } else { vec![IoBuf::copy_from(&text)] };
+        let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
+        let mut sending = piece_at(part.start);
+        // Nothing is promised before the first bytes are there.
+        if !sending.is_empty() {
+            bufs.push(self.read(sending.clone()).await?);
+        }
+        loop {
+            let next = piece_at(sending.end);
+            let send = async {
+                self.connection.send(std::mem::take(&mut bufs)).await?;
+                self.tell(sending.clone());
+                Ok(())
+            };
+            if next.is_empty() {
+                return send.await;
+            }
+            let (sent, read) = join(send, self.read(next.clone())).await;
+            sent?;
+            bufs = vec![read?];
+            sending = next;
+        }
+    }
+
+    async fn read(&self, range: Range<u64>) -> Result<IoBuf> {
+        let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let (result, buf) = self.reading.read(range.start, IoBuf::try_scratch(len)?).await;
+        result?;
+        // What was sent so far must not be taken for a disk that never was.
+        match self.reading.version() == self.version {
+            true => Ok(buf),
+            false => Err(Error::new(ErrorKind::Busy, "the disk was written to while it was sent")),
+        }
+    }
+
+    fn tell(&self, range: Range<u64>) {
+        if !range.is_empty() {
+            let (peer, path, len) = (self.connection.peer, self.path, self.reading.len());
+            self.connection.config().tell(&Event::Sent { peer, path, range, len, version: self.version.number });
+        }
+    }
+}
+
+fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {
+    let version = reading.version();
+    let about = About {
+        len: reading.len(),
+        tag: Tag { text: format!("{:016x}", version.number), is_weak: version.may_change },
+        media_type: content.media_type(),
+        file_name: content.file_name(),
+    };
+    answer(request, &about)
+}
+
+/// The time as the field `Date` has it (RFC 9110, 5.6.7).
+fn date() -> String {
+    let printer = jiff::fmt::rfc2822::DateTimePrinter::new();
+    printer.timestamp_to_rfc9110_string(&jiff::Timestamp::now()).unwrap_or_default()
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The contents that a server serves.
+
+use cowshed_block::Result;
+use cowshed_image::Node;
+use cowshed_image::graph::{Attachment, Queue, files_below};
+use cowshed_image::stats::IoKind;
+use cowshed_storage::{IoBuf, path_of_text};
+use futures_util::future::LocalBoxFuture;
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, LazyLock};
+
+/// A content, in the words of HTTP a representation: bytes that clients may read, from any thread.
+pub trait Content: Send + Sync + 'static {
+    /// Takes it into use on this thread, for one response.
+    fn open(&self) -> Box<dyn Reading>;
+
+    /// Its media type.
+    fn media_type(&self) -> &str {
+        "application/octet-stream"
+    }
+
+    /// The name of the file that a browser makes of it; `None`: it is shown.
+    fn file_name(&self) -> Option<&str> {
+        None
+    }
+}
+
+/// A content as one response reads it.
+pub trait Reading {
+    /// Length in bytes, now.
+    fn len(&self) -> u64;
+
+    /// Its version, now.
+    fn version(&self) -> Version;
+
+    /// Fills `buf` from `offset` (bytes) and gives it back.
+    fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)>;
+}
+
+/// A version of a content: two reads of one version belong together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Version {
+    /// Another one after each change.
+    pub number: u64,
+    /// Something may be writing to it at the moment.
+    pub may_change: bool,
+}
+
+impl Content for Arc<Attachment> {
+    fn open(&self) -> Box<dyn Reading> {
+        Box::new(self.queue())
+    }
+}
+
+impl Reading for Queue {
+    fn len(&self) -> u64 {
+        Queue::size(self)
+    }
+
+    fn version(&self) -> Version {
+        version_of(&self.attachment().node())
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
+        Box::pin(Queue::read(self, offset, buf))
+    }
+}
+
+/// For what can't be told from the files: each process has versions of its own.
+static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
+
+/// The version of what a node shows: what its files say of themselves, and how often something was written through it.
+fn version_of(node: &Node) -> Version {
+    let mut hasher = Stable::default();
+    let may_change = !node.is_read_only();
+    node.size().hash(&mut hasher);
+    let files = if may_change { Vec::new() } else { files_below(node) };
+    let mut is_told = !files.is_empty();
+    for (_, name) in &files {
+        // A file behind a name that is none (of a server, a descriptor) has no times.
+        match std::fs::metadata(path_of_text(name)) {
+            Ok(file) => {
+                let times = (file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec());
+                (file.dev(), file.ino(), file.size(), times).hash(&mut hasher);
+            }
+            Err(_) => is_told = false,
+        }
+    }
+    if !is_told {
+        PROCESS.hash(&mut hasher);
+        node.name().hash(&mut hasher);
+        let statistics = node.statistics();
+        for kind in [IoKind::Write, IoKind::WriteZeroes, IoKind::Discard] {
+            let kind = statistics.kind(kind);
+            (kind.operations, kind.failed).hash(&mut hasher);
+        }
+    }
+    Version { number: hasher.finish(), may_change }
+}
+
+/// FNV-1a: the same from one process to the next, which the standard hasher isn't. No secret and no attack rests on it:
+/// a client that wants to be served old bytes has only itself to deceive.
+struct Stable(u64);
+
+impl Default for Stable {
+    fn default() -> Self {
+        Stable(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Hasher for Stable {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+}

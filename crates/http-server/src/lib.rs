@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Serves disks over HTTP/1.1, for reading: whole, or by byte ranges.
+//!
+//! ```text
+//! Server::start(Config) ─ listen(address) ─ add(path, content) … remove(path) ─ stop(grace)
+//! ```
+//! - [`proto`]: bytes and structs, without I/O
+//! - `content`: what is served; a node of the block graph is one
+//! - `server`: what the owner does; `connection`: one client, from its first request to its last
+
+mod connection;
+mod content;
+pub mod proto;
+mod server;
+#[cfg(test)]
+mod tests;
+
+pub use content::{Content, Reading, Version};
+pub use server::{Config, Event, EventHandler, Limits, Server};

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server with clients that speak by hand; what curl, browsers and QEMU make of it is tested with the tool.
+
+use crate::{Config, Content, Event, EventHandler, Limits, Reading, Server, Version};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_storage::{IoBuf, SocketAddress, rt};
+use futures_util::future::LocalBoxFuture;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A wait that is over before means a fault.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A disk whose bytes say where they are.
+#[derive(Debug, Default)]
+struct Pattern {
+    len: u64,
+    version: AtomicU64,
+    /// Each read of the second half makes another version.
+    changes: bool,
+    fails: AtomicBool,
+}
+
+fn byte(at: u64) -> u8 {
+    (at % 251) as u8
+}
+
+fn bytes(range: std::ops::Range<u64>) -> Vec<u8> {
+    range.map(byte).collect()
+}
+
+struct Open(Arc<Pattern>);
+
+impl Content for Arc<Pattern> {
+    fn open(&self) -> Box<dyn Reading> {
+        Box::new(Open(Arc::clone(self)))
+    }
+}
+
+impl Reading for Open {
+    fn len(&self) -> u64 {
+        self.0.len
+    }
+
+    fn version(&self) -> Version {
+        Version { number: self.0.version.load(Ordering::SeqCst), may_change: self.0.changes }
+    }
+
+    fn read(&self, offset: u64, mut buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
+        Box::pin(async move {
+            if self.0.fails.load(Ordering::SeqCst) {
+                return (Err(Error::new(ErrorKind::Io, "a sector is unreadable")), buf);
+            }
+            for (at, place) in (offset..).zip(buf.iter_mut()) {
+                *place = byte(at);
+            }
+            if self.0.changes && offset >= self.0.len / 2 {
+                self.0.version.fetch_add(1, Ordering::SeqCst);
+            }
+            (Ok(()), buf)
+        })
+    }
+}
+
+struct Served {
+    server: Server,
+    address: String,
+    content: Arc<Pattern>,
+}
+
+fn serve(pattern: Pattern, limits: Limits) -> Served {
+    let server = Server::start(Config { limits, ..Config::default() }).expect("a thread");
+    listening(server, Arc::new(pattern))
+}
+
+fn listening(server: Server, content: Arc<Pattern>) -> Served {
+    server.add("/disk", Arc::new(Arc::clone(&content))).expect("a free path");
+    let address = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let Some(SocketAddress::Tcp { port, .. }) = server.listen(&address).expect("a free port").pop() else {
+        panic!("a port")
+    };
+    Served { server, address: format!("127.0.0.1:{port}"), content }
+}
+
+fn small() -> Limits {
+    Limits { piece_bytes: 1000, ..Limits::default() }
+}
+
+/// A response: the status line and fields, and the content.
+#[derive(Debug)]
+struct Response {
+    head: String,
+    body: Vec<u8>,
+}
+
+impl Response {
+    fn status(&self) -> u16 {
+        self.head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
+    }
+
+    fn field(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| line.split_once(": ").filter(|(field, _)| *field == name)).map(|(_, v)| v)
+    }
+}
+
+struct Client(TcpStream);
+
+impl Served {
+    fn client(&self) -> Client {
+        let stream = TcpStream::connect(&self.address).expect("a server");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
+        Client(stream)
+    }
+
+    fn stop(self) {
+        rt::block_on(self.server.stop(PATIENCE));
+    }
+}
+
+impl Client {
+    fn send(&mut self, text: &str) {
+        self.0.write_all(text.as_bytes()).expect("the server takes it");
+    }
+
+    /// One response, by its length.
+    fn response(&mut self, has_body: bool) -> Response {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            self.0
+                .read_exact(&mut byte)
+                .unwrap_or_else(|error| panic!("{error} after {:?}", String::from_utf8_lossy(&head)));
+            head.push(byte[0]);
+        }
+        let mut response = Response { head: String::from_utf8(head).expect("text"), body: Vec::new() };
+        let len = response.field("Content-Length").map_or(0, |len| len.parse().expect("a number"));
+        response.body = vec![0; if has_body { len } else { 0 }];
+        self.0.read_exact(&mut response.body).expect("the content");
+        response
+    }
+
+    fn get(&mut self, path: &str, fields: &str) -> Response {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: h\r\n{fields}\r\n"));
+        self.response(true)
+    }
+
+    fn is_at_end(&mut self) -> bool {
+        self.0.read(&mut [0]).is_ok_and(|count| count == 0)
+    }
+}
+
+#[test]
+fn a_connection_serves_many_requests() {
+    let served = serve(Pattern { len: 10_500, ..Pattern::default() }, small());
+    let mut client = served.client();
+    let all = client.get("/disk", "");
+    assert_eq!((all.status(), &all.body), (200, &bytes(0..10_500)));
+    assert!(all.field("Date").is_some_and(|date| date.ends_with(" GMT")), "{}", all.head);
+    let part = client.get("/disk", "Range: bytes=999-3001\r\n");
+    assert_eq!((part.status(), &part.body), (206, &bytes(999..3002)));
+    let tag = all.field("ETag").expect("a tag").to_owned();
+    assert_eq!(client.get("/disk", &format!("If-None-Match: {tag}\r\n")).status(), 304);
+    assert_eq!(client.get("/other", "").status(), 404);
+    client.send("HEAD /disk HTTP/1.1\r\nHost: h\r\n\r\nGET /disk HTTP/1.1\r\nHost: h\r\nRange: bytes=-1\r\nConnection: close\r\n\r\n");
+    assert_eq!(client.response(false).field("Content-Length"), Some("10500"));
+    assert_eq!(client.response(true).body, bytes(10_499..10_500));
+    assert!(client.is_at_end());
+    served.stop();
+}
+
+#[test]
+fn several_ranges_come_in_one_response() {
+    let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
+    let response = served.client().get("/disk", "Range: bytes=0-1,1500-3999\r\n");
+    assert_eq!(response.status(), 206);
+    let kind = response.field("Content-Type").expect("a type");
+    let boundary = kind.strip_prefix("multipart/byteranges; boundary=").expect("several ranges");
+    let mut expected = Vec::new();
+    for part in [0..2, 1500..4000] {
+        let head = format!(
+            "\r\n--{boundary}\r\nContent-Type: application/octet-stream\r\nContent-Range: bytes {}-{}/5000\r\n\r\n",
+            part.start,
+            part.end - 1
+        );
+        expected.extend_from_slice(head.as_bytes());
+        expected.extend(bytes(part));
+    }
+    expected.extend_from_slice(format!("\r\n--{boundary}--\r\n").as_bytes());
+    assert_eq!(response.body, expected);
+    served.stop();
+}
+
+#[test]
+fn a_browser_gets_the_page_and_others_the_content() {
+    let served = serve(Pattern { len: 500, ..Pattern::default() }, small());
+    let page = Arc::new(Arc::new(Pattern { len: 7, ..Pattern::default() }));
+    let content = Arc::new(Arc::clone(&served.content));
+    served.server.add_with_page("/both", content, Some(page)).expect("a free path");
+    let accept = "Accept: text/html, */*\r\n";
+    let mut client = served.client();
+    for (path, fields, len) in
+        [("/both", accept, 7), ("/both", "", 500), ("/both?download", accept, 500), ("/both?other", accept, 7)]
+    {
+        let response = client.get(path, fields);
+        assert_eq!((response.status(), response.body.len()), (200, len), "{path} {fields}");
+        assert_eq!(response.field("Vary"), Some("Accept"));
+    }
+    served.stop();
+}
+
+#[test]
+fn the_owner_learns_what_was_sent() {
+    let told: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
+    let events = Arc::clone(&told);
+    let handler = EventHandler(Arc::new(move |event: &Event<'_>| {
+        events.lock().expect("no panic").push(match event {
+            Event::Sent { path, range, len, .. } => format!("{path} {}-{} of {len}", range.start, range.end),
+            Event::Ended { path, is_complete, .. } => format!("{path} ended {is_complete}"),
+        });
+    }));
+    let server =
+        Server::start(Config { limits: small(), events: Some(handler), ..Config::default() }).expect("a thread");
+    let content = Arc::new(Pattern { len: 2500, ..Pattern::default() });
+    let served = listening(server, content);
+    assert_eq!(served.client().get("/disk", "Range: bytes=100-\r\n").body, bytes(100..2500));
+    served.client().get("/other", "");
+    served.stop();
+    let told = told.lock().expect("no panic");
+    assert_eq!(
+        *told,
+        ["/disk 100-1100 of 2500", "/disk 1100-2100 of 2500", "/disk 2100-2500 of 2500", "/disk ended true"]
+    );
+}
+
+#[test]
+fn what_is_no_request_ends_the_connection() {
+    let served = serve(Pattern { len: 10, ..Pattern::default() }, small());
+    for (sent, status) in [
+        ("hello\r\n\r\n", 400),
+        ("GET /disk HTTP/3.0\r\nHost: h\r\n\r\n", 505),
+        ("GET /disk HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nGET ", 413),
+        ("POST /disk HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nGET ", 405),
+    ] {
+        let mut client = served.client();
+        client.send(sent);
+        assert_eq!(client.response(true).status(), status, "{sent}");
+        assert!(client.is_at_end(), "{sent}");
+    }
+    served.stop();
+}
+
+#[test]
+fn a_disk_that_is_written_to_is_not_sent_as_one() {
+    let served = serve(Pattern { len: 5000, changes: true, ..Pattern::default() }, small());
+    let mut client = served.client();
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    let mut all = Vec::new();
+    client.0.read_to_end(&mut all).expect("an end");
+    let text = String::from_utf8_lossy(&all);
+    assert!(text.contains("ETag: W/\"") && text.contains("Content-Length: 5000"), "{text}");
+    let body = all.len() - (text.find("\r\n\r\n").expect("a head") + 4);
+    assert!((1..5000).contains(&body), "the client must see that something is missing");
+    served.stop();
+}
+
+#[test]
+fn a_disk_that_can_not_be_read_breaks_the_connection() {
+    let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
+    served.content.fails.store(true, Ordering::SeqCst);
+    let mut client = served.client();
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    let mut all = Vec::new();
+    client.0.read_to_end(&mut all).expect("an end");
+    assert!(all.is_empty(), "nothing was read, so nothing is promised");
+    served.content.fails.store(false, Ordering::SeqCst);
+    assert_eq!(served.client().get("/disk", "").body, bytes(0..5000));
+    served.stop();
+}
+
+#[test]
+fn idle_clients_make_room_and_slow_heads_are_cut() {
+    let limits = Limits { max_connections: 2, head_timeout: Duration::from_millis(200), ..small() };
+    let served = serve(Pattern { len: 10, ..Pattern::default() }, limits);
+    let mut idle = served.client();
+    assert_eq!(idle.get("/disk", "").status(), 200);
+    let mut slow = served.client();
+    slow.send("GET /di");
+    let mut third = served.client();
+    assert_eq!(third.get("/disk", "").status(), 200);
+    assert!(idle.is_at_end(), "the idle one has made room");
+    assert_eq!(slow.response(true).status(), 408);
+    assert!(slow.is_at_end());
+    served.stop();
+}
+
+#[test]
+fn a_client_that_takes_nothing_is_cut_and_a_stop_waits_for_none() {
+    let limits = Limits { stall_limit: Duration::from_millis(200), ..Limits::default() };
+    let served = serve(Pattern { len: 1 << 40, ..Pattern::default() }, limits);
+    let mut client = served.client();
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    // Its place is free once it was cut, or the stop would take as long as its grace.
+    let before = rt::now();
+    served.stop();
+    assert!(rt::now() - before < PATIENCE);
+}
+
+#[test]
+fn responses_under_way_end_before_the_server_does() {
+    let served = serve(Pattern { len: 64 << 20, ..Pattern::default() }, Limits::default());
+    let mut client = served.client();
+    let mut idle = served.client();
+    assert_eq!(idle.get("/disk", "Range: bytes=0-0\r\n").status(), 206);
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    let mut first = [0; 1];
+    client.0.read_exact(&mut first).expect("a response has begun");
+    let before = rt::now();
+    let stopping = std::thread::spawn(move || served.stop());
+    let mut rest = Vec::new();
+    client.0.read_to_end(&mut rest).expect("all of it");
+    assert!(rest.len() > 64 << 20, "{} bytes", rest.len());
+    assert!(idle.is_at_end());
+    stopping.join().expect("a stop");
+    assert!(rt::now() - before < PATIENCE, "the connection ends with its response");
+}
