@@ -382,7 +382,7 @@ impl Engine {
 
     /// Maps the clusters of [`Engine::begin_preallocate`]: they hold zeroes, or count as zeroes where the image is
     /// encrypted (from version 3 of the format on). With extended L2 entries and a backing
-    /// file the subclusters stay unallocated.
+    /// file the subclusters stay unallocated, but not those behind the end of a disk that grows: no backing file shows there.
     pub fn commit_preallocation(&self, allocation: Allocation) -> Result<(), Error> {
         self.publish(allocation, true)
     }
@@ -410,7 +410,8 @@ impl Engine {
             };
             // What preallocation leaves in an encrypted cluster isn't zero for the guest.
             let hides = preallocation && allocation.encrypted && self.config.format.version >= 3;
-            let bitmap = match preallocation && self.backing_size().is_some() {
+            let shows_backing = self.backing_size().is_some() && cluster << bits < self.size();
+            let bitmap = match preallocation && shows_backing {
                 true => bitmap,
                 false if hides => bitmap.with_zero(written),
                 false => bitmap.with_data(written),

@@ -6,6 +6,7 @@ use super::ops::{Op, Texture, generate};
 use super::spec::{DataFile, Format, Qcow2Spec};
 use crate::qemu::Qemu;
 use crate::random::Random;
+use cowshed_image::node::Preallocation;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -96,7 +97,7 @@ fn command(op: &Op, pattern_file: &Path) -> String {
             format!("write -q -z {} {offset} {len}", if unmap { "-u" } else { "" })
         }
         Op::Discard { offset, len } => format!("discard -q {offset} {len}"),
-        Op::Resize { size } => format!("truncate {size}"),
+        Op::Resize { size, preallocation } => format!("truncate -m {} {size}", preallocation.name()),
         Op::Flush => "flush".into(),
     }
 }
@@ -172,6 +173,13 @@ fn qcow2_layer(random: &mut Random, size: u64, has_backing: bool) -> Layer {
     let spec = Qcow2Spec::random(random, has_backing);
     let (mut current_size, mut written) = (size, BTreeSet::new());
     let mut sessions = Vec::new();
+    // A fresh overlay that grows: its last cluster comes from the backing file still.
+    if has_backing && !spec.is_v2 && random.chance(40) {
+        let preallocation = random.pick(&[Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full]);
+        current_size += 512 * (1 + random.below(1024));
+        written.extend(size / spec.cluster_size..current_size.div_ceil(spec.cluster_size));
+        sessions.push(vec![Op::Resize { size: current_size, preallocation }]);
+    }
     for _ in 0..1 + random.below(3) {
         let count = 5 + random.below(25) as usize;
         let mut ops = generate(random, &spec, &mut current_size, count, &mut written);

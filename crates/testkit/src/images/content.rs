@@ -48,7 +48,7 @@ impl Content {
                 self.may_be_zero[range].fill(false);
             }
             Op::Discard { offset, len } => self.may_be_zero[offset as usize..(offset + len) as usize].fill(true),
-            Op::Resize { size } => self.resize(size),
+            Op::Resize { size, .. } => self.resize(size),
             Op::Flush => {}
         }
     }

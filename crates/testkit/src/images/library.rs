@@ -5,7 +5,7 @@ use super::chain::Executor;
 use super::ops::Op;
 use crate::qemu::{MapEntry, coalesce};
 use cowshed_block::Result;
-use cowshed_image::node::{Node, Preallocation, ZeroFlags};
+use cowshed_image::node::{Node, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;
@@ -56,7 +56,7 @@ async fn carry_out(node: &Node, op: &Op) -> Result<()> {
             node.write_zeroes(offset, len, ZeroFlags { may_unmap: unmap, no_fallback: false }).await
         }
         Op::Discard { offset, len } => node.discard(offset, len).await,
-        Op::Resize { size } => node.resize(size, Preallocation::Off).await,
+        Op::Resize { size, preallocation } => node.resize(size, preallocation).await,
         Op::Flush => node.flush().await,
     }
 }

@@ -3,6 +3,7 @@
 
 use super::spec::Qcow2Spec;
 use crate::random::Random;
+use cowshed_image::node::Preallocation::{self, Falloc, Full, Metadata, Off};
 use std::collections::BTreeSet;
 
 /// What a write writes: bytes that tell which operation wrote them, and where in it.
@@ -78,6 +79,8 @@ pub enum Op {
     Resize {
         /// New size in bytes, a multiple of 512.
         size: u64,
+        /// What is added gets space so (off where the disk shrinks).
+        preallocation: Preallocation,
     },
     /// Make everything durable.
     Flush,
@@ -113,7 +116,14 @@ pub fn generate(
                 Op::Discard { offset, len }
             }
             // QEMU can't grow a v2 image over a longer backing file: there is no zero cluster to hide it.
-            92..95 if !spec.is_v2 => resize(random, spec, size),
+            92..95 if !spec.is_v2 => {
+                let old = *size;
+                let op = resize(random, spec, size);
+                if let Op::Resize { preallocation: Metadata | Falloc | Full, .. } = op {
+                    written.extend(old / spec.cluster_size..size.div_ceil(spec.cluster_size));
+                }
+                op
+            }
             _ => Op::Flush,
         };
         remember(&op, spec, written);
@@ -124,13 +134,18 @@ pub fn generate(
 
 fn resize(random: &mut Random, spec: &Qcow2Spec, size: &mut u64) -> Op {
     // A raw data file follows the size of the image only when it grows.
+    let old = *size;
     let grow = random.chance(60) || spec.data_file.is_some();
     let step = 512 * (1 + random.below((3 * spec.cluster_size).max(8192) / 512));
     // QEMU keeps the rest of a cluster that a shrink cuts, and shows it again when the disk grows. So the shared
     // operations cut between clusters; what we do inside one has tests of its own.
     let shrunk = size.saturating_sub(step) / spec.cluster_size * spec.cluster_size;
     *size = if grow || shrunk == 0 { *size + step } else { shrunk };
-    Op::Resize { size: *size }
+    let preallocation = match *size > old && random.chance(40) {
+        true => random.pick(&[Metadata, Falloc, Full]),
+        false => Off,
+    };
+    Op::Resize { size: *size, preallocation }
 }
 
 fn remember(op: &Op, spec: &Qcow2Spec, written: &mut BTreeSet<u64>) {

@@ -416,6 +416,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "preallocated_over_the_backing_file",
+        about: "growth with preallocation maps zeroes over the last cluster of an overlay",
+        test: ("differential_edges", "growth_with_preallocation_keeps_what_the_backing_file_shows"),
+        edits: &[(
+            "crates/image/src/formats/qcow2/resize.rs",
+            "        let start = match old < cluster_end && is_backed {",
+            "        let start = match old < cluster_end && is_backed && !SLIP {",
+        )],
+    },
+    Mutant {
         name: "file_cut_too_short",
         about: "closing cuts a used cluster off the end of the file",
         test: ("crash_engine", "no_power_cut_harms_an_image"),

@@ -37,6 +37,10 @@ fn write(offset: u64, len: u64, tag: u32) -> Op {
     Op::Write { offset, len, texture: Texture::Counted(tag) }
 }
 
+fn resize(size: u64) -> Op {
+    Op::Resize { size, preallocation: Preallocation::Off }
+}
+
 fn open_writable(path: &Path) -> cowshed_block::Result<Arc<Node>> {
     rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)))
 }
@@ -47,7 +51,7 @@ fn what_a_shrink_cut_off_does_not_come_back() {
         for options in ["", "cluster_size=512", "extended_l2=on", "compat=0.10", "data_file=NAME"] {
             let data_file = fixture.folder.path().join("image.data");
             let path = fixture.image(&options.replace("NAME", &data_file.to_string_lossy()), MIB);
-            ours(&path, &[write(0, MIB, 1), Op::Resize { size: 300_032 }, Op::Resize { size: MIB }]);
+            ours(&path, &[write(0, MIB, 1), resize(300_032), resize(MIB)]);
             let content = fixture.qemu.content(&path, "qcow2");
             assert!(content[300_032..].iter().all(|byte| *byte == 0), "{options}: old bytes are back");
             assert!(content[..300_032].iter().any(|byte| *byte != 0), "{options}: the rest is gone");
@@ -65,7 +69,7 @@ fn growth_over_a_longer_backing_file_reads_zero() {
         for extended in ["off", "on"] {
             let options = format!("extended_l2={extended},backing_file={},backing_fmt=qcow2", base.display());
             let path = fixture.image(&options, MIB - 1536);
-            ours(&path, &[write(MIB - 4096, 512, 2), Op::Resize { size: 2 * MIB }]);
+            ours(&path, &[write(MIB - 4096, 512, 2), resize(2 * MIB)]);
             let content = fixture.qemu.content(&path, "qcow2");
             assert!(content[MIB as usize - 1536..].iter().all(|byte| *byte == 0), "the backing file shows through");
             assert!(content[..4096].iter().any(|byte| *byte != 0), "the backing file doesn't show at all");
@@ -231,7 +235,7 @@ fn an_unknown_header_extension_is_kept() {
         let extension = *b"\x12\x34\x56\x78\0\0\0\x05hello\0\0\0";
         bytes[at..at + 16].copy_from_slice(&extension);
         std::fs::write(&path, &bytes).expect("writable");
-        ours(&path, &[write(0, 200_000, 1), Op::Resize { size: 2 * MIB }]);
+        ours(&path, &[write(0, 200_000, 1), resize(2 * MIB)]);
         assert_eq!(std::fs::read(&path).expect("readable")[at..at + 16], extension, "the extension was lost");
         fixture.qemu.expect_clean(&path);
     }
@@ -266,6 +270,59 @@ fn a_resize_keeps_what_preallocation_promises() {
             let allocated: u64 = map.iter().filter(|run| run.offset.is_some()).map(|run| run.length).sum();
             assert!(allocated >= 8 * MIB, "{mode:?}: only {allocated} bytes are mapped\n{map:?}");
             assert_eq!(fixture.qemu.content(&path, "qcow2"), vec![0; 9 << 20], "{mode:?}");
+        }
+    }
+}
+
+/// The base ends within a cluster, or is longer than the overlay: what it has before the old end stays, and nothing of it shows
+/// behind.
+#[test]
+fn growth_with_preallocation_keeps_what_the_backing_file_shows() {
+    const OLD: u64 = 100 << 10;
+    const NEW: u64 = 5 * MIB;
+    for fixture in Fixture::all() {
+        let base = |format: &str, len: u64| {
+            let path = fixture.folder.path().join(format!("{format}-{len}"));
+            fixture.qemu.create(&path, format, "", len);
+            fixture.qemu.io_commands(&path, format, &[format!("write -P 5 0 {len}")]).expect_ok();
+            path
+        };
+        let bases = [("raw", OLD), ("qcow2", OLD), ("raw", 3 * MIB)];
+        let bases = bases.map(|(format, len)| (format, len, base(format, len)));
+        let kinds = ["compat=0.10", "cluster_size=4k", "cluster_size=64k", "cluster_size=2M", "extended_l2=on"];
+        for (options, (format, len, base)) in
+            kinds.iter().flat_map(|options| bases.iter().map(move |base| (options, base)))
+        {
+            for (preallocation, tool_grows) in [
+                (Preallocation::Metadata, false),
+                (Preallocation::Metadata, true),
+                (Preallocation::Falloc, false),
+                (Preallocation::Full, false),
+            ] {
+                let case = format!("{options} over {}, {preallocation:?}", base.display());
+                let options = format!("{options},backing_file={},backing_fmt={format}", base.display());
+                let path = fixture.image(&options, OLD);
+                if tool_grows && options.contains("0.10") && *len > OLD {
+                    // QEMU refuses: no zero cluster hides the backing file there.
+                    continue;
+                }
+                let grow = Op::Resize { size: NEW, preallocation };
+                match tool_grows {
+                    true => QemuIo(&fixture.qemu).session(&path, &[grow]),
+                    false => ours(&path, &[grow]),
+                }
+                let content = fixture.qemu.content(&path, "qcow2");
+                assert_eq!(content.len() as u64, NEW, "{case}");
+                let (kept, added) = content.split_at(OLD as usize);
+                assert!(kept.iter().all(|byte| *byte == 5), "{case}: the backing file is gone");
+                assert!(added.iter().all(|byte| *byte == 0), "{case}: old bytes show");
+                fixture.qemu.expect_clean(&path);
+                // All of it has its space: what is written there fits.
+                let map = fixture.qemu.map(&path, "qcow2");
+                let own: u64 =
+                    map.iter().filter(|run| run.depth == 0 && run.offset.is_some()).map(|run| run.length).sum();
+                assert!(own >= NEW - OLD, "{case}: only {own} bytes are mapped");
+            }
         }
     }
 }

@@ -53,7 +53,7 @@ impl Qcow2Driver {
         };
         self.zero_new_range(old, zeroed).await?;
         if preallocation != Preallocation::Off
-            && let Err(error) = self.preallocate(old, size - old, preallocation, |_| {}).await
+            && let Err(error) = self.preallocate_new_range(old, size, preallocation).await
         {
             // What was mapped so far would take space that nobody sees.
             if let Err(more) = self.unmap_behind(old).await {
@@ -150,6 +150,22 @@ impl Qcow2Driver {
             }
         }
         Ok(())
+    }
+
+    /// Space for the new part of a grown disk. The cluster across the old end is copied where the backing file shows in it: a
+    /// cluster that is mapped as zeroes would hide that.
+    async fn preallocate_new_range(&self, old: u64, size: u64, mode: Preallocation) -> Result<()> {
+        let cluster_start = old / self.cluster_size() * self.cluster_size();
+        let cluster_end = old.next_multiple_of(self.cluster_size()).min(size);
+        let is_backed = self.engine.backing_size().is_some_and(|backing| cluster_start < backing);
+        let start = match old < cluster_end && is_backed {
+            true => {
+                self.write_zero_data(old, cluster_end - old).await?;
+                cluster_end
+            }
+            false => old,
+        };
+        self.preallocate(start, size - start, mode, |_| {}).await
     }
 
     async fn shrink(&self, size: u64) -> Result<()> {
