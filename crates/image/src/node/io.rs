@@ -6,7 +6,6 @@ use super::{DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, 
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_layout::probe::{FormatName, PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -265,18 +264,19 @@ impl Node {
             self.count_invalid(IoKind::Write);
             return (Err(error), buf);
         }
-        if self.settings.is_probed_raw()
-            && self.is_at_an_end(offset, len)
-            && let Err(error) = Box::pin(self.check_probed_raw(offset, &buf)).await
-        {
-            return (Err(error), buf);
-        }
         let detect = self.settings.detect_zeroes();
         if detect != DetectZeroes::Off && is_zero(&buf) {
             let may_unmap = detect == DetectZeroes::Unmap;
             let flags = ZeroFlags { may_unmap, no_fallback: false };
             return (self.write_zeroes_boxed(offset, buf.len() as u64, flags).await, buf);
         }
+        let _turn = match self.settings.is_probed_raw() {
+            true => match Box::pin(self.turn_at_ends(offset, len, Some(&buf))).await {
+                Ok(turn) => turn,
+                Err(error) => return (Err(error), buf),
+            },
+            false => None,
+        };
         let (result, buf) = match self.driver.map(offset, len, Intent::Overwrite) {
             Mapped::File { file, host, guard } => {
                 let done = file.write_at(buf, host).await;
@@ -324,6 +324,10 @@ impl Node {
         }
         let start_ns = self.clock_ns();
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
+        let _turn = match self.settings.is_probed_raw() {
+            true => Box::pin(self.turn_at_ends(offset, len, None)).await?,
+            false => None,
+        };
         let result = self.driver.write_zeroes(offset, len, flags).await;
         self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
         if result.is_ok() {
@@ -346,6 +350,10 @@ impl Node {
             return Ok(());
         }
         let start_ns = self.clock_ns();
+        let _turn = match self.settings.is_probed_raw() {
+            true => Box::pin(self.turn_at_ends(offset, len, None)).await?,
+            false => None,
+        };
         let result = self.driver.discard(offset, len).await;
         self.count(IoKind::Discard, offset, len, start_ns, &result);
         self.tracking.written(offset, len);
@@ -415,6 +423,10 @@ impl Node {
         if i64::try_from(sectors).is_err() {
             return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
         }
+        let _turn = match self.settings.is_probed_raw() {
+            true => Some(Box::pin(self.turn_to_resize(size)).await?),
+            false => None,
+        };
         let resized = match self.driver.protocol_file().map(|file| self.resizing(file)).transpose() {
             Ok(_locked) => self.driver.resize(size, preallocation).await,
             Err(error) => Err(error),
@@ -482,52 +494,6 @@ impl Node {
     pub(super) fn check_write(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
         self.check_range(offset, len)
-    }
-
-    /// The first and the last bytes, as far as a guess of the format looks at them.
-    pub(crate) async fn read_ends(&self) -> Result<[IoBuf; 2]> {
-        let size = usize::try_from(self.size()).unwrap_or(usize::MAX);
-        let (first_len, last_len) = (size.min(PROBE_BYTES), size.min(PROBE_TAIL_BYTES));
-        let (result, first) = self.read_boxed(0, IoBuf::zeroed(first_len)).await;
-        result?;
-        let (result, last) = self.read_boxed(self.size() - last_len as u64, IoBuf::zeroed(last_len)).await;
-        result.map(|()| [first, last])
-    }
-
-    /// True where a write may touch what a guess of the format looks at.
-    fn is_at_an_end(&self, offset: u64, len: u64) -> bool {
-        offset < PROBE_BYTES as u64 || offset + len > self.size().saturating_sub(PROBE_TAIL_BYTES as u64)
-    }
-
-    /// A guest of a raw image whose format was guessed must not be able to write a header or a footer there that makes the
-    /// next guess come out differently: it would then name files of the host as its backing file.
-    async fn check_probed_raw(&self, offset: u64, buf: &[u8]) -> Result<()> {
-        let [mut first, mut last] = self.read_ends().await?;
-        overlay(&mut first, 0, offset, buf);
-        let last_start = self.size() - last.len() as u64;
-        overlay(&mut last, last_start, offset, buf);
-        match probe_with_tail(&first, &last) {
-            FormatName::Raw => Ok(()),
-            format => Err(Error::new(
-                ErrorKind::PermissionDenied,
-                format!(
-                    "writing the mark of format {} to an image whose format was not given but guessed to be raw; \
-                     name the format 'raw' to allow it",
-                    format.as_str()
-                ),
-            )
-            .file(self.filename.clone())),
-        }
-    }
-}
-
-/// Lays `buf`, which stands at `offset`, over `piece`, which stands at `start`, where the two meet.
-fn overlay(piece: &mut [u8], start: u64, offset: u64, buf: &[u8]) {
-    let from = start.max(offset);
-    let end = (start + piece.len() as u64).min(offset + buf.len() as u64);
-    if from < end {
-        let source = &buf[(from - offset) as usize..(end - offset) as usize];
-        piece[(from - start) as usize..(end - start) as usize].copy_from_slice(source);
     }
 }
 

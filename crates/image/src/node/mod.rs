@@ -7,6 +7,7 @@ mod capabilities;
 mod deadline;
 mod driver;
 mod edge;
+mod guess;
 mod io;
 mod live;
 mod permissions;
@@ -180,6 +181,8 @@ pub struct Node {
     lends_backing: AtomicBool,
     /// Those who read it, once each write below it is to wait for them.
     readers: OnceLock<Arc<Readers>>,
+    /// See [`guess`].
+    ends: futures_util::lock::Mutex<()>,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
     /// Nodes below one another here, this one included.
@@ -268,6 +271,7 @@ impl Node {
             told_corrupt,
             lends_backing: AtomicBool::new(false),
             readers: OnceLock::new(),
+            ends: futures_util::lock::Mutex::new(()),
         }))
     }
 

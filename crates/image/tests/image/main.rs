@@ -14,6 +14,7 @@ mod damage;
 mod encryption;
 mod encryption_create;
 mod filters;
+mod guessed;
 mod live_graph;
 mod open;
 mod overlap;

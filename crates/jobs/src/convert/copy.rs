@@ -404,8 +404,11 @@ impl<'a> Copy<'a> {
         Ok(at)
     }
 
-    /// Source and target, where both are files as they are.
+    /// Source and target, where both are files as they are. A target whose format was guessed checks what is written to it.
     fn whole_files(&self) -> Option<(&File, &File)> {
+        if self.target.is_probed_raw() {
+            return None;
+        }
         Some((self.sources.single()?.file()?, self.target.file()?))
     }
 }

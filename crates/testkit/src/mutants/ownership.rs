@@ -426,6 +426,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         )],
     },
     Mutant {
+        name: "guessed_raw_without_turns",
+        about: "two writes to the start of a guessed raw disk are checked before either is there",
+        test: ("image/guessed", "racing_requests_complete_no_mark"),
+        edits: &[(
+            "crates/image/src/node/guess.rs",
+            "        let turn = self.ends.lock().await;\n        let [mut first, mut last]",
+            "        let free = Box::leak(Box::new(futures_util::lock::Mutex::new(())));\n        let turn = if SLIP { free.lock().await } else { self.ends.lock().await };\n        let [mut first, mut last]",
+        )],
+    },
+    Mutant {
         name: "file_cut_too_short",
         about: "closing cuts a used cluster off the end of the file",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
