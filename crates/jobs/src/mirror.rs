@@ -6,7 +6,7 @@
 //! the map before it is read, so a write that comes in between puts it back.
 
 use crate::JobHandle;
-use crate::commit::opened::OpenedBase;
+use crate::commit::opened::{OpenedBase, reader_of};
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -231,14 +231,15 @@ impl Mirror {
         (top, base): (&Arc<Node>, &Arc<Node>),
         options: MirrorOptions,
     ) -> Result<Mirror> {
-        let opened = OpenedBase::open(graph, id, Chain::between(top, Some(base))?, top.size()).await?;
+        let chain = Chain::between(top, Some(base))?;
+        let opened = OpenedBase::open(graph, id, chain.clone(), &chain, top.size()).await?;
         match Self::observe(graph, id, top, options.granularity_bytes).await {
             Ok((reader, dirty)) => {
                 let writer = Writer::Job(Arc::clone(opened.writer()));
                 let mirror = Mirror::of(graph, top, Arc::clone(base), reader, writer, dirty);
                 Self::begin(Mirror { opened: Some(opened), ..mirror }, options).await
             }
-            Err(error) => opened.close().await.and(Err(error)),
+            Err(error) => opened.close().await.and(opened.let_go().await).and(Err(error)),
         }
     }
 
@@ -250,7 +251,7 @@ impl Mirror {
         granularity_bytes: u64,
     ) -> Result<(Arc<Attachment>, Arc<DirtyMap>)> {
         let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
-        let reader = graph.attach(source, AttachRequest::job(format!("{id}-source"), read)).await?;
+        let reader = graph.attach(source, AttachRequest::job(reader_of(id), read)).await?;
         let tracked = {
             let _drained = graph.drain(&[source]).await;
             source.track_dirty(granularity_bytes)
@@ -524,7 +525,8 @@ impl Mirror {
         let ended = self.reader.detach().await;
         drop(drained);
         let unused = self.graph.close_unused(&self.source).await;
-        result.and(closed).and(ended).and(unused)
+        let freed = self.let_go().await;
+        result.and(closed).and(ended).and(unused).and(freed)
     }
 
     async fn note_end(&self) {
@@ -538,6 +540,14 @@ impl Mirror {
             Some(opened) => opened.close().await,
             None => self.writer().end(&self.graph).await,
         };
-        writer.and(self.reader.detach().await)
+        writer.and(self.reader.detach().await).and(self.let_go().await)
+    }
+
+    /// Gives the layers back between the disk and the base of a commit.
+    async fn let_go(&self) -> Result<()> {
+        match &self.opened {
+            Some(opened) => opened.let_go().await,
+            None => Ok(()),
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::Arc;
@@ -44,6 +44,8 @@ pub struct Stream {
     was_read_only: bool,
     /// No layer comes out of the chain: its images stay as they are, headers too.
     stays: bool,
+    /// The layers that it takes over.
+    held: HeldNodes,
 }
 
 impl Stream {
@@ -72,8 +74,8 @@ impl Stream {
             }
         }
         match Self::insert(graph, id, &request, &chain).await {
-            Ok((filter, user)) => {
-                Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays })
+            Ok((filter, user, held)) => {
+                Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays, held })
             }
             Err(error) => {
                 Self::restore(graph, node, was_read_only).await?;
@@ -83,6 +85,19 @@ impl Stream {
     }
 
     async fn insert(
+        graph: &Arc<Graph>,
+        id: &str,
+        request: &StreamRequest,
+        chain: &Chain,
+    ) -> Result<(Arc<Node>, Arc<Attachment>, HeldNodes)> {
+        let held = graph.hold_unchanged(id, chain).await?;
+        match Self::insert_filter(graph, id, request, chain).await {
+            Ok((filter, user)) => Ok((filter, user, held)),
+            Err(error) => held.release().await.and(Err(error)),
+        }
+    }
+
+    async fn insert_filter(
         graph: &Arc<Graph>,
         id: &str,
         request: &StreamRequest,
@@ -179,7 +194,9 @@ impl Stream {
     pub async fn end(self) -> Result<()> {
         let detached = self.user.detach().await;
         let removed = self.graph.remove_filter(&self.filter).await;
-        detached.and(removed).and(Self::restore(&self.graph, &self.request.node, self.was_read_only).await)
+        let freed = self.held.release().await;
+        let restored = Self::restore(&self.graph, &self.request.node, self.was_read_only).await;
+        detached.and(removed).and(freed).and(restored)
     }
 
     async fn restore(graph: &Arc<Graph>, node: &Arc<Node>, was_read_only: bool) -> Result<()> {

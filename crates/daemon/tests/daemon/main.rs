@@ -11,6 +11,7 @@ mod commits;
 mod damage;
 mod documents;
 mod drives;
+mod during_jobs;
 mod exported_files;
 mod exports;
 mod failed_jobs;

@@ -5,7 +5,7 @@ use super::changes::Scope;
 use super::gate::{Gate, Lane};
 use super::queue::Queue;
 use super::{Drained, Graph};
-use crate::node::{Edge, Node};
+use crate::node::{Edge, Hold, Node};
 use crate::stats::{Accounting, AttachmentStats, IoKind, KINDS, KindStats, Observed};
 use arc_swap::ArcSwap;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -20,6 +20,7 @@ pub struct AttachRequest {
     permissions: Permissions,
     counted: bool,
     export: bool,
+    hold: Option<Hold>,
 }
 
 impl AttachRequest {
@@ -28,7 +29,7 @@ impl AttachRequest {
         let write = if writable { PermissionSet::WRITE } else { PermissionSet::NONE };
         let used = PermissionSet::CONSISTENT_READ | write;
         let permissions = Permissions { used, shared: PermissionSet::ALL };
-        AttachRequest { name: name.into(), permissions, counted: true, export: true }
+        AttachRequest { name: name.into(), permissions, counted: true, export: true, hold: None }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -37,7 +38,13 @@ impl AttachRequest {
 
     /// A job by its id, with what it does and what it lets others do.
     pub fn job(name: impl Into<String>, permissions: Permissions) -> AttachRequest {
-        AttachRequest { name: name.into(), permissions, counted: true, export: false }
+        AttachRequest { name: name.into(), permissions, counted: true, export: false, hold: None }
+    }
+
+    /// As [`AttachRequest::job`], of a job that only keeps a node as it is.
+    pub(super) fn hold(name: String, shared: PermissionSet, hold: Hold) -> AttachRequest {
+        let permissions = Permissions { used: PermissionSet::NONE, shared };
+        AttachRequest { name, permissions, counted: false, export: false, hold: Some(hold) }
     }
 
     /// Its requests aren't counted: for users who keep statistics of their own.
@@ -78,7 +85,7 @@ struct Past {
 }
 
 /// The user of a node that stands for an attachment.
-fn user_of(name: &str) -> String {
+pub(super) fn user_of(name: &str) -> String {
     format!("{USER_PREFIX}{name}")
 }
 
@@ -92,7 +99,7 @@ pub(super) fn is_attachment(user: &str) -> bool {
 impl Attachment {
     pub(super) fn new(graph: &Arc<Graph>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
         let user = user_of(&request.name);
-        node.attach(Edge::new(&user, request.permissions).of_export(request.export))?;
+        node.attach(Edge::new(&user, request.permissions).of_export(request.export).of_hold(request.hold))?;
         Ok(Arc::new(Attachment {
             name: request.name,
             graph: Arc::clone(graph),

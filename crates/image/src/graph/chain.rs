@@ -81,6 +81,11 @@ impl Chain {
         self.layers.iter().chain(&self.filters).chain(&self.base).cloned().collect()
     }
 
+    /// The layers below the top, upper ones first, then the filters between; without the base.
+    pub(super) fn between_ends(&self) -> Vec<Arc<Node>> {
+        self.layers.iter().skip(1).chain(&self.filters).cloned().collect()
+    }
+
     /// What decides about the bytes from `at` on, at most `len` of them. They must be inside of the top.
     pub async fn holder(&self, at: u64, len: u64) -> Result<Holder> {
         let mut len = len;

@@ -35,7 +35,7 @@ pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
-pub(crate) use permissions::Edge;
+pub(crate) use permissions::{Edge, Hold};
 pub(crate) use ranges::{Claim, Ranges, Readers, Reading};
 pub use requests::LocalNode;
 use settings::LiveSettings;

@@ -18,10 +18,24 @@ pub(crate) struct Edge {
     /// An export: no parent of the node may change its length meanwhile, such as the format of an image in that file. The user
     /// may: then clients see another size of the disk.
     pub is_export: bool,
+    /// A job that keeps the node from all users but these, which are its own.
+    pub hold: Option<Hold>,
+}
+
+/// A job's edge on a node that it neither reads nor writes by this edge, only keeps as it is.
+#[derive(Clone, Debug)]
+pub(crate) struct Hold {
+    /// The job in QEMU's words, such as `commit job 'j'`.
+    pub job: String,
+    /// Users whose permissions never conflict with this edge.
+    pub spared: Vec<String>,
 }
 
 /// The role of a node for an export, a job or the monitor.
 const ROOT_ROLE: &str = "root";
+
+/// The role of a node for the job that holds it.
+const HELD_ROLE: &str = "intermediate node";
 
 impl Edge {
     /// The edge of a user that reads, or reads, writes and resizes. Nobody else may write or resize meanwhile, unless
@@ -34,7 +48,26 @@ impl Edge {
 
     /// The edge of an export, a job or the monitor.
     pub(crate) fn new(user: &str, permissions: Permissions) -> Edge {
-        Edge { user: user.to_owned(), permissions, role: ROOT_ROLE, held: PermissionSet::NONE, is_export: false }
+        Edge {
+            user: user.to_owned(),
+            permissions,
+            role: ROOT_ROLE,
+            held: PermissionSet::NONE,
+            is_export: false,
+            hold: None,
+        }
+    }
+
+    /// The same of a job that holds the node, or of another user without a `hold`.
+    pub(crate) fn of_hold(self, hold: Option<Hold>) -> Edge {
+        match hold {
+            None => self,
+            hold => Edge { hold, role: HELD_ROLE, ..self },
+        }
+    }
+
+    fn spares(&self, other: &Edge) -> bool {
+        self.hold.as_ref().is_some_and(|hold| hold.spared.contains(&other.user))
     }
 
     /// The same of an export.
@@ -44,7 +77,7 @@ impl Edge {
 
     /// What this user keeps from another one for the sake of the length.
     fn keeps_length_from(&self, other: &Edge) -> PermissionSet {
-        let is_format = ![ROOT_ROLE, ChildRole::DataFile.as_str()].contains(&other.role);
+        let is_format = ![ROOT_ROLE, HELD_ROLE, ChildRole::DataFile.as_str()].contains(&other.role);
         if self.is_export && is_format { PermissionSet::RESIZE } else { PermissionSet::NONE }
     }
 
@@ -60,15 +93,19 @@ impl Edge {
 
     /// The user in QEMU's words.
     fn described(&self, node: &str) -> String {
-        let user = match self.role {
-            ROOT_ROLE => "an unnamed block device".to_owned(),
-            _ => format!("node '{}'", self.user),
+        let user = match (&self.hold, self.role) {
+            (Some(hold), _) => hold.job.clone(),
+            (None, ROOT_ROLE) => "an unnamed block device".to_owned(),
+            (None, _) => format!("node '{}'", self.user),
         };
         format!("{user} (uses node '{node}' as '{}' child)", self.role)
     }
 
     /// An error when the two can't use `node` at the same time.
     pub(crate) fn check_against(&self, other: &Edge, node: &str) -> Result<()> {
+        if self.spares(other) || other.spares(self) {
+            return Ok(());
+        }
         let both = [(self, other), (other, self)];
         let plain = both.map(|(one, two)| (one, two, !two.permissions.shared));
         let of_length = both.map(|(one, two)| (one, two, two.keeps_length_from(one)));

@@ -19,8 +19,8 @@ pub(crate) const MONITOR: &str = "#monitor";
 const RESIZING: &str = "#resize";
 
 /// What all these users together do, and what all of them let others do.
-fn sum(users: &[Edge]) -> Permissions {
-    users.iter().fold(Permissions::NONE, |sum, edge| Permissions {
+fn sum<'a>(users: impl IntoIterator<Item = &'a Edge>) -> Permissions {
+    users.into_iter().fold(Permissions::NONE, |sum, edge| Permissions {
         used: sum.used | edge.permissions.used,
         shared: sum.shared & edge.permissions.shared,
     })
@@ -162,7 +162,7 @@ impl Node {
         let share_all = match self.settings.locks() {
             LockSource::Opening => false,
             LockSource::Users { share_all } => {
-                let wanted = sum(&self.users());
+                let wanted = sum(self.users().iter());
                 if wanted.used.is_empty() && wanted.shared == PermissionSet::ALL {
                     return Permissions::NONE;
                 }
@@ -200,7 +200,8 @@ impl Node {
     }
 
     fn asked_of_child(&self) -> Permissions {
-        let wanted = sum(&self.users());
+        // A job holds each node of its chain by itself: below a filter it may read and write.
+        let wanted = sum(self.users().iter().filter(|edge| edge.hold.is_none()));
         let asked = self.driver.permissions(wanted, self.is_read_only());
         match self.settings.locks() {
             LockSource::Users { share_all: true } => asked.sharing_all(),

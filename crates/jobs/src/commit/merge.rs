@@ -5,7 +5,7 @@
 //! On disk the base has everything, durably, before the overlay's header names it: a power cut leaves the old chain or
 //! the new one, and both read the same.
 
-use super::opened::OpenedBase;
+use super::opened::{OpenedBase, reader_of};
 use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
@@ -55,10 +55,11 @@ impl Merge {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
         let chain = Chain::between(&request.top, Some(&request.base))?;
         check_name(&request.overlay, &request.base, request.backing_file.as_deref())?;
-        Chain::between(&request.overlay, Some(&request.base))?.check_private(id)?;
-        let reader = AttachRequest::job(format!("{id}-source"), Permissions::READ);
+        let held = Chain::between(&request.overlay, Some(&request.base))?;
+        held.check_private(id)?;
+        let reader = AttachRequest::job(reader_of(id), Permissions::READ);
         let reader = graph.attach(&request.top, reader).await?;
-        match OpenedBase::open(graph, id, chain, request.top.size()).await {
+        match OpenedBase::open(graph, id, chain, &held, request.top.size()).await {
             Ok(opened) => Ok(Merge { graph: Arc::clone(graph), request, reader, opened }),
             Err(error) => reader.detach().await.and(Err(error)),
         }
@@ -146,14 +147,15 @@ impl Merge {
             error => error,
         };
         let detached = reader.detach().await;
+        let freed = opened.let_go().await;
         drop(drained);
-        result.and(detached)
+        result.and(detached).and(freed)
     }
 
     /// Ends half-way: the chain stays as it is.
     pub async fn end(self) -> Result<()> {
         let closed = self.opened.close().await;
-        closed.and(self.reader.detach().await)
+        closed.and(self.reader.detach().await).and(self.opened.let_go().await)
     }
 }
 

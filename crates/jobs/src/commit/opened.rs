@@ -2,10 +2,15 @@
 //! The base of a chain in use, opened up for a job that writes into it what the layers above hold.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, check_layers};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::Arc;
+
+/// The attachment by which the job `id` reads.
+pub(crate) fn reader_of(id: &str) -> String {
+    format!("{id}-source")
+}
 
 /// A base that the job may write to. What its overlays read must stay the same.
 pub(crate) struct OpenedBase {
@@ -14,17 +19,23 @@ pub(crate) struct OpenedBase {
     base: Arc<Node>,
     was_read_only: bool,
     writer: Arc<Attachment>,
+    /// The layers whose content the job changes by writing to the base.
+    held: HeldNodes,
 }
 
 impl OpenedBase {
-    /// Makes the base of `chain` writable and as large as `size` bytes at least. An error leaves all as it was.
-    pub async fn open(graph: &Arc<Graph>, id: &str, chain: Chain, size: u64) -> Result<OpenedBase> {
+    /// Makes the base of `chain` writable and as large as `size` bytes at least. The layers of `held` below its top are kept from
+    /// others. An error leaves all as it was.
+    pub async fn open(graph: &Arc<Graph>, id: &str, chain: Chain, held: &Chain, size: u64) -> Result<OpenedBase> {
         let base = chain.base().cloned().ok_or_else(|| Error::internal("a commit without a base"))?;
         let lowest = chain.lowest().cloned().ok_or_else(|| Error::internal("a chain without layers"))?;
         chain.check_private(id)?;
         check_layers(&base, chain.layers())?;
+        let held = graph.hold_private(id, held, &[&reader_of(id)]).await?;
         let was_read_only = base.is_read_only();
-        graph.set_read_only(&base, false).await?;
+        if let Err(error) = graph.set_read_only(&base, false).await {
+            return held.release().await.and(Err(error));
+        }
         let write = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
         let permissions = Permissions { used: write, ..Permissions::READ };
         let opened = match graph.share_backing(&lowest, true) {
@@ -33,16 +44,16 @@ impl OpenedBase {
         };
         match opened {
             Ok(writer) => {
-                let opened = OpenedBase { graph: Arc::clone(graph), chain, base, was_read_only, writer };
+                let opened = OpenedBase { graph: Arc::clone(graph), chain, base, was_read_only, writer, held };
                 match opened.grow(size).await {
                     Ok(()) => Ok(opened),
-                    Err(error) => opened.close().await.and(Err(error)),
+                    Err(error) => opened.close().await.and(opened.let_go().await).and(Err(error)),
                 }
             }
             Err(error) => {
                 let unshared = graph.share_backing(&lowest, false);
                 let restored = if was_read_only { graph.set_read_only(&base, true).await } else { Ok(()) };
-                for undone in [unshared, restored] {
+                for undone in [unshared, restored, held.release().await] {
                     if let Err(error) = undone {
                         tracing::error!("could not take back what a job was granted: {error}");
                     }
@@ -72,6 +83,11 @@ impl OpenedBase {
 
     pub fn writer(&self) -> &Arc<Attachment> {
         &self.writer
+    }
+
+    /// Gives the held layers back. They read right again once their overlay stands on another node.
+    pub async fn let_go(&self) -> Result<()> {
+        self.held.release().await
     }
 
     /// Flushes, and makes the base again what it was.
