@@ -342,7 +342,8 @@ impl Mirror {
                     Writer::Job(_) => None,
                     Writer::Filter(filter) => Some(filter),
                 };
-                [&self.source, &self.target].map(Arc::clone).into_iter().chain(filter).collect()
+                let replaced = self.replaces.clone().filter(|node| !Arc::ptr_eq(node, &self.source));
+                [&self.source, &self.target].map(Arc::clone).into_iter().chain(filter).chain(replaced).collect()
             }
         }
     }

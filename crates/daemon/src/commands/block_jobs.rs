@@ -129,7 +129,7 @@ pub(super) async fn prepare_mirror(
     closes_target: bool,
 ) -> QmpResult<MirrorPrepared> {
     daemon.jobs.check_free(source)?;
-    daemon.jobs.check_free(target)?;
+    daemon.jobs.check_disk_free(target)?;
     let common = Common::of(daemon, arguments)?;
     let mut options = MirrorOptions { sync: mirror_sync(arguments)?, ..MirrorOptions::default() };
     if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
@@ -445,7 +445,7 @@ impl BackupPlan {
 
     pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
         daemon.jobs.check_free(&self.request.source)?;
-        daemon.jobs.check_free(&self.request.target)?;
+        daemon.jobs.check_disk_free(&self.request.target)?;
         let is_idle = self.request.sync == Sync::None;
         let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await.map_err(failed)?;
         let nodes = backup.nodes();

@@ -173,7 +173,7 @@ fn check_deletable(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
 
 async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = names::lookup(&daemon, arguments.maybe_text("device"), arguments.maybe_text("node-name"))?.node();
-    daemon.jobs.check_free(&node)?;
+    daemon.jobs.check_disk_free(&node)?;
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
     check_users(&daemon, &node)?;

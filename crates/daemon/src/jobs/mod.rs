@@ -14,7 +14,7 @@ use crate::events::EventBus;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
-use cowshed_image::node::LocalFuture;
+use cowshed_image::node::{ChildRole, LocalFuture};
 use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
 use cowshed_jobs::mirror::Mirror;
@@ -475,18 +475,31 @@ impl Jobs {
 
     /// Refused while a job works on the node.
     pub fn check_free(&self, node: &Arc<Node>) -> QmpResult<()> {
+        self.check_free_as(node, node.name())
+    }
+
+    /// The refusal names the node so.
+    fn check_free_as(&self, node: &Arc<Node>, name: &str) -> QmpResult<()> {
         let uses = |job: &&Rc<Job>| {
             !matches!(job.status(), Status::Concluded | Status::Null)
                 && job.nodes.borrow().iter().any(|used| Arc::ptr_eq(used, node))
         };
         match self.list.borrow().iter().find(uses) {
             Some(job) => Err(QmpError::generic(format!(
-                "Node '{}' is busy: block device is in use by block job: {}",
-                node.name(),
+                "Node '{name}' is busy: block device is in use by block job: {}",
                 job.kind
             ))),
             None => Ok(()),
         }
+    }
+
+    /// As [`Jobs::check_free`], of the node and of all that it passes on to as a filter.
+    pub fn check_disk_free(&self, node: &Arc<Node>) -> QmpResult<()> {
+        let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
+        for part in std::iter::successors(Some(Arc::clone(node)), below) {
+            self.check_free_as(&part, node.name())?;
+        }
+        Ok(())
     }
 
     /// Adds a job; its id must be free.

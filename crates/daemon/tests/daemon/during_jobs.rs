@@ -179,3 +179,60 @@ fn a_commit_that_ends_gives_its_layers_back() {
     client.command("blockdev-del", json!({"node-name": "top"}));
     ours.stop().expect("stopped in order");
 }
+
+#[test]
+fn no_filter_hides_a_busy_image_from_a_resize() {
+    let jobs = [
+        ("blockdev-mirror", json!({"target": "t", "sync": "full"})),
+        ("blockdev-backup", json!({"target": "t", "sync": "full"})),
+        ("block-commit", json!({})),
+    ];
+    for driver in ["throttle", "copy-on-read"] {
+        for (command, mut arguments) in jobs.clone() {
+            (arguments["device"], arguments["job-id"]) = (json!("flt"), json!("j"));
+            (arguments["auto-finalize"], arguments["speed"]) = (json!(false), json!(1));
+            let (ours, _theirs, mut clients) = both();
+            let said = clients.each_mut().map(|client| {
+                let mut filter = json!({"driver": driver, "node-name": "flt", "file": "top"});
+                if driver == "throttle" {
+                    filter["throttle-group"] = json!("g");
+                }
+                client.command("blockdev-add", filter);
+                let disk = json!({"type": "nbd", "id": "e", "name": "e", "node-name": "flt", "writable": true});
+                client.command("block-export-add", disk);
+                client.command(command, arguments.clone());
+                client.refusal("block_resize", json!({"node-name": "flt", "size": 2 * SIZE}))
+            });
+            let [mine, other] = said;
+            assert!(mine.starts_with("Node 'flt' is busy: block device is in use by block job: "), "{command}: {mine}");
+            if ["blockdev-mirror", "block-commit"].contains(&command) {
+                assert_eq!(mine, other, "{driver}: {command}");
+            }
+            let [client, _] = &mut clients;
+            let by_export = client.refusal("block_resize", json!({"device": "e", "size": 2 * SIZE}));
+            assert_eq!(by_export, mine);
+            client.command("job-cancel", json!({"id": "j"}));
+            await_no_jobs(client);
+            client.command("block_resize", json!({"node-name": "flt", "size": 2 * SIZE}));
+            ours.stop().expect("stopped in order");
+        }
+    }
+}
+
+/// Else a mirror would end at a place that is in no chain any more.
+#[test]
+fn the_filter_that_a_mirror_is_to_replace_stays() {
+    let (ours, _theirs, [mut client, _]) = both();
+    let filter = json!({"driver": "throttle", "node-name": "flt", "file": "top", "throttle-group": "g"});
+    client.command("blockdev-add", filter);
+    client.command("block-export-add", export("flt", true));
+    let mirror = json!({"job-id": "j", "device": "late", "target": "t", "sync": "full", "replaces": "flt"});
+    client.command("blockdev-mirror", mirror);
+    client.event("BLOCK_JOB_READY");
+    let refusal = client.refusal("x-blockdev-remove", json!({"node-name": "flt"}));
+    assert_eq!(refusal, "Node 'flt' is busy: block device is in use by block job: mirror");
+    client.command("job-complete", json!({"id": "j"}));
+    assert!(client.event("BLOCK_JOB_COMPLETED").get("error").is_none());
+    assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], "t");
+    ours.stop().expect("stopped in order");
+}
