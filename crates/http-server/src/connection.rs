@@ -68,10 +68,11 @@ impl Clients {
     pub(crate) async fn place(self: &Rc<Self>, socket: Socket) -> Place {
         self.until(|seated| {
             let is_full = seated.len() >= self.site.config.limits.max_connections;
-            if is_full && !seated.iter().any(|seat| seat.was_cut.get()) {
-                if let Some(idle) = seated.iter().find(|seat| seat.is_idle.get()) {
-                    idle.cut();
-                }
+            if is_full
+                && !seated.iter().any(|seat| seat.was_cut.get())
+                && let Some(idle) = seated.iter().find(|seat| seat.is_idle.get())
+            {
+                idle.cut();
             }
             !is_full
         })
@@ -345,7 +346,7 @@ impl Sending<'_> {
 
     fn tell(&self, range: Range<u64>) {
         if !range.is_empty() {
-            let (peer, path, len) = (self.connection.peer, self.path, self.reading.len());
+            let (peer, path, len) = (self.connection.peer, self.path, self.reading.size());
             self.connection.config().tell(&Event::Sent { peer, path, range, len, version: self.version.number });
         }
     }
@@ -354,7 +355,7 @@ impl Sending<'_> {
 fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {
     let version = reading.version();
     let about = About {
-        len: reading.len(),
+        len: reading.size(),
         tag: Tag { text: format!("{:016x}", version.number), is_weak: version.may_change },
         media_type: content.media_type(),
         file_name: content.file_name(),

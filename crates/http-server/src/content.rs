@@ -30,7 +30,7 @@ pub trait Content: Send + Sync + 'static {
 /// A content as one response reads it.
 pub trait Reading {
     /// Length in bytes, now.
-    fn len(&self) -> u64;
+    fn size(&self) -> u64;
 
     /// Its version, now.
     fn version(&self) -> Version;
@@ -55,7 +55,7 @@ impl Content for Arc<Attachment> {
 }
 
 impl Reading for Queue {
-    fn len(&self) -> u64 {
+    fn size(&self) -> u64 {
         Queue::size(self)
     }
 

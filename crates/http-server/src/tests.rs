@@ -41,7 +41,7 @@ impl Content for Arc<Pattern> {
 }
 
 impl Reading for Open {
-    fn len(&self) -> u64 {
+    fn size(&self) -> u64 {
         self.0.len
     }
 

@@ -39,7 +39,7 @@ impl Share {
         text
     }
 
-    fn is_over(mut self) -> Option<i32> {
+    fn exit_code(mut self) -> Option<i32> {
         self.child.wait().expect("it ends").code()
     }
 
@@ -93,7 +93,7 @@ fn curl_downloads_the_disk_and_goes_on_where_it_stopped() {
     download(&oracle, &["-r", "0-100000", "-o", "disk.raw", &share.url]);
     let resumed = download(&oracle, &["-C", "-", "-o", "disk.raw", "-w", "%{http_code}", &share.url]);
     assert_eq!(resumed, b"206");
-    assert_eq!(share.is_over(), Some(0), "once is enough");
+    assert_eq!(share.exit_code(), Some(0), "once is enough");
     oracle.make("compare -f raw -F raw disk.raw truth.raw");
     assert_eq!(sha256(&oracle.work().join("disk.raw")), sha256(&oracle.work().join("truth.raw")));
 }
@@ -117,7 +117,7 @@ fn a_qcow2_file_is_made_while_it_is_sent() {
         assert_eq!(part, whole[range.clone()], "{range:?}");
     }
     share.interrupt();
-    assert_eq!(share.is_over(), Some(0));
+    assert_eq!(share.exit_code(), Some(0));
 }
 
 #[test]
@@ -173,10 +173,10 @@ fn nothing_is_found_without_the_url() {
 fn a_share_ends_when_its_time_is_over() {
     let oracle = disk();
     let share = Share::start(&oracle, &["--expires", "1", "disk.qcow2"]);
-    assert_eq!(share.is_over(), Some(0));
+    assert_eq!(share.exit_code(), Some(0));
     let unfinished = Share::start(&oracle, &["--expires", "1s", "--once", "disk.qcow2"]);
     let errors = unfinished.errors.try_clone().expect("a descriptor");
-    assert_eq!(unfinished.is_over(), Some(1));
+    assert_eq!(unfinished.exit_code(), Some(1));
     let mut errors = errors;
     let mut text = String::new();
     errors.rewind().and_then(|()| errors.read_to_string(&mut text)).expect("text");
@@ -193,7 +193,7 @@ fn a_share_is_encrypted_with_given_certificates() {
     assert!(!curl(&oracle, &[&plain]).status.success(), "there is no way around TLS");
     assert!(!curl(&oracle, &[&share.url]).status.success(), "an unknown authority");
     download(&oracle, &["--cacert", "ca-cert.pem", "-o", "got.raw", &share.url]);
-    assert_eq!(share.is_over(), Some(0));
+    assert_eq!(share.exit_code(), Some(0));
     oracle.make("compare -f raw -F raw got.raw truth.raw");
 }
 

@@ -78,6 +78,7 @@ fn number(text: &str) -> Option<u64> {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of ranges are meant")]
 mod tests {
     use super::*;
 

@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn all_clusters_of_the_file_are_counted_once() {
         // More than one refcount block: 2 GiB of data are 32,768 clusters.
-        let layout = Sequential::new(4096 * MIB, &[MIB..3000 * MIB]).expect("a layout");
+        let layout = Sequential::new(4096 * MIB, std::slice::from_ref(&(MIB..3000 * MIB))).expect("a layout");
         let bytes = metadata(&layout);
         let counts = &bytes[usize::try_from(layout.blocks_at * CLUSTER).expect("small")..];
         let counts = &counts[..usize::try_from((layout.l1_at - layout.blocks_at) * CLUSTER).expect("small")];
@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(layout.at(layout.data_at * CLUSTER, u64::MAX), Stretch::Data { guest: 0, len: 4 * CLUSTER });
         let empty = Sequential::new(0, &[]).expect("a layout");
         assert_eq!(empty.len(), empty.data_at * CLUSTER);
-        assert!(Sequential::new(10, &[0..11]).is_err());
+        assert!(Sequential::new(10, std::slice::from_ref(&(0..11))).is_err());
         assert!(Sequential::new(u64::MAX, &[]).is_err());
     }
 }

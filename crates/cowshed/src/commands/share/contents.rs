@@ -54,7 +54,7 @@ struct PackedReading {
 }
 
 impl Reading for PackedReading {
-    fn len(&self) -> u64 {
+    fn size(&self) -> u64 {
         self.layout.len()
     }
 
@@ -168,7 +168,7 @@ impl Content for Shown {
 struct PageReading(Arc<str>);
 
 impl Reading for PageReading {
-    fn len(&self) -> u64 {
+    fn size(&self) -> u64 {
         self.0.len() as u64
     }
 

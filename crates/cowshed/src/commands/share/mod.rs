@@ -179,7 +179,7 @@ async fn share(
 
 async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl FnOnce(&str)) -> BlockResult<bool> {
     let content = content(disk, plan).await?;
-    let len = content.open().len();
+    let len = content.open().size();
     let downloads = Arc::new(Downloads::default());
     job.set_progress(0, len);
     let (sent, shown) = (Arc::clone(&downloads), job.clone());
@@ -271,7 +271,7 @@ impl Downloads {
     /// A response has ended: a client that has all bytes by now has the whole content of `len` bytes.
     fn end(&self, len: u64) {
         let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sent.is_complete |= sent.by_client.values().any(|ranges| ranges[..] == [0..len]);
+        sent.is_complete |= sent.by_client.values().any(|ranges| matches!(&ranges[..], [all] if *all == (0..len)));
     }
 
     fn is_complete(&self) -> bool {
