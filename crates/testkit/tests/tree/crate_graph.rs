@@ -296,7 +296,7 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
             "snapshots",
         ],
     ),
-    ("graph", &["events", "filters", "node", "open", "options", "secret", "snapshots", "stats"]),
+    ("graph", &["encryption", "events", "filters", "node", "open", "options", "secret", "snapshots", "stats"]),
     ("header", &[]),
     ("node", &["codec", "dirty", "encryption", "events", "graph", "options", "snapshots", "stats"]),
     ("open", &["drivers", "filters", "formats", "graph", "node", "options", "protocols", "secret", "snapshots"]),
