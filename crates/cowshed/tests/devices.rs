@@ -593,3 +593,71 @@ fn a_read_only_device_is_read_and_never_opened_for_writing() {
     }
     assert!(std::fs::read(path("below")).unwrap() == vec![0xee; MIB]);
 }
+
+/// As in QEMU, a device is a target like a file: the new image takes the place of what is on it.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn drives_are_copied_to_a_device() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("below"), vec![0xee; 8 * MIB]).unwrap();
+    let device = Loop::new(Path::new(&path("below")));
+    std::os::unix::fs::symlink(&device.0, path("link")).unwrap();
+    let (qemu, image) = (Qemu::system(), path("a.qcow2"));
+    qemu.create(Path::new(&image), "qcow2", "", 4 << 20);
+    qemu.io_commands(Path::new(&image), "qcow2", &["write -P 3 1M 1M".to_owned()]).expect_ok();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    let export = "nbd,id=e,node-name=a,name=e,writable=on";
+    let node = format!("qcow2,node-name=a,file.driver=file,file.filename={image}");
+    command.args(["daemon", "--chardev", &format!("socket,id=m,path={},server=on,wait=off", path("m"))]);
+    command.args(["--monitor", "m", "--blockdev", &node]);
+    command.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", path("s")), "--export", export]);
+    let mut daemon = Daemon(command.stdout(std::process::Stdio::null()).spawn().expect("our own binary runs"));
+    let stream = loop {
+        match std::os::unix::net::UnixStream::connect(path("m")) {
+            Ok(stream) => break stream,
+            Err(_) => assert!(daemon.0.try_wait().expect("a child").is_none(), "the daemon has ended"),
+        }
+    };
+    let mut monitor = std::io::BufReader::new(stream);
+    let mut say = |command: &str, until: &str| {
+        std::io::Write::write_all(monitor.get_mut(), command.as_bytes()).expect("it reads");
+        loop {
+            let mut line = String::new();
+            std::io::BufRead::read_line(&mut monitor, &mut line).expect("text");
+            assert!(!line.is_empty(), "the daemon has hung up");
+            if ["\"error\"", until].iter().any(|wanted| line.contains(wanted)) {
+                break line;
+            }
+        }
+    };
+    say(r#"{"execute":"qmp_capabilities"}"#, "return");
+    for (command, target, format) in [
+        ("drive-backup", device.0.clone(), "qcow2"),
+        ("drive-backup", format!("file:{}", device.0), "raw"),
+        ("drive-mirror", path("link"), "qcow2"),
+    ] {
+        std::fs::write(&device.0, vec![0xee; 8 * MIB]).unwrap();
+        let arguments = format!(
+            r#"{{"job-id":"k","device":"e","target":"{target}","format":"{format}","sync":"full","mode":"absolute-paths"}}"#
+        );
+        let command = format!(r#"{{"execute":"{command}","arguments":{arguments}}}"#);
+        let end = if command.contains("mirror") { "BLOCK_JOB_READY" } else { "BLOCK_JOB_COMPLETED" };
+        if format == "raw" {
+            // As in QEMU a target must be as large as the disk.
+            assert!(say(&command, "return").contains("different sizes"), "{target}");
+            continue;
+        }
+        let said = say(&command, end);
+        assert!(!said.contains("error"), "{target}: {said}");
+        if end == "BLOCK_JOB_READY" {
+            say(r#"{"execute":"block-job-cancel","arguments":{"device":"k"}}"#, "BLOCK_JOB_COMPLETED");
+        }
+        qemu.expect_clean(Path::new(&device.0));
+        let copy = ["compare", "-q", "-U", "-f", "qcow2", "-F", "qcow2", &device.0, &image];
+        qemu.img(copy).expect_ok();
+    }
+    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    assert!(daemon.0.wait().expect("it ends").success());
+    assert!(std::fs::symlink_metadata(path("link")).expect("a link").is_symlink());
+}

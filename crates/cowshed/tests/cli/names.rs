@@ -77,3 +77,41 @@ fn messages_hold_the_name_as_it_is() {
     assert_eq!(output.status.code(), Some(1));
     assert!(contains(&output.stderr, &name("mi~~ing: could not open: No such file")), "{output:?}");
 }
+
+#[test]
+fn a_data_file_is_named_with_the_protocol_or_without() {
+    let folder = Folder(Oracle::new());
+    let at = |name: &str| folder.0.work().join(name);
+    std::fs::write(at("disk"), vec![7; 1 << 20]).expect("the source");
+    for (number, line) in [
+        "create -q -f qcow2 -o data_file=file:y,data_file_raw=on IMAGE 1M",
+        "convert -f raw -O qcow2 -o data_file=file:y,data_file_raw=on disk IMAGE",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for program in ["ours", "theirs"] {
+            let image = format!("{program}{number}.qcow2");
+            let line = line.replace("IMAGE", &image);
+            match program {
+                "ours" => drop(folder.ours(&line)),
+                _ => drop(folder.real(&line)),
+            }
+            assert!(!at("file:y").exists(), "{line}");
+            let data = std::fs::read(at("y")).expect("the data file");
+            assert!(data == vec![if number == 0 { 0 } else { 7 }; 1 << 20], "{line}");
+            folder.ours(&format!("compare -f raw -F qcow2 y {image}"));
+            folder.real(&format!("compare -f raw -F qcow2 y {image}"));
+            std::fs::remove_file(at("y")).expect("the data file");
+        }
+    }
+    // The protocol hides neither the image nor the source.
+    for line in [
+        "create -q -f qcow2 -o data_file=file:new.qcow2 new.qcow2 1M",
+        "convert -f raw -O qcow2 -o data_file=file:disk disk new.qcow2",
+    ] {
+        let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), line);
+        assert_eq!(output.status.code(), Some(1), "{line}: {output:?}");
+        assert!(std::fs::read(at("disk")).expect("the source") == vec![7; 1 << 20], "{line}");
+    }
+}

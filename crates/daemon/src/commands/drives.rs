@@ -4,7 +4,7 @@
 
 use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, plan_backup, prepare_mirror};
 use super::names;
-use super::new_file::NewFile;
+use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
 use crate::jobs::{Closing, Needed, Work};
 use crate::state::Daemon;
@@ -109,7 +109,7 @@ async fn create(
     file: &str,
     format: &str,
 ) -> QmpResult<NewFile> {
-    let below = below.map(|node| node.header_name(Some(file))).transpose().map_err(failed)?;
+    let below = below.map(|node| node.header_name(Some(&plain_name(file)))).transpose().map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),

@@ -5,21 +5,26 @@
 use super::{failed, free_name};
 use crate::state::Daemon;
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_image::create::{CreateRequest, path_of_name, prepare};
 use cowshed_image::graph::{AttachRequest, Attachment, files_below};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{FileIdentity, PermissionSet, Permissions as LockPermissions};
-use cowshed_storage::{path_of_text, sync_folder_of, text_of_path};
-use std::ffi::OsString;
+use cowshed_storage::{sync_folder_of, text_of_path};
+use std::ffi::{OsStr, OsString};
 use std::fs::{OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
 /// Names that are tried.
 const ATTEMPTS: u32 = 100;
+
+/// Names of files have up to 255 bytes; what is added takes at most 19.
+const LONGEST_STEM_BYTES: usize = 230;
 
 /// A file that goes when this is dropped.
 struct Temporary(PathBuf);
@@ -43,10 +48,21 @@ pub(crate) struct NewFile {
     identity: FileIdentity,
 }
 
+/// The path that the name of a new image means, as text.
+pub(super) fn plain_name(name: &str) -> String {
+    text_of_path(&path_of_name(name))
+}
+
 impl NewFile {
+    /// As the command named it, without the protocol.
+    pub(super) fn plain_name(&self) -> String {
+        plain_name(&self.name)
+    }
+
     /// Removes it, for the command fails. A file that has taken its name stays.
     pub(crate) fn remove(self) {
-        if FileIdentity::of_path(&self.path) != Some(self.identity) {
+        // A device stays, with what is on it.
+        if FileIdentity::of_path(&self.path) != Some(self.identity) || is_device(&self.path) {
             return;
         }
         match std::fs::remove_file(&self.path) {
@@ -67,9 +83,11 @@ impl NewFile {
 /// Creates the image of a request. A file that is there already is replaced when nobody uses it; what a link leads to is left
 /// alone.
 pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
-    match path_of_text(&request.filename).symlink_metadata() {
+    let path = path_of_name(&request.filename);
+    match path.symlink_metadata() {
+        _ if is_device(&path) => on_device(daemon, request).await,
         Ok(found) if found.is_file() => {
-            let held = Held::take(daemon, &request.filename).await?;
+            let held = Held::take(daemon, &path, "file").await?;
             let made = make(request, Some(found.permissions())).await;
             let released = held.release(daemon).await;
             let made = made?;
@@ -85,16 +103,33 @@ pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpRe
     }
 }
 
+fn is_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
+}
+
+/// Creates the image of a request on a block device, where it takes the place of what was there.
+async fn on_device(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
+    let file = request.filename.clone();
+    let path = path_of_name(&file);
+    let held = Held::take(daemon, &path, "host_device").await?;
+    let made = async { prepare(&request).await?.run().await }.await.map_err(failed);
+    let released = held.release(daemon).await;
+    made.and(released)?;
+    let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
+    let identity = FileIdentity::of_path(&path).ok_or_else(|| refused(ErrorKind::NotFound.into()))?;
+    Ok(NewFile { name: file.clone(), path: std::path::absolute(&path).map_err(refused)?, identity })
+}
+
 /// Creates an image under a free name, or in the place of a file with these permissions.
 async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResult<NewFile> {
     let file = request.filename.clone();
-    let path = path_of_text(&file);
+    let path = path_of_name(&file);
     if replaced.is_none() && path.symlink_metadata().is_ok() {
         return Err(in_the_way(&file));
     }
     let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
     let temporary = reserve(&path).map_err(refused)?;
-    let request = CreateRequest { filename: text_of_path(&temporary.0), ..request };
+    let request = CreateRequest { filename: name_of_path(&temporary.0), ..request };
     prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
     let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
     let gone = || refused(ErrorKind::NotFound.into());
@@ -128,10 +163,11 @@ struct Held {
 }
 
 impl Held {
-    async fn take(daemon: &Rc<Daemon>, file: &str) -> QmpResult<Held> {
+    async fn take(daemon: &Rc<Daemon>, path: &Path, driver: &str) -> QmpResult<Held> {
         let mut options = BlockdevOptions::new();
         let name = free_name(daemon, "replaced");
-        for (key, value) in [("driver", "file"), ("filename", file), ("node-name", &name)] {
+        let file = text_of_path(path);
+        for (key, value) in [("driver", driver), ("filename", &file), ("node-name", &name)] {
             options.insert(key, value);
         }
         let node = daemon.graph.add(options).await.map_err(failed)?;
@@ -179,11 +215,28 @@ fn in_the_way(file: &str) -> QmpError {
     QmpError::generic(format!("{file}: there is a file of this name already; mode 'existing' takes it as it is"))
 }
 
+/// A name that means this path and no protocol.
+fn name_of_path(path: &Path) -> String {
+    let name = text_of_path(path);
+    if path.is_relative() && name.contains(':') { format!("./{name}") } else { name }
+}
+
+/// The name of a file, cut where it leaves no room for what makes a temporary name of it.
+fn stem_of(path: &Path) -> OsString {
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    let mut len = name.len().min(LONGEST_STEM_BYTES);
+    // Whole characters only.
+    while len < name.len() && len > 0 && name[len] & 0xc0 == 0x80 {
+        len -= 1;
+    }
+    OsStr::from_bytes(&name[..len]).to_owned()
+}
+
 /// A new file beside `path`.
 fn reserve(path: &Path) -> io::Result<Temporary> {
     let process = std::process::id();
     for number in 0..ATTEMPTS {
-        let mut name = OsString::from(path.file_name().unwrap_or_default());
+        let mut name = stem_of(path);
         name.push(format!(".{process}-{number}.tmp"));
         let temporary = path.with_file_name(name);
         match OpenOptions::new().write(true).create_new(true).open(&temporary) {
@@ -213,6 +266,15 @@ fn put(temporary: &Path, path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
     use cowshed_storage::rt;
+
+    #[test]
+    fn a_temporary_name_is_a_path_and_fits() {
+        assert_eq!(name_of_path(Path::new("file:x.tmp")), "./file:x.tmp");
+        assert_eq!(name_of_path(Path::new("/file:x.tmp")), "/file:x.tmp");
+        assert_eq!(stem_of(Path::new("a/b")), "b");
+        assert_eq!(stem_of(Path::new(&"n".repeat(255))).len(), 230);
+        assert_eq!(stem_of(Path::new(&format!("{}\u{fc}", "n".repeat(229)))).len(), 229);
+    }
 
     #[test]
     fn an_image_gets_its_name_when_it_is_whole_and_follows_no_link() {

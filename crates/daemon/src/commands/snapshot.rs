@@ -6,14 +6,14 @@ use super::block_jobs::{BackupPlan, BackupStarted, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
 use super::names;
-use super::new_file::NewFile;
+use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::create::CreateRequest;
-use cowshed_image::options::BlockdevOptions;
+use cowshed_image::open::options_of_name;
 use cowshed_qmp::{QmpError, QmpResult};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ impl Prepared {
     /// as it is now.
     async fn name_again(&self) -> cowshed_block::Result<()> {
         let (Some(file), Some(backing)) = (&self.created, self.overlay.backing_name()) else { return Ok(()) };
-        let below = self.node.header_name(Some(&file.name))?;
+        let below = self.node.header_name(Some(&file.plain_name()))?;
         if backing.name().is_some_and(|name| name == below.file) {
             return Ok(());
         }
@@ -358,15 +358,12 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
     };
     let existing = arguments.maybe_text("mode") == Some("existing");
     let created = if existing { None } else { Some(create(daemon, &node, file, format).await?) };
-    let options: Map<String, Value> = Map::from_iter([
-        ("driver".to_owned(), json!(format)),
-        ("node-name".to_owned(), json!(overlay_name)),
-        ("backing".to_owned(), Value::Null),
-        ("discard".to_owned(), json!(if node.discards() { "unmap" } else { "ignore" })),
-        ("file".to_owned(), json!({"driver": "file", "filename": file})),
-    ]);
-    let opened = match BlockdevOptions::from_map(options) {
-        Ok(options) => daemon.graph.add(options).await,
+    let opened = match options_of_name(file, Some(format)) {
+        Ok(options) => {
+            let discard = if node.discards() { "unmap" } else { "ignore" };
+            let options = options.with("node-name", overlay_name).with("backing", Value::Null).with("discard", discard);
+            daemon.graph.add(options).await
+        }
         Err(error) => Err(error),
     };
     match opened {
@@ -382,7 +379,7 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
 
 /// Creates an overlay over the node.
 async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str) -> QmpResult<NewFile> {
-    let below = node.header_name(Some(file)).map_err(failed)?;
+    let below = node.header_name(Some(&plain_name(file))).map_err(failed)?;
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),

@@ -240,3 +240,58 @@ fn a_file_that_nobody_uses_is_replaced_and_one_in_use_is_left_alone() {
     }
     daemon.stop().expect("stopped in order");
 }
+
+/// As in QEMU, with the protocol before the path too, relative or not, and names as long as a file's can be.
+#[test]
+fn new_images_have_any_name_that_a_file_can_have() {
+    let (daemon, mut client, model) = chain("cluster_size=64k");
+    let path = |name: &str| daemon.path(name).display().to_string();
+    let up = "../".repeat(std::env::current_dir().expect("a folder").components().count());
+    let long = "n".repeat(255);
+    // Cut inside of a letter it would be no text.
+    let letters = "\u{fc}".repeat(127);
+    let names = [
+        (format!("file:{}", path("absolute")), "absolute"),
+        (format!("file:{up}{}", path("relative").trim_start_matches('/')), "relative"),
+        (path("with:colon"), "with:colon"),
+        (path(&long), long.as_str()),
+        (path(&letters), letters.as_str()),
+    ];
+    for (command, end) in [("drive-backup", None), ("drive-mirror", Some("block-job-cancel"))] {
+        for (target, name) in &names {
+            let arguments = json!({"job-id": "k", "device": "e", "target": target, "format": "qcow2", "sync": "full"});
+            client.command(command, arguments);
+            if let Some(end) = end {
+                client.event("BLOCK_JOB_READY");
+                client.command(end, json!({"device": "k"}));
+            }
+            assert!(client.event("BLOCK_JOB_COMPLETED").get("error").is_none(), "{command} {target}");
+            std::fs::rename(daemon.path(name), daemon.path("copy")).expect("the new image");
+            assert!(Qemu::system().content(&daemon.path("copy"), "qcow2") == model, "{command} {target}");
+        }
+    }
+    for (number, (file, name)) in names.iter().enumerate() {
+        let overlay = format!("s{number}");
+        let arguments = json!({"device": "e", "snapshot-file": file, "snapshot-node-name": overlay});
+        client.command("blockdev-snapshot-sync", arguments);
+        assert_eq!(client.command("query-block-exports", json!({}))[0]["node-name"], json!(overlay));
+        assert!(daemon.path(name).exists(), "{file}");
+    }
+    let existing = path("existing");
+    Qemu::system().create(&daemon.path("existing"), "qcow2", "", SIZE);
+    let arguments = json!({"device": "e", "snapshot-file": format!("file:{existing}"), "mode": "existing"});
+    client.command("blockdev-snapshot-sync", arguments);
+    let folder = std::fs::read_dir(daemon.folder.path()).expect("a folder");
+    let left =
+        folder.map(|entry| entry.expect("a file").file_name()).find(|name| name.to_string_lossy().ends_with(".tmp"));
+    assert_eq!(left, None);
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    for (_, name) in &names {
+        let top = folder.path().join("link");
+        std::fs::rename(folder.path().join(name), &top).expect("an overlay");
+        Qemu::system().expect_clean(&top);
+        assert!(Qemu::system().content(&top, "qcow2") == model, "{name}");
+        std::fs::rename(&top, folder.path().join(name)).expect("no other overlay");
+    }
+}

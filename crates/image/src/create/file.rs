@@ -10,8 +10,7 @@ use crate::node::Preallocation;
 use crate::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_storage::{
-    CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, path_of_text, rt, sync_folder_of,
-    text_of_path,
+    CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, rt, sync_folder_of, text_of_path,
 };
 use futures_util::future::{Either, select};
 use std::path::{Path, PathBuf};
@@ -172,7 +171,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how:
     match &options.data_file {
         Some(name) => {
             check_data_file_name(name)?;
-            let made = create_data_file(path, &path_of_text(name), options, how).await;
+            let made = create_data_file(path, &super::path_of_name(name), options, how).await;
             data_file = made.map_err(|error| error.file(name))?;
         }
         None => check_space(path, options.preallocation)?,

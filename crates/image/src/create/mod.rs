@@ -137,7 +137,7 @@ async fn check_backing(
     let mut below = Vec::new();
     if request.backing_unchecked {
         let name = resolve_name(backing, Some(&request.filename)).unwrap_or_default();
-        let path = path_of_text(name.strip_prefix("file:").unwrap_or(&name));
+        let path = path_of_name(&name);
         below.extend(FileIdentity::of_path(&path).map(|identity| (identity, name)));
     } else {
         let name = resolve_name(backing, Some(&request.filename))?;
@@ -198,7 +198,12 @@ fn path_of(filename: &str) -> Result<PathBuf> {
         return Err(Error::unsupported("an image can't be created under a json: name"));
     }
     check_file_name(filename)?;
-    Ok(path_of_text(filename.strip_prefix("file:").unwrap_or(filename)))
+    Ok(path_of_name(filename))
+}
+
+/// The path that the name of a file means, with the protocol before it or without.
+pub fn path_of_name(name: &str) -> PathBuf {
+    path_of_text(name.strip_prefix("file:").unwrap_or(name))
 }
 
 impl CreatePlan {
@@ -340,7 +345,7 @@ impl CreatePlan {
         }
         self.check_apart(FileIdentity::of_path(&self.path))?;
         if let Some(name) = self.values.get("data_file") {
-            self.check_apart(FileIdentity::of_path(&path_of_text(name))).map_err(|error| error.file(name))?;
+            self.check_apart(FileIdentity::of_path(&path_of_name(name))).map_err(|error| error.file(name))?;
         }
         match self.format.as_str() {
             "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, how).await,
