@@ -609,7 +609,7 @@ fn drives_are_copied_to_a_device() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
     let export = "nbd,id=e,node-name=a,name=e,writable=on";
     let node = format!("qcow2,node-name=a,file.driver=file,file.filename={image}");
-    command.args(["daemon", "--chardev", &format!("socket,id=m,path={},server=on,wait=off", path("m"))]);
+    command.args(["qemu-storage-daemon", "--chardev", &format!("socket,id=m,path={},server=on,wait=off", path("m"))]);
     command.args(["--monitor", "m", "--blockdev", &node]);
     command.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", path("s")), "--export", export]);
     let mut daemon = Daemon(command.stdout(std::process::Stdio::null()).spawn().expect("our own binary runs"));

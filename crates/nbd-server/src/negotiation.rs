@@ -420,7 +420,8 @@ impl<D: Disk> Negotiation<'_, D> {
             let exports = self.registry.all();
             let names = exports.iter().flat_map(|served| [Some(&served.export.name), served.export.alias.as_ref()]);
             let names: BTreeSet<&String> = names.flatten().take(NAMES_SHOWN).collect();
-            tracing::info!(peer, name, ?names, "there is no export of the name that a client asks for");
+            let message = "there is no export of the name that a client asks for";
+            tracing::info!(target: "refused", peer, name, ?names, "{message}");
         }
         found
     }

@@ -422,3 +422,39 @@ fn top_and_metrics_show_a_daemon() {
     serving.signal("INT");
     assert!(serving.wait().success());
 }
+
+/// The bytes of a mark on one connection, all under way at once, and zero writes and discards that complete one.
+#[test]
+fn a_disk_of_a_guessed_format_stays_raw_under_its_client() {
+    const ROUNDS: usize = 50;
+    let oracle = Oracle::new();
+    let (disk, socket) = (oracle.work().join("disk"), oracle.work().join("n.sock"));
+    std::fs::write(&disk, vec![1; 1 << 20]).expect("a disk");
+    let socket = socket.to_str().expect("a text path");
+    let serving = ["qemu-nbd", "-t", "--discard=unmap", "-k", socket, "disk"];
+    let serving = Serving::start(oracle.work(), &serving);
+    await_socket(Path::new(socket));
+    let mut commands = Vec::new();
+    for _ in 0..ROUNDS {
+        commands.extend(["write -q -P 1 0 16", "aio_write -P 0x51 0 1", "aio_write -P 0x46 1 1"]);
+        commands.extend(["aio_write -P 0x49 2 1", "aio_write -P 0xfb 3 1", "aio_flush"]);
+    }
+    commands.extend(["write -q -P 1 0 16", "write -q -P 0x51 0 1", "write -q -P 0x45 1 1", "write -q -P 0x44 2 1"]);
+    commands.extend(["write -z 3 1", "discard 3 1", "write -z 3 512", "write -z -u 3 1"]);
+    let uri = format!("nbd+unix:///?socket={socket}");
+    let asked = |tool: &mut Command, name: &str, commands: &[&str]| {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        let said = tool.args(commands).arg(name).current_dir(oracle.work()).output().expect("qemu-io runs");
+        [said.stdout, said.stderr].map(|text| String::from_utf8(text).expect("text")).concat()
+    };
+    let said = asked(Command::new("qemu-io").args(["-f", "raw", "-d", "unmap"]), &uri, &commands);
+    let refused = |word: &str| said.matches(&format!("{word} failed: Operation not permitted")).count();
+    // One byte of each round, the last one.
+    assert_eq!(refused("aio_write"), ROUNDS, "{said}");
+    assert_eq!((said.matches("failed").count(), refused("discard")), (ROUNDS + 4, 1), "{said}");
+    drop(serving);
+    assert_eq!(std::fs::read(&disk).expect("the disk")[..4], *b"QED\x01");
+    let said = asked(Command::new(COWSHED).args(["qemu-io"]), "disk", &["write -z 3 1", "write -q -z 0 1"]);
+    assert!(said.contains("write failed: Operation not permitted"), "{said}");
+    assert_eq!(std::fs::read(&disk).expect("the disk")[..4], *b"\0ED\x01");
+}

@@ -31,7 +31,7 @@ fn key_slots_are_refused_in_qemus_sentences() {
                 with_key("encrypt.state=active,encrypt.new-secret=n,encrypt.iter-time=10,encrypt.keyslot=0"),
                 "Refusing to overwrite active keyslot 0 - please erase it first",
             ),
-            (with_key("encrypt.state=inactive,encrypt.keyslot=5"), "Given keyslot 5 is already erased (inactive)"),
+            (with_key("encrypt.state=inactive,encrypt.keyslot=5"), "Given keyslot 5 is already erased (inactive) "),
             (
                 with_key("encrypt.state=inactive,encrypt.old-secret=w"),
                 "No keyslots match given (old) password for erase operation",

@@ -111,10 +111,9 @@ fn is_device(path: &Path) -> bool {
 async fn on_device(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
     let file = request.filename.clone();
     let path = path_of_name(&file);
-    let held = Held::take(daemon, &path, "host_device").await?;
-    let made = async { prepare(&request).await?.run().await }.await.map_err(failed);
-    let released = held.release(daemon).await;
-    made.and(released)?;
+    // No other user has it, which is all that can be held: the creation takes its locks itself.
+    Held::take(daemon, &path, "host_device").await?.release(daemon).await?;
+    async { prepare(&request).await?.run().await }.await.map_err(failed)?;
     let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
     let identity = FileIdentity::of_path(&path).ok_or_else(|| refused(ErrorKind::NotFound.into()))?;
     Ok(NewFile { name: file.clone(), path: std::path::absolute(&path).map_err(refused)?, identity })

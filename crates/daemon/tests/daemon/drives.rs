@@ -92,7 +92,7 @@ fn a_drive_mirror_that_ends_as_a_copy_is_closed_and_one_that_cannot_start_leaves
         all
     };
     for (more, reason) in [
-        (json!({"granularity": 1000}), "power of two"),
+        (json!({"granularity": 1000}), "expects a power of 2"),
         (json!({"format": "nosuch"}), "nosuch"),
         (json!({"node-name": "b"}), "Duplicate"),
         (json!({"replaces": "b"}), "Node 'b' is busy: node is used as backing hd of 'l'"),

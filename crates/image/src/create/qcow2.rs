@@ -174,7 +174,8 @@ impl Qcow2CreateOptions {
             lazy_refcounts: values.switch("lazy_refcounts"),
             compression,
             preallocation,
-            data_file: text("data_file"),
+            // The header has no protocol: a name there is always that of a file.
+            data_file: text("data_file").map(|name| name.strip_prefix("file:").map_or(name.clone(), str::to_owned)),
             data_file_raw: values.switch("data_file_raw"),
             keep_data_file: values.switch("keep_data_file"),
             backing_file: text("backing_file"),

@@ -6,7 +6,7 @@
 
 use super::Node;
 use super::driver::whole_sectors;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::probe::{FormatName, PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::IoBuf;
 use futures_util::lock::MutexGuard;
@@ -74,6 +74,7 @@ impl Node {
                     change(format.as_str())
                 ),
             )
+            .with_errno(Errno::EPERM)
             .file(self.filename.clone())),
         }
     }
