@@ -135,7 +135,10 @@ impl Graph {
         let old = node.options();
         let driver = node.driver_name();
         if options.text("driver").is_some_and(|wanted| wanted != driver) {
-            let lost = old.iter().map(|(key, _)| key).find(|key| !stays_by_itself(key) && options.get(key).is_none());
+            let changes = |key: &str| node.driver().live_options().is_some_and(|live| live.keys().contains(&key));
+            let stays = |key: &str| stays_by_itself(key) || is_child(key) || changes(key);
+            let is_lost = |key: &&String| !stays(key) && options.get(key).is_none();
+            let lost = old.iter().map(|(key, _)| key).find(is_lost);
             return Err(lost.map_or_else(|| cannot_change("driver"), |key| cannot_reset(key)));
         }
         let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
