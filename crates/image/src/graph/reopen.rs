@@ -7,7 +7,7 @@
 use super::Graph;
 use super::owned::no_such_node;
 use super::writing::check_becomes_writable;
-use crate::node::{Apply, ChildRole, DetectZeroes, Node, detect_zeroes};
+use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, File, rt};
@@ -134,14 +134,15 @@ impl Graph {
         let node = self.find(&name).ok_or_else(|| no_such_node(&name))?;
         let old = node.options();
         let driver = node.driver_name();
+        let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         if options.text("driver").is_some_and(|wanted| wanted != driver) {
-            let changes = |key: &str| node.driver().live_options().is_some_and(|live| live.keys().contains(&key));
-            let stays = |key: &str| stays_by_itself(key) || is_child(key) || changes(key);
+            let live = node.driver().live_options().map(LiveOptions::keys).unwrap_or_default();
+            let can_go = |key: &str| live.contains(&key) && !schema.requires(key);
+            let stays = |key: &str| stays_by_itself(key) || is_child(key) || can_go(key);
             let is_lost = |key: &&String| !stays(key) && options.get(key).is_none();
             let lost = old.iter().map(|(key, _)| key).find(is_lost);
             return Err(lost.map_or_else(|| cannot_change("driver"), |key| cannot_reset(key)));
         }
-        let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         options.insert("driver", driver);
         let describes_file = matches!(options.get(ChildRole::File.as_str()), Some(Value::Object(_)));
         for (key, value) in old.iter() {

@@ -80,6 +80,11 @@ impl DriverSchema {
         self.keys.iter().chain(COMMON).any(|key| key.name == name)
     }
 
+    /// True when this option of the driver must be given.
+    pub(crate) fn requires(&self, name: &str) -> bool {
+        self.keys.iter().any(|key| key.name == name && key.default == REQUIRED)
+    }
+
     /// Checks the options that are given, of which some may be missing, and turns texts into the type of their key.
     pub fn check_values(&self, options: &mut BlockdevOptions) -> Result<()> {
         self.check_given(options, "")
