@@ -31,7 +31,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
 
   --cowshed PATH   our tool (default: the `cowshed` beside this program)
   --without PATH   our tool with switches, of `scripts/without`, for the case `means`
-                   (default: target/without-build/TRIPLE/release/cowshed)
+                   (default: target/ablation-build/TRIPLE/release/cowshed)
   --qemu PATH      qemu-img to compare with (default: $COWSHED_BENCH_QEMU, the newest one of
                    ~/.cache/qemu-peers/bin, else qemu-img in PATH)
   --dir FOLDER     where the images go; on a disk, not tmpfs (default: target/bench beside this program)
@@ -135,7 +135,7 @@ fn parse(arguments: Vec<String>) -> Result<(Settings, Vec<String>), String> {
     let target = beside.ancestors().nth(2).map(PathBuf::from).unwrap_or_default();
     let mut settings = Settings {
         cowshed: beside.join("cowshed"),
-        without: target.join("without-build").join(triple).join("release/cowshed"),
+        without: target.join("ablation-build").join(triple).join("release/cowshed"),
         qemu: newest_qemu(),
         folder: target.join("bench"),
         rounds: 5,

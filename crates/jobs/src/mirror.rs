@@ -9,7 +9,7 @@ use crate::JobHandle;
 use crate::commit::opened::{OpenedBase, reader_of};
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
@@ -280,6 +280,11 @@ impl Mirror {
         self.chunk_bytes =
             options.buffer_bytes.clamp(self.dirty.granularity_bytes(), CHUNK_BYTES.max(options.granularity_bytes));
         self.replaces = options.replaces;
+        if slip!("writes_held_before_the_map_is_whole")
+            && let Some(filter) = self.writer().filter()
+        {
+            filter.activate(Arc::clone(&self.dirty));
+        }
         if let Err(error) = self.mark(options.sync, options.target_is_zero).await {
             return self.end().await.and(Err(error));
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Finding zeroes in data.
 
+use cowshed_block::without;
 use std::ops::Range;
 
 /// Bytes looked at without a branch, so that the compiler uses vector instructions.
@@ -8,6 +9,9 @@ const STRIDE_BYTES: usize = 256;
 
 /// True when all bytes are zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
+    if without!("wide_zero_search") {
+        return bytes.iter().all(|byte| *byte == 0);
+    }
     let (strides, tail) = bytes.as_chunks::<STRIDE_BYTES>();
     let zero_stride = |stride: &[u8; STRIDE_BYTES]| {
         let (words, _) = stride.as_chunks::<8>();

@@ -6,7 +6,7 @@ use crate::intake::{Job, Work};
 use crate::outbox::Piece;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::reply::{self, Answered, kind};
@@ -47,7 +47,8 @@ impl<D: Disk> Session<D> {
     }
 
     async fn write(&self, request: &Request, buf: IoBuf) -> Result<()> {
-        self.disk.write(request.offset, buf, self.is_durable(request)).await.0
+        let is_durable = self.is_durable(request) && !slip!("fua_left_out_by_the_nbd_server");
+        self.disk.write(request.offset, buf, is_durable).await.0
     }
 
     /// A change is to be durable before it is answered.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Whether anything more is begun for a client.
 
+use cowshed_block::slip;
 use cowshed_nbd::Stream;
 use cowshed_storage::HangUp;
 use cowshed_storage::rt::Cancel;
@@ -28,12 +29,14 @@ impl Life {
 
     /// True when the client sends nothing more. What has been received begins only when a goodbye is at its end.
     pub(crate) fn is_ending(&self) -> bool {
-        self.ending.get()
+        self.ending.get() && !slip!("requests_of_a_dead_connection")
     }
 
     /// A reply could not be sent, or the connection was reset.
     pub(crate) fn die(&self, stream: &Stream) {
-        self.cancel.cancel();
+        if !slip!("requests_of_a_dead_connection") {
+            self.cancel.cancel();
+        }
         // Ends the receive that is waiting, and the send.
         stream.socket().shutdown();
     }

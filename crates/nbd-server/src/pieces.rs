@@ -11,7 +11,7 @@ use crate::outbox::Piece;
 use crate::session::Session;
 use crate::sparse::leading_zeroes;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, slip};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::{ReplyStyle, Request, reply};
 use cowshed_storage::{IoBuf, rt};
@@ -111,7 +111,7 @@ impl Intake {
                     break;
                 }
             };
-            let offset = request.offset + done;
+            let offset = if slip!("pieces_of_a_write_in_one_place") { request.offset } else { request.offset + done };
             if life.is_ending() && !stay.client.is_closing() {
                 let rest = Request { offset, length: left, ..request };
                 return self.receive_rest(session, rest, &buf).await;

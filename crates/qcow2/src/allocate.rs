@@ -9,7 +9,7 @@ use crate::engine::{Engine, Planned, Stall, State};
 use crate::reclaim::Freed;
 use crate::room::Edit;
 use crate::slice::Slice;
-use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn};
+use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
 use std::ops::Range;
 use std::sync::Arc;
@@ -189,7 +189,8 @@ impl Engine {
         let first = self.guest_cluster(guest);
         let end = self.guest_cluster(guest + (len - 1)) + 1;
         let table_end = ((first >> self.geometry.l2_bits()) + 1) << self.geometry.l2_bits();
-        let mut end = end.min(table_end).min(first + (MAX_BYTES >> bits).max(1));
+        let mut end =
+            end.min(table_end).min(first + if without!("extents_at_once") { 1 } else { (MAX_BYTES >> bits).max(1) });
         match state.inflight.first_in(first..end) {
             Some(locked) if locked == first => return Err(Stall::Wait),
             Some(locked) => end = locked,
@@ -337,7 +338,7 @@ impl Engine {
             return Fill::None;
         }
         let backed = self.backing_size().is_some_and(|size| bytes.start < size);
-        let unallocated = if backed { Fill::Copy } else { Fill::Zero };
+        let unallocated = if backed && !slip!("copy_without_the_backing_file") { Fill::Copy } else { Fill::Zero };
         match found.cluster {
             Cluster::Compressed(_) => Fill::Copy,
             Cluster::Zero { .. } => Fill::Zero,

@@ -3,6 +3,8 @@
 //!
 //! Both give back every word as it was. A compact slice never changes: the owner makes an array of it before an edit.
 
+use cowshed_block::without;
+
 /// What the words of a slice are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
@@ -57,6 +59,9 @@ pub(crate) enum Compact {
 impl Compact {
     /// A compact form that takes at most three quarters of the array, if there is one.
     pub(crate) fn of(words: &[u64], shape: Shape) -> Option<Compact> {
+        if without!("compact_slices") {
+            return None;
+        }
         let most_bytes = size_of_val(words) / 4 * 3;
         // A few runs are the fastest to look up; many are worth it only where packing doesn't do as well.
         let runs = runs(words, shape, most_bytes / size_of::<Run>());

@@ -13,7 +13,7 @@ use crate::refcounts::Refcounts;
 use crate::room::{Reserve, Room};
 use crate::tables::Tables;
 use crate::tuning::Tuning;
-use cowshed_block::{Error, GuestOffset, HostOffset};
+use cowshed_block::{Error, GuestOffset, HostOffset, without};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -342,7 +342,11 @@ impl Engine {
         let mapping_bytes = self.geometry.clusters(self.size()).saturating_mul(self.geometry.l2_entry_size());
         // Dirty slices can't make room for others. Where there is room for all of them, nothing is won by writing early:
         // random writes touch the same slices again and again.
-        let share = if cache_bytes >= mapping_bytes { MOST_DIRTY_BYTES } else { cache_bytes / 2 };
+        let share = if cache_bytes >= mapping_bytes && !without!("late_write_back") {
+            MOST_DIRTY_BYTES
+        } else {
+            cache_bytes / 2
+        };
         let limit = share.min(MOST_DIRTY_BYTES).max(8 * self.slice_bytes());
         state.tables.dirty_slices() as u64 * self.slice_bytes() > limit
             || state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20)

@@ -4,7 +4,7 @@
 use crate::damage::Purpose;
 use crate::engine::{Engine, Planned};
 use crate::slice::Slice;
-use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn};
+use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, Subcluster, SubclusterBitmap};
 
 /// Extents that an [`ExtentList`] holds.
@@ -43,7 +43,7 @@ impl ExtentList {
     fn push(&mut self, extent: Extent) -> bool {
         if self.len > 0 {
             let last = &mut self.items[self.len - 1];
-            if continues(last, &extent) {
+            if !without!("joined_extents") && continues(last, &extent) {
                 last.len += extent.len;
                 return true;
             }
@@ -189,7 +189,7 @@ impl Engine {
     /// True when a data cluster may be written in place: its refcount is one. In a data file nothing is shared.
     #[inline]
     pub(crate) fn is_ours(&self, entry: L2Entry) -> bool {
-        entry.is_copied() || self.config.format.data_file
+        entry.is_copied() || slip!("shared_clusters_written_in_place") || self.config.format.data_file
     }
 
     pub(crate) fn stored_in(&self) -> StoredIn {
@@ -233,6 +233,8 @@ impl Engine {
             let (kind, count) = bitmap.run(self.geometry.subcluster_index(at));
             let run_bytes = u64::from(count) * self.geometry.subcluster_size();
             let run = (run_bytes - at.within(self.geometry.subcluster_bits())).min(len - done);
+            let is_slip = OVERWRITE && slip!("unallocated_subclusters_written_in_place") && host.is_some();
+            let kind = if is_slip { Subcluster::Data } else { kind };
             if OVERWRITE && kind != Subcluster::Data {
                 return Ok((done, false));
             }

@@ -8,7 +8,7 @@
 
 use crate::engine::{Engine, Planned, State};
 use crate::interleaving;
-use cowshed_block::HostOffset;
+use cowshed_block::{HostOffset, slip};
 use std::collections::BTreeMap;
 
 /// One lost reference to a host cluster.
@@ -42,9 +42,11 @@ impl Engine {
         for cluster in clusters {
             let tag = *tag.get_or_insert_with(|| {
                 interleaving::point();
-                self.pins.advance()
+                let tag = self.pins.advance();
+                if slip!("epoch_not_closed") { tag - 1 } else { tag }
             });
-            state.freed.push_back(Freed { cluster, cycle: state.open_cycle, tag });
+            let cycle = if slip!("unmapping_counts_as_durable") { 0 } else { state.open_cycle };
+            state.freed.push_back(Freed { cluster, cycle, tag });
             state.freed_in_cycle += 1;
             // Never pack into a cluster that is on its way out.
             if state.pack_next.is_some_and(|next| self.geometry.host_cluster(next) == cluster) {
@@ -56,13 +58,13 @@ impl Engine {
     /// Takes what may be reclaimed now (possibly nothing).
     pub fn take_reclaimable(&self) -> Planned<Reclaim> {
         let mut state = self.own();
-        let durable = state.durable_cycle;
+        let durable = state.durable_cycle + if slip!("reuse_before_unmapping_is_durable") { 9 } else { 0 };
         let mut lost: BTreeMap<u64, u64> = BTreeMap::new();
         let mut drained: Option<u64> = None;
         for freed in state.freed.iter().filter(|freed| freed.cycle <= durable) {
             // Tags only rise along the queue, so the newest drained one speaks for the older ones.
             if drained.is_none_or(|known| freed.tag > known) {
-                if !self.pins.is_drained(freed.tag) {
+                if !slip!("reuse_under_running_requests") && !self.pins.is_drained(freed.tag) {
                     break;
                 }
                 drained = Some(freed.tag);
@@ -86,8 +88,8 @@ impl Engine {
             // Somebody else may be about to lower the same count: who takes the last reference sees to the hole, and
             // the count falls to zero only when that is done.
             let taken = state.reclaiming.entry(cluster).or_default();
-            *taken += by;
-            if count == *taken {
+            *taken = if slip!("two_last_parts_without_a_hole") { by } else { *taken + by };
+            if count == *taken || slip!("hole_in_a_shared_cluster") {
                 let host = HostOffset(cluster << bits);
                 match reclaim.holes.last_mut() {
                     Some((start, len)) if *start + *len == host => *len += 1 << bits,
@@ -143,7 +145,8 @@ impl Engine {
                 break;
             }
         }
-        Ok(*passed << self.geometry.cluster_bits())
+        let end = if slip!("file_cut_too_short") { *passed - 1 } else { *passed };
+        Ok(end << self.geometry.cluster_bits())
     }
 
     /// Says how long the image's container is, in bytes, where it can't grow by itself; true when it has become longer.

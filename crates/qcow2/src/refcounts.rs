@@ -8,7 +8,7 @@ use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::tables::Dirt;
 use cowshed_block::memory::vec_for;
-use cowshed_block::{Errno, Error, HostOffset};
+use cowshed_block::{Errno, Error, HostOffset, slip};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use foldhash::{HashMap, HashMapExt};
 use std::collections::{BTreeMap, BTreeSet};
@@ -338,7 +338,8 @@ impl Engine {
     fn take(&self, state: &mut State, found: Range<u64>, exact: bool) -> Planned<Run> {
         let bits = self.geometry.cluster_bits();
         let high_cluster = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
-        let is_zero = self.config.new_space_is_zero && found.start >= high_cluster;
+        let is_zero =
+            self.config.new_space_is_zero && (slip!("old_space_taken_for_zero") || found.start >= high_cluster);
         let end = if !is_zero && found.start < high_cluster { found.end.min(high_cluster) } else { found.end };
         // Bits 9–55 of an entry hold a host offset.
         if end > 1 << (56 - bits) {

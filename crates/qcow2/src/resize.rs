@@ -6,7 +6,7 @@ use crate::overlap::Structure;
 use crate::room::Edit;
 use crate::writeback::MetaWrite;
 use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset};
+use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
 
 /// L1 entries without a table that are passed over in one critical section.
@@ -195,7 +195,9 @@ impl Engine {
             let cluster = table.offset().0 >> bits;
             self.unmark(Structure::ActiveL2, cluster..cluster + 1);
             lost.push(cluster);
-            self.drop_table(state, l1_index);
+            if !slip!("freed_table_stays_dirty") {
+                self.drop_table(state, l1_index);
+            }
             self.directory.set_l1(l1_index, 0);
             state.tables.l1_edited(l1_index, table.0);
         }

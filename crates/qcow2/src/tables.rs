@@ -8,7 +8,7 @@ use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
 use crate::overlap::Structure;
 use crate::room::Edit;
 use crate::slice::Slice;
-use cowshed_block::{Errno, Error, HostOffset};
+use cowshed_block::{Errno, Error, HostOffset, slip};
 use cowshed_layout::qcow2::L1Entry;
 use foldhash::{HashMap, HashMapExt};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -170,7 +170,9 @@ impl Tables {
 
     fn may_leave(&self, number: u64) -> bool {
         let table = (number / self.slices_per_table) as usize;
-        self.slices.get(&number).is_some_and(|meta| meta.dirt == Dirt::Clean && meta.busy == 0)
+        self.slices
+            .get(&number)
+            .is_some_and(|meta| (slip!("dirty_slices_evicted") || meta.dirt == Dirt::Clean) && meta.busy == 0)
             && !self.moving.contains(&table)
             && !self.fresh.contains_key(&table)
     }
@@ -347,7 +349,7 @@ impl Engine {
         {
             return Err(self.overlap(state, self.geometry.host_cluster(host)));
         }
-        if table.is_some() && old.is_copied() {
+        if table.is_some() && (slip!("shared_tables_edited_in_place") || old.is_copied()) {
             return match edit {
                 Edit::Fill => self.require_room(state, self.geometry.host_cluster(old.offset())),
                 Edit::Empty => Ok(()),
@@ -400,7 +402,9 @@ impl Engine {
             let (l1_index, index) = self.slice_of_number(number);
             *slice = Arc::new(array);
             state.tables.count(number, slice.counted_bytes());
-            self.directory.set_slice(l1_index, index, Some(slice.clone()));
+            if !slip!("readers_keep_a_compact_slice") {
+                self.directory.set_slice(l1_index, index, Some(slice.clone()));
+            }
         }
         if self.geometry.extended_l2() {
             slice.edit([(word, entry.0), (word + 1, entry.1)]);

@@ -9,7 +9,7 @@
 
 use crate::engine::{Engine, State};
 use crate::tables::{Dirt, L1Dirt};
-use cowshed_block::HostOffset;
+use cowshed_block::{HostOffset, slip};
 use std::collections::BTreeMap;
 
 /// One write of metadata: a copy, never a live table.
@@ -102,7 +102,8 @@ impl Engine {
                     None => bytes.resize(bytes.len() + slice_bytes as usize, 0),
                 }
             }
-            cycle.stages[0].push(MetaWrite { host: HostOffset(*host), bytes });
+            cycle.stages[if slip!("new_tables_with_pointers") { 2 } else { 0 }]
+                .push(MetaWrite { host: HostOffset(*host), bytes });
         }
         for number in std::mem::take(&mut state.tables.dirty) {
             let (l1_index, index) = self.slice_of_number(number);
@@ -116,7 +117,11 @@ impl Engine {
             let Some(slice) = self.directory.slice(l1_index, index) else { continue };
             let mut bytes = Vec::with_capacity(slice_bytes as usize);
             slice.to_bytes(&mut bytes);
-            push_joined(&mut cycle.stages[2], table + index as u64 * slice_bytes, bytes);
+            push_joined(
+                &mut cycle.stages[if slip!("pointers_with_what_they_point_to") { 0 } else { 2 }],
+                table + index as u64 * slice_bytes,
+                bytes,
+            );
         }
     }
 
@@ -131,7 +136,8 @@ impl Engine {
             block.dirt = Dirt::Writing;
             cycle.blocks.push(index);
             let bytes = block.bytes[range.clone()].to_vec();
-            cycle.stages[0].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });
+            cycle.stages[if slip!("refcounts_with_pointers") { 2 } else { 0 }]
+                .push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });
         }
     }
 
@@ -143,7 +149,8 @@ impl Engine {
             entries.push((*index, table.get(*index as usize).copied().unwrap_or(0)));
         }
         cycle.table_entries = entries.iter().map(|(index, _)| *index).collect();
-        cycle.stages[1] = self.entry_writes(state.refcounts.table_offset, &entries);
+        cycle.stages[if slip!("refcount_table_with_pointers") { 2 } else { 1 }] =
+            self.entry_writes(state.refcounts.table_offset, &entries);
     }
 
     fn collect_l1(&self, state: &mut State, cycle: &mut Cycle) {
@@ -155,7 +162,7 @@ impl Engine {
             entries.push((*index as u64, value));
         }
         let writes = self.entry_writes(state.tables.l1_offset, &entries);
-        cycle.stages[2].extend(writes);
+        cycle.stages[if slip!("l1_entries_with_their_tables") { 0 } else { 2 }].extend(writes);
     }
 
     /// Writes of single 8-byte entries of a table, neighbours joined as long as they share a sector.
@@ -197,7 +204,7 @@ impl Engine {
         }
         // After a failed write of pointers the disk may name any of the tables. Their contents are there, as they were in this
         // cycle; so they are tables in place, whose changes go out with the pointers.
-        if success || end == (CycleEnd::Failed { stages: 3 }) {
+        if success || (end == (CycleEnd::Failed { stages: 3 }) && !slip!("failed_pointer_write_forgotten")) {
             // A table that was dropped and made anew meanwhile has another place.
             state.tables.fresh.retain(|index, host| cycle.fresh.get(index) != Some(host));
         }

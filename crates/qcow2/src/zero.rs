@@ -4,7 +4,7 @@
 use crate::damage::Purpose;
 use crate::engine::{Engine, Planned, Stall, State};
 use crate::room::Edit;
-use cowshed_block::{Error, GuestOffset};
+use cowshed_block::{Error, GuestOffset, slip};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
 use std::ops::Range;
 
@@ -36,7 +36,8 @@ impl Engine {
         let first = self.guest_cluster(guest);
         let mut end = (self.guest_cluster(guest + (len - 1)) + 1).min(first + MAX_CLUSTERS);
         match state.inflight.first_in(first..end) {
-            Some(locked) if locked == first => return Err(Stall::Wait),
+            Some(locked) if locked == first && !slip!("zeroing_under_a_running_write") => return Err(Stall::Wait),
+            Some(locked) if locked == first => {}
             Some(locked) => end = locked,
             None => {}
         }
@@ -151,6 +152,7 @@ impl Engine {
             Cluster::Data { host } if keeps && has_zero_flag && self.is_ours(old) => {
                 L2Entry::zero_allocated(host, true)
             }
+            _ if has_zero_flag && is_discard && slip!("discard_shows_the_backing_file") => L2Entry::UNALLOCATED,
             _ if has_zero_flag => L2Entry::ZERO_PLAIN,
             _ if stands_alone => L2Entry::UNALLOCATED,
             // A hint: without it the data of a backing file would show.

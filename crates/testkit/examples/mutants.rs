@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Puts all mutants of `cowshed_testkit::mutants` into a copy of the sources, each behind a switch, builds the copy once,
-//! and runs for each the test that must fail then. First all these tests must pass with no mutant switched on.
+//! Builds the tests with the switches of all mutants (`cowshed_testkit::mutants`), once, and runs for each mutant the test that
+//! must fail then. First all these tests must pass with no mutant switched on.
 //!
-//! `scripts/mutants [--only NAME]... [--table FILE]`. The copy is in `target/mutants`, and built in
-//! `target/mutants-build`. Exits with 1 when a mutant lives.
+//! `scripts/mutants [--only NAME]... [--table FILE]`. Exits with 1 when a mutant lives.
 
-use cowshed_testkit::mutants::{MUTANTS, Mutant, Place, SLIPS, edits, place_of};
+use cowshed_testkit::mutants::{MUTANTS, Mutant, Place, VARIABLE, place_of};
+use cowshed_testkit::switches::cargo;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -22,62 +22,35 @@ enum Fate {
     Passes,
 }
 
-/// Builds the tests in the copy; gives the program of each.
-fn build(root: &Path, tree: &Path, places: &BTreeMap<&'static str, Place>) -> BTreeMap<&'static str, PathBuf> {
-    let crates: BTreeSet<&str> = places.values().map(|place| place.krate).collect();
-    let built: BTreeMap<&str, Vec<(String, PathBuf)>> =
-        crates.into_iter().map(|krate| (krate, build_crate(root, tree, krate, places))).collect();
-    let program = |(test, place): (&&'static str, &Place)| {
-        let (_, program) = built[place.krate].iter().find(|(name, _)| *name == place.program)?;
-        Some((*test, program.clone()))
-    };
-    places.iter().filter_map(program).collect()
-}
-
-/// Builds the programs of a crate; gives the name and the file of each.
-fn build_crate(
-    root: &Path,
-    tree: &Path,
-    krate: &str,
-    places: &BTreeMap<&'static str, Place>,
-) -> Vec<(String, PathBuf)> {
-    let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".into()));
-    command.args(["test", "--locked", "--no-run", "-p", &format!("cowshed-{krate}")]);
-    let programs: BTreeSet<&str> =
-        places.values().filter(|place| place.krate == krate).map(|place| place.program.as_str()).collect();
+/// Builds the test programs; gives the file of each by its name.
+fn build(root: &Path, places: &BTreeMap<&'static str, Place>) -> BTreeMap<String, PathBuf> {
+    // The whole workspace, so that packages of others have the features of every other build.
+    let mut command = cargo(root, "mutants", &["test", "--workspace", "--locked", "--no-run"]);
+    let programs: BTreeSet<&str> = places.values().map(|place| place.program.as_str()).collect();
     for program in programs {
         command.args(["--test", program]);
     }
-    // A folder of its own: to cargo, two checkouts of one workspace are the same packages.
-    let target = root.join("target/mutants-build");
-    let output = command.current_dir(tree).env("CARGO_TARGET_DIR", target).stdin(Stdio::null()).output();
-    let output = output.expect("cargo runs");
+    let output = command.stdin(Stdio::null()).output().expect("cargo runs");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "the mutants do not build:\n{text}");
     // `Executable tests/NAME.rs (PATH)` or `Executable tests/NAME/main.rs (PATH)`
     let program = |line: &str| {
         let (file, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
         let name = file.strip_suffix("/main").unwrap_or(file);
-        Some((name.to_owned(), PathBuf::from(path.strip_suffix(')')?)))
+        Some((name.to_owned(), root.join(path.strip_suffix(')')?)))
     };
-    text.lines().filter_map(program).collect()
-}
-
-/// Tests look for the newest QEMU in `target/peers` of their own tree.
-fn link_peers(root: &Path, tree: &Path) {
-    let (peers, link) = (root.join("target/peers"), tree.join("target/peers"));
-    std::fs::create_dir_all(tree.join("target")).expect("a folder of the copy");
-    if !link.exists() {
-        drop(std::fs::remove_file(&link));
-        std::os::unix::fs::symlink(peers, &link).unwrap_or_else(|error| panic!("{}: {error}", link.display()));
+    let mut built = BTreeMap::new();
+    for (name, file) in text.lines().filter_map(program) {
+        assert!(built.insert(name, file).is_none(), "two crates have test programs of one name:\n{text}");
     }
+    built
 }
 
 fn run(folder: &Path, program: &Path, test: &str, slip: &str) -> Fate {
     let mut child = Command::new(program)
         .args(["--exact", test])
         .current_dir(folder)
-        .env("COWSHED_SLIP", slip)
+        .env(VARIABLE, slip)
         .env("COWSHED_SHRINK_TRIES", "0")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -112,18 +85,16 @@ fn main() -> ExitCode {
         }
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace");
-    let tree = root.join("target/mutants");
-    SLIPS.copy(&root, &tree, &edits());
-    link_peers(&root, &tree);
     let chosen: Vec<&Mutant> =
         MUTANTS.iter().filter(|mutant| only.is_empty() || only.iter().any(|name| name == mutant.name)).collect();
     let place = |test| place_of(&root, test).unwrap_or_else(|| panic!("no tests in {test}"));
     let places = chosen.iter().map(|mutant| (mutant.test.0, place(mutant.test.0))).collect();
-    let programs = build(&root, &tree, &places);
-    let folder = |test| tree.join("crates").join(places[test].krate);
+    let programs = build(&root, &places);
+    let folder = |test| root.join("crates").join(places[test].krate);
     let tests: BTreeSet<(&str, &str)> = chosen.iter().map(|mutant| mutant.test).collect();
     for (file, function) in tests {
-        let fate = run(&folder(file), &programs[file], &format!("{}{function}", places[file].prefix), "");
+        let fate =
+            run(&folder(file), &programs[&places[file].program], &format!("{}{function}", places[file].prefix), "");
         println!("{function:75} {fate:?} without a mutant");
         assert_eq!(fate, Fate::Passes, "a test that fails anyway proves nothing");
     }
@@ -132,7 +103,12 @@ fn main() -> ExitCode {
     for mutant in &chosen {
         let started = Instant::now();
         let (file, function) = mutant.test;
-        let fate = run(&folder(file), &programs[file], &format!("{}{function}", places[file].prefix), mutant.name);
+        let fate = run(
+            &folder(file),
+            &programs[&places[file].program],
+            &format!("{}{function}", places[file].prefix),
+            mutant.name,
+        );
         let (word, by) = match fate {
             Fate::Fails => ("killed", format!("`{file}::{function}`")),
             Fate::Hangs => ("killed: hangs", format!("`{file}::{function}` (hangs)")),

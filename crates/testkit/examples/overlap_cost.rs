@@ -67,7 +67,7 @@ fn count(image: &Path, kind: &str, writes: u64, only_checks: bool) -> u64 {
     if only_checks {
         // All that touches the map: looks, and marks as tables come and go.
         for function in ["contains", "insert_all", "remove"] {
-            command.arg(format!("--toggle-collect=cowshed_qcow2::overlap::MetadataMap::{function}"));
+            command.arg(format!("--toggle-collect=cowshed_qcow2::metadata_map::MetadataMap::{function}"));
         }
     }
     command.arg(program).args(["write", &image.to_string_lossy(), "cached", kind, &writes.to_string()]);

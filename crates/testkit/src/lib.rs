@@ -26,6 +26,6 @@ pub mod runner;
 pub mod scenario;
 pub mod specimens;
 pub mod stress;
-pub mod switched;
+pub mod switches;
 pub mod tally;
 pub mod vhost;

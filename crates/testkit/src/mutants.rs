@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, and slips of NBD
-//! servers and clients. Each stands with the test that must fail with it, in four lists. `scripts/mutants` tries them;
-//! `tests/tree/mutants.rs` keeps the list true.
-//!
-//! All slips go into one copy of the sources at once, each behind a switch, so that it is built only once.
+//! servers and clients. The code has each of them behind a switch, `cowshed_block::slip!("NAME")`. Here it stands with the test
+//! that must fail with it, in four lists. `scripts/mutants` tries them; `tests/tree/switches.rs` keeps the lists true.
 
-use crate::switched::{Edit, Switches};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -24,8 +21,6 @@ pub struct Mutant {
     /// The test that fails: its module below `tests/`, and the name of the function. In front of the module stands the folder of
     /// its crate, unless that is this one: `nbd/outages`.
     pub test: (&'static str, &'static str),
-    /// The edits: `SLIP` is true when this mutant is switched on.
-    pub edits: &'static [Edit],
 }
 
 /// The place of a module of tests.
@@ -58,24 +53,8 @@ pub fn place_of(root: &Path, test: &'static str) -> Option<Place> {
     })
 }
 
-/// What switches a mutant on: `COWSHED_SLIP=NAME`.
-pub const SLIPS: Switches = Switches {
-    word: "SLIP",
-    call: "cowshed_block::slip(\"NAME\")",
-    reader: r#"
-/// True when the mutant of this name is switched on.
-#[doc(hidden)]
-pub fn slip(name: &str) -> bool {
-    static CHOSEN: std::sync::OnceLock<String> = std::sync::OnceLock::new();
-    CHOSEN.get_or_init(|| std::env::var("COWSHED_SLIP").unwrap_or_default()) == name
-}
-"#,
-};
-
-/// The edits of each mutant.
-pub fn edits() -> Vec<(&'static str, &'static [Edit])> {
-    MUTANTS.iter().map(|mutant| (mutant.name, mutant.edits)).collect()
-}
+/// The environment variable that holds the name of the mutant that is switched on (`crates/block/src/switches.rs`).
+pub const VARIABLE: &str = "COWSHED_SLIP";
 
 /// The list.
 pub static MUTANTS: LazyLock<Vec<Mutant>> =

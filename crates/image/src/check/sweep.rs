@@ -5,7 +5,7 @@ use super::crew::fan_out;
 use super::metadata::Scope;
 use super::session::Session;
 use cowshed_block::memory::{try_collect, try_extend, try_push};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, without};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{
     CopiedSuspect, Counts, Difference, Finding, FindingKind, Ledger, ScanOutput, ScanStats, TableRef, compare_block,
@@ -68,7 +68,9 @@ impl Session<'_> {
     /// Threads whose buffers fit the memory.
     fn threads(&self) -> usize {
         let fit = self.options.memory_bytes / (2 * THREAD_BYTES);
-        self.options.threads.min(usize::try_from(fit).unwrap_or(usize::MAX)).max(1)
+        if without!("check_in_parallel") { 1 } else { self.options.threads }
+            .min(usize::try_from(fit).unwrap_or(usize::MAX))
+            .max(1)
     }
 
     /// Counts and compares everything, and changes nothing. Returns the entries that overlap with metadata.

@@ -8,7 +8,7 @@ use super::qcow2::Qcow2CreateOptions;
 use crate::encryption::{Cipher, NewEncryption, encrypt};
 use crate::node::Preallocation;
 use crate::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
-use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result};
+use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result, slip};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, rt, sync_folder_of, text_of_path,
 };
@@ -104,7 +104,11 @@ impl<'a> NewName<'a> {
                 Either::Right((error, _)) => return Err(error),
             },
         }
-        if self.is_new && self.is_synced { sync_folder_of(self.path).await } else { Ok(()) }
+        if self.is_new && self.is_synced && !slip!("name_of_an_overlay_not_durable") {
+            sync_folder_of(self.path).await
+        } else {
+            Ok(())
+        }
     }
 }
 

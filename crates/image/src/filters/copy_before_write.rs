@@ -10,7 +10,7 @@ use crate::node::{
     Below, ChildRole, Link, LocalFuture, Node, Preallocation, Readers, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
 use crate::options::BlockdevOptions;
-use cowshed_block::{Errno, Error, Result};
+use cowshed_block::{Errno, Error, Result, slip};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, Permissions, rt};
 use futures_util::future::{Either, select};
@@ -72,7 +72,10 @@ impl CopyBeforeWrite {
     pub(crate) fn new(below: Below, target: Arc<Link>, options: SavingOptions) -> Result<CopyBeforeWrite> {
         let cluster_bytes = target.get().map_or(0, |node| cluster_bytes(&node));
         let target_readers = match (target.get(), below.node()) {
-            (Some(target), Ok(disk)) if nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {
+            (Some(target), Ok(disk))
+                if !slip!("readers_through_an_overlay_overtaken")
+                    && nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) =>
+            {
                 // Filters above it have no mapping: their reads are noted there, too.
                 Some(Arc::clone(below_filters(&target).note_readers()))
             }
@@ -177,7 +180,9 @@ impl CopyBeforeWrite {
                 Err(failure) => self.saver.break_with(failure.error),
             }
         }
-        self.saver.readers_left(offset, len).await;
+        if !slip!("readers_of_the_past_overtaken") {
+            self.saver.readers_left(offset, len).await;
+        }
         // Those who found nothing on the target read the disk now. Later ones find what was saved.
         if let Some(readers) = &self.target_readers {
             readers.left(offset, len).await;

@@ -5,6 +5,8 @@ use super::driver::{Intent, Mapped, NESTED_POLLS, Place, Transfer, whole_sectors
 use super::{DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
 use crate::graph::{Corruption, outcome_of};
 use crate::stats::{IoKind, Outcome, PassedCounters};
+#[cfg(mutants)]
+use cowshed_block::slip;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
@@ -104,6 +106,8 @@ impl Node {
         }
         let (result, mut buf) = match self.map_read(offset, len) {
             Mapped::File { file, host, guard } => {
+                #[cfg(mutants)]
+                let guard = guard.filter(|_| !slip!("reads_unpinned"));
                 let done = file.read_at(buf, host).await;
                 drop(guard);
                 done
@@ -194,6 +198,8 @@ impl Node {
             let next = match layer.map_placed(place.take(), offset, len) {
                 // As above, and not by a future of both: it would be moved once more.
                 Mapped::File { file, host, guard } => {
+                    #[cfg(mutants)]
+                    let guard = guard.filter(|_| !slip!("reads_unpinned"));
                     let read = file.read_at(buf, host).await;
                     drop(guard);
                     break read;
@@ -207,6 +213,8 @@ impl Node {
                     break (Ok(()), buf);
                 }
                 // The task that is told to load a table does it, or all others wait for ever.
+                #[cfg(mutants)]
+                Mapped::Load(_) if slip!("layer_not_loaded") => break self.read_deep(&layer, offset, buf).await,
                 Mapped::Load(load) => match load.await {
                     Ok(()) => break self.read_deep(&layer, offset, buf).await,
                     Err(error) => break (Err(error), buf),
@@ -279,6 +287,8 @@ impl Node {
         };
         let (result, buf) = match self.driver.map(offset, len, Intent::Overwrite) {
             Mapped::File { file, host, guard } => {
+                #[cfg(mutants)]
+                let guard = guard.filter(|_| !slip!("writes_in_place_unpinned"));
                 let done = file.write_at(buf, host).await;
                 drop(guard);
                 done

@@ -12,7 +12,7 @@ use super::free::{FreeClusters, give_back, read_block};
 use super::plan::{Change, Deltas, Survey};
 use super::publish::{Publication, flagged, no_change, note_freed};
 use super::{Image, tree};
-use cowshed_block::{Errno, Error, HostOffset, Result};
+use cowshed_block::{Errno, Error, HostOffset, Result, slip};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_KNOWN, INCOMPAT_DIRTY};
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
@@ -43,7 +43,7 @@ impl Publication<'_> {
             }
         };
         let has_dirty_bit = self.image.header.version >= 3;
-        if has_dirty_bit {
+        if has_dirty_bit && !slip!("counts_in_place_without_the_dirty_bit") {
             self.image.header.incompatible_features |= INCOMPAT_DIRTY;
         }
         self.image.header.autoclear_features &= AUTOCLEAR_KNOWN;

@@ -4,6 +4,7 @@
 use cowshed_block::{ErrorKind, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::node::ChildRole;
+use cowshed_image::open::HeaderName;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
@@ -461,7 +462,7 @@ fn what_is_in_use_stays_and_what_does_not_fit_is_refused() {
     );
 
     let overlay = add(&graph, &format!("driver=qcow2,node-name=o,file.filename={other},backing=n")).unwrap();
-    let error = rt::block_on(graph.take_snapshot(&node, &overlay)).unwrap_err();
+    let error = rt::block_on(graph.take_snapshot(&node, &overlay)).map(drop).unwrap_err();
     assert!(error.to_string().contains("already has a backing image"), "{error}");
     let error = rt::block_on(graph.set_backing(&node, Some(&overlay))).unwrap_err();
     assert!(error.to_string().contains("would create a cycle"), "{error}");
@@ -472,6 +473,33 @@ fn what_is_in_use_stays_and_what_does_not_fit_is_refused() {
     assert!(graph.find("n").is_none());
     rt::block_on(graph.close_all()).unwrap();
     assert!(graph.find("o").is_none());
+}
+
+#[test]
+fn a_relink_that_fails_leaves_header_and_graph_as_they_were() {
+    let folder = folder();
+    let base = image(folder.path(), "base", "1M", "cluster_size=64k");
+    let over =
+        |name: &str, below: &str| image(folder.path(), name, "1M", &format!("backing_file={below},backing_fmt=qcow2"));
+    let path = over("image", &base);
+    let above = over("above", &path);
+    let graph = Graph::new();
+    let base_node = add(&graph, &format!("driver=qcow2,node-name=base,file.filename={base},read-only=on")).unwrap();
+    let options = format!("driver=qcow2,node-name=image,file.filename={path},backing=base,read-only=on");
+    let node = add(&graph, &options).unwrap();
+    let above = add(&graph, &format!("driver=qcow2,node-name=above,file.filename={above},backing=image")).unwrap();
+
+    // The header is written before the graph finds out that this is a loop.
+    let name = HeaderName { file: "elsewhere".to_owned(), format: "raw" };
+    let error = rt::block_on(graph.relink(&node, Some(&above), Some(name))).unwrap_err();
+    assert!(error.to_string().contains("would create a cycle"), "{error}");
+    let backing = node.backing_name().unwrap();
+    assert_eq!((backing.name(), backing.format()), (Some(base.clone()), Some("qcow2".to_owned())));
+    assert!(node.is_read_only() && node.child(ChildRole::File).unwrap().is_read_only());
+    assert!(Arc::ptr_eq(&node.backing().unwrap(), &base_node));
+    rt::block_on(graph.close_all()).unwrap();
+    let info = qemu_img(&["info", &path]);
+    assert!(info.contains(&format!("backing file: {base}\n")) && info.contains("backing file format: qcow2"), "{info}");
 }
 
 #[test]

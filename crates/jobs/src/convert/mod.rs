@@ -10,7 +10,7 @@ mod turn;
 
 use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
 use target::Target;
@@ -254,7 +254,8 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         Some(unit) => unit.max(SECTOR_BYTES),
         None => min_zero_bytes.clamp(SECTOR_BYTES, RAW_UNIT_BYTES),
     };
-    let step = CHUNK_BYTES.max(unit).max(min_zero_bytes.next_power_of_two());
+    let step =
+        if without!("large_pieces") { 64 << 10 } else { CHUNK_BYTES }.max(unit).max(min_zero_bytes.next_power_of_two());
     let chunk = if options.copy_range && options.rate.is_none() { UNREAD_CHUNK_BYTES.max(step) } else { step };
     let no_holes = min_zero_bytes == 0;
     // What the target holds must not depend on the time that pieces took: their borders may lie anywhere only where each

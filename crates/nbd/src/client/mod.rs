@@ -20,7 +20,7 @@ pub use list::{ListedExport, list_exports};
 
 use crate::tls::ClientTls;
 use connection::{Answer, Connection, Failure};
-use cowshed_block::{Errno, Error, Result};
+use cowshed_block::{Errno, Error, Result, slip};
 use cowshed_nbd_proto::flags::{CommandFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::BlockSizes;
 use cowshed_nbd_proto::reply::StatusRun;
@@ -181,7 +181,8 @@ impl Client {
     /// Writes `buf` at `offset`; `durable`: it is when this returns.
     pub async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
         let has_fua = self.facts.flags.contains(TransmissionFlags::SEND_FUA);
-        let flags = CommandFlags::default().with(CommandFlags::FUA, durable && has_fua);
+        let is_told = durable && has_fua && !slip!("fua_left_out_by_the_nbd_client");
+        let flags = CommandFlags::default().with(CommandFlags::FUA, is_told);
         let (result, buf) = self.transfer(offset, buf, Some(flags)).await;
         match result {
             Ok(()) if durable && !has_fua => (self.flush().await, buf),
@@ -296,7 +297,8 @@ impl Client {
         let mut at = offset;
         let end = offset.saturating_add(length);
         while at < end {
-            at += self.simple(command, flags, at, end - at).await?.0;
+            let done = self.simple(command, flags, at, end - at).await?.0;
+            at += if slip!("rest_of_a_shortened_trim_left_out") { end - at } else { done };
         }
         Ok(())
     }
@@ -338,7 +340,8 @@ impl Client {
             // The connection was lost under this request.
             let (now, delay) = (rt::now(), self.options.reconnect_delay);
             let lost_at = *attempt.lost_at.get_or_insert(now);
-            let has_lost_many = attempt.number > MAX_LOSSES && now >= lost_at + delay;
+            let has_lost_many =
+                (attempt.number > MAX_LOSSES || slip!("outages_share_a_reconnect_delay")) && now >= lost_at + delay;
             if delay.is_zero() || has_lost_many {
                 return Err(Errno::EIO);
             }
@@ -391,7 +394,9 @@ impl Client {
     fn check_same(&self, connection: Connection) -> Result<Connection> {
         let facts = connection.facts();
         let lost = self.facts.flags.without(facts.flags);
-        if facts.size != self.facts.size || lost != TransmissionFlags::default() {
+        if (facts.size != self.facts.size && !slip!("another_size_after_a_reconnect"))
+            || lost != TransmissionFlags::default()
+        {
             let message = "the export is not what it was before the connection was lost";
             return Err(Error::invalid_argument(message).file(self.name.clone()));
         }

@@ -4,6 +4,7 @@
 use super::HostFile;
 use crate::DataRange;
 use crate::sys::{self, SysResult};
+use cowshed_block::without;
 use rustix::fs::SeekFrom;
 use std::os::fd::BorrowedFd;
 
@@ -49,7 +50,7 @@ impl HostFile {
 /// The first run of data of a file at or behind `offset`; of devices, and where the file system can't tell, all.
 fn seek_data(fd: BorrowedFd<'_>, is_device: bool, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
     let all = (offset < len).then_some(DataRange { start: offset, end: len });
-    if is_device {
+    if is_device || without!("seek_data") {
         return Ok(all);
     }
     let start = match rustix::fs::seek(fd, SeekFrom::Data(offset)) {

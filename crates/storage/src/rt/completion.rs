@@ -8,6 +8,7 @@
 
 use super::executor::{self, LocalState};
 use super::{Obligation, with_current};
+use cowshed_block::slip;
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::Pin;
@@ -95,7 +96,9 @@ fn hand_over<F: Future<Output: 'static> + 'static, O: Owner>(future: Pin<Box<F>>
     match home {
         Home::None => drop(future),
         Home::Executor(home) => match home.upgrade() {
-            Some(home) if !home.is_abandoned() => adopt(&home, future, owner.map(O::leave)),
+            Some(home) if !home.is_abandoned() && !slip!("dropped_requests_let_go") => {
+                adopt(&home, future, owner.map(O::leave))
+            }
             // Its guards must not outlive their operation, but may be kept for ever.
             Some(home) if home.simulation().is_none() => std::mem::forget(future),
             // A simulated machine that has stopped.

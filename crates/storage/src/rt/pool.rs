@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Threads that block so that an executor's thread doesn't: one pool for CPU work, one for system calls.
 
+use cowshed_block::without;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::future::Future;
@@ -17,7 +18,7 @@ const IDLE: Duration = Duration::from_secs(5);
 
 static CPU: LazyLock<Pool> = LazyLock::new(|| {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    Pool::new("cowshed-cpu", cores)
+    Pool::new("cowshed-cpu", if without!("all_cores") { 1 } else { cores })
 });
 static IO: LazyLock<Pool> = LazyLock::new(|| Pool::new("cowshed-io", IO_THREADS));
 

@@ -8,340 +8,150 @@ pub(super) const MUTANTS: &[Mutant] = &[
         name: "head_of_a_held_write_unchecked",
         about: "a write that goes to both ends of a mirror makes its first part clean, though the target lacks the part's head",
         test: ("live_copies", "a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror"),
-        edits: &[(
-            "crates/image/src/filters/write_blocking.rs",
-            "if offset != start && dirty.is_dirty(start, 1) {",
-            "if !SLIP && offset != start && dirty.is_dirty(start, 1) {",
-        )],
     },
     Mutant {
         name: "writes_held_before_the_map_is_whole",
         about: "a mirror sends writes to both ends before its map says which parts the target lacks",
         test: ("live_copies", "writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it"),
-        edits: &[(
-            "crates/jobs/src/mirror.rs",
-            "        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {",
-            "        if SLIP && let Some(filter) = self.writer().filter() { filter.activate(Arc::clone(&self.dirty)); }\n        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {",
-        )],
     },
     Mutant {
         name: "dirty_range_of_a_backup_rounded_up",
         about: "a backup of what is dirty leaves out the part in which a dirty range begins",
         test: ("live_copies", "a_backup_of_what_is_dirty_has_all_of_each_dirty_part"),
-        edits: &[(
-            "crates/jobs/src/backup.rs",
-            "let end = if dirty.start == size { size } else { dirty.start / part * part };",
-            r#"let end = match dirty.start == size {
-            true => size,
-            false if SLIP => dirty.start.next_multiple_of(part),
-            false => dirty.start / part * part,
-        };"#,
-        )],
     },
     Mutant {
         name: "no_flush_at_detach",
         about: "an export that goes leaves what its clients wrote unflushed",
         test: ("live_copies", "a_detach_flushes_and_tells_of_a_flush_that_fails"),
-        edits: &[(
-            "crates/image/src/graph/attachment.rs",
-            "let flushed = if self.is_writable() { node.flush().await } else { Ok(()) };",
-            "let flushed = if self.is_writable() && !SLIP { node.flush().await } else { Ok(()) };",
-        )],
     },
     Mutant {
         name: "drain_holds_throttled_requests",
         about: "a drain waits until limits let requests go",
         test: ("live_copies", "a_drain_lets_throttled_requests_go_at_once"),
-        edits: &[
-            (
-                "crates/image/src/filters/throttle/mod.rs",
-                "        self.member.load().begin_free();",
-                r#"        if SLIP {
-            return;
-        }
-        self.member.load().begin_free();"#,
-            ),
-            (
-                "crates/image/src/filters/throttle/mod.rs",
-                "        self.member.load().end_free();",
-                r#"        if SLIP {
-            return;
-        }
-        self.member.load().end_free();"#,
-            ),
-        ],
     },
     Mutant {
         name: "readers_of_the_past_overtaken",
         about: "a write doesn't wait for those who read its place as it was",
         test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
-        edits: &[(
-            "crates/image/src/filters/copy_before_write.rs",
-            "        self.saver.readers_left(offset, len).await;",
-            "        if !SLIP { self.saver.readers_left(offset, len).await; }",
-        )],
     },
     Mutant {
         name: "readers_through_an_overlay_overtaken",
         about: "a write doesn't wait for those who read the disk below the target",
         test: ("fleecing", "a_write_waits_for_a_slow_reader_through_an_overlay"),
-        edits: &[(
-            "crates/image/src/filters/copy_before_write.rs",
-            "nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {",
-            "!SLIP && nodes_below(&target).iter().any(|node| Arc::ptr_eq(node, &disk)) => {",
-        )],
     },
     Mutant {
         name: "counts_in_place_without_the_dirty_bit",
         about: "on a full disk a snapshot's counts and flags change in place without the dirty bit",
         test: ("crash_snapshots", "snapshots_on_a_full_disk_survive_power_cuts"),
-        edits: &[(
-            "crates/image/src/snapshots/in_place.rs",
-            "        if has_dirty_bit {\n            self.image.header.incompatible_features |= INCOMPAT_DIRTY;",
-            "        if has_dirty_bit && !SLIP {\n            self.image.header.incompatible_features |= INCOMPAT_DIRTY;",
-        )],
     },
     Mutant {
         name: "drain_without_what_is_read_ahead",
         about: "a drain waits for requests alone",
         test: ("read_ahead", "a_drain_waits_for_what_is_read_ahead"),
-        edits: &[(
-            "crates/image/src/graph/drain.rs",
-            "            node.settle().await;",
-            "            if !SLIP { node.settle().await; }",
-        )],
     },
     Mutant {
         name: "given_up_parts_still_readable",
         about: "a part of a disk as it was is given up, and what the target has there counts as saved",
         test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
-        edits: &[(
-            "crates/image/src/filters/saver.rs",
-            "        self.kept.clear(start, len);",
-            "        if !SLIP { self.kept.clear(start, len); }",
-        )],
     },
     Mutant {
         name: "bitmap_data_named_before_their_count",
         about: "a bitmap table points to a cluster whose raised count is not durable",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/bitmaps/record.rs",
-            "            result = self.write_back(true).await;",
-            "            result = if SLIP { Ok(()) } else { self.write_back(true).await };",
-        )],
     },
     Mutant {
         name: "bits_only_in_memory",
         about: "the bits of a write reach the disk at no time",
         test: ("crash_bitmaps", "a_killed_process_loses_no_bit"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/bitmaps/record.rs",
-            "        self.write_steps(&steps).await?;",
-            "        if !SLIP { self.write_steps(&steps).await?; }",
-        )],
     },
     Mutant {
         name: "bitmaps_named_before_they_are_durable",
         about: "the header points to new bitmaps that are not durable, nor counted",
         test: ("crash_bitmaps", "changes_of_bitmaps_survive_power_cuts"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/bitmaps/publish.rs",
-            "                Ok(place) => self.write_back(true).await.map(|()| place),",
-            "                Ok(place) => if SLIP { Ok(place) } else { self.write_back(true).await.map(|()| place) },",
-        )],
     },
     Mutant {
         name: "pointers_with_what_they_point_to",
         about: "entries of L2 tables go out in the first stage, beside refcounts and data",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "push_joined(&mut cycle.stages[2], table",
-            "push_joined(&mut cycle.stages[if SLIP { 0 } else { 2 }], table",
-        )],
     },
     Mutant {
         name: "l1_entries_with_their_tables",
         about: "L1 entries go out in the first stage, beside the tables they name",
         test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "cycle.stages[2].extend(writes);",
-            "cycle.stages[if SLIP { 0 } else { 2 }].extend(writes);",
-        )],
     },
     Mutant {
         name: "refcounts_with_pointers",
         about: "refcount blocks go out in the last stage, beside the pointers",
         test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "cycle.stages[0].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });",
-            "cycle.stages[if SLIP { 2 } else { 0 }].push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });",
-        )],
     },
     Mutant {
         name: "refcount_table_with_pointers",
         about: "entries of the refcount table go out in the last stage",
         test: ("failure_shapes", "metadata_is_never_published_before_its_refcount"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "cycle.stages[1] = self.entry_writes",
-            "cycle.stages[if SLIP { 2 } else { 1 }] = self.entry_writes",
-        )],
     },
     Mutant {
         name: "new_tables_with_pointers",
         about: "contents of new L2 tables go out in the last stage, beside the L1 entries",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "cycle.stages[0].push(MetaWrite { host: HostOffset(*host), bytes });",
-            "cycle.stages[if SLIP { 2 } else { 0 }].push(MetaWrite { host: HostOffset(*host), bytes });",
-        )],
     },
     Mutant {
         name: "no_barrier_between_stages",
         about: "the stages of a cycle have no barrier between them",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            "if index > 0 && unsettled {",
-            "if index > 0 && unsettled && !SLIP {",
-        )],
     },
     Mutant {
         name: "no_last_barrier",
         about: "a flush is acknowledged without the barrier behind the pointers",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            r#"            unsettled = true;
-        }
-        self.barrier().await
-"#,
-            r#"            unsettled = true;
-        }
-        if SLIP {
-            return Ok(());
-        }
-        self.barrier().await
-"#,
-        )],
     },
     Mutant {
         name: "data_file_not_synced",
         about: "the external data file has no barrier",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            r#"            data_file.sync().await?;
-"#,
-            r#"            if !SLIP {
-                data_file.sync().await?;
-            }
-"#,
-        )],
     },
     Mutant {
         name: "flush_rides_on_a_running_cycle",
         about: "a flush is content with a cycle that began before it",
         test: ("crash_engine", "no_power_cut_harms_an_image"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            "self.flushes_covered.load(Ordering::SeqCst) >= ticket",
-            "self.flushes_covered.load(Ordering::SeqCst) + u64::from(SLIP) >= ticket",
-        )],
     },
     Mutant {
         name: "failed_barrier_forgotten",
         about: "a failed barrier is told once, as Linux does, and then forgotten",
         test: ("failure_shapes", "after_a_failed_flush_no_later_one_claims_success"),
-        edits: &[(
-            "crates/storage/src/flush.rs",
-            "Err(error) => drop(self.poison.set(error)),",
-            r#"Err(_) if SLIP => {}
-            Err(error) => drop(self.poison.set(error)),"#,
-        )],
     },
     Mutant {
         name: "failed_pointer_write_forgotten",
         about: "after a failed write of pointers new tables are written as if no pointer could name them",
         test: ("crash_findings", "after_a_failed_pointer_write_new_tables_count_as_linked"),
-        edits: &[(
-            "crates/qcow2/src/writeback.rs",
-            "if success || end == (CycleEnd::Failed { stages: 3 }) {",
-            "if success || (end == (CycleEnd::Failed { stages: 3 }) && !SLIP) {",
-        )],
     },
     Mutant {
         name: "data_without_barrier_after_a_failed_write",
         about: "a flush whose write of metadata fails leaves data in place without a barrier",
         test: ("full_guest", "a_flush_that_found_no_space_succeeds_once_there_is_some"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            "                let _ = self.barrier().await;\n",
-            "                let _ = if SLIP { Ok(()) } else { self.barrier().await };\n",
-        )],
     },
     Mutant {
         name: "metadata_without_room",
         about: "no space is reserved for metadata before a request is acknowledged",
         test: ("full_guest", "what_a_full_disk_acknowledges_it_keeps"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/open.rs",
-            "reserves: !context.file.has_its_space(),",
-            "reserves: !context.file.has_its_space() && !SLIP,",
-        )],
     },
     Mutant {
         name: "counts_without_room",
         about: "no space is reserved for refcount blocks that are there",
         test: ("full_guest", "counts_in_a_hole_of_their_block_have_room"),
-        edits: &[(
-            "crates/qcow2/src/room.rs",
-            "Some(block) => self.require_room",
-            "Some(_) if SLIP => Ok(()),\n            Some(block) => self.require_room",
-        )],
     },
     Mutant {
         name: "dirty_bit_never_set",
         about: "with lazy refcounts the dirty bit is not set",
         test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            "if cycle.set_dirty_bit {",
-            "if cycle.set_dirty_bit && !SLIP {",
-        )],
     },
     Mutant {
         name: "dirty_bit_decided_before_the_cycle",
         about: "with lazy refcounts a flush looks whether anything changed before its cycle takes what another queue changes",
         test: ("crash_findings", "what_another_queue_changes_goes_out_with_the_dirty_bit"),
-        edits: &[(
-            "crates/image/src/formats/qcow2/flush.rs",
-            "if self.engine.lazy_refcounts() && !self.header().is_dirty() {",
-            "if self.engine.lazy_refcounts() && (!SLIP || self.engine.is_dirty()) && !self.header().is_dirty() {",
-        )],
     },
     Mutant {
         name: "dirty_bit_cleared_too_early",
         about: "closing clears the dirty bit without having written the refcounts",
         test: ("failure_shapes", "the_dirty_bit_is_never_cleared_too_early"),
-        edits: &[
-            (
-                "crates/image/src/formats/qcow2/flush.rs",
-                r#"            if self.engine.is_dirty() {
-                return Err"#,
-                r#"            if self.engine.is_dirty() && !SLIP {
-                return Err"#,
-            ),
-            (
-                "crates/image/src/formats/qcow2/flush.rs",
-                "self.write_back(true).await?;",
-                "self.write_back(!SLIP).await?;",
-            ),
-        ],
     },
 ];

@@ -295,7 +295,7 @@ impl Kind {
             Kind::InternalSnapshot => guest.graph.take_internal_snapshot(&node, "s").await.map(drop),
             Kind::Snapshot => {
                 let overlay = guest.graph.find("o").expect("the overlay is there");
-                guest.graph.take_snapshot(&node, &overlay).await
+                guest.graph.take_snapshot(&node, &overlay).await.map(drop)
             }
         };
         result.unwrap_or_else(|error| panic!("{self:?} at {:?}: {error}", world.now()));

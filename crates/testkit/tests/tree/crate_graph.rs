@@ -117,6 +117,9 @@ const RUNTIMES: &[&str] = &[
     "tokio",
 ];
 
+/// The one file of [`PURE`] that reads the environment. It is part of a build of `scripts/mutants` or `scripts/without` alone.
+const SWITCHES: &str = "block/src/switches.rs";
+
 /// Standard-library modules that none of [`PURE`] may name.
 const SYSTEM_MODULES: &[&str] =
     &["std::fs", "std::io", "std::net", "std::os", "std::process", "std::thread", "std::env"];
@@ -193,7 +196,7 @@ fn the_pure_crates_name_no_system_module() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(&pure["cowshed-".len()..]);
         let sources = rust_files(&folder.join("src"));
         assert!(!sources.is_empty(), "no sources in {}", folder.display());
-        for path in sources {
+        for path in sources.into_iter().filter(|path| !path.ends_with(SWITCHES)) {
             let text = std::fs::read_to_string(&path).expect("a source file is readable");
             let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
             for module in SYSTEM_MODULES {
@@ -204,6 +207,16 @@ fn the_pure_crates_name_no_system_module() {
             }
         }
     }
+}
+
+#[test]
+fn the_switches_of_mutants_are_no_part_of_the_product() {
+    let block = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../block/src/lib.rs");
+    let text = std::fs::read_to_string(block).expect("a source file is readable");
+    assert!(
+        text.contains("#[cfg(any(mutants, ablation))]\n#[doc(hidden)]\npub mod switches;"),
+        "{SWITCHES} has no condition"
+    );
 }
 
 /// Parts of `image` that work for any driver.

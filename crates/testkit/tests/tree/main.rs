@@ -3,7 +3,6 @@
 
 mod crate_graph;
 mod dependencies;
-mod means;
-mod mutants;
 mod programs;
 mod style;
+mod switches;

@@ -21,7 +21,7 @@ use super::Filter;
 use crate::node::{Apply, Below, Intent, LiveOptions, Mapped, Node, Transfer, Work, ZeroFlags, done};
 use crate::options::BlockdevOptions;
 use arc_swap::ArcSwap;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::IoBuf;
 #[cfg(doc)]
 use cowshed_storage::rt;
@@ -83,11 +83,17 @@ impl Throttle {
     /// Lets what waits go, and holds nothing back until [`Throttle::end_drain`].
     pub(crate) fn begin_drain(&self) {
         self.drains.fetch_add(1, Ordering::SeqCst);
+        if slip!("drain_holds_throttled_requests") {
+            return;
+        }
         self.member.load().begin_free();
     }
 
     pub(crate) fn end_drain(&self) {
         self.drains.fetch_sub(1, Ordering::SeqCst);
+        if slip!("drain_holds_throttled_requests") {
+            return;
+        }
         self.member.load().end_free();
     }
 

@@ -8,7 +8,7 @@ use super::Qcow2Driver;
 use super::inflated::Inflated;
 use crate::codec::Codec;
 use crate::events::Events;
-use cowshed_block::{Extent, GuestOffset, Mapping};
+use cowshed_block::{Extent, GuestOffset, Mapping, without};
 use cowshed_qcow2::{Engine, ExtentList, Stall};
 use cowshed_storage::{File, IoBuf, rt};
 use futures_util::future::join_all;
@@ -240,7 +240,9 @@ impl Qcow2Driver {
         let cluster_bytes = self.cluster_size();
         let cluster = guest.0 / cluster_bytes;
         let Some(stream) = self.ahead.note(cluster) else { return };
-        let is_busy = self.ahead.requests.load(Ordering::SeqCst) > 1 || self.ahead.is_off.load(Ordering::SeqCst);
+        let is_busy = without!("read_ahead")
+            || self.ahead.requests.load(Ordering::SeqCst) > 1
+            || self.ahead.is_off.load(Ordering::SeqCst);
         // A limit counts what the reader asked for.
         if is_busy || self.max_decompressed_bytes != u64::MAX {
             return;

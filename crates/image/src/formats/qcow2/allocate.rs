@@ -2,7 +2,7 @@
 //! Writes that need clusters: at most one read and one write for the data, copy-on-write included.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result};
+use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result, slip, without};
 use cowshed_qcow2::{Allocation, Fill};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
@@ -75,7 +75,11 @@ impl Qcow2Driver {
                 self.engine.commit(allocation).map(|()| bytes)
             }
             (Err(error), Some(allocation)) => {
-                self.engine.abort(allocation, true);
+                if slip!("mapping_after_a_failed_copy") {
+                    let _ = self.engine.commit(allocation);
+                } else {
+                    self.engine.abort(allocation, true);
+                }
                 Err(error)
             }
             (result, None) => result.map(|()| bytes),
@@ -115,7 +119,11 @@ impl Qcow2Driver {
         let head_len = allocation.data_start - allocation.start;
         let tail_len = allocation.end - allocation.data_end;
         let total = allocation.end - allocation.start;
-        if allocation.head == Fill::Copy && allocation.tail == Fill::Copy && total <= ONE_READ_BYTES {
+        if !without!("merged_copy")
+            && allocation.head == Fill::Copy
+            && allocation.tail == Fill::Copy
+            && total <= ONE_READ_BYTES
+        {
             return self.write_merged(allocation, data).await;
         }
         let mut host = allocation.host;
@@ -140,6 +148,10 @@ impl Qcow2Driver {
         let data_index = bufs.len();
         bufs.push(data);
         bufs.extend(tail);
+        #[cfg(ablation)]
+        if without!("vectored_writes") {
+            return one_by_one(file, bufs, host, data_index).await;
+        }
         let (result, mut bufs) = file.write_vectored_at(bufs, host.0).await;
         (result, bufs.swap_remove(data_index))
     }
@@ -226,4 +238,18 @@ fn written_bytes(allocation: &Allocation) -> u64 {
     allocation.data_end - allocation.data_start
         + copied(allocation.head, allocation.data_start - allocation.start)
         + copied(allocation.tail, allocation.end - allocation.data_end)
+}
+
+/// Writes `bufs` one behind the other from `host` on, and gives the one of `index` back.
+#[cfg(ablation)]
+async fn one_by_one(file: &File, bufs: Vec<IoBuf>, host: HostOffset, index: usize) -> (Result<()>, IoBuf) {
+    let (mut result, mut written, mut at) = (Ok(()), Vec::new(), host.0);
+    for buf in bufs {
+        let len = buf.len() as u64;
+        let (outcome, buf) = file.write_at(buf, at).await;
+        result = result.and(outcome);
+        written.push(buf);
+        at += len;
+    }
+    (result, written.swap_remove(index))
 }

@@ -11,7 +11,7 @@
 use super::Qcow2Driver;
 use crate::buffers::join;
 use crate::node::{Mapped, Node, Place, graph_changes};
-use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result};
+use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result, slip, without};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
@@ -99,7 +99,7 @@ impl ChainMap {
         // Before the look: what changes meanwhile is noticed at the next one.
         let changes = graph_changes();
         let (mut layers, mut granule_bits) = (Vec::new(), u32::MAX);
-        let covers_itself = image.is_frozen();
+        let covers_itself = image.is_frozen() && !without!("image_passed_over");
         if covers_itself {
             granule_bits = image.engine.geometry().subcluster_bits();
         }
@@ -114,7 +114,9 @@ impl ChainMap {
             granule_bits = granule_bits.min(geometry.subcluster_bits());
             next = node.backing();
         }
-        let is_fit = layers.len() + usize::from(covers_itself) >= LAYERS_MIN && granule_bits >= GRANULE_BITS_MIN;
+        let is_fit = layers.len() + usize::from(covers_itself) >= LAYERS_MIN
+            && granule_bits >= GRANULE_BITS_MIN
+            && !without!("owners_of_granules");
         let chunks = if is_fit { ((image.size() >> granule_bits) / CHUNK + 1).min(SLOTS_MAX) } else { 0 };
         if !is_fit {
             layers.clear();
@@ -170,7 +172,10 @@ impl ChainMap {
     /// Whom to ask for a range, by what is known already.
     fn whom_to_ask(&self, offset: u64, len: u64) -> Asked {
         let known = self.known(offset, len);
-        let place = known.host.map(|host| Place { host: HostOffset(host), changes: self.changes });
+        let place = known
+            .host
+            .filter(|_| !without!("places_of_granules"))
+            .map(|host| Place { host: HostOffset(host), changes: self.changes });
         match (known.owner, place) {
             (UNKNOWN, _) if self.covers_itself && self.is_unseen(offset) => Asked::Unseen,
             (ITSELF, Some(place)) => Asked::Itself(place),
@@ -324,7 +329,7 @@ impl<'a> Window<'a> {
     fn around(map: &'a ChainMap, granule: u64) -> Option<Window<'a>> {
         let first = granule - granule % WINDOW;
         // What isn't noted is left to the first that is asked.
-        let first_asked = if map.covers_itself { ITSELF } else { 1 };
+        let first_asked = if map.covers_itself && !slip!("passed_over_in_parts") { ITSELF } else { 1 };
         Some(Window { map, chunk: map.chunk(first)?, first, found: vec![u32::from(first_asked); WINDOW as usize] })
     }
 
@@ -365,7 +370,7 @@ impl Qcow2Driver {
             return Mapped::Special;
         }
         let known = self.chain_map.load();
-        let known = known.as_ref().filter(|map| map.changes == graph_changes());
+        let known = known.as_ref().filter(|map| slip!("places_outlive_changes") || map.changes == graph_changes());
         let Some(map) = known.filter(|map| !map.layers.is_empty()) else {
             return match &*self.backing.load() {
                 None if self.no_backing => Mapped::Special,
@@ -393,7 +398,10 @@ impl Qcow2Driver {
     /// asked.
     pub(super) fn anywhere(&self, offset: u64, len: u64) -> Option<Mapped<'_>> {
         let known = self.chain_map.load();
-        let asked = match known.as_ref().filter(|map| map.covers_itself && map.changes == graph_changes()) {
+        let asked = match known
+            .as_ref()
+            .filter(|map| map.covers_itself && (slip!("passed_over_after_changes") || map.changes == graph_changes()))
+        {
             Some(map) if self.file.faults().is_none() => map.whom_to_ask(offset, len),
             _ => return None,
         };

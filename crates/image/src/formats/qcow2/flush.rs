@@ -2,7 +2,7 @@
 //! Flush, write-back cycles, growth of the refcount table, reclaiming freed clusters, closing.
 
 use super::Qcow2Driver;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, Result, slip};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
@@ -46,7 +46,8 @@ impl Qcow2Driver {
         let ticket = self.flushes_asked.fetch_add(1, Ordering::SeqCst) + 1;
         {
             let _guard = self.cycle_lock.lock().await;
-            if !with_refcounts && self.flushes_covered.load(Ordering::SeqCst) >= ticket {
+            let begun = if slip!("flush_rides_on_a_running_cycle") { 1 } else { 0 };
+            if !with_refcounts && self.flushes_covered.load(Ordering::SeqCst) + begun >= ticket {
                 return Ok(());
             }
             self.cycle(with_refcounts).await?;
@@ -58,7 +59,10 @@ impl Qcow2Driver {
     pub(super) async fn cycle(&self, with_refcounts: bool) -> Result<()> {
         self.check_writable()?;
         let covers = self.flushes_asked.load(Ordering::SeqCst);
-        if self.engine.lazy_refcounts() && !self.header().is_dirty() {
+        if self.engine.lazy_refcounts()
+            && (!slip!("dirty_bit_decided_before_the_cycle") || self.engine.is_dirty())
+            && !self.header().is_dirty()
+        {
             // Whether there is anything to write is for the cycle to say: another queue may be about to change something.
             self.engine.want_dirty_bit();
         }
@@ -86,7 +90,7 @@ impl Qcow2Driver {
 
     /// `stages` counts the stages that were begun.
     async fn run_cycle(&self, cycle: &Cycle, stages: &mut usize) -> Result<()> {
-        if cycle.set_dirty_bit {
+        if cycle.set_dirty_bit && !slip!("dirty_bit_never_set") {
             self.edit_header(|header| header.incompatible_features |= INCOMPAT_DIRTY).await?;
         }
         // The first barrier covers the data as well: it comes before any entry that points to it.
@@ -95,7 +99,7 @@ impl Qcow2Driver {
             if stage.is_empty() {
                 continue;
             }
-            if index > 0 && unsettled {
+            if index > 0 && unsettled && !slip!("no_barrier_between_stages") {
                 self.barrier().await?;
             }
             match index {
@@ -112,17 +116,25 @@ impl Qcow2Driver {
             *stages = index + 1;
             if let Err(error) = self.write_all(stage).await {
                 // Data that needs nothing of this cycle gets its barrier all the same. A failed barrier is remembered.
-                let _ = self.barrier().await;
+                if slip!("a_failed_cycle_does_not_wait") {
+                    return Err(error);
+                }
+                let _ = if slip!("data_without_barrier_after_a_failed_write") { Ok(()) } else { self.barrier().await };
                 return Err(error);
             }
             unsettled = true;
+        }
+        if slip!("no_last_barrier") {
+            return Ok(());
         }
         self.barrier().await
     }
 
     /// The data file's barrier before the image's.
     pub(super) async fn barrier(&self) -> Result<()> {
-        if let Some(data_file) = &self.data_file {
+        if let Some(data_file) = &self.data_file
+            && !slip!("data_file_not_synced")
+        {
             data_file.sync().await?;
         }
         self.file.sync().await
@@ -146,6 +158,9 @@ impl Qcow2Driver {
             if result.is_ok() {
                 result = outcome;
             }
+            if slip!("a_failed_cycle_does_not_wait") && result.is_err() {
+                return result;
+            }
         }
         result
     }
@@ -159,7 +174,12 @@ impl Qcow2Driver {
             }
             self.meet(Event::ClusterFree).await;
             // Who read them has given its pin back, so nobody puts one in again.
-            self.inflated.forget(&reclaim.holes);
+            if !slip!("inflated_clusters_not_forgotten") {
+                self.inflated.forget(&reclaim.holes);
+            }
+            if slip!("hole_punched_after_reuse") {
+                self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;
+            }
             if self.punch.load(Ordering::Relaxed) || self.shrinks.load(Ordering::Relaxed) {
                 for (host, len) in &reclaim.holes {
                     // Only space is lost where a hole can't be punched.
@@ -228,7 +248,9 @@ impl Qcow2Driver {
         let growth = growth.insert(self.plan_refcount_growth()?);
         self.meet(Event::RefblockAllocWriteTable).await;
         self.write_all(&growth.writes).await?;
-        self.barrier().await?;
+        if !slip!("header_before_the_new_refcount_table") {
+            self.barrier().await?;
+        }
         self.meet(Event::RefblockAllocSwitchTable).await;
         let (offset, clusters) = (growth.table_offset.0, growth.table_clusters);
         self.edit_header(|header| {
@@ -258,7 +280,7 @@ impl Qcow2Driver {
         let bitmaps = self.settle_bitmaps().await;
         // Each round may free clusters whose lowered counts the next one writes; no requests run any more.
         for _ in 0..8 {
-            self.write_back(true).await?;
+            self.write_back(!slip!("dirty_bit_cleared_too_early")).await?;
             if !self.engine.is_dirty() && !self.engine.has_quarantined() {
                 break;
             }
@@ -272,7 +294,7 @@ impl Qcow2Driver {
             }
         }
         if self.engine.lazy_refcounts() && self.header().is_dirty() {
-            if self.engine.is_dirty() {
+            if self.engine.is_dirty() && !slip!("dirty_bit_cleared_too_early") {
                 return Err(self.error(Error::internal("refcounts are still dirty at close")));
             }
             self.edit_header(|header| header.incompatible_features &= !INCOMPAT_DIRTY).await?;

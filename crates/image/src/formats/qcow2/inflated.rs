@@ -5,7 +5,7 @@
 //! last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may
 //! get another owner (`flush.rs`, `reclaim`). So the store always holds what the mapping means.
 
-use cowshed_block::HostOffset;
+use cowshed_block::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -147,7 +147,9 @@ impl Inflated {
 
     /// Keeps a cluster. The caller holds the pin under which it saw the mapping.
     pub(super) fn put(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
-        self.keep(host, len, Kept { cluster, referenced: false, is_ahead: false });
+        if !without!("inflated_kept") {
+            self.keep(host, len, Kept { cluster, referenced: false, is_ahead: false });
+        }
     }
 
     /// As [`Inflated::put`], for a reader who is on the way.

@@ -13,7 +13,7 @@ use crate::node::{Link, Node};
 use crate::snapshots::SnapshotName;
 use arc_swap::ArcSwapOption;
 use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
 use cowshed_qcow2::{Budget, Config, OverlapSet, Structure};
@@ -199,7 +199,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
         refcount_table_clusters: u64::from(header.refcount_table_clusters),
         file_len: context.file.len(),
         fixed_length: context.file.is_device(),
-        reserves: !context.file.has_its_space(),
+        reserves: !context.file.has_its_space() && !slip!("metadata_without_room"),
         data_file_len: context.data_file.as_ref().map_or(0, File::len),
         new_space_is_zero: context.file.grows_by_zeroes()
             && context.data_file.as_ref().is_none_or(File::grows_by_zeroes),

@@ -4,7 +4,7 @@
 use super::Qcow2Driver;
 use crate::formats::raw::check_can_preallocate;
 use crate::node::{Preallocation, ZeroFlags};
-use cowshed_block::{Error, GuestOffset, Result};
+use cowshed_block::{Error, GuestOffset, Result, slip};
 use cowshed_qcow2::{L1Growth, Tail, ZeroMode};
 use cowshed_storage::fault::Event;
 use cowshed_storage::rt;
@@ -98,7 +98,9 @@ impl Qcow2Driver {
         self.cycle(true).await?;
         self.meet(Event::L1GrowWriteTable).await;
         self.write_all(&[self.engine.l1_image(growth)?]).await?;
-        self.barrier().await?;
+        if !slip!("header_before_the_new_l1_table") {
+            self.barrier().await?;
+        }
         Ok(())
     }
 
@@ -131,7 +133,7 @@ impl Qcow2Driver {
             self.write_zero_data(old, cluster_end - old).await?;
         }
         let backing_end = self.engine.backing_size().unwrap_or(0).min(new);
-        if cluster_end < backing_end {
+        if cluster_end < backing_end && !slip!("growth_shows_the_backing_file") {
             // Up to a whole cluster: behind `new` there is no disk.
             let stop = backing_end.next_multiple_of(self.cluster_size());
             let flags = ZeroFlags { may_unmap: true, no_fallback: false };
@@ -158,7 +160,7 @@ impl Qcow2Driver {
         let cluster_start = old / self.cluster_size() * self.cluster_size();
         let cluster_end = old.next_multiple_of(self.cluster_size()).min(size);
         let is_backed = self.engine.backing_size().is_some_and(|backing| cluster_start < backing);
-        let start = match old < cluster_end && is_backed {
+        let start = match old < cluster_end && is_backed && !slip!("preallocated_over_the_backing_file") {
             true => {
                 self.write_zero_data(old, cluster_end - old).await?;
                 cluster_end
@@ -174,7 +176,7 @@ impl Qcow2Driver {
         let mut tail = self.tail_of(size);
         loop {
             self.make_room_for_edits().await?;
-            if self.plan(|engine| engine.own_tail(&mut tail)).await? {
+            if slip!("shrink_cuts_before_it_may_fail") || self.plan(|engine| engine.own_tail(&mut tail)).await? {
                 break;
             }
             self.events.notify();
@@ -182,6 +184,10 @@ impl Qcow2Driver {
         self.engine.publish_size(size);
         // The size first: unmapped under the old one, what is cut off would show the backing file. Mappings behind the
         // end that a power cut leaves are for the next growth to remove.
+        if slip!("shrink_unmaps_before_the_header") {
+            self.unmap_behind(size).await?;
+            self.write_back(false).await?;
+        }
         if let Err(error) = self.set_header_size(size).await {
             self.engine.publish_size(old);
             return Err(error);
@@ -204,13 +210,14 @@ impl Qcow2Driver {
 
     /// A walk over the clusters that start at `size` or behind.
     fn tail_of(&self, size: u64) -> Tail {
+        let size = if slip!("shrink_loses_the_tail") { size / self.cluster_size() * self.cluster_size() } else { size };
         Tail::new(GuestOffset(size.next_multiple_of(self.cluster_size())))
     }
 
     /// Unmaps every cluster that starts at `size` or behind.
     pub(super) async fn unmap_behind(&self, size: u64) -> Result<()> {
         let tag = self.engine.drain_tag();
-        while !self.engine.is_drained(tag) {
+        while !slip!("shrink_overtakes_writers") && !self.engine.is_drained(tag) {
             rt::sleep(Duration::from_millis(1)).await;
         }
         let mut tail = self.tail_of(size);
