@@ -11,6 +11,7 @@ use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::create::CreateRequest;
+use cowshed_image::graph::SnapshotTaken;
 use cowshed_image::open::options_of_name;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Value, json};
@@ -108,7 +109,7 @@ pub(super) enum Action {
 
 /// An action that has been carried out.
 enum Done {
-    Snapshot(Prepared),
+    Snapshot(Prepared, SnapshotTaken),
     Internal(InternalTaken),
     Backup(Box<BackupStarted>),
     Drive(Box<DriveStarted>),
@@ -195,10 +196,10 @@ impl Action {
     async fn run(self, daemon: &Rc<Daemon>) -> QmpResult<Done> {
         match self {
             Action::Snapshot(one) => match daemon.graph.take_snapshot(&one.node, &one.overlay).await {
-                Ok(()) => match one.name_again().await {
-                    Ok(()) => Ok(Done::Snapshot(one)),
+                Ok(taken) => match one.name_again().await {
+                    Ok(()) => Ok(Done::Snapshot(one, taken)),
                     Err(error) => {
-                        Done::Snapshot(one).take_back(daemon).await;
+                        Done::Snapshot(one, taken).take_back(daemon).await;
                         Err(failed(error))
                     }
                 },
@@ -218,10 +219,8 @@ impl Action {
 impl Done {
     async fn take_back(self, daemon: &Rc<Daemon>) {
         match self {
-            Done::Snapshot(one) => {
-                if let Err(error) = take_back(daemon, &one).await {
-                    tracing::error!(%error, node = one.node.name(), "could not take a snapshot back");
-                }
+            Done::Snapshot(one, taken) => {
+                daemon.graph.take_snapshot_back(taken).await;
                 one.discard(daemon).await;
             }
             Done::Internal(taken) => {
@@ -271,7 +270,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
     let mut backups = Vec::new();
     for one in done {
         match one {
-            Done::Snapshot(one) => {
+            Done::Snapshot(one, _) => {
                 tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
                 // The monitor owns only what `blockdev-add` made.
                 if one.opened
@@ -307,18 +306,8 @@ async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
         let file = arguments.text("backing-file");
         return Err(QmpError::generic(format!("Could not change backing file to '{file}': Operation not supported")));
     };
-    let drained = daemon.graph.drain(&[&node]).await;
-    let was_read_only = node.is_read_only();
-    if was_read_only {
-        daemon.graph.set_read_only(&node, false).await.map_err(failed)?;
-    }
-    let format = backing.format();
-    let changed = node.change_backing_file(Some(arguments.text("backing-file")), format.as_deref()).await;
-    if was_read_only {
-        daemon.graph.set_read_only(&node, true).await.map_err(failed)?;
-    }
-    drop(drained);
-    changed.map_err(failed)?;
+    let (file, format) = (arguments.text("backing-file"), backing.format());
+    daemon.graph.rename_backing(&node, file, format.as_deref()).await.map_err(failed)?;
     nothing()
 }
 
@@ -400,10 +389,4 @@ pub(crate) fn free_name(daemon: &Daemon, stem: &str) -> String {
     let name = names.find(is_free).unwrap_or_else(|| stem.to_owned());
     given.push(name.clone());
     name
-}
-
-async fn take_back(daemon: &Rc<Daemon>, one: &Prepared) -> cowshed_block::Result<()> {
-    daemon.graph.set_backing(&one.overlay, None).await?;
-    daemon.graph.set_read_only(&one.node, false).await?;
-    daemon.graph.replace(&one.overlay, &one.node).await
 }

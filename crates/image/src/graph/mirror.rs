@@ -21,13 +21,8 @@ impl Graph {
         let filter = self.build_write_blocking(source, target, name)?;
         filter.attach(Edge::new(MONITOR, Permissions::NONE))?;
         self.adopt(&filter);
-        if let Err(error) = self.replace(source, &filter).await {
-            if let Err(error) = self.delete(name).await {
-                tracing::warn!("{error}");
-            }
-            return Err(error);
-        }
-        Ok(filter)
+        let inserted = self.replace(source, &filter).await;
+        self.keep_inserted(filter, inserted).await
     }
 
     fn build_write_blocking(self: &Arc<Self>, source: &Arc<Node>, target: &Arc<Node>, name: &str) -> Result<Arc<Node>> {

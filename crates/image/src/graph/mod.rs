@@ -20,9 +20,11 @@ mod mirror;
 mod moves;
 mod owned;
 mod queue;
+mod relink;
 mod reopen;
 mod snapshot;
 mod threshold;
+mod transaction;
 mod votes;
 mod writing;
 
@@ -37,6 +39,7 @@ pub use files::{check_apart, check_layers, files_below};
 pub use hold::HeldNodes;
 pub use queue::Queue;
 pub(crate) use queue::outcome_of;
+pub use snapshot::SnapshotTaken;
 pub use threshold::{ThresholdCrossed, ThresholdObserver};
 pub use votes::{QuorumObserver, QuorumReport, QuorumWork};
 

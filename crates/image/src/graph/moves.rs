@@ -5,12 +5,12 @@
 use super::drain::{nodes_below, reaches};
 use super::files::check_backing;
 use super::owned::quoted;
+use super::transaction::Transaction;
 use super::{Attachment, Graph};
 use crate::node::{ChildLink, ChildRole, Edge, Node, raise_heights};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::Permissions;
-use serde_json::Value;
 use std::sync::Arc;
 
 /// A user that moves from one node to another.
@@ -27,16 +27,13 @@ impl User {
         }
     }
 
-    fn point_to(&self, node: &Arc<Node>) {
+    fn point_to(&self, node: &Arc<Node>, change: &mut Transaction) {
         match self {
-            User::Attachment(attachment) => attachment.point_to(Arc::clone(node)),
-            User::Parent(parent, child) => match parent.driver().backing() {
-                Some(backing) if child.role == ChildRole::Backing => {
-                    backing.link(Some(Arc::clone(node)));
-                    parent.set_option("backing", node.name().into());
-                }
-                _ => child.link.set(Some(Arc::clone(node))),
-            },
+            User::Attachment(attachment) => change.point(attachment, node),
+            User::Parent(parent, child) if child.role == ChildRole::Backing && parent.driver().backing().is_some() => {
+                change.link_backing(parent, Some(node));
+            }
+            User::Parent(_, child) => change.link(&child.link, node),
         }
     }
 }
@@ -47,7 +44,9 @@ impl Graph {
     pub async fn replace(self: &Arc<Self>, old: &Arc<Node>, new: &Arc<Node>) -> Result<()> {
         let _one_change = self.changing([old, new]).await;
         let _drained = self.drain(&[old, new]).await;
-        self.move_users(old, new)
+        let mut change = Transaction::default();
+        let moved = self.move_users(old, new, &mut change);
+        change.end(self, moved).await
     }
 
     /// Opens a filter (`options` without its `file`) above a node and puts it between the node and its users.
@@ -57,13 +56,17 @@ impl Graph {
             true => self.replace(node, &filter).await,
             false => Err(Error::invalid_argument(format!("'{}' is not a filter", filter.driver_name()))),
         };
-        if let Err(error) = inserted {
-            if let Err(error) = self.delete(filter.name()).await {
-                tracing::warn!("{error}");
-            }
-            return Err(error);
+        self.keep_inserted(filter, inserted).await
+    }
+
+    /// A filter that was added, where it could be put in its place. Otherwise it is deleted.
+    pub(super) async fn keep_inserted(self: &Arc<Self>, filter: Arc<Node>, inserted: Result<()>) -> Result<Arc<Node>> {
+        if inserted.is_err()
+            && let Err(error) = self.delete(filter.name()).await
+        {
+            tracing::warn!("{error}");
         }
-        Ok(filter)
+        inserted.map(|()| filter)
     }
 
     /// As [`Graph::insert_filter`], above the node of an attachment and for that attachment alone: the node's other
@@ -78,13 +81,7 @@ impl Graph {
             true => self.move_attachment(attachment, &filter).await,
             false => Err(Error::invalid_argument(format!("'{}' is not a filter", filter.driver_name()))),
         };
-        if let Err(error) = inserted {
-            if let Err(error) = self.delete(filter.name()).await {
-                tracing::warn!("{error}");
-            }
-            return Err(error);
-        }
-        Ok(filter)
+        self.keep_inserted(filter, inserted).await
     }
 
     /// Moves one attachment to another node, or leaves it where it is.
@@ -96,17 +93,11 @@ impl Graph {
             return Err(Error::invalid_argument(format!("'{}' was detached", attachment.name())));
         };
         let _locked = self.keep_locks();
+        let mut change = Transaction::default();
         // It leaves before it comes: `new` passes what it grants on to `old`.
-        old.release(&edge.user);
-        if let Err(error) = new.attach(edge.clone()) {
-            // It had these permissions a moment ago.
-            if let Err(error) = old.attach(edge) {
-                tracing::error!("{error}");
-            }
-            return Err(error);
-        }
-        attachment.point_to(Arc::clone(new));
-        Ok(())
+        change.release(&old, &edge.user);
+        let moved = change.attach(new, edge).map(|()| change.point(attachment, new));
+        change.end(self, moved).await
     }
 
     /// Takes a filter out: its users go on with the node behind it, and the filter is closed.
@@ -121,7 +112,9 @@ impl Graph {
         };
         {
             let _drained = self.drain(&[filter]).await;
-            self.move_users(filter, &child)?;
+            let mut change = Transaction::default();
+            let moved = self.move_users(filter, &child, &mut change);
+            change.end(self, moved).await?;
         }
         if self.owns(filter) {
             return self.delete_locked(filter.name()).await;
@@ -133,8 +126,9 @@ impl Graph {
     pub async fn set_backing(self: &Arc<Self>, node: &Arc<Node>, backing: Option<&Arc<Node>>) -> Result<()> {
         let _one_change = self.changing(backing.into_iter().chain([node])).await;
         let _drained = self.drain(&[node]).await;
-        let unused = self.set_backing_drained(node, backing)?;
-        match unused {
+        let mut change = Transaction::default();
+        let unused = self.set_backing_drained(node, backing, &mut change);
+        match change.end(self, unused).await? {
             Some(unused) => unused.close().await,
             None => Ok(()),
         }
@@ -145,6 +139,7 @@ impl Graph {
         &self,
         node: &Arc<Node>,
         backing: Option<&Arc<Node>>,
+        change: &mut Transaction,
     ) -> Result<Option<Arc<Node>>> {
         let name = node.name();
         let Some(link) = node.driver().backing() else {
@@ -167,16 +162,20 @@ impl Graph {
             if !node.is_read_only() {
                 check_backing(&node.children(), backing)?;
             }
-            backing.attach(node.backing_edge())?;
+            change.attach(backing, node.backing_edge())?;
         }
-        link.link(backing.cloned());
-        node.set_option("backing", backing.map_or(Value::Null, |backing| Value::from(backing.name())));
+        change.link_backing(node, backing);
         raise_heights(self.snapshot().nodes());
-        Ok(old.filter(|old| old.release(name)))
+        Ok(old.filter(|old| change.release(old, name)))
     }
 
-    /// Puts a filter above another node, drained already, or leaves it where it is. Returns the node that it stood on.
-    pub(super) fn set_filter_child(&self, filter: &Arc<Node>, new: &Arc<Node>) -> Result<Arc<Node>> {
+    /// Puts a filter above another node, drained already. Returns the node that it stood on.
+    pub(super) fn set_filter_child(
+        &self,
+        filter: &Arc<Node>,
+        new: &Arc<Node>,
+        change: &mut Transaction,
+    ) -> Result<Arc<Node>> {
         let name = filter.name();
         let link = filter.child_links().into_iter().find(|child| child.role == ChildRole::File).map(|child| child.link);
         let (link, old) = match link.and_then(|link| link.get().map(|old| (link, old))) {
@@ -190,16 +189,10 @@ impl Graph {
         let edge = old.edge_of(name).unwrap_or_else(|| Edge::new(name, Permissions::NONE).with_role(ChildRole::File));
         let _locked = self.keep_locks();
         // It leaves before it comes: `new` may pass what it grants on to `old`.
-        old.release(name);
-        if let Err(error) = new.attach(edge.clone()) {
-            // It had these permissions a moment ago.
-            if let Err(error) = old.attach(edge) {
-                tracing::error!("{error}");
-            }
-            return Err(error);
-        }
-        link.set(Some(Arc::clone(new)));
-        filter.set_option("file", new.name().into());
+        change.release(&old, name);
+        change.attach(new, edge)?;
+        change.link(&link, new);
+        change.set_option(filter, "file", new.name().into());
         raise_heights(self.snapshot().nodes());
         Ok(old)
     }
@@ -246,8 +239,8 @@ impl Graph {
         Ok(users)
     }
 
-    /// Moves all users of `old` to `new`, or none. They are drained.
-    pub(super) fn move_users(&self, old: &Arc<Node>, new: &Arc<Node>) -> Result<()> {
+    /// Moves all users of `old` to `new`. They are drained.
+    pub(super) fn move_users(&self, old: &Arc<Node>, new: &Arc<Node>, change: &mut Transaction) -> Result<()> {
         if Arc::ptr_eq(old, new) {
             return Ok(());
         }
@@ -260,24 +253,13 @@ impl Graph {
         let _locked = self.keep_locks();
         // All leave before the first comes: `new` may pass what it grants on to `old`.
         for edge in &edges {
-            old.release(&edge.user);
+            change.release(old, &edge.user);
         }
-        for (at, edge) in edges.iter().enumerate() {
-            if let Err(error) = new.attach(edge.clone()) {
-                for done in &edges[..at] {
-                    new.release(&done.user);
-                }
-                for edge in edges {
-                    // It had these permissions a moment ago.
-                    if let Err(error) = old.attach(edge) {
-                        tracing::error!("{error}");
-                    }
-                }
-                return Err(error);
-            }
+        for edge in edges {
+            change.attach(new, edge)?;
         }
         for user in &users {
-            user.point_to(new);
+            user.point_to(new, change);
         }
         raise_heights(self.snapshot().nodes());
         Ok(())

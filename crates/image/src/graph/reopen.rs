@@ -6,11 +6,12 @@
 
 use super::Graph;
 use super::owned::no_such_node;
+use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
 use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes};
 use crate::options::{self, BlockdevOptions, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::{CacheMode, File, rt};
+use cowshed_storage::{CacheMode, rt};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
@@ -31,21 +32,6 @@ struct Plan {
     backing: Backing,
     /// What this filter is to stand on, where that changes.
     file: Option<Arc<Node>>,
-}
-
-/// What a node was before it was prepared.
-struct Before {
-    node: Arc<Node>,
-    read_only: bool,
-    /// Files whose use of the page cache has changed.
-    caches: Vec<(File, CacheMode)>,
-}
-
-/// A child that was another one before.
-struct Relinked {
-    node: Arc<Node>,
-    role: ChildRole,
-    old: Option<Arc<Node>>,
 }
 
 enum Backing {
@@ -77,53 +63,37 @@ impl Graph {
 
     /// See [`Graph::reopen`]. No request runs.
     async fn reopen_drained(&self, plans: Vec<Plan>) -> Result<()> {
-        let mut prepared = Vec::new();
-        for plan in &plans {
-            let (node, read_only) = (Arc::clone(&plan.node), plan.node.is_read_only());
-            let mut before = Before { node, read_only, caches: Vec::new() };
-            let result = self.prepare(plan, &mut before).await;
-            // Also one that failed half-way goes back.
-            prepared.push(before);
-            if let Err(error) = result {
-                self.take_back(prepared).await;
-                return Err(error);
-            }
-        }
-        // Children are the last thing that can be refused; each is put back when a later one is.
-        let mut relinked: Vec<Relinked> = Vec::new();
-        for plan in &plans {
-            let (node, before) = (Arc::clone(&plan.node), plan.node.backing());
-            let result = match (&plan.backing, &plan.file) {
-                (Backing::Keep, None) => continue,
-                (Backing::Keep, Some(file)) => self.set_filter_child(&node, file).map(|old| Relinked {
-                    node,
-                    role: ChildRole::File,
-                    old: Some(old),
-                }),
-                (backing, _) => {
-                    let wanted = if let Backing::Node(node) = backing { Some(node) } else { None };
-                    let relinked = self.set_backing_drained(&node, wanted);
-                    relinked.map(|_| Relinked { node, role: ChildRole::Backing, old: before })
-                }
-            };
-            match result {
-                Ok(one) => relinked.push(one),
-                Err(error) => {
-                    self.link_back(relinked);
-                    self.take_back(prepared).await;
-                    return Err(error);
-                }
-            }
-        }
+        let mut change = Transaction::default();
+        let prepared = self.prepare_all(&plans, &mut change).await;
+        let left = change.end(self, prepared).await?;
         for plan in plans {
             plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.apply);
         }
-        for old in relinked.into_iter().filter_map(|one| one.old) {
-            if old.is_unused() {
-                old.close().await?;
-            }
+        for old in left.into_iter().filter(|old| old.is_unused()) {
+            old.close().await?;
         }
         Ok(())
+    }
+
+    /// All that can be refused; the children that were left.
+    async fn prepare_all(&self, plans: &[Plan], change: &mut Transaction) -> Result<Vec<Arc<Node>>> {
+        for plan in plans {
+            self.prepare(plan, change).await?;
+        }
+        // Children are the last thing that can be refused.
+        let mut left = Vec::new();
+        for plan in plans {
+            match (&plan.backing, &plan.file) {
+                (Backing::Keep, None) => {}
+                (Backing::Keep, Some(file)) => left.push(self.set_filter_child(&plan.node, file, change)?),
+                (backing, _) => {
+                    let wanted = if let Backing::Node(node) = backing { Some(node) } else { None };
+                    left.extend(plan.node.backing());
+                    self.set_backing_drained(&plan.node, wanted, change)?;
+                }
+            }
+        }
+        Ok(left)
     }
 
     /// Checks the options of one node against what it is.
@@ -205,30 +175,18 @@ impl Graph {
         self.find(name).ok_or_else(|| no_such_child(name)).map(Some)
     }
 
-    fn link_back(&self, relinked: Vec<Relinked>) {
-        for Relinked { node, role, old } in relinked.into_iter().rev() {
-            let result = match (role, old) {
-                (ChildRole::File, Some(old)) => self.set_filter_child(&node, &old).map(drop),
-                (_, old) => self.set_backing_drained(&node, old.as_ref()).map(drop),
-            };
-            if let Err(error) = result {
-                tracing::error!("{error}");
-            }
-        }
-    }
-
     /// What can fail for reasons outside of this process.
-    async fn prepare(&self, plan: &Plan, before: &mut Before) -> Result<()> {
+    async fn prepare(&self, plan: &Plan, change: &mut Transaction) -> Result<()> {
         plan.node.complete().await?;
         if let Some(live) = plan.node.driver().live_options() {
+            change.preparing(&plan.node);
             live.prepare(&plan.options, plan.discard).await?;
         }
         if let Some(mode) = plan.cache {
             for node in files_of(&plan.node, &plan.node.options()) {
-                let Some(file) = node.file() else { continue };
-                let old = file.cache_mode();
-                file.set_cache_mode(mode)?;
-                before.caches.push((file.clone(), old));
+                if let Some(file) = node.file() {
+                    change.set_cache_mode(file, mode)?;
+                }
             }
         }
         match (plan.node.is_read_only(), plan.read_only) {
@@ -236,30 +194,12 @@ impl Graph {
                 let message = format!("Read-only block node '{}' cannot support read-write users", plan.node.name());
                 Err(Error::new(ErrorKind::Busy, message))
             }
-            (false, true) => self.make_read_only(&plan.node).await,
+            (false, true) => self.make_read_only(&plan.node, change).await,
             (true, false) => {
                 check_becomes_writable(&plan.node)?;
-                self.make_writable(&plan.node).await
+                self.make_writable(&plan.node, change).await
             }
             _ => Ok(()),
-        }
-    }
-
-    async fn take_back(&self, prepared: Vec<Before>) {
-        for Before { node, read_only, caches } in prepared.into_iter().rev() {
-            let mut result = match read_only {
-                true => self.make_read_only(&node).await,
-                false => self.make_writable(&node).await,
-            };
-            for (file, mode) in caches {
-                result = result.and(file.set_cache_mode(mode));
-            }
-            if let (Ok(()), Some(live)) = (&result, node.driver().live_options()) {
-                result = live.prepare(&node.options(), node.discards()).await;
-            }
-            if let Err(error) = result {
-                tracing::error!("could not take a failed reopen back: {error}");
-            }
         }
     }
 }

@@ -3,10 +3,17 @@
 
 use super::Graph;
 use super::drain::reaches;
+use super::transaction::Transaction;
 use crate::node::Node;
 use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::rt;
 use std::sync::Arc;
+
+/// A snapshot that was taken, with the way back. Dropped, it stays.
+pub struct SnapshotTaken {
+    nodes: [Arc<Node>; 2],
+    change: Transaction,
+}
 
 impl Graph {
     /// Puts `overlay` on top of `node` for everybody who uses `node`, which becomes its read-only backing file.
@@ -15,38 +22,47 @@ impl Graph {
     /// come meanwhile wait, and none fails. The overlay must be an image without a backing node (`backing: null`)
     /// that nobody uses; its header isn't changed. On an error everything is as before. A future that is dropped while it waits
     /// for requests changes nothing; later, the snapshot is taken all the same.
-    pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
+    pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<SnapshotTaken> {
         let one_change = self.changing([node, overlay]).await;
         check_overlay(node, overlay)?;
         let drained = self.drain(&[node, overlay]).await;
         let (graph, node, overlay) = (Arc::clone(self), Arc::clone(node), Arc::clone(overlay));
         rt::to_completion(async move {
             let _held = (drained, one_change);
-            graph.put_on_top(&node, &overlay).await
+            let mut change = Transaction::default();
+            match graph.put_on_top(&node, &overlay, &mut change).await {
+                Ok(()) => Ok(SnapshotTaken { nodes: [node, overlay], change }),
+                Err(error) => change.end(&graph, Err(error)).await,
+            }
         })
         .await
     }
 
+    /// Takes a snapshot back: its users stand on the node below again, which takes writes if it did before. What was written
+    /// to the overlay is not in that node. Nothing else may have changed the two nodes since. Dropped futures: as
+    /// [`Graph::take_snapshot`].
+    pub async fn take_snapshot_back(self: &Arc<Self>, taken: SnapshotTaken) {
+        let SnapshotTaken { nodes, change } = taken;
+        let one_change = self.changing(&nodes).await;
+        let drained = self.drain(&nodes.iter().collect::<Vec<_>>()).await;
+        let graph = Arc::clone(self);
+        rt::to_completion(async move {
+            let _held = (drained, one_change);
+            change.take_back(&graph).await;
+        })
+        .await;
+    }
+
     /// See [`Graph::take_snapshot`]. No request runs.
-    async fn put_on_top(&self, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
-        let was_writable = !node.is_read_only();
+    async fn put_on_top(&self, node: &Arc<Node>, overlay: &Arc<Node>, change: &mut Transaction) -> Result<()> {
         // What can fail for reasons outside of this process comes first, and changes nothing that anybody sees.
         if !slip!("live_snapshot_over_an_unfinished_image") {
             node.complete().await?;
         }
         // The users leave first, so that nobody writes to the node when it becomes a backing file.
-        self.move_users(node, overlay)?;
-        let linked = match self.make_read_only(node).await {
-            Ok(()) => self.set_backing_drained(overlay, Some(node)).map(drop),
-            Err(error) => Err(error),
-        };
-        if linked.is_err() {
-            let writable = if was_writable { self.make_writable(node).await } else { Ok(()) };
-            if let Err(error) = writable.and_then(|()| self.move_users(overlay, node)) {
-                tracing::error!("could not go back to the node below the overlay: {error}");
-            }
-        }
-        linked
+        self.move_users(node, overlay, change)?;
+        self.make_read_only(node, change).await?;
+        self.set_backing_drained(overlay, Some(node), change).map(drop)
     }
 }
 

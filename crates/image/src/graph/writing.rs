@@ -3,6 +3,7 @@
 
 use super::Graph;
 use super::files::check_children;
+use super::transaction::Transaction;
 use crate::node::{ChildRole, Edge, LocalFuture, Node};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
@@ -37,22 +38,28 @@ impl Graph {
         let (graph, node) = (Arc::clone(self), Arc::clone(node));
         rt::to_completion(async move {
             let _held = (drained, one_change);
-            match read_only {
-                true => {
-                    node.complete().await?;
-                    graph.make_read_only(&node).await
-                }
-                false => {
-                    check_becomes_writable(&node)?;
-                    graph.make_writable(&node).await
-                }
-            }
+            let mut change = Transaction::default();
+            let changed = match read_only {
+                true => match node.complete().await {
+                    Ok(()) => graph.make_read_only(&node, &mut change).await,
+                    error => error,
+                },
+                false => match check_becomes_writable(&node) {
+                    Ok(()) => graph.make_writable(&node, &mut change).await,
+                    error => error,
+                },
+            };
+            change.end(&graph, changed).await
         })
         .await
     }
 
     /// [`Node::complete`] has run, and no request runs.
-    pub(super) fn make_read_only<'a>(&'a self, node: &'a Arc<Node>) -> LocalFuture<'a, Result<()>> {
+    pub(super) fn make_read_only<'a>(
+        &'a self,
+        node: &'a Arc<Node>,
+        change: &'a mut Transaction,
+    ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             if node.is_read_only() {
                 return Ok(());
@@ -60,70 +67,52 @@ impl Graph {
             if node.has_writer() {
                 return Err(Error::new(ErrorKind::Busy, format!("node '{}' has a writer", node.name())));
             }
-            node.stop_writing()?;
+            change.stop_writing(node)?;
             for child in node.children() {
                 if child.role == ChildRole::Backing {
                     continue;
                 }
                 // Asking for less can't meet a conflict.
                 match node.passes_permissions() {
-                    true => node.pass_permissions()?,
-                    false => child.node.change_user(node.name(), Edge::of(node.name(), false, false).permissions)?,
+                    true => change.pass_permissions(node)?,
+                    false => {
+                        change.change_user(
+                            &child.node,
+                            node.name(),
+                            Edge::of(node.name(), false, false).permissions,
+                        )?;
+                    }
                 }
                 if !node.is_filter() && !child.node.has_writer() {
                     // A filter has a state of its own behind that of its user: space ahead, for one.
                     if child.node.is_filter() {
                         child.node.complete().await?;
                     }
-                    self.make_read_only(&child.node).await?;
+                    self.make_read_only(&child.node, change).await?;
                 }
             }
             Ok(())
         })
     }
 
-    /// No request runs. On an error everything is as before.
-    pub(super) fn make_writable<'a>(&'a self, node: &'a Arc<Node>) -> LocalFuture<'a, Result<()>> {
+    /// No request runs.
+    pub(super) fn make_writable<'a>(
+        &'a self,
+        node: &'a Arc<Node>,
+        change: &'a mut Transaction,
+    ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             if !node.is_read_only() {
                 return Ok(());
             }
             check_children(&node.children())?;
-            let mut done: Vec<Arc<Node>> = Vec::new();
-            let result = self.make_children_writable(node, &mut done).await;
-            let result = match result {
-                Ok(()) => node.start_writing().await,
-                error => error,
-            };
-            if result.is_err() {
-                for child in done {
-                    let undone = match node.passes_permissions() {
-                        true => node.pass_permissions(),
-                        false => child.change_user(node.name(), Edge::of(node.name(), false, false).permissions),
-                    };
-                    if let Err(error) = undone.and(self.make_read_only(&child).await) {
-                        tracing::error!("{error}");
-                    }
+            for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+                self.make_writable(&child.node, change).await?;
+                if !node.passes_permissions() {
+                    change.change_user(&child.node, node.name(), Edge::of(node.name(), true, false).permissions)?;
                 }
             }
-            result
+            change.start_writing(node).await
         })
-    }
-
-    async fn make_children_writable(&self, node: &Arc<Node>, done: &mut Vec<Arc<Node>>) -> Result<()> {
-        for child in node.children() {
-            if child.role == ChildRole::Backing {
-                continue;
-            }
-            let was_read_only = child.node.is_read_only();
-            self.make_writable(&child.node).await?;
-            if was_read_only {
-                done.push(Arc::clone(&child.node));
-            }
-            if !node.passes_permissions() {
-                child.node.change_user(node.name(), Edge::of(node.name(), true, false).permissions)?;
-            }
-        }
-        Ok(())
     }
 }

@@ -53,6 +53,11 @@ impl Node {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).insert(key, value);
     }
 
+    /// Notes that an option is gone.
+    pub(crate) fn remove_option(&self, key: &str) {
+        self.options.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
+    }
+
     /// Takes writes from now on; the children that store it are writable already.
     pub(crate) async fn start_writing(&self) -> Result<()> {
         match self.driver.protocol_file() {

@@ -213,22 +213,9 @@ pub(crate) async fn relink(
         }
         (Some(base), None) => Some(base.header_name(overlay.image_path().as_deref())?),
     };
-    let was_read_only = overlay.is_read_only();
-    graph.set_read_only(overlay, false).await?;
-    let written = match overlay.backing_name() {
-        Some(_) => {
-            let format = named.as_ref().map(|named| match named.format {
-                driver if name.mask_protocol && is_protocol(driver) => "raw",
-                driver => driver,
-            });
-            overlay.change_backing_file(named.as_ref().map(|named| named.file.as_str()), format).await
-        }
-        None => Ok(()),
-    };
-    let linked = match written {
-        Ok(()) => graph.set_backing(overlay, base).await,
-        error => error,
-    };
-    let restored = if was_read_only { graph.set_read_only(overlay, true).await } else { Ok(()) };
-    linked.and(restored)
+    let named = named.map(|named| match named.format {
+        driver if name.mask_protocol && is_protocol(driver) => HeaderName { format: "raw", ..named },
+        _ => named,
+    });
+    graph.relink(overlay, base, named).await
 }
