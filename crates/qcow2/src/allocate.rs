@@ -4,11 +4,9 @@
 //! [`Engine::begin_allocate`] reserves host clusters and locks the guest clusters; the caller writes data and filling in
 //! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
 
-use crate::damage::Purpose;
-use crate::engine::{Engine, Planned, Stall, State};
-use crate::reclaim::Freed;
-use crate::room::Edit;
+use crate::engine::{Edit, Engine, Freed, Purpose, State};
 use crate::slice::Slice;
+use crate::stall::{Planned, Stall};
 use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
 use std::ops::Range;

@@ -5,8 +5,8 @@
 //! rewrites a sector that may have been flushed. A host cluster may be shared by as many compressed clusters as its
 //! refcount can count.
 
-use crate::engine::{Engine, Planned, Stall, State};
-use crate::room::Edit;
+use crate::engine::{Edit, Engine, State};
+use crate::stall::{Planned, Stall};
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use cowshed_layout::qcow2::{CompressedDescriptor, L2Entry};
 use std::collections::BTreeMap;

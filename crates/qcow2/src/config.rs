@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The facts that an engine needs of its image when it is opened.
 
-use crate::overlap::{OverlapSet, Structure};
+use crate::structures::{OverlapSet, Structure};
 use cowshed_layout::qcow2::{Geometry, L2Format};
 
 /// Facts of the image and choices of the user; fixed while the image is open.

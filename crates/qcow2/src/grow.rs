@@ -4,8 +4,9 @@
 //! The new table and the blocks that count it are written behind all that the old table can count, where nothing is in
 //! use, and made durable. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
 
-use crate::engine::{Engine, Planned, Stall, State};
-use crate::overlap::Structure;
+use crate::engine::{Engine, State};
+use crate::stall::{Planned, Stall};
+use crate::structures::Structure;
 use crate::writeback::MetaWrite;
 use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, HostOffset};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Planning of reads and of in-place writes: guest ranges to extents, without a lock.
 
-use crate::damage::Purpose;
-use crate::engine::{Engine, Planned};
+use crate::engine::{Engine, Purpose};
 use crate::slice::Slice;
+use crate::stall::Planned;
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, Subcluster, SubclusterBitmap};
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Space for metadata that the mapping doesn't know: what belongs to the dirty bitmaps.
 
-use crate::engine::{Engine, Planned};
-use crate::overlap::Structure;
+use crate::engine::Engine;
+use crate::stall::Planned;
+use crate::structures::Structure;
 use cowshed_block::HostOffset;
 
 impl Engine {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changing the virtual size: a longer L1 table, and unmapping what lies behind a new end.
 
-use crate::engine::{Engine, Planned, Stall, State};
-use crate::overlap::Structure;
-use crate::room::Edit;
+use crate::engine::{Edit, Engine, State};
+use crate::stall::{Planned, Stall};
+use crate::structures::Structure;
 use crate::writeback::MetaWrite;
 use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, slip};

@@ -2,11 +2,8 @@
 //! Beginning anew while the image stays open: with slices of another size, or with an image that was changed on disk.
 
 use crate::config::Config;
-use crate::engine::{Engine, State};
-use crate::overlap::Structure;
-use crate::refcounts::Refcounts;
-use crate::room::Room;
-use crate::tables::Tables;
+use crate::engine::{Engine, Refcounts, Room, State, Tables};
+use crate::structures::Structure;
 use crate::writeback::holds_changes;
 use cowshed_block::{Error, Result};
 

@@ -7,8 +7,7 @@
 //! durable). Stage 2 writes refcount-table entries. Stage 3 writes entries of L2 tables in place, and L1 entries. After
 //! stage 3's barrier a flush may be acknowledged and what was unmapped counts as durably unmapped.
 
-use crate::engine::{Engine, State};
-use crate::tables::{Dirt, L1Dirt};
+use crate::engine::{Dirt, Engine, L1Dirt, State};
 use cowshed_block::{HostOffset, slip};
 use std::collections::BTreeMap;
 

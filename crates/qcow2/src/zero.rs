@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zero writes and discards of whole clusters and subclusters: edits without data I/O.
 
-use crate::damage::Purpose;
-use crate::engine::{Engine, Planned, Stall, State};
-use crate::room::Edit;
+use crate::engine::{Edit, Engine, Purpose, State};
+use crate::stall::{Planned, Stall};
 use cowshed_block::{Error, GuestOffset, slip};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
 use std::ops::Range;

@@ -2,11 +2,12 @@
 //! Refcount table and blocks in memory, and the allocation of host clusters. Only the owner gets here.
 
 use crate::config::Config;
-use crate::contiguous::RunSearch;
-use crate::damage::hex;
-use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
-use crate::overlap::Structure;
-use crate::tables::Dirt;
+use crate::engine::contiguous::RunSearch;
+use crate::engine::damage::hex;
+use crate::engine::tables::Dirt;
+use crate::engine::{Engine, State};
+use crate::stall::{Load, Planned, Stall, TableId};
+use crate::structures::Structure;
 use cowshed_block::memory::vec_for;
 use cowshed_block::{Errno, Error, HostOffset, slip};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};

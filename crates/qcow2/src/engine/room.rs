@@ -5,27 +5,11 @@
 //! that cycle would fail, and with it every later one. So the space of a metadata cluster is reserved before its first
 //! edit since the image was opened. A request that finds no space fails, and nothing of it is mapped.
 
-use crate::engine::{Engine, Planned, Stall, State};
+use crate::engine::{Engine, State};
+use crate::stall::{Planned, Reserve, Stall};
 use cowshed_block::{HostOffset, slip};
 use foldhash::HashSet;
 use std::collections::BTreeMap;
-
-/// Space in the image file that must be reserved before the plan can be made.
-///
-/// The holder reserves it and calls [`Engine::reserved`], or [`Engine::reserve_failed`]; until then everybody else who needs
-/// it waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reserve {
-    /// Where it is in the image file.
-    pub host: HostOffset,
-    /// Its length in bytes.
-    pub len: u64,
-    /// Nothing of the image is there, and no other request gets the place meanwhile: where the file can't reserve space, zeroes may
-    /// be written. Else the bytes that are there must stay.
-    pub is_new: bool,
-    /// The L2 table that the place is for.
-    table: Option<usize>,
-}
 
 /// What a request is going to do with an L2 table that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

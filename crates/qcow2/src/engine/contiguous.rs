@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Neighbouring clusters, for tables that take more than one: the first run of free clusters that is long enough.
 
-use crate::engine::{Engine, Planned, Stall, State};
+use crate::engine::{Engine, State};
+use crate::stall::{Planned, Stall};
 use cowshed_block::{Error, ErrorKind};
 use cowshed_layout::qcow2::refcount;
 use std::ops::Range;

@@ -3,11 +3,12 @@
 
 use crate::compact::Shape;
 use crate::config::Config;
-use crate::damage::hex;
-use crate::engine::{Engine, Load, Planned, Stall, State, TableId};
-use crate::overlap::Structure;
-use crate::room::Edit;
+use crate::engine::damage::hex;
+use crate::engine::room::Edit;
+use crate::engine::{Engine, State};
 use crate::slice::Slice;
+use crate::stall::{Load, Planned, Stall, TableId};
+use crate::structures::Structure;
 use cowshed_block::{Errno, Error, HostOffset, slip};
 use cowshed_layout::qcow2::L1Entry;
 use foldhash::{HashMap, HashMapExt};

@@ -1,22 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine: state shared by all queues of one image, and how missing tables are asked for.
+//! The engine: state shared by all queues of one image, and how missing tables are asked for. Its parts own their state; the modules
+//! beside this folder plan with them, and none of these parts needs those.
 
-use crate::budget::Budget;
+mod budget;
+mod contiguous;
+mod damage;
+mod overlap;
+mod reclaim;
+mod refcounts;
+mod room;
+mod tables;
+mod tuning;
+
+pub use budget::Budget;
+pub(crate) use damage::Purpose;
+pub(crate) use reclaim::Freed;
+pub use reclaim::Reclaim;
+pub(crate) use refcounts::Refcounts;
+pub(crate) use room::{Edit, Room};
+pub(crate) use tables::{Dirt, L1Dirt, Tables};
+use tuning::Tuning;
+
 use crate::config::Config;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
 use crate::interleaving;
-use crate::overlap::{MetadataMap, Structure};
+use crate::metadata_map::MetadataMap;
 use crate::pins::{Pin, Pins};
-use crate::reclaim::Freed;
-use crate::refcounts::Refcounts;
-use crate::room::{Reserve, Room};
-use crate::tables::Tables;
-use crate::tuning::Tuning;
+use crate::stall::{Load, Stall, TableId};
+use crate::structures::Structure;
 use cowshed_block::{Error, GuestOffset, HostOffset, without};
 use cowshed_layout::qcow2::Geometry;
 use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
@@ -29,64 +44,6 @@ const MOST_FREED_BYTES: u64 = 32 << 20;
 const LEAST_FREED_CLUSTERS: u64 = 8;
 /// Most freed clusters that wait while nothing is allocated: only their memory counts then.
 const MOST_FREED_CLUSTERS: u64 = 1 << 16;
-
-/// A table or a part of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TableId {
-    /// Slice of an L2 table, numbered over the whole virtual disk.
-    L2Slice(u64),
-    /// The refcount table.
-    RefcountTable,
-    /// The refcount block with this index in the refcount table.
-    RefcountBlock(u64),
-}
-
-/// A table that must be read from the image file before the plan can be made.
-///
-/// The holder reads `len` bytes at `host` and calls [`Engine::loaded`], or [`Engine::load_failed`]; until then
-/// everybody else who needs the table waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
-    /// What it is.
-    pub table: TableId,
-    /// Where it is in the image file.
-    pub host: HostOffset,
-    /// Its length in bytes.
-    pub len: usize,
-}
-
-/// Why a plan can't be made now.
-#[derive(Debug)]
-pub enum Stall {
-    /// Read this first.
-    Load(Load),
-    /// Reserve this first.
-    Reserve(Reserve),
-    /// Somebody else is at it: plan again after any change of the engine.
-    Wait,
-    /// Plan again at once: the mapping isn't what the caller took it to be.
-    Retry,
-    /// Run a write-back cycle first, then plan again: too much of the metadata is dirty; see [`Engine::wants_writeback`].
-    WriteBack,
-    /// The refcount table must grow first: [`Engine::begin_refcount_growth`].
-    GrowRefcounts,
-    /// The container of the image can't grow and has no room for it. It may be longer than it was
-    /// ([`Engine::container_grew`]), and what was freed may be used again after a flush.
-    Full,
-    /// It would write onto metadata, which is in this range of host offsets: the image is corrupt and must be marked so.
-    Corrupt(Error, Range<u64>),
-    /// It can't be done.
-    Error(Error),
-}
-
-impl From<Error> for Stall {
-    fn from(error: Error) -> Self {
-        Stall::Error(error)
-    }
-}
-
-/// A plan, or why there is none yet.
-pub type Planned<T> = Result<T, Stall>;
 
 /// Counters of an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

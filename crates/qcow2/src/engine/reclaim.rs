@@ -6,8 +6,9 @@
 //! punched, after (a). (d) Nothing cached is keyed to it. Until then its count stays raised, in memory and on disk, so
 //! lowering needs no stage of its own: a lowered count may reach the disk at any time after.
 
-use crate::engine::{Engine, Planned, State};
+use crate::engine::{Engine, State};
 use crate::interleaving;
+use crate::stall::Planned;
 use cowshed_block::{HostOffset, slip};
 use std::collections::BTreeMap;
 

@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::engine::Engine;
-use crate::overlap::OverlapSet;
+use crate::structures::OverlapSet;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 
 /// For "no backing file": no disk is that long.

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The arrows between the modules of a crate, computed from the paths that their code names. No two modules need each other, but for
+//! the circles that are listed here.
+
+use super::crate_graph::rust_files;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Module → the modules that its code names.
+type Arrows = BTreeMap<String, BTreeSet<String>>;
+
+/// Module of `image` → the modules of `image` that its code names. A new arrow is a new word here, and makes no new circle.
+const IMAGE_ARROWS: &[(&str, &[&str])] = &[
+    ("amend", &["snapshots"]),
+    ("buffers", &[]),
+    ("check", &[]),
+    ("codec", &[]),
+    ("create", &["encryption", "graph", "node", "open", "options", "secret"]),
+    ("dirty", &[]),
+    ("drivers", &["formats", "open", "options"]),
+    ("encryption", &["buffers", "create", "events", "secret"]),
+    ("events", &[]),
+    ("filters", &["dirty", "events", "graph", "node", "options"]),
+    (
+        "formats",
+        &[
+            "buffers",
+            "check",
+            "codec",
+            "encryption",
+            "events",
+            "header",
+            "node",
+            "open",
+            "options",
+            "secret",
+            "snapshots",
+        ],
+    ),
+    ("graph", &["encryption", "events", "filters", "node", "open", "options", "secret", "snapshots", "stats"]),
+    ("header", &[]),
+    ("node", &["codec", "dirty", "encryption", "events", "graph", "options", "snapshots", "stats"]),
+    ("open", &["drivers", "filters", "formats", "graph", "node", "options", "protocols", "secret", "snapshots"]),
+    ("options", &[]),
+    ("protocols", &["formats", "node"]),
+    ("rescue", &["codec", "encryption", "secret", "snapshots"]),
+    ("secret", &[]),
+    ("snapshots", &["check", "header", "options"]),
+    ("stats", &[]),
+];
+
+/// Crates whose modules are compared, each with those of them that need one another.
+///
+/// `image`: a node reports to its graph, and a graph opens nodes. An opened node opens its children by the table, whose formats call the
+/// opener. `encryption` reads options of `create`.
+const CIRCLES: &[(&str, &[&str])] = &[
+    ("image", &["create", "drivers", "encryption", "filters", "formats", "graph", "node", "open", "protocols"]),
+    ("jobs", &[]),
+    ("nbd", &[]),
+    ("qcow2", &[]),
+];
+
+/// The modules of a crate, each with those that its code names, tests apart.
+fn arrows(krate: &str) -> Arrows {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(krate).join("src");
+    let mut arrows = Arrows::new();
+    for path in rust_files(&source) {
+        let within = path.strip_prefix(&source).expect("a file of the folder").with_extension("");
+        let module = within.components().next().expect("a name").as_os_str().to_string_lossy().into_owned();
+        let is_file = within.components().count() == 1;
+        let text = std::fs::read_to_string(&path).expect("a source file is readable");
+        let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+        let named = arrows.entry(module.clone()).or_default();
+        for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+            let by_crate = line.split("crate::").skip(1);
+            let by_super = line.split("super::").skip(1).filter(|_| is_file);
+            for after in by_crate.chain(by_super) {
+                let name: String = after.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
+                if !name.is_empty() && name != module {
+                    named.insert(name);
+                }
+            }
+        }
+    }
+    arrows.remove("lib");
+    arrows.remove("main");
+    let modules: BTreeSet<String> = arrows.keys().cloned().collect();
+    // What else stands behind `crate::` are functions and macros of the crate's root.
+    arrows.values_mut().for_each(|named| named.retain(|name| modules.contains(name)));
+    arrows
+}
+
+/// The modules that need themselves by way of others.
+fn circle(arrows: &Arrows) -> BTreeSet<String> {
+    let reached = |start: &String| {
+        let (mut seen, mut open) = (BTreeSet::new(), vec![start.clone()]);
+        while let Some(next) = open.pop() {
+            open.extend(arrows.get(&next).into_iter().flatten().filter(|name| seen.insert((*name).clone())).cloned());
+        }
+        seen
+    };
+    arrows.keys().filter(|module| reached(module).contains(*module)).cloned().collect()
+}
+
+fn texts(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+#[test]
+fn modules_of_image_name_one_another_only_along_the_arrows() {
+    let found = arrows("image");
+    let allowed: Arrows = IMAGE_ARROWS.iter().map(|(module, names)| ((*module).to_owned(), texts(names))).collect();
+    assert!(found["open"].contains("drivers"), "the test sees no arrows");
+    assert_eq!(found, allowed, "an arrow that isn't in IMAGE_ARROWS, or one there that is gone");
+}
+
+#[test]
+fn no_two_modules_need_each_other() {
+    for (krate, known) in CIRCLES {
+        let found = arrows(krate);
+        assert!(found.len() > 3, "{krate}: the test sees no modules");
+        assert_eq!(circle(&found), texts(known), "{krate}: modules that need themselves by way of others");
+    }
+}
+
+#[test]
+fn a_circle_is_found() {
+    let arrows: Arrows = [("a", &["b"][..]), ("b", &["c"]), ("c", &["a", "d"]), ("d", &[])]
+        .map(|(from, to)| (from.to_owned(), texts(to)))
+        .into();
+    assert_eq!(circle(&arrows), texts(&["a", "b", "c"]));
+}
