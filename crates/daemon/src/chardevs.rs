@@ -287,3 +287,12 @@ impl Devices {
         self.0.borrow_mut().clear();
     }
 }
+
+/// Refuses what only the other side of a connection can do, as QEMU does.
+pub(crate) fn check_pauses(is_server: bool, reconnects: bool, waits: bool) -> std::result::Result<(), &'static str> {
+    match (is_server, reconnects, waits) {
+        (true, true, _) => Err("'reconnect-ms' option is incompatible with socket in server listen mode"),
+        (false, _, true) => Err("'wait' option is incompatible with socket in client connect mode"),
+        _ => Ok(()),
+    }
+}

@@ -4,65 +4,20 @@
 use crate::commands;
 use crate::faults;
 use crate::inbox::{Inbox, Sender, inbox};
-use crate::metrics::{self, Awaiting};
-use crate::monitor::{MonitorAddress, MonitorProperties};
+use crate::message::{Message, StopReason};
+use crate::metrics;
+use crate::monitor::MonitorAddress;
 use crate::options::Step;
 use crate::schema;
 use crate::shutdown::shut_down;
-use crate::state::Daemon;
+use crate::state::{Daemon, Served, Settings};
 use cowshed_block::{Error, Result};
-use cowshed_qmp::{Command, QmpResult};
 use cowshed_storage::rt;
-use serde_json::{Value, json};
 use std::rc::Rc;
-use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 /// So long may the last messages take to reach the monitors' clients.
 const FAREWELL: Duration = Duration::from_secs(2);
-
-/// The release of QEMU whose commands and arguments we follow.
-const LEVEL: (u32, u32, u32) = (11, 1, 0);
-
-/// Takes a command's result, on the control thread: so it comes in order with the events that follow it.
-pub type Reply = Box<dyn FnOnce(QmpResult<Value>) + Send>;
-
-/// What the control thread is told.
-pub enum Message {
-    /// A monitor's client wants a command run.
-    Run {
-        /// The command, checked against the schema.
-        command: Command,
-        /// For its result. Dropped without one when the daemon stops.
-        reply: Reply,
-    },
-    /// Something to say between the events, in its turn.
-    Say(Box<dyn FnOnce() + Send>),
-    /// The page of the metrics endpoint is wanted.
-    Metrics {
-        /// For the page.
-        reply: mpsc::SyncSender<String>,
-        /// For whom: nothing is rendered for one that has gone.
-        scraper: Awaiting,
-    },
-    /// Events were held back: they are due after this time.
-    EventsDue(Duration),
-    /// The last client of a monitor has gone.
-    MonitorClosed(Arc<MonitorProperties>),
-    /// Stop in order.
-    Stop(StopReason),
-}
-
-/// Why the daemon stops.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StopReason {
-    /// The command `quit`.
-    Quit,
-    /// SIGTERM, SIGINT or SIGHUP.
-    Signal(i32),
-    /// Nothing is left to do: the last client of a server that isn't persistent has gone.
-    Idle,
-}
 
 /// What to start.
 #[derive(Clone, Debug)]
@@ -94,23 +49,6 @@ pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 /// [`Setup::turn_limit`] where nothing else is said.
 pub const TURN_LIMIT: Duration = Duration::from_secs(30);
 
-/// An export that is there.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Served {
-    /// Its id.
-    pub id: String,
-    /// Where clients find it.
-    pub uris: Vec<String>,
-    /// The node behind it.
-    pub node: String,
-    /// The image behind it.
-    pub file: String,
-    /// Its size in bytes.
-    pub size: u64,
-    /// Clients may write.
-    pub writable: bool,
-}
-
 /// What a daemon that has started can be reached by.
 #[derive(Clone, Debug)]
 pub struct Ready {
@@ -122,19 +60,6 @@ pub struct Ready {
     pub exports: Vec<Served>,
     /// To stop it.
     pub control: Sender<Message>,
-}
-
-impl std::fmt::Debug for Sender<Message> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Sender")
-    }
-}
-
-/// What `query-version` returns, and the greeting says.
-pub fn version() -> Value {
-    let (major, minor, micro) = LEVEL;
-    let package = concat!("Cowshed ", env!("CARGO_PKG_VERSION"));
-    json!({"qemu": {"major": major, "minor": minor, "micro": micro}, "package": package})
 }
 
 /// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that the steps
@@ -153,7 +78,13 @@ pub fn run_with(
     let stop_limit = setup.stop_limit;
     let (control, messages) = inbox();
     let schema = schema::build()?;
-    let daemon = Rc::new(Daemon::new(control.clone(), schema, &setup));
+    let settings = Settings {
+        queues: setup.queues,
+        request_memory_bytes: setup.request_memory_bytes,
+        stop_when_idle: setup.stop_when_idle,
+        turn_limit: setup.turn_limit,
+    };
+    let daemon = Rc::new(Daemon::new(control.clone(), schema, &settings));
     faults::watch(&daemon.graph, daemon.events.clone(), control.clone());
     rt::block_on(async {
         let result = match start(&daemon, setup.steps).await {
@@ -215,8 +146,8 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     }
                 });
             }
-            Message::Metrics { reply, scraper } => {
-                if scraper.is_there() {
+            Message::Metrics { reply, is_awaited } => {
+                if is_awaited() {
                     // The scraper may go meanwhile.
                     let _ = reply.send(metrics::render(daemon));
                 }

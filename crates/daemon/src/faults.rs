@@ -2,10 +2,10 @@
 //! Faults of nodes, as events: `BLOCK_IO_ERROR`, `BLOCK_IMAGE_CORRUPTED`, `BLOCK_WRITE_THRESHOLD`, `QUORUM_REPORT_BAD`
 //! and `QUORUM_FAILURE`.
 
-use crate::control::Message;
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::jobs::words_of;
+use crate::message::Message;
 use cowshed_block::ErrorKind;
 use cowshed_image::graph::{Corruption, FailedRequest, Graph, QuorumReport, QuorumWork};
 use cowshed_image::stats::IoKind;

@@ -8,11 +8,16 @@ mod chardevs;
 mod commands;
 mod control;
 mod events;
+mod failure;
 mod faults;
+mod inactive;
 mod inbox;
+mod inserted_filters;
 mod jobs;
+mod message;
 mod metrics;
 mod monitor;
+mod monitor_properties;
 mod nbd;
 mod objects;
 mod options;
@@ -22,19 +27,23 @@ mod socket;
 mod state;
 mod statistics;
 mod untrusted;
+mod version;
 mod vhost;
 mod waiting;
 
 pub use control::{
-    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Served, Setup, StopReason, TURN_LIMIT,
-    run, run_with, version,
+    MIN_REQUEST_MEMORY_BYTES, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Setup, TURN_LIMIT, run, run_with,
 };
 pub use inbox::Sender;
+pub use message::{Message, StopReason};
 pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;
 pub use options::{
     Chardevs, Drive, Step, chardev_help, client_credentials, object_help, refused_object, tls_credentials,
 };
+
+pub use state::Served;
+pub use version::version;
 
 /// What a client needs to ask a server for its exports.
 pub mod client {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon's NBD server and its exports.
 
-use crate::control::{Message, StopReason};
 use crate::events::EventBus;
 use crate::inbox::Sender;
+use crate::message::{Message, StopReason};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;

@@ -2,7 +2,7 @@
 //! The objects that `object-add` makes (throttle groups, credentials, secrets, threads), and their types.
 
 use crate::authorization::{Authorization, Authorizations};
-use crate::monitor::MonitorProperties;
+use crate::monitor_properties::MonitorProperties;
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
@@ -14,6 +14,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// Types of objects that QEMU has, and why there are none here.
+pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
+    ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
+    (
+        "tls-creds-anon",
+        "the TLS library has no anonymous key exchange, which anybody in between could read; use tls-creds-x509",
+    ),
+    ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
+    ("secret_keyring", "secrets come from a text or a file; use secret"),
+    ("main-loop", "there is no such loop to set up"),
+];
 
 /// An object.
 #[derive(Clone, Debug)]

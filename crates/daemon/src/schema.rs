@@ -2,7 +2,7 @@
 //! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
 
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
-use crate::options::REFUSED_OBJECTS;
+use crate::objects::REFUSED_OBJECTS;
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{COMMON, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};

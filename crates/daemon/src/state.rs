@@ -2,12 +2,14 @@
 //! The state of the daemon. It lives on the control thread.
 
 use crate::chardevs::{BackendOptions, ChardevOptions, Devices};
-use crate::commands::{InactiveNodes, InsertedFilters};
-use crate::control::{Message, Reply, Served, Setup, StopReason};
 use crate::events::EventBus;
+use crate::inactive::InactiveNodes;
 use crate::inbox::Sender;
+use crate::inserted_filters::InsertedFilters;
 use crate::jobs::Jobs;
-use crate::monitor::{MonitorAddress, MonitorContext, MonitorProperties};
+use crate::message::{Message, Reply, StopReason};
+use crate::monitor::{MonitorAddress, MonitorContext};
+use crate::monitor_properties::MonitorProperties;
 use crate::nbd::{Exported, Nbd};
 use crate::objects::{Object, Objects};
 use crate::untrusted::Untrusted;
@@ -20,6 +22,33 @@ use cowshed_qmp::{QmpError, QmpResult, Schema};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// An export that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// Its id.
+    pub id: String,
+    /// Where clients find it.
+    pub uris: Vec<String>,
+    /// The node behind it.
+    pub node: String,
+    /// The image behind it.
+    pub file: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Clients may write.
+    pub writable: bool,
+}
+
+/// What a daemon is set up with, beside the steps of its start.
+pub(crate) struct Settings {
+    pub queues: usize,
+    pub request_memory_bytes: u64,
+    pub stop_when_idle: bool,
+    /// How long a command waits for its turn to change the graph before it is refused.
+    pub turn_limit: Duration,
+}
 
 /// The daemon. No borrow of a cell is held across an `.await`.
 pub(crate) struct Daemon {
@@ -64,7 +93,7 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    pub fn new(control: Sender<Message>, schema: Schema, setup: &Setup) -> Daemon {
+    pub fn new(control: Sender<Message>, schema: Schema, settings: &Settings) -> Daemon {
         let events = EventBus::default();
         Daemon {
             graph: Graph::new(),
@@ -77,12 +106,12 @@ impl Daemon {
             objects: Objects::default(),
             jobs: Rc::default(),
             untrusted: Untrusted::default(),
-            commands: Commands::new(setup.turn_limit),
+            commands: Commands::new(settings.turn_limit),
             farewells: RefCell::default(),
             given_names: RefCell::default(),
-            queues: setup.queues,
-            request_memory_bytes: setup.request_memory_bytes,
-            stop_when_idle: setup.stop_when_idle,
+            queues: settings.queues,
+            request_memory_bytes: settings.request_memory_bytes,
+            stop_when_idle: settings.stop_when_idle,
             is_starting: Cell::new(true),
             nbd: RefCell::default(),
             chardevs: Devices::default(),
@@ -138,11 +167,9 @@ impl Daemon {
         self.start_monitor(&id, &Arc::new(MonitorProperties::new(&id, pretty, false)))
     }
 
-    /// Starts a metrics endpoint.
-    pub fn add_metrics(&self, address: &str) -> Result<()> {
-        let bound = crate::metrics::listen(address, self.control.clone())?;
-        self.metrics.borrow_mut().push(bound);
-        Ok(())
+    /// Notes where a metrics endpoint has come to be.
+    pub fn note_metrics(&self, address: String) {
+        self.metrics.borrow_mut().push(address);
     }
 
     /// Where the metrics endpoints are.

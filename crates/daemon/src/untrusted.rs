@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images from strangers: each is held to a policy as long as its node has its name, also when it is opened again.
 
-use crate::state::Daemon;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest};
@@ -10,7 +10,6 @@ use cowshed_jobs::inspect::{self, Verdict};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// The option of `blockdev-add` that says so.
@@ -21,8 +20,39 @@ pub(crate) const OPTION: &str = "x-untrusted";
 pub(crate) struct Untrusted(RefCell<BTreeMap<String, Policy>>);
 
 impl Untrusted {
-    fn hold(&self, name: &str, policy: Policy) {
-        self.0.borrow_mut().insert(name.to_owned(), policy);
+    /// Takes the option out of those of a node that is to be added, and holds the node to it.
+    pub fn take_option(&self, options: &mut BlockdevOptions) {
+        let given = options.remove(OPTION);
+        if given == Some(Value::Bool(true)) || given.as_ref().and_then(Value::as_str) == Some("on") {
+            self.hold(options, Policy::untrusted());
+        }
+    }
+
+    /// Holds the node that these options name to a policy.
+    pub fn hold(&self, options: &BlockdevOptions, policy: Policy) {
+        if let Some(name) = options.text("node-name") {
+            self.0.borrow_mut().insert(name.to_owned(), policy);
+        }
+    }
+
+    /// Opens a node as the monitor's, within the policy that it is held to.
+    pub async fn add(&self, graph: &Arc<Graph>, options: BlockdevOptions) -> Result<Arc<Node>> {
+        self.add_with(graph, options, |request| request).await
+    }
+
+    /// As [`Self::add`], for a request that says more.
+    pub async fn add_with(
+        &self,
+        graph: &Arc<Graph>,
+        options: BlockdevOptions,
+        more: impl FnOnce(OpenRequest) -> OpenRequest,
+    ) -> Result<Arc<Node>> {
+        let policy = options.text("node-name").and_then(|name| self.policy_of(name));
+        let Some(policy) = policy else { return graph.add_with(more(OpenRequest::options(options))).await };
+        if !is_loosened(&policy) {
+            check(graph, &options).await?;
+        }
+        graph.add_with(more(OpenRequest::options(options)).policy(policy)).await
     }
 
     fn policy_of(&self, name: &str) -> Option<Policy> {
@@ -33,40 +63,6 @@ impl Untrusted {
     pub fn forget(&self, name: &str) {
         self.0.borrow_mut().remove(name);
     }
-}
-
-/// Takes the option out of those of a node that is to be added, and holds the node to it.
-pub(crate) fn take_option(daemon: &Daemon, options: &mut BlockdevOptions) {
-    let given = options.remove(OPTION);
-    if given == Some(Value::Bool(true)) || given.as_ref().and_then(Value::as_str) == Some("on") {
-        hold(daemon, options, Policy::untrusted());
-    }
-}
-
-/// Holds the node that these options name to a policy.
-pub(crate) fn hold(daemon: &Daemon, options: &BlockdevOptions, policy: Policy) {
-    if let Some(name) = options.text("node-name") {
-        daemon.untrusted.hold(name, policy);
-    }
-}
-
-/// Opens a node as the monitor's, within the policy that it is held to.
-pub(crate) async fn add(daemon: &Rc<Daemon>, options: BlockdevOptions) -> Result<Arc<Node>> {
-    add_with(daemon, options, |request| request).await
-}
-
-/// As [`add`], for a request that says more.
-pub(crate) async fn add_with(
-    daemon: &Rc<Daemon>,
-    options: BlockdevOptions,
-    more: impl FnOnce(OpenRequest) -> OpenRequest,
-) -> Result<Arc<Node>> {
-    let policy = options.text("node-name").and_then(|name| daemon.untrusted.policy_of(name));
-    let Some(policy) = policy else { return daemon.graph.add_with(more(OpenRequest::options(options))).await };
-    if !is_loosened(&policy) {
-        check(daemon, &options).await?;
-    }
-    daemon.graph.add_with(more(OpenRequest::options(options)).policy(policy)).await
 }
 
 /// True for a policy that allows some of what `inspect` calls suspicious: then the policy alone decides.
@@ -80,10 +76,10 @@ fn is_loosened(policy: &Policy) -> bool {
 }
 
 /// Refuses an image that `inspect` calls suspicious. What it asks for is the policy's affair.
-async fn check(daemon: &Daemon, options: &BlockdevOptions) -> Result<()> {
+async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
     let is_raw =
         options.text("driver").is_some_and(|driver| ["raw", "file", "host_device", "host_cdrom"].contains(&driver));
-    let Some(name) = file_of(daemon, options).filter(|_| !is_raw) else { return Ok(()) };
+    let Some(name) = file_of(graph, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
     // The content of an image of no format is nobody's word.
     if inspection.verdict != Verdict::Suspicious || inspection.format == "raw" {
@@ -94,10 +90,10 @@ async fn check(daemon: &Daemon, options: &BlockdevOptions) -> Result<()> {
 }
 
 /// The file that holds an image, where it is a file.
-fn file_of(daemon: &Daemon, options: &BlockdevOptions) -> Option<String> {
+fn file_of(graph: &Graph, options: &BlockdevOptions) -> Option<String> {
     match options.get("file")? {
         Value::String(name) => {
-            let node = daemon.graph.find(name)?;
+            let node = graph.find(name)?;
             matches!(node.driver_name(), "file" | "host_device" | "host_cdrom").then(|| node.filename())
         }
         Value::Object(file) => {

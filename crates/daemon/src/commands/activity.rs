@@ -6,17 +6,14 @@
 
 use super::nodes::describe;
 use super::{Arguments, Group, change, failed, nothing};
+use crate::inactive::{Closed, references};
 use crate::state::Daemon;
-use crate::untrusted;
 use cowshed_image::Node;
 use cowshed_image::graph::nodes_below;
 use cowshed_image::node::LocalFuture;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{FileIdentity, path_of_text};
-use serde_json::{Map, Value, json};
-use std::cell::RefCell;
-use std::collections::BTreeMap;
+use serde_json::{Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -26,109 +23,6 @@ command blockdev-set-active: node-name?: str, active: bool
 ",
     commands: &[change!("blockdev-set-active", blockdev_set_active)],
 };
-
-/// The options that name a child.
-const CHILDREN: &[&str] = &["file", "backing", "data-file", "header", "target", "image"];
-
-/// What is left of a node.
-#[derive(Clone, Debug)]
-struct Closed {
-    options: BlockdevOptions,
-    /// Its `BlockDeviceInfo` when it was closed, without what stands below it.
-    described: Map<String, Value>,
-    /// A command put it in, not the user.
-    is_inserted: bool,
-}
-
-/// The inactive nodes by name.
-#[derive(Default)]
-pub(crate) struct InactiveNodes(RefCell<BTreeMap<String, Closed>>);
-
-impl InactiveNodes {
-    /// True when there is one of this name.
-    pub fn contains(&self, name: &str) -> bool {
-        self.0.borrow().contains_key(name)
-    }
-
-    /// What `query-named-block-nodes` says of them.
-    pub fn described(&self) -> Vec<Value> {
-        self.0.borrow().values().map(|closed| Value::Object(closed.described.clone())).collect()
-    }
-
-    /// Refuses what needs a node that is active.
-    pub fn check(&self, name: &str) -> QmpResult<()> {
-        match self.contains(name) {
-            true => Err(QmpError::generic(format!("Node '{name}' is inactive"))),
-            false => Ok(()),
-        }
-    }
-
-    /// The name of a node whose options name one of these files.
-    pub fn user_of(&self, files: &[FileIdentity]) -> Option<String> {
-        let is_one =
-            |name: &str| FileIdentity::of_path(&path_of_text(name)).is_some_and(|identity| files.contains(&identity));
-        let nodes = self.0.borrow();
-        let found = nodes.iter().find(|(_, closed)| file_names(&closed.options).iter().any(|name| is_one(name)));
-        found.map(|(name, _)| name.clone())
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.0.borrow().keys().cloned().collect()
-    }
-
-    fn find(&self, name: &str) -> Option<Closed> {
-        self.0.borrow().get(name).cloned()
-    }
-
-    /// Forgets a node, for `blockdev-del`. False when there is none of this name.
-    pub fn delete(&self, name: &str) -> QmpResult<bool> {
-        if !self.contains(name) {
-            return Ok(false);
-        }
-        let users = self
-            .0
-            .borrow()
-            .iter()
-            .filter(|(_, closed)| references(&closed.options).iter().any(|one| one == name))
-            .count();
-        if users > 0 {
-            return Err(QmpError::generic(format!("Node {name} is in use")));
-        }
-        Ok(self.0.borrow_mut().remove(name).is_some())
-    }
-}
-
-/// The nodes that options name as children, at any depth.
-fn references(options: &BlockdevOptions) -> Vec<String> {
-    fn collect(map: &Map<String, Value>, found: &mut Vec<String>) {
-        for key in CHILDREN {
-            match map.get(*key) {
-                Some(Value::String(name)) if !name.is_empty() => found.push(name.clone()),
-                Some(Value::Object(child)) => collect(child, found),
-                _ => {}
-            }
-        }
-    }
-    let map: Map<String, Value> = options.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-    let mut found = Vec::new();
-    collect(&map, &mut found);
-    found
-}
-
-/// The files that options name, at any depth.
-fn file_names(options: &BlockdevOptions) -> Vec<String> {
-    fn collect(key: &str, value: &Value, found: &mut Vec<String>) {
-        match value {
-            Value::String(name) if key == "filename" => found.push(name.clone()),
-            Value::Object(map) => map.iter().for_each(|(key, value)| collect(key, value, found)),
-            Value::Array(list) => list.iter().for_each(|value| collect(key, value, found)),
-            _ => {}
-        }
-    }
-    let mut found = Vec::new();
-    options.iter().for_each(|(key, value)| collect(key, value, &mut found));
-    found
-}
 
 fn owns(daemon: &Daemon, node: &Arc<Node>) -> bool {
     daemon.graph.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node))
@@ -228,7 +122,7 @@ async fn close(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
     let closed = daemon.graph.delete(&name).await;
     // It is closed, also where that met an error; not where it was refused.
     if daemon.graph.find(&name).is_none() {
-        daemon.inactive.0.borrow_mut().insert(name, Closed { options, described, is_inserted });
+        daemon.inactive.insert(name, Closed { options, described, is_inserted });
     }
     closed.map_err(failed)
 }
@@ -240,12 +134,12 @@ pub(super) fn activate<'a>(daemon: &'a Rc<Daemon>, name: &'a str) -> LocalFuture
             return daemon.node(name).map(drop);
         };
         let opened = activate_named(daemon, &closed.options).await?;
-        match untrusted::add(daemon, closed.options).await {
+        match daemon.untrusted.add(&daemon.graph, closed.options).await {
             Ok(node) => {
                 if closed.is_inserted {
                     daemon.inserted_filters.add(&node);
                 }
-                daemon.inactive.0.borrow_mut().remove(name);
+                daemon.inactive.remove(name);
                 Ok(())
             }
             Err(error) => {
@@ -286,7 +180,7 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
     // What it stands on stays as it is; an inactive node needs nothing of it.
     let opened = activate_named(daemon, &options).await?;
     let looked_at = options.clone().with("read-only", true).with("force-share", true);
-    let added = untrusted::add(daemon, looked_at).await.map_err(failed);
+    let added = daemon.untrusted.add(&daemon.graph, looked_at).await.map_err(failed);
     let described = match added {
         Ok(node) => {
             let described = describe(&node, true).await;
@@ -300,6 +194,6 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
     described.insert("active".to_owned(), json!(false));
     described.insert("ro".to_owned(), json!(options.get("read-only") == Some(&json!(true))));
     let name = options.text("node-name").unwrap_or_default().to_owned();
-    daemon.inactive.0.borrow_mut().insert(name, Closed { options, described, is_inserted: false });
+    daemon.inactive.insert(name, Closed { options, described, is_inserted: false });
     Ok(())
 }

@@ -214,7 +214,7 @@ impl MirrorPrepared {
         job.set_mirror(Some(Rc::clone(&mirror)));
         let work = run_mirror(Rc::clone(&job), mirror);
         match closing {
-            Some(closing) => daemon.jobs.start(Rc::clone(&job), closing.after(work, job, Rc::clone(daemon))),
+            Some(closing) => daemon.jobs.start(Rc::clone(&job), closing.after(work, job, Arc::clone(&daemon.graph))),
             None => daemon.jobs.start(job, work),
         }
         nothing()
@@ -472,7 +472,7 @@ impl BackupStarted {
         let needed = Needed { parts: self.backup.gives_up_parts(), whole: self.backup.gives_up_whole() };
         let closing = Closing { needed, ..closing };
         let work = run_backup(Rc::clone(&self.job), self.backup);
-        (Rc::clone(&self.job), Box::pin(closing.after(work, self.job, Rc::clone(daemon))))
+        (Rc::clone(&self.job), Box::pin(closing.after(work, self.job, Arc::clone(&daemon.graph))))
     }
 
     /// As if it had not been started.

@@ -2,9 +2,8 @@
 //! Character devices at run time: places for monitors (`object-add` of type `monitor-qmp`), and ring buffers.
 
 use super::{Arguments, Group, command, failed, nothing};
-use crate::chardevs::{BackendOptions, ChardevOptions};
+use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
-use crate::options::check_pauses;
 use crate::state::Daemon;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;

@@ -86,8 +86,11 @@ impl Target {
     }
 
     /// It goes with the job.
-    fn with_job(self) -> Closing {
-        Closing { node: self.node, created: self.created, needed: Needed::default() }
+    fn with_job(self, daemon: &Rc<Daemon>) -> Closing {
+        let daemon = Rc::clone(daemon);
+        let remove =
+            self.created.map(|created| -> Box<dyn FnOnce()> { Box::new(move || created.remove_unless_used(&daemon)) });
+        Closing { node: self.node, remove, needed: Needed::default() }
     }
 
     /// As if it had not been opened.
@@ -183,7 +186,7 @@ impl DrivePlan {
 
 impl DriveStarted {
     pub(super) fn work(self, daemon: &Rc<Daemon>) -> Work {
-        self.backup.work_and_close(daemon, self.target.with_job())
+        self.backup.work_and_close(daemon, self.target.with_job(daemon))
     }
 
     pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
@@ -204,7 +207,7 @@ async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     mirror_sync(&arguments)?;
     let target = Target::open(&daemon, &source, &arguments).await?;
     match prepare_mirror(&daemon, &with_node(arguments, &target), &source, &target.node, true).await {
-        Ok(prepared) => prepared.start(&daemon, Some(target.with_job())),
+        Ok(prepared) => prepared.start(&daemon, Some(target.with_job(&daemon))),
         Err(error) => {
             target.discard(&daemon).await;
             Err(error)

@@ -2,8 +2,9 @@
 //! Commands about the daemon itself.
 
 use super::{Arguments, Group, command, nothing};
-use crate::control::{StopReason, version};
+use crate::message::StopReason;
 use crate::state::Daemon;
+use crate::version::version;
 use crate::waiting::Running;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Value, json};

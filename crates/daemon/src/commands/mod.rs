@@ -22,16 +22,15 @@ mod stats;
 mod throttle;
 mod vhost;
 
-pub(crate) use activity::InactiveNodes;
-pub(crate) use arguments::{Arguments, failed};
+pub(crate) use arguments::Arguments;
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::{Access, start_nbd};
-pub(crate) use new_file::NewFile;
 pub(crate) use nodes::add_node;
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;
-pub(crate) use throttle::{InsertedFilters, throttle_export};
+pub(crate) use throttle::throttle_export;
 
+use crate::failure::failed;
 use crate::state::Daemon;
 use crate::waiting::Scope;
 use cowshed_image::node::LocalFuture;

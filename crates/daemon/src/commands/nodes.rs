@@ -3,7 +3,6 @@
 
 use super::{Arguments, Group, activity, change, command, failed, names, nothing};
 use crate::state::Daemon;
-use crate::untrusted;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{Attachment, nodes_below};
@@ -73,7 +72,7 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
         }
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
-    untrusted::take_option(daemon, &mut options);
+    daemon.untrusted.take_option(&mut options);
     let added = add_active(daemon, options).await;
     if let Err(failure) = added {
         daemon.untrusted.forget(&name);
@@ -114,7 +113,7 @@ async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpRes
         return activity::add_inactive(daemon, options).await;
     }
     let opened = activity::activate_named(daemon, &options).await?;
-    let node = match untrusted::add(daemon, options).await {
+    let node = match daemon.untrusted.add(&daemon.graph, options).await {
         Ok(node) => node,
         Err(error) => {
             activity::take_back(daemon, opened).await;

@@ -3,7 +3,7 @@
 
 use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
-use crate::monitor::MonitorProperties;
+use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
     IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
 };

@@ -11,9 +11,8 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
-use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -27,22 +26,6 @@ command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bp
 
 /// Names of filters that the command puts in start so.
 const FILTER_PREFIX: &str = "throttle-";
-
-/// The filters that the command put in: those of the user are never taken out.
-#[derive(Default)]
-pub(crate) struct InsertedFilters(RefCell<Vec<Weak<Node>>>);
-
-impl InsertedFilters {
-    pub(super) fn add(&self, filter: &Arc<Node>) {
-        let mut filters = self.0.borrow_mut();
-        filters.retain(|filter| filter.strong_count() > 0);
-        filters.push(Arc::downgrade(filter));
-    }
-
-    pub(super) fn contains(&self, filter: &Arc<Node>) -> bool {
-        self.0.borrow().iter().any(|known| known.as_ptr() == Arc::as_ptr(filter))
-    }
-}
 
 /// What limits are set for.
 enum Target {

@@ -9,8 +9,8 @@ pub(crate) use filter::JobFilter;
 use group::JobGroup;
 pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
-use crate::commands::failed;
 use crate::events::EventBus;
+use crate::failure::failed;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;

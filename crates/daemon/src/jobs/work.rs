@@ -2,10 +2,9 @@
 //! The work of the jobs, with what ends it.
 
 use super::{Finish, Job, LOOK, Status, Wish};
-use crate::commands::NewFile;
-use crate::state::Daemon;
 use cowshed_block::Result;
 use cowshed_image::Node;
+use cowshed_image::graph::Graph;
 use cowshed_image::node::LocalFuture;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
@@ -91,8 +90,8 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
 /// The target of a job that was opened for it.
 pub(crate) struct Closing {
     pub node: Arc<Node>,
-    /// The file that was made for it.
-    pub created: Option<NewFile>,
+    /// Removes the file that was made for it, unless it is used by then.
+    pub remove: Option<Box<dyn FnOnce()>>,
     /// What counts on the target when the job fails.
     pub needed: Needed,
 }
@@ -113,7 +112,7 @@ impl Closing {
         self,
         work: impl Future<Output = (Result<()>, Finish)>,
         job: Rc<Job>,
-        daemon: Rc<Daemon>,
+        graph: Arc<Graph>,
     ) -> (Result<()>, Finish) {
         let (result, finish) = work.await;
         let is_part = job.leaves_a_part(&result) && !self.needed.parts;
@@ -126,10 +125,10 @@ impl Closing {
                 let has_failed = has_failed.get() || (complete && job.leaves_a_part(&finished));
                 let is_part = is_part || (has_failed && !self.needed.parts && !self.needed.whole);
                 // Its users keep it, or else it is closed.
-                let closed = daemon.graph.disown(&self.node).await;
+                let closed = graph.disown(&self.node).await;
                 drop(self.node);
-                if let Some(created) = self.created.filter(|_| is_part) {
-                    created.remove_unless_used(&daemon);
+                if let Some(remove) = self.remove.filter(|_| is_part) {
+                    remove();
                 }
                 finished.and(closed)
             })

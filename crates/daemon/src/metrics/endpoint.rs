@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where scrapers get the page: as much HTTP as they need. Each has a thread of its own, so that none waits for a slow one.
 
-use crate::control::Message;
 use crate::inbox::Sender;
+use crate::message::Message;
 use cowshed_block::{Error, Result};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -95,11 +95,11 @@ impl Scraper {
 
 /// A scraper that waits for the page.
 #[derive(Debug)]
-pub struct Awaiting(Weak<Scraper>);
+struct Awaiting(Weak<Scraper>);
 
 impl Awaiting {
     /// False once its time is up or its connection was reset.
-    pub(crate) fn is_there(&self) -> bool {
+    fn is_there(&self) -> bool {
         self.0.upgrade().is_some_and(|scraper| {
             *lock(&scraper.phase) == Phase::Waiting && matches!(scraper.stream.take_error(), Ok(None))
         })
@@ -221,7 +221,8 @@ fn answer(scraper: &Arc<Scraper>, control: &Sender<Message>, patience: Duration)
 fn page(scraper: &Arc<Scraper>, control: &Sender<Message>, left: Duration) -> Option<String> {
     let (reply, answer) = mpsc::sync_channel(1);
     scraper.enter(Phase::Waiting);
-    control.send(Message::Metrics { reply, scraper: Awaiting(Arc::downgrade(scraper)) }).ok()?;
+    let awaiting = Awaiting(Arc::downgrade(scraper));
+    control.send(Message::Metrics { reply, is_awaited: Box::new(move || awaiting.is_there()) }).ok()?;
     // Enough is kept back to say so when the control thread has no time.
     answer.recv_timeout(left.mul_f64(0.9)).ok()
 }
@@ -361,17 +362,17 @@ mod tests {
         let (control, messages) = inbox();
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
         let scraper = Scraper::new(server);
-        let awaiting = {
+        let is_awaited = {
             let answering = thread::spawn(move || answer(&scraper, &control, Duration::from_secs(2)));
             let message = cowshed_storage::rt::block_on(messages.receive());
-            let Message::Metrics { scraper, reply } = message else { panic!("only pages are asked for") };
-            assert!(scraper.is_there(), "it waits");
+            let Message::Metrics { is_awaited, reply } = message else { panic!("only pages are asked for") };
+            assert!(is_awaited(), "it waits");
             // The daemon has no time until the scraper's is up.
             answering.join().unwrap().unwrap();
             drop(reply);
-            scraper
+            is_awaited
         };
-        assert!(!awaiting.is_there(), "its time is up");
+        assert!(!is_awaited(), "its time is up");
         // One that stays, but was told that the daemon is busy, or was cut, isn't there either.
         let scraper = Scraper::new(connection().1);
         for phase in [Phase::Taking, Phase::Cut] {

@@ -3,7 +3,6 @@
 
 mod endpoint;
 
-pub use endpoint::Awaiting;
 pub(crate) use endpoint::listen;
 
 use crate::nbd::Exported;

@@ -3,8 +3,9 @@
 
 use super::MonitorContext;
 use super::log::Log;
-use crate::control::{Message, Reply, version};
 use crate::events::Listener;
+use crate::message::{Message, Reply};
+use crate::version::version;
 use cowshed_qmp::{Command, Event, Incoming, QmpError, Session, encode, reply};
 use serde_json::json;
 use std::collections::VecDeque;

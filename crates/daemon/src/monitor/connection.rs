@@ -3,7 +3,7 @@
 
 use super::client::InputEnd;
 use super::{MonitorContext, serve};
-use crate::control::Message;
+use crate::message::Message;
 use cowshed_block::{Error, Result};
 use cowshed_storage::{Socket, connect_unix};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -4,7 +4,7 @@
 use super::client::InputEnd;
 use super::connection::{Calling, Connection};
 use super::{MonitorContext, serve};
-use crate::control::Message;
+use crate::message::Message;
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;

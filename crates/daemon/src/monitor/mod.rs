@@ -14,12 +14,12 @@ pub(crate) use connection::Outgoing;
 pub use listen::{Bound, Listening, MonitorAddress};
 pub use log::{Log, LogOptions};
 
-use crate::control::Message;
 use crate::events::EventBus;
 use crate::inbox::Sender;
+use crate::message::Message;
+use crate::monitor_properties::MonitorProperties;
 use cowshed_qmp::Schema;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What every client's threads need.
 #[derive(Clone)]
@@ -34,45 +34,4 @@ pub struct MonitorContext {
     pub properties: Arc<MonitorProperties>,
     /// Takes a copy of what is sent.
     pub log: Option<Arc<Log>>,
-}
-
-/// Properties of a monitor, which may change while it runs.
-#[derive(Debug)]
-pub struct MonitorProperties {
-    chardev: String,
-    pretty: AtomicBool,
-    deletes: AtomicBool,
-}
-
-impl MonitorProperties {
-    /// Of a monitor on this device. `deletes`: it goes when its last client goes.
-    pub fn new(chardev: &str, pretty: bool, deletes: bool) -> Self {
-        let (pretty, deletes) = (AtomicBool::new(pretty), AtomicBool::new(deletes));
-        MonitorProperties { chardev: chardev.to_owned(), pretty, deletes }
-    }
-
-    /// The character device.
-    pub fn chardev(&self) -> &str {
-        &self.chardev
-    }
-
-    /// Messages are over several lines.
-    pub fn is_pretty(&self) -> bool {
-        self.pretty.load(Ordering::Relaxed)
-    }
-
-    /// Of clients that come from now on.
-    pub fn set_pretty(&self, pretty: bool) {
-        self.pretty.store(pretty, Ordering::Relaxed);
-    }
-
-    /// The monitor goes, with its device, when its last client goes.
-    pub fn is_deleted_on_close(&self) -> bool {
-        self.deletes.load(Ordering::Relaxed)
-    }
-
-    /// See [`Self::is_deleted_on_close`].
-    pub fn set_deleted_on_close(&self, deletes: bool) {
-        self.deletes.store(deletes, Ordering::Relaxed);
-    }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `--chardev`: where a monitor can be.
 
-use crate::chardevs::{BackendOptions, ChardevOptions};
+use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
 use cowshed_block::{Error, Result};
 use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size};
@@ -132,15 +132,6 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
         },
     };
     Ok(BackendOptions::Outgoing { address, reconnect })
-}
-
-/// Refuses what only the other side of a connection can do, as QEMU does.
-pub(crate) fn check_pauses(is_server: bool, reconnects: bool, waits: bool) -> std::result::Result<(), &'static str> {
-    match (is_server, reconnects, waits) {
-        (true, true, _) => Err("'reconnect-ms' option is incompatible with socket in server listen mode"),
-        (false, _, true) => Err("'wait' option is incompatible with socket in client connect mode"),
-        _ => Ok(()),
-    }
 }
 
 fn number(port: &str) -> Result<u16> {

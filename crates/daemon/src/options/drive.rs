@@ -4,7 +4,6 @@
 use super::temporary;
 use crate::commands;
 use crate::state::Daemon;
-use crate::untrusted;
 use cowshed_block::{Error, Result};
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
@@ -227,7 +226,7 @@ impl Drive {
         }
         let above = self.apart.then(|| options.clone());
         if let Some(policy) = self.policy {
-            untrusted::hold(daemon, &options, policy);
+            daemon.untrusted.hold(&options, policy);
         }
         let (cache, snapshot) = (self.cache, self.snapshot);
         // What stands below an overlay must not change.
@@ -236,7 +235,7 @@ impl Drive {
             let request = request.cache_mode(cache).snapshot(snapshot);
             if shares { request.sharing_raw_of_one_size() } else { request }
         };
-        let node = untrusted::add_with(daemon, options, more).await?;
+        let node = daemon.untrusted.add_with(&daemon.graph, options, more).await?;
         for warning in node.warnings() {
             tracing::warn!(node = node.name(), "{warning}");
         }

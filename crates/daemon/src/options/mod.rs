@@ -7,13 +7,14 @@ mod help;
 mod temporary;
 
 pub use chardev::Chardevs;
-pub(crate) use chardev::check_pauses;
 pub use drive::Drive;
 pub use help::{chardev_help, object_help};
 
 use crate::chardevs::ChardevOptions;
 use crate::commands;
+use crate::metrics;
 use crate::monitor::MonitorAddress;
+use crate::objects::REFUSED_OBJECTS;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
 use cowshed_image::TlsCredentials;
@@ -98,18 +99,6 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
         _ => Err(Error::internal("options are no object")),
     }
 }
-
-/// Types of objects that QEMU has, and why there are none here.
-pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
-    ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
-    (
-        "tls-creds-anon",
-        "the TLS library has no anonymous key exchange, which anybody in between could read; use tls-creds-x509",
-    ),
-    ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
-    ("secret_keyring", "secrets come from a text or a file; use secret"),
-    ("main-loop", "there is no such loop to set up"),
-];
 
 /// The error for a type of objects that QEMU has and that there are none of here.
 pub fn refused_object(kind: &str) -> Option<Error> {
@@ -310,7 +299,10 @@ impl Step {
 
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
         let result = match self.what {
-            What::Metrics(address) => return daemon.add_metrics(&address),
+            What::Metrics(address) => {
+                daemon.note_metrics(metrics::listen(&address, daemon.control.clone())?);
+                return Ok(());
+            }
             What::MetadataBudget(bytes) => {
                 return commands::set_budget(bytes).map_err(|error| error.file(self.option));
             }

@@ -55,6 +55,7 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
 /// opener. `encryption` reads options of `create`.
 const CIRCLES: &[(&str, &[&str])] = &[
     ("image", &["create", "drivers", "encryption", "filters", "formats", "graph", "node", "open", "protocols"]),
+    ("daemon", &[]),
     ("jobs", &[]),
     ("nbd", &[]),
     ("qcow2", &[]),

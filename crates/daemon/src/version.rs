@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The version that the daemon tells.
+
+use serde_json::{Value, json};
+
+/// The release of QEMU whose commands and arguments we follow.
+const LEVEL: (u32, u32, u32) = (11, 1, 0);
+
+/// What `query-version` returns, and the greeting says.
+pub fn version() -> Value {
+    let (major, minor, micro) = LEVEL;
+    let package = concat!("Cowshed ", env!("CARGO_PKG_VERSION"));
+    json!({"qemu": {"major": major, "minor": minor, "micro": micro}, "package": package})
+}
