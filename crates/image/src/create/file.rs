@@ -3,9 +3,10 @@
 
 pub(super) use super::created::Failed;
 use super::created::{Created, take_back};
+use super::encryption::NewEncryption;
 use super::layout::FreshLayout;
 use super::qcow2::Qcow2CreateOptions;
-use crate::encryption::{Cipher, NewEncryption, encrypt};
+use crate::encryption::{Cipher, encrypt};
 use crate::node::Preallocation;
 use crate::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result, slip};

@@ -2,13 +2,13 @@
 //! Creation of images: [`prepare`] checks a request, [`CreatePlan::run`] writes.
 
 mod created;
+mod encryption;
 mod file;
 mod fresh;
 pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
-use crate::encryption::NewEncryption;
 use crate::graph::files_below;
 use crate::node::Preallocation;
 use crate::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 pub use created::Created;
+pub use encryption::{ImageEncryption, NewEncryption};
 pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
 
 /// What to create, as the user says it.

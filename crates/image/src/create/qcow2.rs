@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The options of a fresh qcow2 image and their rules.
 
+use super::encryption::ImageEncryption;
 use super::schema::OptionValues;
-use crate::encryption::ImageEncryption;
 use crate::node::Preallocation;
 use crate::secret::Secret;
 use cowshed_block::{Compression, Error, Result, name_of_text};

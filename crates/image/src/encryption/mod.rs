@@ -4,7 +4,6 @@
 
 mod area;
 mod cipher;
-mod create;
 mod slots;
 mod transform;
 mod writers;
@@ -12,7 +11,6 @@ mod writers;
 pub use area::LuksArea;
 pub use cipher::Cipher;
 pub(crate) use cipher::SectorsOf;
-pub use create::{ImageEncryption, NewEncryption};
 pub use slots::{SlotChange, change_slots, check_slot_change};
 pub(crate) use transform::{decrypt, encrypt, part_sectors};
 pub(crate) use writers::{Writers, Writing};

@@ -5,10 +5,10 @@
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
-use super::raw::{discard_file, zero_file};
 use super::units::{Units, gaps, survey};
 use crate::buffers::join;
 use crate::node::{Link, ZeroFlags};
+use crate::protocols::{discard_file, zero_file};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};

@@ -6,10 +6,10 @@ mod open;
 pub(crate) use open::DRIVER;
 
 use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
-use crate::formats::raw::resize_file;
 use crate::node::{
     Driver, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
 };
+use crate::protocols::resize_file;
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_layout::luks::LuksHeader;
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};

@@ -2,7 +2,7 @@
 //! Changing the virtual size.
 
 use super::Qcow2Driver;
-use crate::formats::raw::check_can_preallocate;
+use crate::protocols::check_can_preallocate;
 use crate::node::{Preallocation, ZeroFlags};
 use cowshed_block::{Error, GuestOffset, Result, slip};
 use cowshed_qcow2::{L1Growth, Tail, ZeroMode};

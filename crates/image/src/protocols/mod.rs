@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Protocols: drivers of nodes that are the bytes of a [`File`], whatever stands behind it.
 
-use crate::formats::raw;
+mod file;
+
+pub(crate) use file::{check_can_preallocate, discard_file, resize_file, zero_file};
+
 use crate::node::{
     Driver, Intent, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, whole_sectors,
 };
 use cowshed_block::{Errno, Error, Result};
 use cowshed_nbd_proto::flags::{STATE_HOLE, STATE_ZERO};
 use cowshed_storage::{File, IoBuf};
+use file::file_status;
 use std::sync::Arc;
 
 /// A protocol node: bytes in a [`File`].
@@ -52,11 +56,11 @@ impl Driver for FileDriver {
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
-        Box::pin(raw::zero_file(&self.file, offset, len, flags))
+        Box::pin(zero_file(&self.file, offset, len, flags))
     }
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
-        Box::pin(raw::discard_file(&self.file, offset, len))
+        Box::pin(discard_file(&self.file, offset, len))
     }
 
     fn flush(&self) -> Work<'_> {
@@ -64,7 +68,7 @@ impl Driver for FileDriver {
     }
 
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
-        Box::pin(raw::resize_file(&self.file, size, preallocation))
+        Box::pin(resize_file(&self.file, size, preallocation))
     }
 
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
@@ -118,9 +122,9 @@ impl FileDriver {
         }
         match self.null_reads_zeroes {
             None if self.file.alignment().offset > 1 => {
-                raw::file_status(&self.file, offset, len, max_runs).await.map(in_whole_sectors)
+                file_status(&self.file, offset, len, max_runs).await.map(in_whole_sectors)
             }
-            None => raw::file_status(&self.file, offset, len, max_runs).await,
+            None => file_status(&self.file, offset, len, max_runs).await,
             Some(zero) => Ok(vec![StatusExtent {
                 start: offset,
                 len,
