@@ -19,7 +19,7 @@ pub struct Compress {
 
 /// The cluster size of an image that takes compressed clusters, behind whatever filters stand on it.
 fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
-    let image = crate::graph::below_filters(node);
+    let image = crate::node::below_filters(node);
     match image.cluster_bytes().filter(|_| image.compresses()) {
         Some(cluster) => Some(cluster),
         // Formats that are only read: no write gets as far as their clusters.

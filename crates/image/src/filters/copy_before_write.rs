@@ -5,9 +5,9 @@
 use super::saver::Saver;
 use super::{CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
-use crate::graph::{below_filters, nodes_below};
 use crate::node::{
-    Below, ChildRole, Link, LocalFuture, Node, Preallocation, Readers, StatusExtent, Transfer, Work, ZeroFlags, done,
+    Below, ChildRole, Link, LocalFuture, Node, Preallocation, Readers, StatusExtent, Transfer, Work, ZeroFlags,
+    below_filters, done, nodes_below,
 };
 use crate::options::BlockdevOptions;
 use cowshed_block::{Errno, Error, Result, slip};

@@ -2,10 +2,9 @@
 //! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
 
 use super::{CopyFailure, Filter};
-use crate::graph::Chain;
 use crate::node::Ranges;
 use crate::node::{
-    Below, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    Below, Chain, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
 };
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Quorum and blkverify: one disk kept in several nodes, whose answers are compared.
 
-use crate::graph::{Graph, QuorumReport, QuorumWork};
-use crate::node::{Driver, Link, LocalFuture, Node, Ranges, StatusExtent, Transfer, Work, ZeroFlags};
+use crate::node::{
+    Driver, Link, LocalFuture, Node, QuorumReport, QuorumWork, Ranges, Reporter, StatusExtent, Transfer, Work,
+    ZeroFlags,
+};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use serde_json::Value;
 use std::future::Future;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 16;
@@ -39,13 +41,13 @@ pub(crate) struct Replicas {
     ranges: Arc<Ranges>,
     /// The name of its node, and the graph that hears of a quorum's troubles.
     name: String,
-    graph: Weak<Graph>,
+    graph: Box<dyn Reporter>,
 }
 
 impl Replicas {
     /// `links` lead to the nodes; of `blkverify` to the trusted one and to the one under test.
-    pub(crate) fn new(agreement: Agreement, links: Vec<Arc<Link>>, name: &str, graph: &Arc<Graph>) -> Replicas {
-        Replicas { agreement, links, ranges: Arc::default(), name: name.to_owned(), graph: Arc::downgrade(graph) }
+    pub(crate) fn new(agreement: Agreement, links: Vec<Arc<Link>>, name: &str, graph: Box<dyn Reporter>) -> Replicas {
+        Replicas { agreement, links, ranges: Arc::default(), name: name.to_owned(), graph }
     }
 
     fn nodes(&self) -> Result<Vec<Arc<Node>>> {
@@ -151,8 +153,8 @@ impl Replicas {
     }
 
     fn report(&self, report: &QuorumReport, offset: u64, len: u64) {
-        if let (Agreement::Votes { .. }, Some(graph)) = (self.agreement, self.graph.upgrade()) {
-            graph.report_quorum(report, offset, len);
+        if matches!(self.agreement, Agreement::Votes { .. }) {
+            self.graph.report_quorum(report, offset, len);
         }
     }
 

@@ -126,7 +126,7 @@ impl Graph {
     }
 
     /// As [`Graph::changing`], for the nodes with these names, as far as there are any.
-    pub(super) async fn changing_named(self: &Arc<Self>, names: &[String]) -> OneChange {
+    pub(crate) async fn changing_named(self: &Arc<Self>, names: &[String]) -> OneChange {
         let nodes: Vec<Arc<Node>> = names.iter().filter_map(|name| self.find(name)).collect();
         self.changing(&nodes).await
     }

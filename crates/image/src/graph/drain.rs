@@ -3,7 +3,7 @@
 
 use super::Graph;
 use super::attachment::Attachment;
-use crate::node::{ChildRole, Node};
+use crate::node::{Node, nodes_below};
 use cowshed_block::slip;
 use std::sync::Arc;
 
@@ -52,36 +52,6 @@ impl Drop for Drained {
             attachment.gate().open();
         }
     }
-}
-
-/// A node and everything below it, each once.
-pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
-    let mut seen: Vec<Arc<Node>> = Vec::new();
-    let mut next = vec![Arc::clone(top)];
-    while let Some(node) = next.pop() {
-        if seen.iter().any(|known| Arc::ptr_eq(known, &node)) {
-            continue;
-        }
-        next.extend(node.children().into_iter().map(|child| child.node));
-        seen.push(node);
-    }
-    seen
-}
-
-/// A node and what it is stored in: all below it but backing files.
-pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
-    let mut found = vec![Arc::clone(top)];
-    let mut at = 0;
-    while let Some(node) = found.get(at).cloned() {
-        let stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
-        for child in stored {
-            if !found.iter().any(|known| Arc::ptr_eq(known, &child.node)) {
-                found.push(child.node);
-            }
-        }
-        at += 1;
-    }
-    found
 }
 
 /// True when `node` is `top` or below it.

@@ -45,7 +45,7 @@ impl Graph {
             settings: NodeSettings { read_only: source.is_read_only(), discard: true, ..NodeSettings::default() },
             options: BlockdevOptions::new().with("node-name", name),
             given: Vec::new(),
-            graph: Arc::clone(self),
+            home: Box::new(Arc::clone(self)),
             warnings: Vec::new(),
             deadline: None,
         })?;

@@ -28,27 +28,28 @@ mod transaction;
 mod votes;
 mod writing;
 
+pub use crate::node::{
+    Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, nodes_below,
+};
 pub use attachment::{AttachRequest, Attachment};
-pub use chain::{Chain, Holder, below_filters};
-pub use corruption::{Corruption, CorruptionObserver, print_corruptions};
-pub(crate) use drain::storage_of;
-pub use drain::{Drained, nodes_below};
+pub use corruption::{CorruptionObserver, print_corruptions};
+pub use drain::Drained;
 pub use failed::FailedRequest;
 pub(crate) use files::check_children;
 pub use files::{check_apart, check_layers, files_below};
 pub use hold::HeldNodes;
 pub use queue::Queue;
-pub(crate) use queue::outcome_of;
 pub use snapshot::SnapshotTaken;
-pub use threshold::{ThresholdCrossed, ThresholdObserver};
-pub use votes::{QuorumObserver, QuorumReport, QuorumWork};
+pub use threshold::ThresholdObserver;
+pub use votes::QuorumObserver;
 
 use crate::filters::throttle::Groups;
-use crate::node::Node;
+use crate::node::{Home, Node, Reporter};
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::ClientTls;
 use owned::Owned;
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
@@ -147,10 +148,6 @@ impl Graph {
         LocksKept(self)
     }
 
-    pub(crate) fn keeps_locks(&self) -> bool {
-        self.keep_locks.load(Ordering::Acquire) != 0
-    }
-
     /// Builds the next snapshot and swaps it in.
     fn change<T>(&self, edit: impl FnOnce(&mut BTreeMap<String, Slot>) -> T) -> T {
         let mut current = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
@@ -189,6 +186,50 @@ impl Graph {
 
     pub(crate) fn remove(&self, name: &str) {
         self.change(|nodes| nodes.remove(name));
+    }
+}
+
+impl Home for Arc<Graph> {
+    fn keeps_locks(&self) -> bool {
+        self.keep_locks.load(Ordering::Acquire) != 0
+    }
+
+    fn remove(&self, name: &str) {
+        Graph::remove(self, name);
+    }
+
+    fn report_threshold(&self, crossed: &ThresholdCrossed) {
+        Graph::report_threshold(self, crossed);
+    }
+
+    fn report_corruption(&self, corruption: &Corruption) {
+        Graph::report_corruption(self, corruption);
+    }
+
+    fn reporter(&self) -> Box<dyn Reporter> {
+        Box::new(Arc::downgrade(self))
+    }
+}
+
+impl Reporter for Weak<Graph> {
+    fn report_corruption(&self, corruption: &Corruption) {
+        if let Some(graph) = self.upgrade() {
+            graph.report_corruption(corruption);
+        }
+    }
+
+    fn report_quorum(&self, report: &QuorumReport, offset: u64, len: u64) {
+        if let Some(graph) = self.upgrade() {
+            graph.report_quorum(report, offset, len);
+        }
+    }
+}
+
+impl Node {
+    /// The graph that the node is part of.
+    pub fn graph(&self) -> &Arc<Graph> {
+        let home: &dyn Any = self.home();
+        home.downcast_ref().unwrap_or_else(|| unreachable!("a node is part of a graph"))
     }
 }
 

@@ -2,12 +2,12 @@
 //! Putting one node in the place of another for all its users at once: replacing, inserting and removing filters,
 //! another backing file.
 
-use super::drain::{nodes_below, reaches};
+use super::drain::reaches;
 use super::files::check_backing;
 use super::owned::quoted;
 use super::transaction::Transaction;
 use super::{Attachment, Graph};
-use crate::node::{ChildLink, ChildRole, Edge, Node, raise_heights};
+use crate::node::{ChildLink, ChildRole, Edge, Node, nodes_below, raise_heights};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::Permissions;

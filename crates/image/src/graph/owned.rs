@@ -4,8 +4,6 @@
 use super::changes::Scope;
 use super::{AttachRequest, Attachment, Graph};
 use crate::node::{MONITOR, Node};
-use crate::open::{OpenRequest, open};
-use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
 use std::collections::BTreeMap;
@@ -22,25 +20,8 @@ impl Graph {
         self.owned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a node with everything below it, as `blockdev-add` does: it needs a `node-name`, is opened for writing
-    /// unless the options say otherwise, and stays until [`Graph::delete`].
-    pub async fn add(self: &Arc<Self>, options: BlockdevOptions) -> Result<Arc<Node>> {
-        self.add_with(OpenRequest::options(options)).await
-    }
-
-    /// As [`Graph::add`], for a request that says more (a policy, a place for files).
-    pub async fn add_with(self: &Arc<Self>, request: OpenRequest) -> Result<Arc<Node>> {
-        if !request.has_node_name() {
-            return Err(Error::invalid_argument("'node-name' must be specified for the root node"));
-        }
-        let _one_change = self.changing_named(&request.texts()).await;
-        let node = open(request.for_monitor(self)).await?;
-        self.owned().nodes.insert(node.name().to_owned(), Arc::clone(&node));
-        Ok(node)
-    }
-
     /// Keeps a node that has the monitor's edge already.
-    pub(super) fn adopt(&self, node: &Arc<Node>) {
+    pub(crate) fn adopt(&self, node: &Arc<Node>) {
         self.owned().nodes.insert(node.name().to_owned(), Arc::clone(node));
     }
 

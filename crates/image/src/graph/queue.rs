@@ -6,7 +6,7 @@ use super::attachment::Attachment;
 use super::gate::Lane;
 use crate::filters::throttle::{Credit, Direction};
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
-use crate::stats::{IoKind, Outcome, PassedCounters};
+use crate::stats::{IoKind, Outcome, PassedCounters, outcome_of};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, PermissionSet, rt};
@@ -240,17 +240,6 @@ impl QueueState {
         if let (Outcome::Failed, Some(latency_ns), true) = (outcome, latency_ns, self.attachment.is_observing()) {
             self.attachment.observe(kind, latency_ns, end_ns);
         }
-    }
-}
-
-/// What a result is to the statistics.
-pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
-    match result {
-        Ok(_) => Outcome::Done,
-        Err(error) => match error.kind() {
-            ErrorKind::InvalidArgument | ErrorKind::ReadOnly => Outcome::Invalid,
-            _ => Outcome::Failed,
-        },
     }
 }
 

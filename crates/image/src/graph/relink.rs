@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Another backing file in the header of an image in use: at the end of a job that shortens a chain, together with the
-//! node in the graph, or the name alone.
+//! Another backing file in the header of an image in use. A job that shortens a chain ends so, and changes the graph with it; or the
+//! name changes alone.
 
 use super::Graph;
 use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
-use crate::node::Node;
-use crate::open::HeaderName;
+use crate::node::{HeaderName, Node};
 use cowshed_block::Result;
 use cowshed_storage::rt;
 use std::sync::Arc;

@@ -2,18 +2,8 @@
 //! Observers of writes that cross a node's threshold (the event BLOCK_WRITE_THRESHOLD).
 
 use super::Graph;
+use crate::node::ThresholdCrossed;
 use std::sync::{Arc, PoisonError, RwLock};
-
-/// A write that ended behind the threshold of its node, which is off now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ThresholdCrossed {
-    /// `node-name` of the node.
-    pub node_name: String,
-    /// The threshold: an offset in bytes.
-    pub threshold_bytes: u64,
-    /// How far behind it the write ended, in bytes.
-    pub exceeded_bytes: u64,
-}
 
 /// Told of crossed thresholds, from any thread; must not wait.
 pub type ThresholdObserver = Arc<dyn Fn(&ThresholdCrossed) + Send + Sync>;

@@ -29,6 +29,15 @@ pub trait BackingName: Send + Sync {
     fn plan_for(&self, bytes: Option<u64>);
 }
 
+/// How the header of an image names the image below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderName {
+    /// The name.
+    pub file: String,
+    /// The driver that opens it.
+    pub format: &'static str,
+}
+
 /// What the graph and the node do with a backing file.
 pub(crate) trait Backing: BackingName {
     /// Another backing file, or none. What the image says isn't changed.

@@ -2,9 +2,8 @@
 //! Requests: the checks that every driver needs, then the driver.
 
 use super::driver::{Intent, Mapped, NESTED_POLLS, Place, Transfer, whole_sectors};
-use super::{DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
-use crate::graph::{Corruption, outcome_of};
-use crate::stats::{IoKind, Outcome, PassedCounters};
+use super::{Corruption, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
+use crate::stats::{IoKind, Outcome, PassedCounters, outcome_of};
 #[cfg(mutants)]
 use cowshed_block::slip;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -93,7 +92,7 @@ impl Node {
         if !own || !self.driver.tells_damage() || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
         }
-        self.graph.report_corruption(&Corruption::new(&self.name, error, false));
+        self.home.report_corruption(&Corruption::new(&self.name, error, false));
     }
 
     /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is zeroes.

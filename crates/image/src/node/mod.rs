@@ -4,10 +4,12 @@
 mod below;
 mod bitmaps;
 mod capabilities;
+mod chain;
 mod deadline;
 mod driver;
 mod edge;
 mod guess;
+mod home;
 mod io;
 mod live;
 mod permissions;
@@ -20,12 +22,14 @@ mod storage;
 mod stored_bitmaps;
 mod tracking;
 mod users;
+mod walk;
 mod watch;
 
 pub(crate) use below::Below;
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub(crate) use capabilities::{Apply, Backing, LiveOptions, Snapshots, VmState};
-pub use capabilities::{BackingName, Compressing, Metadata};
+pub use capabilities::{BackingName, Compressing, HeaderName, Metadata};
+pub use chain::{Chain, Holder};
 pub(crate) use deadline::Deadline;
 pub use driver::LocalFuture;
 pub(crate) use driver::{
@@ -33,6 +37,8 @@ pub(crate) use driver::{
 };
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
+pub use home::{Corruption, QuorumReport, QuorumWork, ThresholdCrossed};
+pub(crate) use home::{Home, Reporter};
 pub(crate) use io::is_zero;
 pub(crate) use live::raise_heights;
 pub(crate) use permissions::{Edge, Hold};
@@ -44,9 +50,10 @@ pub(crate) use stored_bitmaps::{BITMAP_NAME_BYTES, default_granularity_bytes};
 pub use stored_bitmaps::{BitmapChange, BitmapStatus, Bitmaps, check_new_bitmap};
 use tracking::Tracking;
 pub(crate) use users::MONITOR;
+pub(crate) use walk::storage_of;
+pub use walk::{below_filters, nodes_below};
 
 use crate::events::Events;
-use crate::graph::{Corruption, Graph};
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result, slip};
@@ -171,7 +178,7 @@ pub struct Node {
     counters: NodeCounters,
     tracking: Tracking,
     watch: watch::Watch,
-    graph: Arc<Graph>,
+    home: Box<dyn Home>,
     warnings: Vec<String>,
     deadline: Option<Deadline>,
     closed: AtomicBool,
@@ -217,7 +224,8 @@ pub(crate) struct NodeParts {
     pub options: BlockdevOptions,
     /// See [`crate::open::given`].
     pub given: Vec<(String, serde_json::Value)>,
-    pub graph: Arc<Graph>,
+    /// The graph.
+    pub home: Box<dyn Home>,
     pub warnings: Vec<String>,
     pub deadline: Option<Deadline>,
 }
@@ -230,7 +238,7 @@ impl Node {
         }
         let height = height_over(&parts.children);
         let told_corrupt = Arc::new(AtomicBool::new(false));
-        let (graph, node_name) = (Arc::downgrade(&parts.graph), parts.name.clone());
+        let (reporter, node_name) = (parts.home.reporter(), parts.name.clone());
         let told = Arc::clone(&told_corrupt);
         parts.driver.observe_corruption(Box::new(move |error, place, fatal| {
             if !fatal && told.swap(true, Ordering::Relaxed) {
@@ -241,9 +249,7 @@ impl Node {
                 size_bytes: place.map(|(_, size_bytes)| size_bytes),
                 ..Corruption::new(&node_name, error, fatal)
             };
-            if let Some(graph) = graph.upgrade() {
-                graph.report_corruption(&corruption);
-            }
+            reporter.report_corruption(&corruption);
         }));
         static OPENED: AtomicU64 = AtomicU64::new(0);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
@@ -264,7 +270,7 @@ impl Node {
             counters: NodeCounters::default(),
             tracking: Tracking::default(),
             watch: watch::Watch::default(),
-            graph: parts.graph,
+            home: parts.home,
             warnings: parts.warnings,
             deadline: parts.deadline,
             closed: AtomicBool::new(false),
@@ -397,9 +403,9 @@ impl Node {
         &self.given
     }
 
-    /// The graph that the node is part of.
-    pub fn graph(&self) -> &Arc<Graph> {
-        &self.graph
+    /// The graph that the node is part of, as the node sees it.
+    pub(crate) fn home(&self) -> &dyn Home {
+        &*self.home
     }
 
     /// What the user should know of how the image was opened: guessed formats. Filled for the node that
@@ -423,7 +429,7 @@ impl Node {
                 result = result.and(closed);
             }
         }
-        self.graph.remove(&self.name);
+        self.home.remove(&self.name);
         result.map_err(|error| error.file(self.filename.clone()))
     }
 
@@ -455,7 +461,7 @@ impl Drop for Node {
         if self.closed.load(Ordering::Acquire) {
             return;
         }
-        self.graph.remove(&self.name);
+        self.home.remove(&self.name);
     }
 }
 

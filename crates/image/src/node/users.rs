@@ -231,7 +231,7 @@ impl Node {
             }
             false => wanted,
         };
-        if !self.graph.keeps_locks() {
+        if !self.home.keeps_locks() {
             return Some(wanted);
         }
         let held = file.permissions();

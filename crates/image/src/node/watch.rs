@@ -2,8 +2,7 @@
 //! Watches that a user sets on a node beside its counters: the first write past a threshold, latencies over intervals,
 //! histograms. A node that nobody asks about looks at one flag for each request.
 
-use super::Node;
-use crate::graph::ThresholdCrossed;
+use super::{Node, ThresholdCrossed};
 use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, Outcome};
 use cowshed_block::Result;
 use cowshed_storage::{EndedOp, FileObserver, FileOp, rt};
@@ -136,7 +135,7 @@ impl Node {
         if exchanged.is_ok() {
             let exceeded_bytes = end - threshold_bytes;
             let crossed = ThresholdCrossed { node_name: self.name.clone(), threshold_bytes, exceeded_bytes };
-            self.graph.report_threshold(&crossed);
+            self.home.report_threshold(&crossed);
             self.renew_watch(&self.watch.observed());
         }
     }

@@ -262,7 +262,7 @@ impl Opener {
             settings: draft.settings,
             options: draft.options,
             given,
-            graph: Arc::clone(&self.graph),
+            home: Box::new(Arc::clone(&self.graph)),
             warnings,
             deadline: self.deadline,
         })?;

@@ -8,8 +8,7 @@ use crate::filters::{
     Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
     Replicas, SnapshotAccess, Throttle, agreement_of, check_agreement, rules_of, saving_options,
 };
-use crate::graph::storage_of;
-use crate::node::{Below, ChildRole, Link, LockSource, Node};
+use crate::node::{Below, ChildRole, Home, Link, LockSource, Node, storage_of};
 use crate::options::{self, BlkdebugOptions, schemas};
 use crate::protocols::FileDriver;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -164,7 +163,7 @@ async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         return Err(Error::invalid_argument(message).value(raw.size()));
     }
     let name = raw.filename();
-    Ok((Box::new(Replicas::new(Agreement::Verify, links(draft), &draft.name, &opener.graph)), name))
+    Ok((Box::new(Replicas::new(Agreement::Verify, links(draft), &draft.name, opener.graph.reporter())), name))
 }
 
 async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -186,7 +185,7 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let error = error.value(sizes.join(", "));
         return Err(error.qemu("Could not refresh total sector count: Input/output error"));
     }
-    Ok((Box::new(Replicas::new(agreement, links(draft), &draft.name, &opener.graph)), name))
+    Ok((Box::new(Replicas::new(agreement, links(draft), &draft.name, opener.graph.reporter())), name))
 }
 
 /// Faults below whatever stands on this node: its file is the child's with the rules in front.

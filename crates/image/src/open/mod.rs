@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening images: from a name or an option tree to a node.
 
+mod adding;
 mod build;
 mod cache;
 mod children;
@@ -14,12 +15,13 @@ mod null;
 mod policy;
 pub(crate) mod protocols;
 
+pub use crate::node::HeaderName;
 pub(crate) use build::{Draft, Opened, Opener};
 pub use cache::{CACHE_MODES, Cache};
 pub(crate) use children::{NamedBacking, encrypt_key};
 pub(crate) use line::{DriverLine, FirstUse, Telling};
 pub use names::{check_file_name, options_with_name, resolve as resolve_name};
-pub use naming::{HeaderName, check_header_name};
+pub use naming::check_header_name;
 pub(crate) use nbd::open_nbd_file;
 pub use nbd::{TlsCredentials, is_nbd_name};
 pub use policy::{FileKind, Files, HostFiles, Policy};

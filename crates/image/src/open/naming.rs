@@ -7,7 +7,7 @@
 use super::line::{DriverLine, Telling};
 use super::names::resolve as resolve_name;
 use crate::drivers;
-use crate::node::{ChildRole, Node};
+use crate::node::{ChildRole, HeaderName, Node};
 use crate::options::{BlockdevOptions, COMMON, DriverKind, DriverSchema, parse_size};
 use cowshed_block::{Error, Result, name_of_text};
 use cowshed_storage::{path_of_text, text_of_path};
@@ -63,15 +63,6 @@ const ORDER: &[&str] = &[
 
 /// The longest name that a header holds, in bytes.
 const MAX_HEADER_NAME_BYTES: usize = 1023;
-
-/// How the header of an image names the image below it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HeaderName {
-    /// The name.
-    pub file: String,
-    /// The driver that opens it.
-    pub format: &'static str,
-}
 
 /// What a name is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -285,7 +276,7 @@ impl Node {
         let Some((name, format)) = self.driver().named_backing() else { return Ok(None) };
         let name = name.filter(|name| !name.is_empty());
         let backing = match self.backing() {
-            Some(backing) => crate::graph::below_filters(&backing).named(purpose, false)?,
+            Some(backing) => crate::node::below_filters(&backing).named(purpose, false)?,
             None => return Ok(name.map(|_| Value::Null)),
         };
         let is_named = name.is_some_and(|name| self.means(&name, format.as_deref(), &backing, purpose));

@@ -13,6 +13,8 @@ pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
 pub(crate) use observed::Observed;
 
+use cowshed_block::{ErrorKind, Result};
+
 /// Kinds of requests that are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum IoKind {
@@ -83,5 +85,16 @@ impl AttachmentStats {
     /// The counters of a kind.
     pub fn kind(&self, kind: IoKind) -> &KindStats {
         &self.kinds[kind as usize]
+    }
+}
+
+/// What a result is to the statistics.
+pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
+    match result {
+        Ok(_) => Outcome::Done,
+        Err(error) => match error.kind() {
+            ErrorKind::InvalidArgument | ErrorKind::ReadOnly => Outcome::Invalid,
+            _ => Outcome::Failed,
+        },
     }
 }

@@ -2,8 +2,8 @@
 //! Changing the virtual size.
 
 use super::Qcow2Driver;
-use crate::protocols::check_can_preallocate;
 use crate::node::{Preallocation, ZeroFlags};
+use crate::protocols::check_can_preallocate;
 use cowshed_block::{Error, GuestOffset, Result, slip};
 use cowshed_qcow2::{L1Growth, Tail, ZeroMode};
 use cowshed_storage::fault::Event;

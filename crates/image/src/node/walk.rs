@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Walks over the nodes below a node.
+
+use super::{ChildRole, Node};
+use std::sync::Arc;
+
+/// A node and everything below it, each once.
+pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut seen: Vec<Arc<Node>> = Vec::new();
+    let mut next = vec![Arc::clone(top)];
+    while let Some(node) = next.pop() {
+        if seen.iter().any(|known| Arc::ptr_eq(known, &node)) {
+            continue;
+        }
+        next.extend(node.children().into_iter().map(|child| child.node));
+        seen.push(node);
+    }
+    seen
+}
+
+/// A node and what it is stored in: all below it but backing files.
+pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut found = vec![Arc::clone(top)];
+    let mut at = 0;
+    while let Some(node) = found.get(at).cloned() {
+        let stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+        for child in stored {
+            if !found.iter().any(|known| Arc::ptr_eq(known, &child.node)) {
+                found.push(child.node);
+            }
+        }
+        at += 1;
+    }
+    found
+}
+
+/// The image that a node stands for: filters pass on to it.
+pub fn below_filters(node: &Arc<Node>) -> Arc<Node> {
+    let mut node = Arc::clone(node);
+    while node.is_filter() {
+        match node.child(ChildRole::File) {
+            Some(child) => node = child,
+            None => break,
+        }
+    }
+    node
+}

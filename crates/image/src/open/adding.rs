@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Nodes that a graph opens and keeps.
+
+use super::{OpenRequest, open};
+use crate::graph::Graph;
+use crate::node::Node;
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, Result};
+use std::sync::Arc;
+
+impl Graph {
+    /// Opens a node with everything below it, as `blockdev-add` does: it needs a `node-name`, is opened for writing
+    /// unless the options say otherwise, and stays until [`Graph::delete`].
+    pub async fn add(self: &Arc<Self>, options: BlockdevOptions) -> Result<Arc<Node>> {
+        self.add_with(OpenRequest::options(options)).await
+    }
+
+    /// As [`Graph::add`], for a request that says more (a policy, a place for files).
+    pub async fn add_with(self: &Arc<Self>, request: OpenRequest) -> Result<Arc<Node>> {
+        if !request.has_node_name() {
+            return Err(Error::invalid_argument("'node-name' must be specified for the root node"));
+        }
+        let _one_change = self.changing_named(&request.texts()).await;
+        let node = open(request.for_monitor(self)).await?;
+        self.adopt(&node);
+        Ok(node)
+    }
+}
