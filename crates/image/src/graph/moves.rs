@@ -7,7 +7,7 @@ use super::files::check_backing;
 use super::owned::quoted;
 use super::transaction::Transaction;
 use super::{Attachment, Graph};
-use crate::node::{ChildLink, ChildRole, Edge, Node, nodes_below, raise_heights};
+use crate::node::{ChildLink, ChildRole, Edge, Node, nodes_below};
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::Permissions;
@@ -165,7 +165,6 @@ impl Graph {
             change.attach(backing, node.backing_edge())?;
         }
         change.link_backing(node, backing);
-        raise_heights(self.snapshot().nodes());
         Ok(old.filter(|old| change.release(old, name)))
     }
 
@@ -193,7 +192,6 @@ impl Graph {
         change.attach(new, edge)?;
         change.link(&link, new);
         change.set_option(filter, "file", new.name().into());
-        raise_heights(self.snapshot().nodes());
         Ok(old)
     }
 
@@ -261,7 +259,6 @@ impl Graph {
         for user in &users {
             user.point_to(new, change);
         }
-        raise_heights(self.snapshot().nodes());
         Ok(())
     }
 }

@@ -5,7 +5,7 @@
 //! back. A change that fails half-way takes its steps back, the last one first. No request runs meanwhile.
 
 use super::{Attachment, Graph};
-use crate::node::{Edge, Link, Node, raise_heights};
+use crate::node::{Edge, Link, Node};
 use cowshed_block::{Error, Result};
 use cowshed_storage::{CacheMode, File, Permissions};
 use serde_json::Value;
@@ -159,7 +159,6 @@ impl Transaction {
                 tracing::error!("could not take a change of the graph back: {error}");
             }
         }
-        raise_heights(graph.snapshot().nodes());
     }
 }
 

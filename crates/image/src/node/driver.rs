@@ -26,10 +26,6 @@ pub(crate) type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
 /// A request without a buffer on its way.
 pub(crate) type Work<'a> = LocalFuture<'a, Result<()>>;
 
-/// After so many nodes below one another a request goes on as a task of its own: polling recurses from node to node,
-/// and a chain of 200 images would need more stack than a thread has.
-pub(crate) const NESTED_POLLS: u32 = 8;
-
 /// What keeps a mapped range from getting another owner. It is held until the I/O there is done.
 pub(crate) type Guard<'a> = Option<Pin<'a>>;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests: the checks that every driver needs, then the driver.
 
-use super::driver::{Intent, Mapped, NESTED_POLLS, Place, Transfer, whole_sectors};
+use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
 use super::{Corruption, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
 use crate::stats::{IoKind, Outcome, PassedCounters, outcome_of};
 #[cfg(mutants)]
@@ -189,7 +189,7 @@ impl Node {
                     None => return self.driver.read(offset, buf).await,
                     Some(above) => {
                         layer = above;
-                        self.read_deep(&layer, offset, buf).await
+                        layer.read_noted(offset, buf).await
                     }
                 };
                 break (result, buf);
@@ -213,13 +213,13 @@ impl Node {
                 }
                 // The task that is told to load a table does it, or all others wait for ever.
                 #[cfg(mutants)]
-                Mapped::Load(_) if slip!("layer_not_loaded") => break self.read_deep(&layer, offset, buf).await,
+                Mapped::Load(_) if slip!("layer_not_loaded") => break layer.read_noted(offset, buf).await,
                 Mapped::Load(load) => match load.await {
-                    Ok(()) => break self.read_deep(&layer, offset, buf).await,
+                    Ok(()) => break layer.read_noted(offset, buf).await,
                     Err(error) => break (Err(error), buf),
                 },
                 Mapped::Below(..) | Mapped::Nothing | Mapped::Special => {
-                    break self.read_deep(&layer, offset, buf).await;
+                    break layer.read_noted(offset, buf).await;
                 }
             };
             passed.push(std::mem::replace(&mut layer, next));
@@ -231,16 +231,6 @@ impl Node {
             buf.forget();
         }
         (result, buf)
-    }
-
-    /// A read that the driver of `layer`, somewhere below, carries out: as a task of its own where many layers were passed.
-    fn read_deep<'a>(&self, layer: &'a Arc<Node>, offset: u64, buf: IoBuf) -> Transfer<'a> {
-        let nested = |node: &Node| node.height.load(Ordering::Relaxed) / NESTED_POLLS;
-        if nested(self) == nested(layer) {
-            return layer.read_noted(offset, buf);
-        }
-        let layer = Arc::clone(layer);
-        Box::pin(rt::spawn(async move { layer.read_noted(offset, buf).await }))
     }
 
     /// As [`Node::read_boxed`], but what lies past the end of the node reads as zeroes: what an overlay wants from a

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
-use super::{Apply, ChildLink, DetectZeroes, Edge, LockSource, Node, height_over};
+use super::{Apply, ChildLink, DetectZeroes, Edge, LockSource, Node};
 use crate::options::BlockdevOptions;
 use cowshed_block::Result;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 
 impl Node {
     /// The child edges.
@@ -67,21 +66,5 @@ impl Node {
         self.settings.set_read_only(false);
         self.set_option("read-only", false.into());
         Ok(())
-    }
-}
-
-/// Counts again how many nodes stand below one another, after edges were moved.
-pub(crate) fn raise_heights(nodes: impl Iterator<Item = Arc<Node>>) {
-    let nodes: Vec<Arc<Node>> = nodes.collect();
-    // Each round settles at least the nodes over settled ones; there is no loop in the graph.
-    for _ in 0..nodes.len() {
-        let mut changed = false;
-        for node in &nodes {
-            let height = height_over(&node.children);
-            changed |= node.height.swap(height, Ordering::Relaxed) != height;
-        }
-        if !changed {
-            break;
-        }
     }
 }

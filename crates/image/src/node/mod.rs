@@ -33,14 +33,13 @@ pub use chain::{Chain, Holder};
 pub(crate) use deadline::Deadline;
 pub use driver::LocalFuture;
 pub(crate) use driver::{
-    Driver, Intent, Mapped, NESTED_POLLS, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,
+    Driver, Intent, Mapped, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,
 };
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children, Link, graph_changes};
 pub use home::{Corruption, QuorumReport, QuorumWork, ThresholdCrossed};
 pub(crate) use home::{Home, Reporter};
 pub(crate) use io::is_zero;
-pub(crate) use live::raise_heights;
 pub(crate) use permissions::{Edge, Hold};
 pub(crate) use ranges::{Claim, Ranges, Readers, Reading};
 pub use requests::LocalNode;
@@ -57,9 +56,9 @@ use crate::events::Events;
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
 use cowshed_block::{Error, Result, slip};
-use cowshed_storage::File;
 use cowshed_storage::fault::Faults;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use cowshed_storage::{File, rt};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Preallocation modes of `create` and `resize`.
@@ -192,22 +191,20 @@ pub struct Node {
     ends: futures_util::lock::Mutex<()>,
     /// Itself, for requests that go on as tasks.
     this: Weak<Node>,
-    /// Nodes below one another here, this one included.
-    height: AtomicU32,
     /// Requests that go on without their callers, and their ends.
     left_behind: AtomicUsize,
     one_ended: Events,
 }
 
-/// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or from time to time as
-/// a task of its own (see [`NESTED_POLLS`]).
+/// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or as a task of its own where polls are
+/// nested deep.
 macro_rules! boxed {
     ($self:expr, |$node:ident| $work:expr) => {
         match $self.on_new_stack() {
             Some($node) => Box::pin(cowshed_storage::rt::spawn(async move { $work.await })),
             None => {
                 let $node = $self;
-                Box::pin(async move { $work.await })
+                cowshed_storage::rt::nested(async move { $work.await })
             }
         }
     };
@@ -236,7 +233,6 @@ impl Node {
         if i64::try_from(size).is_err() {
             return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
         }
-        let height = height_over(&parts.children);
         let told_corrupt = Arc::new(AtomicBool::new(false));
         let (reporter, node_name) = (parts.home.reporter(), parts.name.clone());
         let told = Arc::clone(&told_corrupt);
@@ -256,7 +252,6 @@ impl Node {
         Ok(Arc::new_cyclic(|this| Node {
             number,
             this: this.clone(),
-            height: AtomicU32::new(height),
             left_behind: AtomicUsize::new(0),
             one_ended: Events::default(),
             name: parts.name,
@@ -439,7 +434,7 @@ impl Node {
 
     /// The node as a task can hold it, where a request for it should go on as one.
     fn on_new_stack(&self) -> Option<Arc<Node>> {
-        if self.height.load(Ordering::Relaxed).is_multiple_of(NESTED_POLLS) { self.this.upgrade() } else { None }
+        if rt::is_deep() { self.this.upgrade() } else { None }
     }
 
     fn check_open(&self) -> Result<()> {
@@ -448,11 +443,6 @@ impl Node {
         }
         Ok(())
     }
-}
-
-/// The height of a node over these children.
-fn height_over(children: &Children) -> u32 {
-    1 + children.list().iter().map(|child| child.node.height.load(Ordering::Relaxed)).max().unwrap_or(0)
 }
 
 impl Drop for Node {

@@ -10,8 +10,8 @@ use crate::drivers;
 use crate::formats;
 use crate::graph::{Graph, check_children};
 use crate::node::{
-    ChildRole, Children, Deadline, Driver, Edge, Link, LocalFuture, LockSource, MONITOR, NESTED_POLLS, Node, NodeParts,
-    NodeSettings, detect_zeroes,
+    ChildRole, Children, Deadline, Driver, Edge, Link, LocalFuture, LockSource, MONITOR, Node, NodeParts, NodeSettings,
+    detect_zeroes,
 };
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
 use crate::secret::Secret;
@@ -51,7 +51,6 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
         discard: request.discard,
         writethrough: request.cache.writethrough,
         depth: 1,
-        nesting: 1,
         beneath: None,
         is_metadata: false,
     };
@@ -148,8 +147,6 @@ pub(crate) struct Place {
     pub writethrough: bool,
     /// Layers of the chain so far, this one included.
     pub depth: u32,
-    /// Nodes above this one, plus one.
-    pub nesting: u32,
     /// The file must be in this folder, also behind symbolic links.
     pub beneath: Option<PathBuf>,
     /// A format above it keeps its metadata here. It is read and written in full, also for a caller of the root that reads no data
@@ -216,11 +213,11 @@ impl Opener {
 
     /// Opens a node and what is below it.
     pub(super) fn node(self: &Rc<Self>, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
-        if place.nesting.is_multiple_of(NESTED_POLLS) {
+        if rt::is_deep() {
             let opener = Rc::clone(self);
             return Box::pin(rt::spawn(async move { opener.node_unboxed(options, place).await }));
         }
-        Box::pin(self.node_unboxed(options, place))
+        rt::nested(self.node_unboxed(options, place))
     }
 
     async fn node_unboxed(self: &Rc<Self>, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
@@ -472,7 +469,6 @@ impl Place {
             // What the parent lets through, its file carries out.
             discard: true,
             writethrough: false,
-            nesting: self.nesting + 1,
             beneath: None,
             ..self.clone()
         }

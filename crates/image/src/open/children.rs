@@ -219,7 +219,6 @@ impl Opener {
             writable: false,
             writethrough: false,
             depth: draft.place.depth + 1,
-            nesting: draft.place.nesting + 1,
             is_metadata: draft.is_metadata,
             ..draft.place.clone()
         };

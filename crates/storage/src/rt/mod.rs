@@ -4,6 +4,7 @@
 mod cancel;
 mod completion;
 mod executor;
+mod nested;
 mod polling;
 mod pool;
 mod timer;
@@ -12,6 +13,7 @@ pub use cancel::{Cancel, is_cancelled};
 pub use completion::{Completion, Owner, is_left, to_completion, to_completion_of};
 pub(crate) use executor::with_current;
 pub use executor::{Local, Simulation};
+pub use nested::{is_deep, nested};
 pub use polling::PollLimit;
 pub(crate) use pool::Pool;
 
