@@ -282,17 +282,6 @@ const ROWS: &[Means] = &[
         instead: "`COWSHED_IO_ENGINE=threads`",
         load: mapping("randread 4k, 20 GiB in order", in_order),
     },
-    switched("requests gathered", "gathered_requests", mapping("randread 4k, 20 GiB in order, gathered", in_order)),
-    switched(
-        "requests gathered",
-        "gathered_requests",
-        reads("randread 4k, 32 at a time, gathered", full_qcow2, |settings| random(settings.size_mib / 8 * MIB, 32)),
-    ),
-    switched(
-        "requests gathered",
-        "gathered_requests",
-        reads("randread 4k, eight at a time, gathered", full_qcow2, |settings| random(settings.size_mib / 8 * MIB, 8)),
-    ),
     polled("read 4k, zlib", zlib, |settings| in_turn(settings, "4k")),
     polled("read 4k, one at a time", full_qcow2, |settings| in_turn(settings, "4k")),
     polled("read 64k, one at a time", full_qcow2, |settings| in_turn(settings, "64k")),

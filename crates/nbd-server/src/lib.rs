@@ -9,16 +9,14 @@
 //! - `server`: what the owner does; `queue`: the threads; `registry`: exports and who uses them; `signal`: waiting across
 //!   threads
 //! - `negotiation`: from the greeting to the transmission phase
-//! - `session`: requests of one client. `intake` reads them, `gathering` says when it waits for several, `life` says
-//!   whether any more may begin. `outbox` sends the replies, `budget` bounds their memory (`pool`: that of all
-//!   connections). `commands` carries them out, `sparse` words reads, `status` answers block status
+//! - `session`: requests of one client. `intake` reads them, `life` says whether any more may begin. `outbox` sends the
+//!   replies, `budget` bounds their memory (`pool`: that of all connections). `commands` carries them out, `sparse` words reads, `status` answers block status
 
 mod budget;
 mod commands;
 mod config;
 mod disk;
 mod export;
-mod gathering;
 mod haggling;
 mod intake;
 mod life;

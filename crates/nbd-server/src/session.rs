@@ -8,7 +8,6 @@
 use crate::Disk;
 use crate::budget::Budget;
 use crate::config::Limits;
-use crate::gathering::{Gathering, PAUSE, Spent};
 use crate::intake::{Intake, Job};
 use crate::life::Life;
 use crate::negotiation::Terms;
@@ -16,7 +15,7 @@ use crate::outbox::Outbox;
 use crate::pool::Pool;
 use crate::registry::Stay;
 use crate::signal::Watched;
-use cowshed_block::{Error, ErrorKind, Result, without};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_storage::rt;
 use futures_util::lock::Mutex;
@@ -34,7 +33,6 @@ pub(crate) struct Session<D: Disk> {
     pub outbox: Outbox,
     pub disk: D::Queue,
     intake: Mutex<Intake>,
-    gathering: RefCell<Gathering>,
     pub budget: Rc<Budget>,
     pub stall_limit: Duration,
     pub life: Rc<Life>,
@@ -71,7 +69,6 @@ pub(crate) async fn run<D: Disk>(
         stream,
         outbox: Outbox::new(),
         intake: Mutex::new(Intake::new(receiver)),
-        gathering: RefCell::default(),
         budget,
         stall_limit: limits.stall_limit,
         life: Life::new(),
@@ -157,16 +154,12 @@ impl<D: Disk> Session<D> {
             return None;
         }
         self.reading.set(true);
-        if intake.is_empty() && self.takes_pause() {
-            rt::sleep(PAUSE).await;
-        }
         let next = intake.next(self).await;
         self.reading.set(false);
         self.has_more.set(!intake.is_empty());
         match next {
             Ok(Some(job)) => {
                 rt::note_request();
-                self.gathering.borrow_mut().note_request(Spent::now);
                 return Some(job);
             }
             Ok(None) => {}
@@ -176,10 +169,5 @@ impl<D: Disk> Session<D> {
         }
         intake.ended = true;
         None
-    }
-
-    /// The next receive waits for company. Simulated time tells nothing of that.
-    fn takes_pause(&self) -> bool {
-        !without!("gathered_requests") && self.gathering.borrow_mut().takes_pause() && !rt::is_simulated()
     }
 }

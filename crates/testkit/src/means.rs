@@ -52,5 +52,4 @@ pub const MEANS: &[Means] = &[
     },
     Means { name: "seek_data", about: "holes of files are not asked for: all is read" },
     Means { name: "check_in_parallel", about: "one thread reads and compares the tables" },
-    Means { name: "gathered_requests", about: "no receive waits for company" },
 ];
