@@ -15,7 +15,7 @@ use cowshed_storage::fault::as_metadata;
 use undo::NewLog;
 pub use undo::{UndoReport, undo};
 
-/// Findings that are listed for formats that are only read.
+/// Findings that are listed for formats without reference counts.
 const MAX_MAPPED_FINDINGS: usize = 1000;
 
 /// What to check and how.
@@ -81,12 +81,12 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
         }
         opened => opened?,
     };
-    if options.repair != Repair::None && node.description().is_some() {
-        // Nor has one that can be written to.
-        node.close().await?;
-        return Ok(None);
-    }
-    if let Some(findings) = node.check_mapped(MAX_MAPPED_FINDINGS).await {
+    let findings = match options.repair {
+        Repair::None => node.check_mapped(MAX_MAPPED_FINDINGS).await,
+        _ if options.dry_run => node.check_mapped(MAX_MAPPED_FINDINGS).await,
+        what => node.repair_mapped(what, MAX_MAPPED_FINDINGS).await,
+    };
+    if let Some(findings) = findings {
         let closed = node.close().await;
         let check = findings?;
         closed?;
@@ -111,7 +111,7 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
     }))
 }
 
-/// What is known of a format that is only read.
+/// What is known of a format without reference counts.
 fn mapped_outcome(node: &Node, check: MappedCheck, options: &CheckOptions) -> CheckOutcome {
     let report = CheckReport { counters: check.counters, notes: check.findings, ..CheckReport::default() };
     CheckOutcome {

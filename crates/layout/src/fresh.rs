@@ -10,6 +10,15 @@ pub enum Piece {
     Fill(u8, u64),
     /// The little-endian numbers of 32 bits from 0 on, so many.
     Count(u32),
+    /// So many little-endian numbers of 64 bits, each larger than the one before by a step.
+    Numbers {
+        /// The first one.
+        first: u64,
+        /// What each has more than the one before.
+        step: u64,
+        /// How many there are.
+        count: u64,
+    },
 }
 
 impl Piece {
@@ -19,6 +28,7 @@ impl Piece {
             Piece::Bytes(bytes) => bytes.len() as u64,
             Piece::Fill(_, len) => *len,
             Piece::Count(numbers) => u64::from(*numbers) * 4,
+            Piece::Numbers { count, .. } => count * 8,
         }
     }
 
@@ -40,6 +50,12 @@ impl Piece {
             Piece::Count(_) => {
                 for (index, number) in part.chunks_mut(4).enumerate() {
                     let value = ((at / 4) as u32).wrapping_add(index as u32).to_le_bytes();
+                    number.copy_from_slice(&value[..number.len()]);
+                }
+            }
+            Piece::Numbers { first, step, .. } => {
+                for (index, number) in part.chunks_mut(8).enumerate() {
+                    let value = first.wrapping_add(step.wrapping_mul(at / 8 + index as u64)).to_le_bytes();
                     number.copy_from_slice(&value[..number.len()]);
                 }
             }
@@ -72,6 +88,9 @@ mod tests {
         let mut part = [0; 8];
         Piece::Count(1000).fill(4 * 258, &mut part);
         assert_eq!(part, [2, 1, 0, 0, 3, 1, 0, 0]);
+        let mut part = [0; 16];
+        Piece::Numbers { first: 5, step: 256, count: 9 }.fill(8, &mut part);
+        assert_eq!(part, [5, 1, 0, 0, 0, 0, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!((Piece::Count(3).len(), Piece::Bytes(Vec::new()).is_empty()), (12, true));
     }
 }

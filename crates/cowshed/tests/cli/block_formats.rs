@@ -375,7 +375,7 @@ fn an_unclosed_image_is_told() {
 fn writing_is_refused_and_harms_nothing() {
     let oracle = Oracle::new();
     source(&oracle, &mut Random::new(4), 1 << 20, 50);
-    for format in ["qcow", "qed", "vhdx", "parallels"] {
+    for format in ["qcow", "qed", "parallels"] {
         oracle.make(&format!("convert -f raw -O {format} source.raw image"));
         let before = fs::read(oracle.work().join("image")).unwrap();
         for line in ["resize -f F image 20M", "convert -n -f raw -O F source.raw image", "check -r all -f F image"] {

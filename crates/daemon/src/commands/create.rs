@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum BlockdevCreateDriver: file qcow2 luks vdi vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
+enum BlockdevCreateDriver: file qcow2 luks vdi vhdx vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
   copy-before-write
 enum PreallocMode: off metadata falloc full
 object BlockdevCreateOptionsFile: filename: str, size: uint64, preallocation?: PreallocMode, nocow?: bool
@@ -46,9 +46,12 @@ object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: uint64, preallocation
 object BlockdevCreateOptionsVdi: file: BlockdevRef, size: int, preallocation?: PreallocMode
 enum BlockdevVpcSubformat: dynamic fixed
 object BlockdevCreateOptionsVpc: file: BlockdevRef, size: int, subformat?: BlockdevVpcSubformat, force-size?: bool
+enum BlockdevVhdxSubformat: dynamic fixed
+object BlockdevCreateOptionsVhdx: file: BlockdevRef, size: uint64, log-size?: uint64, block-size?: uint64
+  , subformat?: BlockdevVhdxSubformat, block-state-zero?: bool
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
   , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2, vdi: BlockdevCreateOptionsVdi
-  , vpc: BlockdevCreateOptionsVpc
+  , vhdx: BlockdevCreateOptionsVhdx, vpc: BlockdevCreateOptionsVpc
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
     commands: &[command!("blockdev-create", blockdev_create)],
@@ -73,11 +76,14 @@ const OPTIONS: &[(&str, &str)] = &[
     ("iter-time", "iter-time"),
     ("subformat", "subformat"),
     ("force-size", "force_size"),
+    ("log-size", "log_size"),
+    ("block-size", "block_size"),
+    ("block-state-zero", "block_state_zero"),
 ];
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    if !matches!(options.text("driver"), "file" | "luks" | "qcow2" | "vdi" | "vpc") {
+    if !matches!(options.text("driver"), "file" | "luks" | "qcow2" | "vdi" | "vhdx" | "vpc") {
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic("Driver does not support blockdev-create"));
     }

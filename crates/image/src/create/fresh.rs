@@ -3,12 +3,13 @@
 
 use super::file::{Failed, Manner, NewName, write_zeroes};
 use super::qcow2::{layout_hints, round_size};
-use super::schema::{CreateOption, OptionValues, VDI, VMDK, VPC};
+use super::schema::{CreateOption, OptionValues, VDI, VHDX, VMDK, VPC};
 use super::{Created, path_of};
 use crate::open::{OpenRequest, open, resolve_name};
 use cowshed_block::{Error, Result};
 use cowshed_layout::fresh::{FreshFile, Piece};
 use cowshed_layout::vdi::NewVdi;
+use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
@@ -54,6 +55,7 @@ impl From<FreshFile> for Fresh {
 /// All of them.
 const FORMATS: &[FreshFormat] = &[
     FreshFormat { name: "vdi", options: VDI, lay_out: vdi, parent: None },
+    FreshFormat { name: "vhdx", options: VHDX, lay_out: vhdx, parent: None },
     FreshFormat { name: "vmdk", options: VMDK, lay_out: vmdk, parent: Some(check_vmdk_parent) },
     FreshFormat { name: "vpc", options: VPC, lay_out: vpc, parent: None },
 ];
@@ -188,19 +190,38 @@ const YEAR_2000_S: u64 = 946_684_800;
 
 fn vpc(asked: &Request<'_>) -> Result<Fresh> {
     let values = asked.values;
-    let is_fixed = match values.get("subformat") {
-        None | Some("dynamic") => false,
-        Some("fixed") => true,
-        Some(other) => {
-            return Err(Error::invalid_argument(format!("Parameter 'subformat' does not accept value '{other}'"))
-                .hint(": dynamic and fixed are known")
-                .field("subformat"));
-        }
-    };
+    let is_fixed = is_fixed(values)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
     let made_at = u32::try_from(now.saturating_sub(YEAR_2000_S)).unwrap_or(u32::MAX);
     let force_size = values.switch("force_size");
     NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out().map(Fresh::from)
+}
+
+fn vhdx(asked: &Request<'_>) -> Result<Fresh> {
+    let values = asked.values;
+    let number: [u8; 4] = random()?;
+    let new = NewVhdx {
+        size: asked.size,
+        is_fixed: is_fixed(values)?,
+        block_bytes: values.number("block_size").unwrap_or(0),
+        log_bytes: values.number("log_size").unwrap_or(0),
+        marks_zeroes: values.get("block_state_zero").is_none() || values.switch("block_state_zero"),
+        creator: concat!("Cowshed ", env!("CARGO_PKG_VERSION")),
+        guids: [Guid::random(random()?), Guid::random(random()?), Guid::random(random()?)],
+        sequence_number: u64::from(u32::from_le_bytes(number)),
+    };
+    new.lay_out().map(Fresh::from)
+}
+
+/// What `subformat` says of formats with dynamic disks and fixed ones.
+fn is_fixed(values: &OptionValues) -> Result<bool> {
+    match values.get("subformat") {
+        None | Some("dynamic") => Ok(false),
+        Some("fixed") => Ok(true),
+        Some(other) => Err(Error::invalid_argument(format!("Parameter 'subformat' does not accept value '{other}'"))
+            .hint(": dynamic and fixed are known")
+            .field("subformat")),
+    }
 }
 
 /// What QEMU knows as adapters.
@@ -234,7 +255,7 @@ fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
 fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
     let values = asked.values;
     let adapter = values.get("adapter_type").unwrap_or("ide");
-    let known = ADAPTERS.iter().find(|known| known.eq_ignore_ascii_case(adapter));
+    let known = ADAPTERS.iter().find(|known| **known == adapter);
     let adapter = known.ok_or_else(|| bad_value("adapter_type", adapter))?;
     let kind = vmdk_kind(values)?;
     let hardware = values.get("hwversion").filter(|version| *version != "undefined");

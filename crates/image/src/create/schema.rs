@@ -152,6 +152,22 @@ pub const VPC: &[CreateOption] = &[
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
+/// Options of a VHDX image, and of the file below.
+pub const VHDX: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size; max of 64TB."),
+    preset("log_size", Size, "1048576", "Log size; min 1MB."),
+    preset("block_size", Size, "0", "Block Size; min 1MB, max 256MB. 0 means auto-calculate based on image size."),
+    option("subformat", Text, "VHDX format type, can be either 'dynamic' or 'fixed'. Default is 'dynamic'."),
+    option(
+        "block_state_zero",
+        Switch,
+        "Force use of payload blocks of type 'ZERO'. Non-standard, but default.  Do not set to 'off' when using 'qemu-img convert' with subformat=dynamic.",
+    ),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
 /// Options of a qcow2 image that exists which can be changed.
 pub const QCOW2_AMEND: &[CreateOption] = &[
     option("backing_file", Text, "image that unallocated clusters read from: only its name"),

@@ -3,8 +3,10 @@
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
 use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
+use crate::check::Repair;
 use crate::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
@@ -14,7 +16,7 @@ use cowshed_storage::{File, IoBuf};
 use std::collections::HashMap;
 use std::future::Future;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// So much of a table is read at once, in bytes.
 const PAGE_BYTES: u64 = 64 << 10;
@@ -52,6 +54,15 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
     }
+    /// The same, and repairs what it can, of an image that is opened for writing. `None` where the format has no repair.
+    fn repair(
+        &self,
+        _file: &ImageFile,
+        _what: Repair,
+        _max: usize,
+    ) -> impl Future<Output = Result<Option<MappedCheck>>> {
+        async { Ok(None) }
+    }
     /// What a new block takes in the file, of an image that is opened for writing. `None`: all blocks are there.
     fn units(&self) -> Option<Units> {
         None
@@ -81,6 +92,33 @@ pub(crate) trait BlockFormat: Send + Sync {
     /// The entry for a block whose data begin at `host`. An error where that is too far away for one.
     fn entry(&self, host: u64) -> Result<Vec<u8>> {
         Err(Error::internal("this format allocates no blocks").offset(host))
+    }
+    /// Refuses images that can't be written to. Called before the blocks are looked at.
+    fn before_writing(&self, _file: &ImageFile) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Prepares the file for changes. Called before each of them.
+    fn before_change(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Puts entries into the tables, durably: where in the file, and the bytes. What they name is durable already.
+    fn write_entries(
+        &self,
+        _image: &ImageFile,
+        file: &File,
+        entries: Vec<(u64, Vec<u8>)>,
+        _usage: Usage,
+    ) -> impl Future<Output = Result<()>> {
+        async move {
+            for (at, bytes) in entries {
+                file.write_at(IoBuf::copy_from(&bytes), at).await.0?;
+            }
+            file.sync().await
+        }
+    }
+    /// Leaves the file as a close does, all being durable: before its end is cut off.
+    fn settle(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
     }
     /// Notes what will be allocated, before the entries of new blocks are written.
     fn before_entries(&self, _file: &File, _usage: Usage) -> impl Future<Output = Result<()>> {
@@ -122,6 +160,8 @@ pub(crate) struct ImageFile {
     /// In an array, as those want it who ask for all files of an image.
     node: [Arc<Node>; 1],
     pages: Mutex<Pages>,
+    /// What the file is to hold instead, here and there.
+    patches: Option<Patches>,
 }
 
 impl ImageFile {
@@ -142,7 +182,18 @@ impl ImageFile {
 
     /// A file that is open already.
     pub(crate) fn of(node: Arc<Node>) -> ImageFile {
-        ImageFile { node: [node], pages: Mutex::default() }
+        ImageFile { node: [node], pages: Mutex::default(), patches: None }
+    }
+
+    /// Has the file read as if these changes were made.
+    pub(crate) fn patch(&mut self, patches: Patches) {
+        self.patches = Some(patches);
+        self.forget();
+    }
+
+    /// What the file is to hold instead.
+    pub(crate) fn patches(&self) -> Option<&Patches> {
+        self.patches.as_ref()
     }
 
     /// The file, for writing.
@@ -158,7 +209,15 @@ impl ImageFile {
     }
 
     pub(crate) fn len(&self) -> u64 {
-        self.node[0].size()
+        self.node[0].size().max(self.patches.as_ref().map_or(0, Patches::len))
+    }
+
+    /// Where data at `host` of the file are, which are byte `at` of the disk, and for how many of the `len` bytes.
+    pub(crate) fn data(&self, host: u64, at: u64, len: u64) -> (Place, u64) {
+        match &self.patches {
+            None => (Place::Data { file: 0, host }, len),
+            Some(patches) => patches.place((host, at, len), self.node[0].size()),
+        }
     }
 
     /// The error with the file's name, unless it has one.
@@ -173,8 +232,14 @@ impl ImageFile {
         if len == 0 {
             return Ok(IoBuf::zeroed(0));
         }
-        let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::try_zeroed(len)?).await;
-        result.map(|()| bytes)
+        let Some(patches) = &self.patches else {
+            let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::try_zeroed(len)?).await;
+            return result.map(|()| bytes);
+        };
+        let (result, mut bytes) = self.node[0].read_padded(offset, IoBuf::try_zeroed(len)?).await;
+        result?;
+        patches.apply(offset, &mut bytes);
+        Ok(bytes)
     }
 
     /// A name in the header, as text. The caller has checked its length.
@@ -284,11 +349,10 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     let link = draft.children.link(ChildRole::Backing).unwrap_or_default();
     draft.children.share(ChildRole::Backing, Arc::clone(&link));
     let unpacked = opener.policy().max_decompressed_bytes;
-    let writer = match draft.settings.read_only {
-        true => None,
-        false => Some(Writer::open(&format, &file).await.map_err(|error| file.named(error))?),
-    };
-    let image = Image { file, format, writer };
+    let image = Image { file, format, writer: OnceLock::new() };
+    if !draft.settings.read_only {
+        image.start_writing().await.map_err(|error| image.file.named(error))?;
+    }
     let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
     Ok((Box::new(driver), filename))
 }
@@ -296,13 +360,13 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
 struct Image<F> {
     file: ImageFile,
     format: F,
-    /// None: opened for reading.
-    writer: Option<Writer>,
+    /// Empty: opened for reading.
+    writer: OnceLock<Writer>,
 }
 
 impl<F: BlockFormat> Image<F> {
     fn open_writer(&self) -> Result<&Writer> {
-        self.writer.as_ref().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+        self.writer.get().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
     }
 }
 
@@ -329,7 +393,7 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
             let (mut at, end) = (offset, offset.saturating_add(len).min(self.format.size()));
             let mut steps = 0;
             while at < end && runs.len() < max_runs.max(1) && steps < MAX_STEPS {
-                let (place, len) = match &self.writer {
+                let (place, len) = match self.writer.get() {
                     Some(writer) => writer.place(&self.format, &self.file, at, end - at).await?,
                     None => self.format.place(&self.file, at, end - at).await?,
                 };
@@ -349,8 +413,26 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
         Box::pin(self.format.check(&self.file, max))
     }
 
+    fn repair(&self, what: Repair, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(self.format.repair(&self.file, what, max))
+    }
+
     fn writer(&self) -> Option<&dyn MappedWriter> {
-        self.writer.is_some().then_some(self)
+        self.writer.get().is_some().then_some(self)
+    }
+
+    fn start_writing(&self) -> Work<'_> {
+        Box::pin(async move {
+            self.file.forget();
+            self.format.before_writing(&self.file).await?;
+            match self.writer.get() {
+                Some(writer) => writer.begin_again(&self.format, &self.file).await,
+                None => {
+                    let writer = Writer::open(&self.format, &self.file).await?;
+                    self.writer.set(writer).map_err(|_| Error::internal("an image is made writable twice at once"))
+                }
+            }
+        })
     }
 }
 

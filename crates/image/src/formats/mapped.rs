@@ -4,7 +4,7 @@
 //! [`MappedWriter`], too.
 
 use crate::buffers::join;
-use crate::check::Counters;
+use crate::check::{Counters, Repair};
 use crate::node::{
     Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
@@ -35,7 +35,7 @@ pub struct Description {
     pub specific: Value,
 }
 
-/// What a check of a format that is only read found.
+/// What a check of a format without reference counts found.
 #[derive(Clone, Debug, Default)]
 pub struct MappedCheck {
     /// qemu-img's counters; totals of 0 where it has none for the format.
@@ -107,10 +107,16 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
+    /// The same, and repairs what it can, of an image that was opened for writing. `None` where the format has no repair.
+    fn repair(&self, _what: Repair, _max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(ready(Ok(None)))
+    }
     /// The part that writes, of an image that was opened for that.
     fn writer(&self) -> Option<&dyn MappedWriter> {
         None
     }
+    /// Makes the part that writes, for an image whose files have become writable.
+    fn start_writing(&self) -> Work<'_>;
 }
 
 /// A format that is written to. Ranges are inside of the disk.
@@ -375,10 +381,7 @@ impl Driver for MappedDriver {
     }
 
     fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
-        done(match self.format.writer() {
-            Some(_) => Ok(()),
-            None => Err(self.refusal()),
-        })
+        self.written(Some(self.format.start_writing()))
     }
 }
 
@@ -397,6 +400,12 @@ impl Node {
     pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<MappedCheck>>> {
         let mapped = self.mapped()?;
         Some(mapped.format.check(max).await.map_err(|error| mapped.named(error)))
+    }
+
+    /// As [`Node::check_mapped`], and repairs what it can.
+    pub async fn repair_mapped(&self, what: Repair, max: usize) -> Option<Result<Option<MappedCheck>>> {
+        let mapped = self.mapped()?;
+        Some(mapped.format.repair(what, max).await.map_err(|error| mapped.named(error)))
     }
 }
 

@@ -6,6 +6,7 @@ mod context;
 pub mod luks;
 pub(crate) mod mapped;
 pub(crate) mod parallels;
+pub(crate) mod patches;
 pub(crate) mod qcow;
 pub mod qcow2;
 pub(crate) mod qed;

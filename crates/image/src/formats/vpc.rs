@@ -54,6 +54,8 @@ struct Dynamic {
     /// Where the header is.
     place: Table,
     table: Table,
+    /// The table with the entries that the disk doesn't need: nothing else may lie there.
+    whole_table: Table,
     /// Where blocks may begin.
     first: u64,
     /// The footer as it stands at the end.
@@ -134,17 +136,22 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     let header = VpcDynamicHeader::parse(&header, footer.size)?;
     // The table may have more entries than the disk has blocks.
     let bytes = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
+    let whole_table =
+        Table { field: "table_offset", offset: header.table_offset, bytes: header.table_bytes().max(bytes) };
     let place = Table { field: "data_offset", offset: header_offset, bytes: DYNAMIC_HEADER_BYTES as u64 };
     let table = Table { field: "table_offset", offset: header.table_offset, bytes };
     file.check_table(&table)?;
-    if table.overlaps(place.offset, place.bytes) {
+    if whole_table.overlaps(place.offset, place.bytes) {
         let message = "the block allocation table overlaps the header of the dynamic disk";
         return Err(Error::invalid_image("table_offset", table.offset, message));
     }
-    let metadata_end = (table.offset + table.bytes).max(header_offset + DYNAMIC_HEADER_BYTES as u64);
+    let metadata_end = (whole_table.offset + whole_table.bytes).max(header_offset + DYNAMIC_HEADER_BYTES as u64);
     let first = metadata_end.next_multiple_of(SECTOR_BYTES);
     let tail = bytes_of_footer.to_vec();
-    Ok(Vpc { footer, dynamic: Some(Dynamic { header, place, table, first, tail, marked: Mutex::default() }) })
+    Ok(Vpc {
+        footer,
+        dynamic: Some(Dynamic { header, place, table, whole_table, first, tail, marked: Mutex::default() }),
+    })
 }
 
 impl BlockFormat for Vpc {
@@ -160,7 +167,7 @@ impl BlockFormat for Vpc {
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let Some(Dynamic { header, place, table, .. }) = &self.dynamic else {
+        let Some(Dynamic { header, place, table, whole_table, .. }) = &self.dynamic else {
             return Ok((Place::Data { file: 0, host: at }, len));
         };
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
@@ -171,7 +178,7 @@ impl BlockFormat for Vpc {
         let len = len.min(header.block_bytes - skip);
         let unit_bytes = header.bitmap_bytes() + header.block_bytes;
         let unit = start - header.bitmap_bytes();
-        if unit < FOOTER_BYTES as u64 || [table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
+        if unit < FOOTER_BYTES as u64 || [whole_table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }

@@ -82,20 +82,8 @@ impl Writer {
     /// Looks at every block of an image that is to be written to. Blocks that lie on each other are refused: a write to one
     /// would change the other.
     pub(crate) async fn open<F: BlockFormat>(format: &F, image: &ImageFile) -> Result<Writer> {
-        let file = image.storage();
-        let units = format.units();
-        let mut state = State { fresh: file.len(), ..State::default() };
-        if file.is_device() || !file.grows_by_zeroes() {
-            state.fresh = u64::MAX;
-        }
-        if let Some(units) = &units {
-            let starts = survey(format, image, units).await?;
-            let end = starts.last().map_or(units.first, |start| start + units.unit_bytes());
-            state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
-            state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
-            state.blocks = starts.len() as u64;
-            state.free = gaps(&starts, units)?;
-        }
+        let (file, units) = (image.storage(), format.units());
+        let state = look_through(format, image, units.as_ref(), &file).await?;
         Ok(Writer {
             units,
             file,
@@ -104,6 +92,16 @@ impl Writer {
             growing: Turn::new(()),
             cycle: Turn::new(()),
         })
+    }
+
+    /// Looks at every block again, of an image that was read-only for a while.
+    pub(crate) async fn begin_again<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
+        if !self.state().pending.is_empty() {
+            return Ok(());
+        }
+        let state = look_through(format, image, self.units.as_ref(), &self.file).await?;
+        *self.state() = state;
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -142,6 +140,9 @@ impl Writer {
         offset: u64,
         buf: IoBuf,
     ) -> (Result<()>, IoBuf) {
+        if let Err(error) = format.before_change(&self.file).await {
+            return (Err(error), buf);
+        }
         let (mut at, mut rest, mut done) = (offset, buf, None);
         while !rest.is_empty() {
             let (place, len) = match self.place(format, image, at, rest.len() as u64).await {
@@ -421,6 +422,7 @@ impl Writer {
         (offset, len): (u64, u64),
         flags: ZeroFlags,
     ) -> Result<()> {
+        format.before_change(&self.file).await?;
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
@@ -472,6 +474,7 @@ impl Writer {
         image: &ImageFile,
         (offset, len): (u64, u64),
     ) -> Result<()> {
+        format.before_change(&self.file).await?;
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
@@ -499,29 +502,26 @@ impl Writer {
         }
         format.before_entries(&self.file, usage).await?;
         self.file.sync().await?;
-        let mut run: Option<(u64, Vec<u8>)> = None;
+        let mut entries: Vec<(u64, Vec<u8>)> = Vec::new();
         for (block, host) in &pending {
             let (table, index) = format.slot(image, *block).await?;
             let entry = entry(format, *host)?;
             let place = table.offset + index * entry.len() as u64;
-            match &mut run {
+            match entries.last_mut() {
                 Some((start, bytes)) if *start + bytes.len() as u64 == place && bytes.len() < MAX_ENTRIES_BYTES => {
                     bytes.extend_from_slice(&entry);
                 }
-                _ => {
-                    self.write_run(run.replace((place, entry))).await?;
-                }
+                _ => try_push(&mut entries, (place, entry))?,
             }
         }
-        self.write_run(run).await?;
         for (block, host) in &pending {
             if let Some((table, index)) = format.second_slot(image, *block).await? {
                 let entry = entry(format, *host)?;
                 let place = table.offset + index * entry.len() as u64;
-                self.write_run(Some((place, entry))).await?;
+                try_push(&mut entries, (place, entry))?;
             }
         }
-        self.file.sync().await?;
+        format.write_entries(image, &self.file, entries, usage).await?;
         image.forget();
         format.forget();
         let mut state = self.state();
@@ -533,16 +533,10 @@ impl Writer {
         Ok(())
     }
 
-    async fn write_run(&self, run: Option<(u64, Vec<u8>)>) -> Result<()> {
-        match run {
-            Some((start, bytes)) => self.file.write_at(IoBuf::copy_from(&bytes), start).await.0,
-            None => Ok(()),
-        }
-    }
-
     /// Leaves the file as long as it must be. No request runs.
     pub(crate) async fn complete<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
         self.flush(format, image).await?;
+        format.settle(&self.file).await?;
         let Some(units) = &self.units else { return Ok(()) };
         let end = {
             let state = self.state();
@@ -562,6 +556,28 @@ impl Writer {
         state.has_grown = false;
         Ok(())
     }
+}
+
+/// Where blocks are in an image, and where new ones go.
+async fn look_through<F: BlockFormat>(
+    format: &F,
+    image: &ImageFile,
+    units: Option<&Units>,
+    file: &File,
+) -> Result<State> {
+    let mut state = State { fresh: file.len(), ..State::default() };
+    if file.is_device() || !file.grows_by_zeroes() {
+        state.fresh = u64::MAX;
+    }
+    if let Some(units) = units {
+        let starts = survey(format, image, units).await?;
+        let end = starts.last().map_or(units.first, |start| start + units.unit_bytes());
+        state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
+        state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
+        state.blocks = starts.len() as u64;
+        state.free = gaps(&starts, units)?;
+    }
+    Ok(state)
 }
 
 /// The entry for a place of data, or for zeroes.

@@ -8,13 +8,13 @@ use cowshed_block::Result;
 /// Length of the table at the start of the region in bytes; the items follow it.
 pub const METADATA_TABLE_BYTES: usize = 64 << 10;
 
-const SIGNATURE: &[u8; 8] = b"metadata";
-const MAX_BLOCK_BYTES: u32 = 256 << 20;
-const MIN_BLOCK_BYTES: u32 = 1 << 20;
-const MAX_SIZE: u64 = 64 << 40;
+pub(super) const SIGNATURE: &[u8; 8] = b"metadata";
+pub(super) const MAX_BLOCK_BYTES: u32 = 256 << 20;
+pub(super) const MIN_BLOCK_BYTES: u32 = 1 << 20;
+pub(super) const MAX_SIZE: u64 = 64 << 40;
 /// Sectors that one block of the sector bitmap describes.
 const BITMAP_SECTORS: u64 = 1 << 23;
-const FLAG_REQUIRED: u32 = 1 << 2;
+pub(super) const FLAG_REQUIRED: u32 = 1 << 2;
 const FLAG_HAS_PARENT: u32 = 1 << 1;
 
 /// An item that every image has.
@@ -29,7 +29,7 @@ pub enum MetadataItem {
 }
 
 /// What the specification knows: the item, whether we read it, and its least length in bytes.
-const KNOWN: [(Guid, Option<MetadataItem>, u32); 6] = [
+pub(super) const KNOWN: [(Guid, Option<MetadataItem>, u32); 6] = [
     (
         Guid::new(0xcaa1_6737, 0xfa36, 0x4d43, [0xb3, 0xb6, 0x33, 0xf0, 0xaa, 0x44, 0xe7, 0x6b]),
         Some(MetadataItem::FileParameters),

@@ -3,8 +3,12 @@
 //! tables of regions, and two regions: metadata, and the block allocation table (BAT). Numbers are little-endian, offsets
 //! count bytes.
 
+mod create;
+mod log;
 mod metadata;
 
+pub use create::NewVhdx;
+pub use log::{LogWrite, MAX_LOG_BYTES, NewLogEntry, Replay, replay_of};
 pub use metadata::{METADATA_TABLE_BYTES, MetadataItem, MetadataTable, VhdxDisk};
 
 use crate::bytes::{array_at, le16_at, le32_at, le64_at};
@@ -50,9 +54,21 @@ impl Guid {
         Guid([a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p])
     }
 
+    /// From random bytes (RFC 9562, version 4).
+    pub fn random(bytes: [u8; 16]) -> Guid {
+        let mut guid = Guid(bytes);
+        // The third group is little-endian.
+        guid.0[7] = guid.0[7] & 0x0f | 0x40;
+        guid.0[8] = guid.0[8] & 0x3f | 0x80;
+        guid
+    }
+
     fn at(bytes: &[u8], at: usize) -> Option<Guid> {
         array_at(bytes, at).map(Guid)
     }
+
+    /// The one of zeroes.
+    pub const ZERO: Guid = Guid([0; 16]);
 
     /// True for the one of zeroes alone.
     pub fn is_zero(&self) -> bool {
@@ -85,6 +101,10 @@ pub fn check_signature(bytes: &[u8]) -> Result<()> {
 pub struct VhdxHeader {
     /// The header with the larger one counts.
     pub sequence_number: u64,
+    /// Changes with the first write to the file after an opening.
+    pub file_guid: Guid,
+    /// Changes with the first write to the disk after an opening; images made of this one know it.
+    pub data_guid: Guid,
     /// Entries of the log with this mark count; zero for none.
     pub log_guid: Guid,
     /// Where the log is.
@@ -112,6 +132,8 @@ impl VhdxHeader {
         let (log_version, version) = (le16_at(bytes, 64)?, le16_at(bytes, 66)?);
         let header = Self {
             sequence_number: le64_at(bytes, 8)?,
+            file_guid: Guid::at(bytes, 16)?,
+            data_guid: Guid::at(bytes, 32)?,
             log_guid: Guid::at(bytes, 48)?,
             log_offset: le64_at(bytes, 72)?,
             log_bytes: u64::from(le32_at(bytes, 68)?),
@@ -137,6 +159,23 @@ impl VhdxHeader {
             return Some(Err(wrong("LogLength", offset + 68, header.log_bytes, message)));
         }
         Some(Ok(header))
+    }
+
+    /// The header as it stands in the file.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let mut put = |at: usize, part: &[u8]| bytes[at..at + part.len()].copy_from_slice(part);
+        put(0, HEADER_SIGNATURE);
+        put(8, &self.sequence_number.to_le_bytes());
+        put(16, &self.file_guid.0);
+        put(32, &self.data_guid.0);
+        put(48, &self.log_guid.0);
+        put(66, &VERSION.to_le_bytes());
+        put(68, &(self.log_bytes as u32).to_le_bytes());
+        put(72, &self.log_offset.to_le_bytes());
+        let sum = checksum(&bytes);
+        bytes[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&sum.to_le_bytes());
+        bytes
     }
 
     /// Which of the two headers counts: the one that is sound, or of two sound ones the one with the larger sequence number.
@@ -254,6 +293,11 @@ impl VhdxBlock {
             state => VhdxBlock::Unknown(state as u8),
         }
     }
+
+    /// The entry for a block whose data are at this offset, a multiple of [`UNIT_BYTES`].
+    pub fn entry_at(offset: u64) -> u64 {
+        (offset / UNIT_BYTES * UNIT_BYTES) | 6
+    }
 }
 
 /// CRC-32C of a structure with its checksum field taken as zeroes.
@@ -317,6 +361,17 @@ mod tests {
         assert!(VhdxHeader::newer(parsed(5), parsed(5)).is_ok());
         let other = VhdxHeader::parse(&header(5, &[(72, &[0, 0, 0x20])]), 0);
         assert!(VhdxHeader::newer(parsed(5), other).unwrap_err().to_string().contains("SequenceNumber"));
+    }
+
+    #[test]
+    fn a_header_is_written_as_it_is_read() {
+        let log_guid = Guid::random([0xff; 16]);
+        assert_eq!(log_guid.to_string(), "ffffffff-ffff-4fff-bfff-ffffffffffff");
+        let (file_guid, data_guid) = (Guid::random([1; 16]), Guid::random([2; 16]));
+        let (log_offset, log_bytes) = (3 << 20, 2 << 20);
+        let header = VhdxHeader { sequence_number: 9, file_guid, data_guid, log_guid, log_offset, log_bytes };
+        assert_eq!(VhdxHeader::parse(&header.to_bytes(), 0).unwrap().unwrap(), header);
+        assert_eq!(VhdxBlock::of(VhdxBlock::entry_at(5 << 20)), VhdxBlock::At(5 << 20));
     }
 
     #[test]

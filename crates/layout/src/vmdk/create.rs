@@ -130,12 +130,12 @@ impl NewVmdk<'_> {
     fn descriptor(&self, extents: &str) -> String {
         let (parent_cid, hint) = match self.parent {
             Some((cid, name)) => (cid, format!("parentFileNameHint=\"{name}\"\n")),
-            None => (NO_PARENT, String::new()),
+            None => (NO_PARENT, "\n".to_owned()),
         };
         let heads = if self.adapter == "ide" { 16 } else { 255 };
         let cylinders = self.size / SECTOR_BYTES / 63 / heads;
         format!(
-            "# Disk DescriptorFile\nversion=1\nCID={:08x}\nparentCID={parent_cid:08x}\ncreateType=\"{}\"\n{hint}\n\
+            "# Disk DescriptorFile\nversion=1\nCID={:08x}\nparentCID={parent_cid:08x}\ncreateType=\"{}\"\n{hint}\
              # Extent description\n{extents}\n# The Disk Data Base\n#DDB\n\n\
              ddb.virtualHWVersion = \"{}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
              ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"63\"\nddb.adapterType = \"{}\"\n\
@@ -180,26 +180,28 @@ impl NewVmdk<'_> {
     }
 }
 
-/// The text of a descriptor with another content id; `None` where it has none.
+/// The text of a descriptor with another content id, wherever that stands; `None` where it has none. It is no shorter.
 pub fn with_cid(text: &[u8], cid: u32) -> Option<Vec<u8>> {
     let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
     let text = text.get(..end)?;
-    let mut start = 0;
+    let mut changed = Vec::with_capacity(text.len() + 8);
+    let mut is_changed = false;
     for line in text.split_inclusive(|byte| *byte == b'\n') {
         let equals = line.iter().position(|byte| *byte == b'=');
-        if let Some(equals) = equals
-            && line[..equals].trim_ascii().eq_ignore_ascii_case(b"CID")
-        {
-            let value = start + equals + 1;
-            let value_len = line[equals + 1..].trim_ascii_end().len();
-            let mut changed = text[..value].to_vec();
-            changed.extend_from_slice(format!("{cid:08x}").as_bytes());
-            changed.extend_from_slice(&text[value + value_len..]);
-            return Some(changed);
+        match equals.filter(|equals| line[..*equals].trim_ascii().eq_ignore_ascii_case(b"CID")) {
+            Some(equals) => {
+                let value = &line[equals + 1..];
+                let len = value.trim_ascii_end().len();
+                changed.extend_from_slice(&line[..=equals]);
+                // In the width of the old one: what follows stays where it is.
+                changed.extend_from_slice(format!("{cid:0len$x}", len = len.max(8)).as_bytes());
+                changed.extend_from_slice(&value[len..]);
+                is_changed = true;
+            }
+            None => changed.extend_from_slice(line),
         }
-        start += line.len();
     }
-    None
+    is_changed.then_some(changed)
 }
 
 #[cfg(test)]

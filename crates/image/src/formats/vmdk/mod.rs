@@ -7,15 +7,15 @@ mod open;
 mod write;
 
 use super::mapped::{Description, MappedCheck, MappedFormat, MappedWriter, Place, Run, push_run};
-use crate::node::{LocalFuture, Node};
+use crate::node::{LocalFuture, Node, Work};
 use crate::open::DriverLine;
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
-use cowshed_block::{Error, Result};
-use cowshed_layout::vmdk::Descriptor;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::vmdk::{Access, Descriptor};
 use extent::Extent;
 use serde_json::{Value, json};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use write::VmdkWriter;
 
 const SCHEMA: DriverSchema = DriverSchema {
@@ -56,12 +56,19 @@ pub(crate) struct Vmdk {
     size: u64,
     /// The content id now.
     cid: AtomicU32,
-    /// None: opened for reading.
-    writer: Option<VmdkWriter>,
+    /// The file of the descriptor and, inside of an extent, its place: first sector and number of sectors.
+    home: (Arc<Node>, Option<(u64, u64)>),
+    /// Empty: opened for reading.
+    writer: OnceLock<VmdkWriter>,
 }
 
 impl Vmdk {
-    fn new(descriptor: Descriptor, extents: Vec<Extent>, files: Vec<Arc<Node>>) -> Result<Vmdk> {
+    fn new(
+        descriptor: Descriptor,
+        extents: Vec<Extent>,
+        files: Vec<Arc<Node>>,
+        home: (Arc<Node>, Option<(u64, u64)>),
+    ) -> Result<Vmdk> {
         let mut size = 0u64;
         let mut pieces = Vec::with_capacity(extents.len());
         for extent in extents {
@@ -74,7 +81,7 @@ impl Vmdk {
             }
         }
         let cid = AtomicU32::new(descriptor.cid);
-        Ok(Vmdk { descriptor, pieces, files, size, cid, writer: None })
+        Ok(Vmdk { descriptor, pieces, files, size, cid, home, writer: OnceLock::new() })
     }
 
     /// The piece that byte `offset` of the disk is in.
@@ -154,7 +161,22 @@ impl MappedFormat for Vmdk {
     }
 
     fn writer(&self) -> Option<&dyn MappedWriter> {
-        self.writer.is_some().then_some(self)
+        self.writer.get().is_some().then_some(self)
+    }
+
+    fn start_writing(&self) -> Work<'_> {
+        Box::pin(async move {
+            if self.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
+                return Err(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent"));
+            }
+            match self.writer.get() {
+                Some(writer) => writer.begin_again(self).await,
+                None => {
+                    let writer = VmdkWriter::open(self).await?;
+                    self.writer.set(writer).map_err(|_| Error::internal("an image is made writable twice at once"))
+                }
+            }
+        })
     }
 
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {

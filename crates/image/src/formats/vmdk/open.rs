@@ -2,9 +2,8 @@
 //! Opening: the descriptor, the extents that it names, and the parent.
 
 use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
-use super::write::VmdkWriter;
 use super::{SCHEMA, Vmdk};
-use crate::formats::mapped::MappedDriver;
+use crate::formats::mapped::{MappedDriver, MappedFormat};
 use crate::node::{ChildRole, Node};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -41,16 +40,12 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
     check_kind(&first).map_err(named)?;
-    let (mut vmdk, place) = if first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
-        open_monolithic(opener, &file, &first).await.map_err(named)?
-    } else {
-        (open_split(opener, draft, &file).await.map_err(named)?, None)
+    let vmdk = match first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
+        true => open_monolithic(opener, &file, &first).await.map_err(named)?,
+        false => open_split(opener, draft, &file).await.map_err(named)?,
     };
     if !draft.settings.read_only {
-        if vmdk.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
-            return Err(named(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent")));
-        }
-        vmdk.writer = Some(VmdkWriter::open(&vmdk, &file, place).await.map_err(named)?);
+        vmdk.start_writing().await.map_err(named)?;
     }
     let size = vmdk.size;
     opener.policy().check_size(size).map_err(named)?;
@@ -91,7 +86,7 @@ fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
 }
 
 /// One sparse file with the descriptor inside.
-async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<(Vmdk, Option<(u64, u64)>)> {
+async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
     let header = SparseHeader::parse(first)?;
     let (start, sectors) = header.descriptor.unwrap_or((0, 0));
     let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
@@ -99,8 +94,8 @@ async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) ->
     let descriptor = embedded_descriptor(&text, start)?;
     let sparse = open_sparse(opener, file, 0, header.clone(), "").await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
-    let place = header.descriptor;
-    Ok((Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)])?, place))
+    let home = (Arc::clone(file), header.descriptor);
+    Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)], home)
 }
 
 /// A descriptor that names the files of the extents.
@@ -133,7 +128,7 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
         }
         extents.push(extent);
     }
-    Vmdk::new(descriptor, extents, files)
+    Vmdk::new(descriptor, extents, files, (Arc::clone(file), None))
 }
 
 async fn open_extent(

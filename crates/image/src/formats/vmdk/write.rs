@@ -14,7 +14,7 @@ use crate::protocols::{discard_file, zero_file};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid};
-use cowshed_storage::{File, IoBuf};
+use cowshed_storage::{File, FileIdentity, IoBuf};
 use futures_util::lock::Mutex as Turn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -167,7 +167,8 @@ impl BlockFormat for Grains<'_> {
 
 impl VmdkWriter {
     /// Looks at the extents of a disk that is opened for writing.
-    pub(super) async fn open(vmdk: &Vmdk, file: &Arc<Node>, descriptor: Option<(u64, u64)>) -> Result<VmdkWriter> {
+    pub(super) async fn open(vmdk: &Vmdk) -> Result<VmdkWriter> {
+        check_apart(vmdk)?;
         let mut extents = Vec::new();
         for piece in &vmdk.pieces {
             extents.push(match &piece.extent.storage {
@@ -185,9 +186,23 @@ impl VmdkWriter {
                 }
             });
         }
-        let place = descriptor.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
-        let space = descriptor.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
+        let (file, place) = &vmdk.home;
+        let space = place.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
+        let place = place.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
         Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::new(false) })
+    }
+
+    /// Looks at the extents again, of a disk that was read-only for a while.
+    pub(super) async fn begin_again(&self, vmdk: &Vmdk) -> Result<()> {
+        for (piece, extent) in vmdk.pieces.iter().zip(&self.extents) {
+            if let (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) = (&piece.extent.storage, extent) {
+                sparse.tables.forget();
+                let grains = vmdk.grains(sparse, &piece.extent, piece.start);
+                parts.1.begin_again(&grains, &parts.0).await?;
+            }
+        }
+        *self.changed.lock().await = false;
+        Ok(())
     }
 
     /// The first change gives the disk another content id.
@@ -224,19 +239,40 @@ impl VmdkWriter {
     }
 }
 
+/// Refuses extents that share bytes of a file: a write to one would change the other.
+fn check_apart(vmdk: &Vmdk) -> Result<()> {
+    let mut known: Vec<(FileIdentity, u64, u64)> = Vec::new();
+    for piece in &vmdk.pieces {
+        let (file, from, to) = match &piece.extent.storage {
+            Storage::Zero => continue,
+            Storage::Flat { file, host, .. } => (*file, *host, host.saturating_add(piece.extent.len)),
+            // New grains go anywhere.
+            Storage::Sparse(sparse) => (sparse.file, 0, u64::MAX),
+        };
+        let node = node_of(&vmdk.files, file)?;
+        let Some(identity) = node.storage().identity() else { continue };
+        if known.iter().any(|(other, start, end)| *other == identity && from < *end && *start < to) {
+            let message = "two extents of the disk share a part of this file: the disk can't be written to";
+            return Err(Error::invalid_image("extents", known.len() + 1, message).file(node.filename()));
+        }
+        try_push(&mut known, (identity, from, to))?;
+    }
+    Ok(())
+}
+
 fn node_of(files: &[Arc<Node>], index: usize) -> Result<&Arc<Node>> {
     files.get(index).ok_or_else(|| Error::internal("an extent has no file"))
 }
 
 impl Vmdk {
     fn open_writer(&self) -> Result<&VmdkWriter> {
-        self.writer.as_ref().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+        self.writer.get().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
     }
 
     /// The place of byte `at` of piece `index`, with the grains whose entries aren't written yet.
     pub(super) async fn place(&self, index: usize, at: u64, len: u64) -> Result<(Place, u64)> {
         let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
-        let writer = self.writer.as_ref().and_then(|writer| writer.extents.get(index));
+        let writer = self.writer.get().and_then(|writer| writer.extents.get(index));
         match (&piece.extent.storage, writer) {
             (Storage::Sparse(sparse), Some(ExtentWriter::Sparse(parts))) => {
                 let (image, writer) = &**parts;

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images of other formats that are odd and allowed, under writes: nothing but what is written changes.
+
+use crate::oracle::{Oracle, words};
+use cowshed_layout::vpc;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+/// Our qemu-io, which must succeed.
+#[track_caller]
+fn io(oracle: &Oracle, format: &str, image: &str, commands: &[&str]) {
+    let said = run_io(oracle, format, image, commands);
+    assert!(!said.contains("rror") && !said.contains("ailed") && !said.contains("Could not"), "{commands:?}: {said}");
+}
+
+fn run_io(oracle: &Oracle, format: &str, image: &str, commands: &[&str]) -> String {
+    let link = oracle.work().join("qemu-io");
+    if !link.exists() {
+        symlink(env!("CARGO_BIN_EXE_cowshed"), &link).unwrap();
+    }
+    let mut command = Command::new(&link);
+    command.current_dir(oracle.work()).args(["-f", format]);
+    for text in commands {
+        command.args(["-c", text]);
+    }
+    let output = command.arg(image).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+#[track_caller]
+fn ours(oracle: &Oracle, line: &str) -> String {
+    let said = oracle.ours(&oracle.work(), &words(line));
+    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
+    said.out
+}
+
+/// A table with room for a disk that grows, as other programs make it.
+#[test]
+fn a_vhd_table_that_is_longer_than_the_disk_needs_stays_whole() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vpc -o force_size=on disk.vhd 8G");
+    let path = oracle.work().join("disk.vhd");
+    let mut bytes = fs::read(&path).unwrap();
+    for at in [0, bytes.len() - 512] {
+        bytes[at + 48..at + 56].copy_from_slice(&(64u64 << 20).to_be_bytes());
+        let sum = vpc::checksum(&bytes[at..at + 512], 64);
+        bytes[at + 64..at + 68].copy_from_slice(&sum.to_be_bytes());
+    }
+    fs::write(&path, &bytes).unwrap();
+    io(&oracle, "vpc", "disk.vhd", &["write -P 17 0 4M", "write -P 18 60M 1M"]);
+    for reader in 0..2 {
+        let line = words("convert -f vpc -O raw disk.vhd out");
+        let said =
+            if reader == 0 { oracle.real(&oracle.work(), &line) } else { oracle.real_of_system(&oracle.work(), &line) };
+        assert_eq!(said.code, Some(0), "{}", said.err);
+        let disk = fs::read(oracle.work().join("out")).unwrap();
+        assert!(
+            disk[..4 << 20].iter().all(|byte| *byte == 17) && disk[60 << 20..61 << 20].iter().all(|byte| *byte == 18)
+        );
+    }
+    // The entries that no block has.
+    let after = fs::read(&path).unwrap();
+    assert!(after[1536 + 32 * 4..1536 + 4096 * 4].iter().all(|byte| *byte == 0xff));
+}
+
+#[test]
+fn vmdk_extents_that_share_a_part_of_a_file_take_no_writes() {
+    let oracle = Oracle::new();
+    let with_lines = |name: &str, lines: &[&str]| {
+        let text = fs::read_to_string(oracle.work().join("d.vmdk")).unwrap();
+        let line = text.lines().find(|line| line.starts_with("RW ")).unwrap();
+        fs::write(oracle.work().join(name), text.replace(line, &lines.join("\n"))).unwrap();
+    };
+    oracle.make("create -q -f vmdk -o subformat=twoGbMaxExtentSparse d.vmdk 10M");
+    let sparse = "RW 20480 SPARSE \"d-s001.vmdk\"";
+    with_lines("twice.vmdk", &[sparse, sparse]);
+    oracle.make("create -q -f vmdk -o subformat=monolithicFlat d.vmdk 10M");
+    with_lines("windows.vmdk", &["RW 10000 FLAT \"d-flat.vmdk\" 0", "RW 10000 FLAT \"d-flat.vmdk\" 9999"]);
+    with_lines("apart.vmdk", &["RW 10000 FLAT \"d-flat.vmdk\" 0", "RW 10480 FLAT \"d-flat.vmdk\" 10000"]);
+    with_lines("mixed.vmdk", &[sparse, "RW 1 FLAT \"d-s001.vmdk\" 0"]);
+    for name in ["twice.vmdk", "windows.vmdk", "mixed.vmdk"] {
+        let said = run_io(&oracle, "vmdk", name, &["write -P 1 0 64k"]);
+        assert!(said.contains("share a part of this file"), "{name}: {said}");
+        ours(&oracle, &format!("info -f vmdk {name}"));
+    }
+    io(&oracle, "vmdk", "apart.vmdk", &["write -P 1 0 10M", "read -P 1 0 10M"]);
+}
+
+/// Content ids in other forms than the usual one.
+#[test]
+fn a_new_content_id_leaves_the_rest_of_a_vmdk_descriptor_alone() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vmdk -o subformat=monolithicFlat c.vmdk 1M");
+    let text = fs::read_to_string(oracle.work().join("c.vmdk")).unwrap();
+    let line = text.lines().find(|line| line.starts_with("CID=")).unwrap().to_owned();
+    let value = &line[4..];
+    for form in [
+        format!("{line}\n{line}"),
+        format!("CID={}{value}", "0".repeat(30)),
+        format!("CID = {value}"),
+        "CID=7".to_owned(),
+    ] {
+        // The extents come last.
+        let extent = "RW 2048 FLAT \"c-flat.vmdk\" 0";
+        let other = text.replace(&format!("{extent}\n"), "").replace(&line, &form) + extent + "\n";
+        fs::write(oracle.work().join("c.vmdk"), &other).unwrap();
+        io(&oracle, "vmdk", "c.vmdk", &["write -P 1 0 64k"]);
+        let after = fs::read_to_string(oracle.work().join("c.vmdk")).unwrap();
+        assert_ne!(other, after, "{form}");
+        assert_eq!(after.matches(extent).count(), 1, "{after}");
+        let info = ours(&oracle, "info --output=json -f vmdk c.vmdk");
+        let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+        assert_eq!(info["virtual-size"], 1 << 20, "{form}");
+        io(&oracle, "vmdk", "c.vmdk", &["write -P 2 64k 64k", "read -P 1 0 64k"]);
+    }
+}
+
+/// The base is opened for reading first, and for writing where the commit begins.
+#[test]
+fn a_commit_writes_to_bases_of_other_formats() {
+    let oracle = Oracle::new();
+    for format in ["vmdk", "vdi", "vpc", "vhdx"] {
+        let options = if format == "vpc" { "-o force_size=on" } else { "" };
+        for (name, tool) in [("real", 0), ("ours", 1)] {
+            oracle.make(&format!("create -q -f {format} {options} base.{name} 5M"));
+            io(&oracle, format, &format!("base.{name}"), &["write -P 3 1M 1M"]);
+            oracle.make(&format!("create -q -f qcow2 -b base.{name} -F {format} top.{name}"));
+            io(&oracle, "qcow2", &format!("top.{name}"), &["write -P 5 100k 100k", "write -P 6 2M 1M"]);
+            let line = words(&format!("commit top.{name}"));
+            let said = if tool == 0 { oracle.real(&oracle.work(), &line) } else { oracle.ours(&oracle.work(), &line) };
+            assert_eq!((said.out.as_str(), said.code), ("Image committed.\n", Some(0)), "{format}: {}", said.err);
+        }
+        oracle.make(&format!("compare -f {format} -F {format} base.real base.ours"));
+        oracle.make("compare -f qcow2 -F qcow2 top.real top.ours");
+        // It is closed as after any write.
+        io(&oracle, format, "base.ours", &["read -P 5 100k 100k", "write -P 7 0 4k", "read -P 6 2M 1M"]);
+    }
+}
+
+#[test]
+fn options_are_taken_as_qemu_takes_them() {
+    let oracle = Oracle::new();
+    for line in [
+        "create -f vmdk -o adapter_type=IDE new 1M",
+        "create -f vdi -o preallocation=metadata new 3M",
+        "create -f vpc -o preallocation=metadata new 3M",
+    ] {
+        oracle.compare(line);
+    }
+    // The descriptor of a disk with a parent.
+    oracle.make("create -q -f vmdk base.vmdk 1M");
+    let texts = ["real", "ours"].map(|tool| {
+        let line = words("create -q -f vmdk -b base.vmdk -F vmdk top.vmdk");
+        match tool {
+            "real" => oracle.real(&oracle.work(), &line),
+            _ => oracle.ours(&oracle.work(), &line),
+        };
+        let bytes = fs::read(oracle.work().join("top.vmdk")).unwrap();
+        let text = String::from_utf8_lossy(&bytes[512..1536]).into_owned();
+        let lines: Vec<String> = text.lines().filter(|line| !line.starts_with("CID=")).map(str::to_owned).collect();
+        lines
+    });
+    let [real, ours] = texts;
+    assert_eq!(ours[..17], real[..17]);
+    oracle.verdict();
+}
