@@ -4,7 +4,8 @@
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
-use cowshed_block::Result;
+use crate::fresh::FreshFile;
+use cowshed_block::{Error, Result};
 
 /// Length of the header in bytes; the BAT follows it.
 pub const HEADER_BYTES: usize = 64;
@@ -110,6 +111,56 @@ impl ParallelsHeader {
     }
 }
 
+/// Where the header says that a program has the image open for writing.
+pub const IN_USE_AT: u64 = 44;
+/// What it says there while one has.
+pub const IN_USE_MARK: [u8; 4] = IN_USE.to_le_bytes();
+
+const NEW_HEADS: u32 = 16;
+const NEW_SECTORS_OF_TRACK: u64 = 32;
+
+/// A new image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewParallels {
+    /// Size of the disk in bytes, whole sectors.
+    pub size: u64,
+    /// Length of a cluster in bytes, as the user asks.
+    pub cluster_bytes: u64,
+}
+
+impl NewParallels {
+    /// The file: header and BAT.
+    pub fn lay_out(&self) -> Result<FreshFile> {
+        let cluster_bytes = self.cluster_bytes.max(1).checked_next_multiple_of(SECTOR_BYTES).unwrap_or(u64::MAX);
+        let tracks = cluster_bytes / SECTOR_BYTES;
+        if tracks > u64::from(MAX_CLUSTER_SECTORS) {
+            let error = Error::invalid_argument("Cluster size is too large");
+            return Err(error.field("cluster_size").value(self.cluster_bytes));
+        }
+        let entries = self.size.div_ceil(cluster_bytes);
+        let bat_end = HEADER_BYTES as u64 + entries * ENTRY_BYTES;
+        // QEMU's bound: the table is at most 2 GiB long.
+        if bat_end > i32::MAX as u64 {
+            let error = Error::invalid_argument("Image size is too large for this cluster size");
+            return Err(error
+                .field("size")
+                .value(self.size)
+                .qemu("The image size is too large for file format 'parallels' (try using a larger cluster size)"));
+        }
+        let data_offset = bat_end.next_multiple_of(cluster_bytes);
+        let cylinders = self.size / SECTOR_BYTES / u64::from(NEW_HEADS) / NEW_SECTORS_OF_TRACK;
+        let mut header = MAGIC.to_vec();
+        for word in [VERSION, NEW_HEADS, cylinders as u32, tracks as u32, entries as u32] {
+            header.extend_from_slice(&word.to_le_bytes());
+        }
+        header.extend_from_slice(&(self.size / SECTOR_BYTES).to_le_bytes());
+        for word in [0, (data_offset / SECTOR_BYTES) as u32, 0, 0, 0] {
+            header.extend_from_slice(&u32::to_le_bytes(word));
+        }
+        Ok(FreshFile { len: data_offset, pieces: Vec::new(), mark: Some((0, header)) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,6 +171,21 @@ mod tests {
         bytes.extend(20_480u64.to_le_bytes());
         bytes.extend([0u32, 2048, 0, 0, 0].iter().flat_map(|word| word.to_le_bytes()));
         bytes
+    }
+
+    #[test]
+    fn a_new_image_is_read_as_it_was_meant() {
+        for (size, cluster_bytes, expected) in
+            [(10 << 20, 1 << 20, 1 << 20), (512, 1, 512), (0, 1000, 1024), (1 << 40, 1 << 20, 1 << 20)]
+        {
+            let fresh = NewParallels { size, cluster_bytes }.lay_out().unwrap();
+            let header = ParallelsHeader::parse(&fresh.mark.unwrap().1).unwrap();
+            assert_eq!((header.size, header.cluster_bytes, header.is_in_use), (size, expected, false));
+            assert_eq!((fresh.len, header.entry_unit_bytes), (header.data_offset, expected));
+        }
+        let error = |size, cluster_bytes| NewParallels { size, cluster_bytes }.lay_out().unwrap_err().to_string();
+        assert!(error(512, (1 << 30) + 1).contains("Cluster size is too large"));
+        assert!(error(512 << 40, 1 << 20).contains("too large for this cluster size"));
     }
 
     #[test]

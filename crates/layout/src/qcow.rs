@@ -4,8 +4,9 @@
 
 use crate::bytes::{be32_at, be64_at};
 use crate::complaint::{refused, wrong};
+use crate::fresh::{FreshFile, Piece};
 use crate::qcow2::MAGIC;
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 48;
@@ -139,6 +140,54 @@ impl QcowHeader {
     }
 }
 
+/// Entries of the largest L1 table.
+const MAX_L1_ENTRIES: u64 = i32::MAX as u64 / ENTRY_BYTES;
+
+/// A new image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewQcow<'a> {
+    /// Size of the disk in bytes, whole sectors.
+    pub size: u64,
+    /// The backing file's name.
+    pub backing: Option<&'a str>,
+}
+
+impl NewQcow<'_> {
+    /// The file as QEMU lays it out: the header, the name, the L1 table. Small clusters where there is a backing file, so that
+    /// little of it is copied.
+    pub fn lay_out(&self) -> Result<FreshFile> {
+        if self.size == 0 {
+            let error = Error::invalid_argument("Image size is too small, cannot be zero length");
+            return Err(error.field("size").value(0));
+        }
+        let name = self.backing.unwrap_or("").as_bytes();
+        if name.len() > MAX_BACKING_NAME_BYTES as usize {
+            return Err(Error::invalid_argument("Backing file name too long").field("backing_file"));
+        }
+        let (cluster_bits, l2_bits) = if name.is_empty() { (12, 9) } else { (9, 12) };
+        let l1_offset = (HEADER_BYTES as u64 + name.len() as u64).next_multiple_of(8);
+        let name_offset = if name.is_empty() { 0 } else { HEADER_BYTES as u64 };
+        let mut header = MAGIC.to_be_bytes().to_vec();
+        header.extend_from_slice(&1u32.to_be_bytes());
+        header.extend_from_slice(&name_offset.to_be_bytes());
+        header.extend_from_slice(&(name.len() as u32).to_be_bytes());
+        header.extend_from_slice(&[0; 4]);
+        header.extend_from_slice(&self.size.to_be_bytes());
+        header.extend_from_slice(&[cluster_bits, l2_bits, 0, 0, 0, 0, 0, 0]);
+        header.extend_from_slice(&l1_offset.to_be_bytes());
+        let parsed = QcowHeader::parse(&header)?;
+        if parsed.l1_bytes() / ENTRY_BYTES > MAX_L1_ENTRIES {
+            return Err(Error::invalid_argument("Image too large").field("size").value(self.size));
+        }
+        let mut pieces = Vec::new();
+        if !name.is_empty() {
+            pieces.push((HEADER_BYTES as u64, Piece::Bytes(name.to_vec())));
+        }
+        let len = l1_offset + parsed.l1_bytes().next_multiple_of(SECTOR_BYTES);
+        Ok(FreshFile { len, pieces, mark: Some((0, header)) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,6 +200,18 @@ mod tests {
         bytes.extend([12, 9, 0, 0, 0, 0, 0, 0]);
         bytes.extend(48u64.to_be_bytes());
         bytes
+    }
+
+    #[test]
+    fn a_new_image_is_read_as_it_was_meant() {
+        for (backing, cluster_bytes, len) in [(None, 4096, 560), (Some("ra"), 512, 568)] {
+            let fresh = NewQcow { size: 10 << 20, backing }.lay_out().unwrap();
+            let header = QcowHeader::parse(&fresh.mark.unwrap().1).unwrap();
+            assert_eq!((header.size, header.cluster_bytes(), fresh.len), (10 << 20, cluster_bytes, len));
+            assert_eq!(header.backing_name, backing.map(|name| (48, name.len() as u32)));
+        }
+        let error = |size| NewQcow { size, backing: None }.lay_out().unwrap_err().to_string();
+        assert!(error(0).contains("cannot be zero") && error(1 << 50).contains("too large"));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
-use cowshed_block::Result;
+use crate::fresh::{FreshFile, Piece};
+use cowshed_block::{Error, Result};
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 64;
@@ -149,6 +150,91 @@ impl QedHeader {
     }
 }
 
+/// Where the header says that the image needs a check, and the bytes there without that.
+pub const FEATURES_AT: u64 = 16;
+/// Where the header has the features that a program must clear that doesn't know them.
+pub const AUTOCLEAR_FEATURES_AT: u64 = 32;
+/// Where the header has the size of the disk.
+pub const SIZE_AT: u64 = 48;
+
+impl QedHeader {
+    /// The features of an image that needs no check.
+    pub fn clean_features(&self) -> [u8; 8] {
+        let backing = if self.backing_name.is_some() { FEATURE_BACKING_FILE } else { 0 };
+        let raw = if self.backing_is_raw { FEATURE_BACKING_IS_RAW } else { 0 };
+        (backing | raw).to_le_bytes()
+    }
+
+    /// The largest disk that the tables can describe, in bytes.
+    pub fn largest_size(&self) -> u64 {
+        let most = u128::from(self.l2_span_bytes()) * u128::from(self.table_entries());
+        u64::try_from(most).unwrap_or(u64::MAX).min(i64::MAX as u64) / SECTOR_BYTES * SECTOR_BYTES
+    }
+}
+
+/// A new image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewQed<'a> {
+    /// Size of the disk in bytes, whole sectors.
+    pub size: u64,
+    /// Length of a cluster in bytes.
+    pub cluster_bytes: u64,
+    /// Length of a table in clusters.
+    pub table_clusters: u64,
+    /// The backing file's name, and whether it is raw.
+    pub backing: Option<(&'a str, bool)>,
+}
+
+impl NewQed<'_> {
+    /// The file: a cluster with the header, and the L1 table.
+    pub fn lay_out(&self) -> Result<FreshFile> {
+        if !self.cluster_bytes.is_power_of_two() || !(1 << 12..=1 << 26).contains(&self.cluster_bytes) {
+            let message = "QED cluster size must be within range [4096, 67108864] and power of 2";
+            return Err(Error::invalid_argument(message).field("cluster_size").value(self.cluster_bytes));
+        }
+        if !self.table_clusters.is_power_of_two() || self.table_clusters > 16 {
+            let message = "QED table size must be within range [1, 16] and power of 2";
+            return Err(Error::invalid_argument(message).field("table_size").value(self.table_clusters));
+        }
+        let mut bytes = MAGIC.to_vec();
+        for word in [self.cluster_bytes as u32, self.table_clusters as u32, 1] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        let features = match self.backing {
+            Some((_, true)) => FEATURE_BACKING_FILE | FEATURE_BACKING_IS_RAW,
+            Some((_, false)) => FEATURE_BACKING_FILE,
+            None => 0,
+        };
+        for word in [features, 0, 0, self.cluster_bytes, self.size] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        let name = self.backing.map_or("", |(name, _)| name).as_bytes();
+        if name.len() > MAX_BACKING_NAME_BYTES as usize {
+            return Err(Error::invalid_argument("Backing file name too long").field("backing_file"));
+        }
+        let place = if name.is_empty() { 0 } else { HEADER_BYTES as u32 };
+        bytes.extend_from_slice(&place.to_le_bytes());
+        bytes.extend_from_slice(&(name.len() as u32).to_le_bytes());
+        let entries = self.table_clusters * self.cluster_bytes / ENTRY_BYTES;
+        let most = u128::from(entries) * u128::from(entries) * u128::from(self.cluster_bytes);
+        if u128::from(self.size) > most || i64::try_from(self.size).is_err() {
+            let most = u64::try_from(most).unwrap_or(0);
+            let message =
+                format!("QED image size must be a non-zero multiple of cluster size and less than {most} bytes");
+            return Err(Error::invalid_argument(message).field("size").value(self.size));
+        }
+        let header = QedHeader::parse(&bytes)?;
+        let mut pieces = Vec::new();
+        if !name.is_empty() {
+            pieces.push((HEADER_BYTES as u64, Piece::Bytes(name.to_vec())));
+        }
+        let len = self.cluster_bytes + header.table_bytes;
+        // The file has all of the table, which QEMU writes.
+        pieces.push((self.cluster_bytes, Piece::Fill(0, header.table_bytes)));
+        Ok(FreshFile { len, pieces, mark: Some((0, bytes)) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,6 +245,26 @@ mod tests {
         bytes.extend([0u64, 0, 0, 65_536, 10 << 20].iter().flat_map(|word| word.to_le_bytes()));
         bytes.extend([64u32, 4].iter().flat_map(|word| word.to_le_bytes()));
         bytes
+    }
+
+    #[test]
+    fn a_new_image_is_read_as_it_was_meant() {
+        let new = NewQed { size: 10 << 20, cluster_bytes: 4096, table_clusters: 2, backing: Some(("base.raw", true)) };
+        let fresh = new.lay_out().unwrap();
+        let header = QedHeader::parse(&fresh.mark.unwrap().1).unwrap();
+        assert_eq!((header.size, header.cluster_bytes, header.table_bytes), (10 << 20, 4096, 8192));
+        assert_eq!((header.backing_name, header.backing_is_raw, fresh.len), (Some((64, 8)), true, 12_288));
+        assert_eq!((header.clean_features()[0], header.largest_size()), (5, 1 << 32));
+        for (new, part) in [
+            (NewQed { cluster_bytes: 1024, ..new }, "cluster size must be"),
+            (NewQed { cluster_bytes: 5000, ..new }, "cluster size must be"),
+            (NewQed { table_clusters: 0, ..new }, "table size must be"),
+            (NewQed { table_clusters: 32, ..new }, "table size must be"),
+            (NewQed { size: (1 << 32) + 512, ..new }, "less than 4294967296 bytes"),
+        ] {
+            let error = new.lay_out().unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     #[test]

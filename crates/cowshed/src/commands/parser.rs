@@ -22,7 +22,7 @@ fn root_with(persona: Persona, is_wanted: impl Fn(&Verb) -> bool) -> Command {
     let verbs = COMMANDS.iter().filter(|verb| persona == Persona::Cowshed || verb.in_qemu_img);
     Command::new(persona.name())
         .bin_name(persona.name())
-        .about("Creates, converts, inspects, checks, repairs and serves disk images: qcow2, raw, LUKS, VMDK, VDI, VHD, VHDX and, for reading, qcow, QED and Parallels")
+        .about("Creates, converts, inspects, checks, repairs and serves disk images: qcow2, raw, LUKS, VMDK, VDI, VHD, VHDX, qcow, QED and Parallels")
         .version(version(persona))
         .args_override_self(true)
         .infer_long_args(true)

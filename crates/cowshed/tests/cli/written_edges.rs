@@ -116,6 +116,25 @@ fn a_new_content_id_leaves_the_rest_of_a_vmdk_descriptor_alone() {
     }
 }
 
+/// What stands behind the text of a descriptor is no part of it, and doesn't become one.
+#[test]
+fn a_new_content_id_changes_nothing_behind_the_text() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vmdk -o subformat=monolithicFlat c.vmdk 1M");
+    let text = fs::read_to_string(oracle.work().join("c.vmdk")).unwrap();
+    let line = text.lines().find(|line| line.starts_with("CID=")).unwrap().to_owned();
+    let mut bytes = text.replace(&line, "CID=54957f4").into_bytes();
+    let len = bytes.len();
+    bytes.extend_from_slice(b"\0RW 2048 FLAT \"c-flat.vmdk\" 0\n");
+    fs::write(oracle.work().join("c.vmdk"), &bytes).unwrap();
+    io(&oracle, "vmdk", "c.vmdk", &["write -P 1 0 64k"]);
+    let after = fs::read(oracle.work().join("c.vmdk")).unwrap();
+    assert!(after.len() == bytes.len() && after[len..] == bytes[len..] && after != bytes);
+    let info = ours(&oracle, "info --output=json -f vmdk c.vmdk");
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    assert_eq!(info["virtual-size"], 1 << 20);
+}
+
 /// The base is opened for reading first, and for writing where the commit begins.
 #[test]
 fn a_commit_writes_to_bases_of_other_formats() {

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum BlockdevCreateDriver: file qcow2 luks vdi vhdx vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
+enum BlockdevCreateDriver: file qcow2 luks parallels qcow qed vdi vhdx vpc raw nbd host_device null-co null-aio vmdk blkdebug throttle copy-on-read
   copy-before-write
 enum PreallocMode: off metadata falloc full
 object BlockdevCreateOptionsFile: filename: str, size: uint64, preallocation?: PreallocMode, nocow?: bool
@@ -49,8 +49,13 @@ object BlockdevCreateOptionsVpc: file: BlockdevRef, size: int, subformat?: Block
 enum BlockdevVhdxSubformat: dynamic fixed
 object BlockdevCreateOptionsVhdx: file: BlockdevRef, size: uint64, log-size?: uint64, block-size?: uint64
   , subformat?: BlockdevVhdxSubformat, block-state-zero?: bool
+object BlockdevCreateOptionsParallels: file: BlockdevRef, size: uint64, cluster-size?: uint64
+object BlockdevCreateOptionsQcow: file: BlockdevRef, size: uint64, backing-file?: str
+object BlockdevCreateOptionsQed: file: BlockdevRef, size: uint64, backing-file?: str, backing-fmt?: str
+  , cluster-size?: uint64, table-size?: int
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
   , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2, vdi: BlockdevCreateOptionsVdi
+  , parallels: BlockdevCreateOptionsParallels, qcow: BlockdevCreateOptionsQcow, qed: BlockdevCreateOptionsQed
   , vhdx: BlockdevCreateOptionsVhdx, vpc: BlockdevCreateOptionsVpc
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
@@ -77,13 +82,17 @@ const OPTIONS: &[(&str, &str)] = &[
     ("subformat", "subformat"),
     ("force-size", "force_size"),
     ("log-size", "log_size"),
+    ("table-size", "table_size"),
     ("block-size", "block_size"),
     ("block-state-zero", "block_state_zero"),
 ];
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    if !matches!(options.text("driver"), "file" | "luks" | "qcow2" | "vdi" | "vhdx" | "vpc") {
+    if !matches!(
+        options.text("driver"),
+        "file" | "luks" | "parallels" | "qcow" | "qcow2" | "qed" | "vdi" | "vhdx" | "vpc"
+    ) {
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic("Driver does not support blockdev-create"));
     }
@@ -135,12 +144,16 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         Some(_) => list.push("compat=1.1".to_owned()),
         None => {}
     }
+    let is_vdi = options.text("driver") == "vdi";
+    if is_vdi && matches!(options.maybe_text("preallocation"), Some("falloc" | "full")) {
+        return Err(Error::unsupported("Preallocation mode not supported for vdi"));
+    }
     let is_file = options.text("driver") == "file";
     let size = options.number("size").map_err(|error| Error::invalid_argument(error.description))?;
     if is_file && size.is_some_and(|size| i64::try_from(size).is_err()) {
         return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
     }
-    if !is_file && size.is_some_and(|size| !size.is_multiple_of(512)) {
+    if !is_file && !is_vdi && size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
     Ok(CreateRequest {

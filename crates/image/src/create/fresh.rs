@@ -3,11 +3,14 @@
 
 use super::file::{Failed, Manner, NewName, write_zeroes};
 use super::qcow2::{layout_hints, round_size};
-use super::schema::{CreateOption, OptionValues, VDI, VHDX, VMDK, VPC};
+use super::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
 use super::{Created, path_of};
 use crate::open::{OpenRequest, open, resolve_name};
 use cowshed_block::{Error, Result};
 use cowshed_layout::fresh::{FreshFile, Piece};
+use cowshed_layout::parallels::NewParallels;
+use cowshed_layout::qcow::NewQcow;
+use cowshed_layout::qed::NewQed;
 use cowshed_layout::vdi::NewVdi;
 use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
@@ -54,6 +57,9 @@ impl From<FreshFile> for Fresh {
 
 /// All of them.
 const FORMATS: &[FreshFormat] = &[
+    FreshFormat { name: "parallels", options: PARALLELS, lay_out: parallels, parent: None },
+    FreshFormat { name: "qcow", options: QCOW, lay_out: qcow, parent: None },
+    FreshFormat { name: "qed", options: QED, lay_out: qed, parent: None },
     FreshFormat { name: "vdi", options: VDI, lay_out: vdi, parent: None },
     FreshFormat { name: "vhdx", options: VHDX, lay_out: vhdx, parent: None },
     FreshFormat { name: "vmdk", options: VMDK, lay_out: vmdk, parent: Some(check_vmdk_parent) },
@@ -195,6 +201,27 @@ fn vpc(asked: &Request<'_>) -> Result<Fresh> {
     let made_at = u32::try_from(now.saturating_sub(YEAR_2000_S)).unwrap_or(u32::MAX);
     let force_size = values.switch("force_size");
     NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out().map(Fresh::from)
+}
+
+fn parallels(asked: &Request<'_>) -> Result<Fresh> {
+    let cluster_bytes = asked.values.number("cluster_size").unwrap_or(0);
+    NewParallels { size: asked.size, cluster_bytes }.lay_out().map(Fresh::from)
+}
+
+fn qcow(asked: &Request<'_>) -> Result<Fresh> {
+    NewQcow { size: asked.size, backing: asked.values.get("backing_file") }.lay_out().map(Fresh::from)
+}
+
+fn qed(asked: &Request<'_>) -> Result<Fresh> {
+    let values = asked.values;
+    let is_raw = values.get("backing_fmt") == Some("raw");
+    let new = NewQed {
+        size: asked.size,
+        cluster_bytes: values.number("cluster_size").unwrap_or(64 << 10),
+        table_clusters: values.number("table_size").unwrap_or(4),
+        backing: values.get("backing_file").map(|name| (name, is_raw)),
+    };
+    new.lay_out().map(Fresh::from)
 }
 
 fn vhdx(asked: &Request<'_>) -> Result<Fresh> {

@@ -81,7 +81,7 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
         Error::unsupported(format!("Unknown file format '{}'", request.format))
-            .hint(": qcow2, luks, raw, vdi, vhdx, vmdk and vpc can be created")
+            .hint(": qcow2, luks, raw, parallels, qcow, qed, vdi, vhdx, vmdk and vpc can be created")
     })?;
     let mut values = OptionValues::parse(schema, &request.options)?;
     let takes_backing = schema.iter().any(|option| option.name == "backing_file");

@@ -152,6 +152,37 @@ pub const VPC: &[CreateOption] = &[
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
+/// Options of a QED image, and of the file below.
+pub const QED: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    option("backing_file", Text, "File name of a base image"),
+    option("backing_fmt", Text, "Image format of the base image"),
+    preset("cluster_size", Size, "65536", "Cluster size (in bytes)"),
+    option("table_size", Size, "L1/L2 table size (in clusters)"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
+/// Options of a qcow image (version 1), and of the file below.
+pub const QCOW: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    option("backing_file", Text, "File name of a base image"),
+    option("backing_fmt", Text, "Format of the backing image"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
+/// Options of a Parallels image, and of the file below.
+pub const PARALLELS: &[CreateOption] = &[
+    option("size", Size, "Virtual disk size"),
+    preset("cluster_size", Size, "1048576", "Parallels image cluster size"),
+    option("preallocation", Text, "what to allocate at once: off, falloc or full"),
+    option("nocow", Switch, "write the file in place where the file system copies on write (btrfs)"),
+    option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
+];
+
 /// Options of a VHDX image, and of the file below.
 pub const VHDX: &[CreateOption] = &[
     option("size", Size, "Virtual disk size; max of 64TB."),

@@ -75,13 +75,29 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(Table, u64)>>> {
         async { Ok(None) }
     }
+    /// Where tables are found by a table: the missing table that the entry of a block would be in.
+    fn missing_table(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<MissingTable>>> {
+        async { Ok(None) }
+    }
+    /// The entry for a table at `host`.
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format has one table").offset(host))
+    }
     /// The entry for a block of zeroes, where there is one.
     fn zero_entry(&self) -> Option<Vec<u8>> {
         None
     }
     /// Parts of the file that no block may lie on, of which [`BlockFormat::place`] knows nothing: from, and to.
-    fn occupied(&self) -> Result<Vec<(u64, u64)>> {
-        Ok(Vec::new())
+    fn occupied(&self, _file: &ImageFile) -> impl Future<Output = Result<Vec<(u64, u64)>>> {
+        async { Ok(Vec::new()) }
+    }
+    /// Has the disk a size in memory. An error where it can't have that.
+    fn set_size(&self, _size: u64) -> Result<()> {
+        Err(Error::unsupported("Image format driver does not support resize"))
+    }
+    /// Writes the size of the disk to the header, durably.
+    fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
     }
     /// Forgets what it has read of tables.
     fn forget(&self) {}
@@ -139,6 +155,19 @@ pub(crate) struct Table {
     pub bytes: u64,
 }
 
+/// A table that isn't there yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MissingTable {
+    /// Where in the file the entry is that is to lead to it.
+    pub entry_offset: u64,
+    /// What messages call that entry.
+    pub field: &'static str,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Blocks that it has entries for.
+    pub blocks: u64,
+}
+
 impl Table {
     /// Whether bytes of the file are in this table.
     pub(crate) fn overlaps(&self, offset: u64, bytes: u64) -> bool {
@@ -165,17 +194,8 @@ pub(crate) struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens the file of an image that `draft` describes; `format` is for the message to who wants to write.
-    pub(crate) async fn open(opener: &Rc<Opener>, draft: &mut Draft, format: &str) -> Result<ImageFile> {
-        if !draft.settings.read_only {
-            let message = format!("{format} images can only be read; convert the image to write to it");
-            return Err(Error::new(ErrorKind::ReadOnly, message));
-        }
-        Self::open_writable(opener, draft).await
-    }
-
-    /// As [`ImageFile::open`], of a format that can be written to.
-    pub(crate) async fn open_writable(opener: &Rc<Opener>, draft: &mut Draft) -> Result<ImageFile> {
+    /// Opens the file of an image that `draft` describes.
+    pub(crate) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Result<ImageFile> {
         let node = opener.unshared_file_child(draft).await?;
         Ok(ImageFile::of(node))
     }
@@ -350,7 +370,8 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     draft.children.share(ChildRole::Backing, Arc::clone(&link));
     let unpacked = opener.policy().max_decompressed_bytes;
     let image = Image { file, format, writer: OnceLock::new() };
-    if !draft.settings.read_only {
+    // What is checked may be in no state to be written to.
+    if !draft.settings.read_only && !opener.checks(draft) {
         image.start_writing().await.map_err(|error| image.file.named(error))?;
     }
     let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
@@ -454,6 +475,33 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         Box::pin(async move { self.open_writer()?.discard(&self.format, &self.file, (offset, len)).await })
+    }
+
+    fn resize<'a>(&'a self, size: u64, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            let (writer, old) = (self.open_writer()?, self.format.size());
+            // Formats that can't be resized say so first.
+            self.format.set_size(old)?;
+            if size < old {
+                return Err(Error::unsupported("Shrinking images is currently not supported"));
+            }
+            self.format.set_size(size)?;
+            let grown = async {
+                // A longer backing file must not show behind the old end.
+                let below = backing.load().as_ref().map_or(0, |backing| backing.size());
+                if old < below.min(size) {
+                    let range = (old, below.min(size) - old);
+                    writer.write_zeroes(&self.format, &self.file, backing, range, ZeroFlags::default()).await?;
+                }
+                writer.flush(&self.format, &self.file).await?;
+                self.format.write_size(&self.file.storage()).await
+            };
+            let result = grown.await;
+            if result.is_err() {
+                self.format.set_size(old)?;
+            }
+            result
+        })
     }
 
     fn flush(&self) -> Work<'_> {

@@ -127,6 +127,10 @@ pub(crate) trait MappedWriter {
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
     /// Gives the space of a range back: it reads as before or as zeroes.
     fn discard(&self, offset: u64, len: u64) -> Work<'_>;
+    /// Makes the disk longer; what is new reads as zeroes.
+    fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
+        done(Err(Error::unsupported("Image format driver does not support resize")))
+    }
     /// Makes everything written so far durable.
     fn flush(&self) -> Work<'_>;
     /// The same, and leaves the files as a close does. No request runs.
@@ -350,8 +354,12 @@ impl Driver for MappedDriver {
         }
     }
 
-    fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
-        done(Err(Error::unsupported("Image format driver does not support resize").file(self.filename.clone())))
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        if preallocation != Preallocation::Off {
+            let message = format!("Unsupported preallocation mode '{}'", preallocation.name());
+            return done(Err(Error::unsupported(message).file(self.filename.clone())));
+        }
+        self.written(self.format.writer().map(|writer| writer.resize(size, &self.backing)))
     }
 
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! qcow, version 1, for reading: docs/formats/block-formats.md.
+//! qcow, version 1: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::{Description, Place};
+use super::units::Units;
 use crate::codec::Codec;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
+use cowshed_block::memory::try_push;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
 use cowshed_storage::rt;
@@ -17,7 +19,7 @@ const SECTOR_BYTES: u64 = 512;
 const SCHEMA: DriverSchema = DriverSchema {
     name: "qcow",
     kind: DriverKind::Format,
-    about: "QEMU's image format before qcow2, for reading",
+    about: "QEMU's image format before qcow2",
     keys: &[FILE_KEY, BACKING_KEY],
 };
 
@@ -32,7 +34,7 @@ struct Qcow {
 
 /// Opens a qcow image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let file = ImageFile::open(opener, draft, "qcow").await?;
+    let file = ImageFile::open(opener, draft).await?;
     let qcow = load(&file).await.map_err(|error| file.named(error))?;
     // The header has no place for the backing file's format.
     let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
@@ -134,5 +136,55 @@ impl BlockFormat for Qcow {
         })
         .await
         .map_err(|error: Error| error.offset(host))
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, head, tail) = (self.header.cluster_bytes(), Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first: 0, grid: block_bytes, tail, is_at_end: true })
+    }
+
+    async fn occupied(&self, file: &ImageFile) -> Result<Vec<(u64, u64)>> {
+        let (span, cluster_bytes) = (self.header.l2_span_bytes(), self.header.cluster_bytes());
+        let mut parts = vec![(0, HEADER_BYTES as u64), (self.l1.offset, self.l1.offset + self.l1.bytes)];
+        if let Some((at, len)) = self.header.backing_name {
+            try_push(&mut parts, (at, at + u64::from(len)))?;
+        }
+        for index in 0..self.header.size.div_ceil(span) {
+            let Some((_, table, _)) = self.cluster(file, index * span).await? else { continue };
+            file.check_table(&table)?;
+            try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
+            // Compressed clusters are no blocks of their own: nothing may lie on them either.
+            for at in (index * span..((index + 1) * span).min(self.header.size)).step_by(cluster_bytes as usize) {
+                if let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, at).await? {
+                    try_push(&mut parts, (host, host + len))?;
+                }
+            }
+        }
+        Ok(parts)
+    }
+
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        let at = block * self.header.cluster_bytes();
+        let found = self.cluster(file, at).await?;
+        let (_, table, index) = found.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;
+        Ok((table, index))
+    }
+
+    async fn missing_table(&self, file: &ImageFile, block: u64) -> Result<Option<MissingTable>> {
+        let at = block * self.header.cluster_bytes();
+        if self.cluster(file, at).await?.is_some() {
+            return Ok(None);
+        }
+        let entry_offset = self.l1.offset + at / self.header.l2_span_bytes() * ENTRY_BYTES;
+        let (bytes, blocks) = (self.header.l2_bytes(), 1 << self.header.l2_bits);
+        Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_be_bytes().to_vec())
+    }
+
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_be_bytes().to_vec())
     }
 }

@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! QED, for reading: docs/formats/block-formats.md.
+//! QED: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
+use super::units::Units;
+use crate::check::Repair;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, Result};
-use cowshed_layout::qed::{HEADER_BYTES, QedCluster, QedHeader};
+use cowshed_layout::qed::{
+    AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
+};
+use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "qed",
     kind: DriverKind::Format,
-    about: "QEMU's enhanced disk format, for reading",
+    about: "QEMU's enhanced disk format",
     keys: &[FILE_KEY, BACKING_KEY],
 };
 
@@ -24,11 +30,15 @@ struct Qed {
     header: QedHeader,
     l1: Table,
     backing_name: Option<String>,
+    /// Size of the disk in bytes.
+    size: AtomicU64,
+    /// The header says that the image needs a check.
+    needs_check: AtomicBool,
 }
 
 /// Opens a QED image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let file = ImageFile::open(opener, draft, "QED").await?;
+    let file = ImageFile::open(opener, draft).await?;
     let qed = load(&file).await.map_err(|error| file.named(error))?;
     let format = qed.backing_format().map(str::to_owned);
     let backing = NamedBacking { name: qed.backing_name.clone(), format };
@@ -43,7 +53,8 @@ async fn load(file: &ImageFile) -> Result<Qed> {
         Some(place) => Some(file.name("backing_filename_offset", place).await?).filter(|name| !name.is_empty()),
         None => None,
     };
-    Ok(Qed { header, l1, backing_name })
+    let (size, needs_check) = (AtomicU64::new(header.size), AtomicBool::new(header.needs_check));
+    Ok(Qed { header, l1, backing_name, size, needs_check })
 }
 
 impl Qed {
@@ -69,13 +80,80 @@ impl Qed {
         let offset = self.aligned("L1 table entry", entry)?;
         Ok(Some(Table { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
     }
+
+    /// Clears entries that lead to no cluster of the file; how many. What they led to is lost already.
+    async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
+        let file = image.storage();
+        let (there, cluster_bytes, mut cleared) = (image.len(), self.header.cluster_bytes, 0);
+        let is_bad = |offset: u64, bytes: u64| {
+            let end = offset.checked_add(bytes);
+            !offset.is_multiple_of(cluster_bytes) || offset < cluster_bytes || end.is_none_or(|end| end > there)
+        };
+        let clear = async |at: u64| file.write_at(IoBuf::zeroed(ENTRY_BYTES as usize), at).await.0;
+        let span = self.header.l2_span_bytes();
+        for index in 0..self.size().div_ceil(span) {
+            let entry = u64::from_le_bytes(image.entry(self.l1, index).await?);
+            if entry == 0 {
+                continue;
+            }
+            if is_bad(entry, self.header.table_bytes) {
+                clear(self.l1.offset + index * ENTRY_BYTES).await?;
+                cleared += 1;
+                continue;
+            }
+            let l2 = Table { field: "L1 table entry", offset: entry, bytes: self.header.table_bytes };
+            let clusters = (self.size() - index * span).min(span).div_ceil(cluster_bytes);
+            let mut at = 0;
+            while at < clusters {
+                let entry = u64::from_le_bytes(image.entry(l2, at).await?);
+                match QedCluster::of(entry) {
+                    QedCluster::At(offset) if is_bad(offset, cluster_bytes) => {
+                        clear(l2.offset + at * ENTRY_BYTES).await?;
+                        cleared += 1;
+                        at += 1;
+                    }
+                    QedCluster::At(_) => at += 1,
+                    _ => {
+                        let rest = (0, (clusters - at) * cluster_bytes, cluster_bytes);
+                        at += image.same::<8>(l2, at, rest).await?.div_ceil(cluster_bytes);
+                    }
+                }
+            }
+        }
+        file.sync().await?;
+        image.forget();
+        Ok(cleared)
+    }
+
+    /// Writes to the header that no check is needed.
+    async fn mark_clean(&self, file: &File) -> Result<()> {
+        if self.needs_check.load(Ordering::Relaxed) {
+            file.write_at(IoBuf::copy_from(&self.header.clean_features()), FEATURES_AT).await.0?;
+            file.sync().await?;
+            self.needs_check.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
 }
 
 impl BlockFormat for Qed {
     const NAME: &'static str = SCHEMA.name;
 
     fn size(&self) -> u64 {
-        self.header.size
+        self.size.load(Ordering::Relaxed)
+    }
+
+    fn set_size(&self, size: u64) -> Result<()> {
+        if !size.is_multiple_of(512) || size > self.header.largest_size() {
+            return Err(Error::invalid_argument("Invalid image size specified").field("size").value(size));
+        }
+        self.size.store(size, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn write_size(&self, file: &File) -> Result<()> {
+        file.write_at(IoBuf::copy_from(&self.size().to_le_bytes()), SIZE_AT).await.0?;
+        file.sync().await
     }
 
     fn describe(&self) -> Description {
@@ -112,12 +190,12 @@ impl BlockFormat for Qed {
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         let cluster_bytes = self.header.cluster_bytes;
         let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
-        survey.check.counters.total_clusters = self.header.size.div_ceil(cluster_bytes);
+        survey.check.counters.total_clusters = self.size().div_ceil(cluster_bytes);
         survey.check.counters.image_end_offset = 0;
         if !survey.check.findings.is_empty() {
             return Ok(Some(survey.check));
         }
-        let tables = self.header.size.div_ceil(self.header.l2_span_bytes());
+        let tables = self.size().div_ceil(self.header.l2_span_bytes());
         let table_clusters = self.header.table_bytes / cluster_bytes;
         let starts = std::iter::once(self.l1.offset);
         let mut starts: Vec<u64> = starts.collect();
@@ -137,5 +215,87 @@ impl BlockFormat for Qed {
         let there = file.len() / cluster_bytes;
         survey.check.counters.leaks = there.saturating_sub(first).saturating_sub(survey.used());
         Ok(Some(survey.check))
+    }
+
+    /// As QEMU's: entries that lead nowhere are cleared, leaks stay.
+    async fn repair(&self, file: &ImageFile, _what: Repair, max: usize) -> Result<Option<MappedCheck>> {
+        let cleared = self.clear_entries(file).await?;
+        let check = self.check(file, max).await?;
+        Ok(match check {
+            Some(mut check) => {
+                if check.counters.corruptions == 0 {
+                    self.mark_clean(&file.storage()).await?;
+                }
+                check.counters.corruptions_fixed = cleared;
+                Some(check)
+            }
+            None => None,
+        })
+    }
+
+    /// An image that was not closed is repaired first, as in QEMU. Features that others may have left are void now.
+    async fn before_writing(&self, file: &ImageFile) -> Result<()> {
+        let storage = file.storage();
+        if self.needs_check.load(Ordering::Relaxed) {
+            self.clear_entries(file).await?;
+            let check = self.check(file, 1).await?;
+            if let Some(finding) = check.and_then(|check| check.findings.into_iter().next()) {
+                let message = format!("the image needs a check, and can't be repaired: {finding}");
+                return Err(Error::invalid_image("features", FEATURES_AT, message));
+            }
+            self.mark_clean(&storage).await?;
+        }
+        let (result, features) = storage.read_at(IoBuf::zeroed(8), AUTOCLEAR_FEATURES_AT).await;
+        result?;
+        if features.iter().any(|byte| *byte != 0) {
+            storage.write_at(IoBuf::zeroed(8), AUTOCLEAR_FEATURES_AT).await.0?;
+            storage.sync().await?;
+        }
+        Ok(())
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, head, tail) = (self.header.cluster_bytes, Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first: 0, grid: block_bytes, tail, is_at_end: true })
+    }
+
+    async fn occupied(&self, file: &ImageFile) -> Result<Vec<(u64, u64)>> {
+        let mut parts = vec![(0, self.header.header_clusters * self.header.cluster_bytes)];
+        try_push(&mut parts, (self.l1.offset, self.l1.offset + self.l1.bytes))?;
+        for index in 0..self.size().div_ceil(self.header.l2_span_bytes()) {
+            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
+                file.check_table(&table)?;
+                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
+            }
+        }
+        Ok(parts)
+    }
+
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        let at = block * self.header.cluster_bytes;
+        let table = self.l2(file, at).await?.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;
+        Ok((table, block % self.header.table_entries()))
+    }
+
+    async fn missing_table(&self, file: &ImageFile, block: u64) -> Result<Option<MissingTable>> {
+        let at = block * self.header.cluster_bytes;
+        if self.l2(file, at).await?.is_some() {
+            return Ok(None);
+        }
+        let entry_offset = self.l1.offset + at / self.header.l2_span_bytes() * ENTRY_BYTES;
+        let (bytes, blocks) = (self.header.table_bytes, self.header.table_entries());
+        Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_le_bytes().to_vec())
+    }
+
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_le_bytes().to_vec())
+    }
+
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        Some(1u64.to_le_bytes().to_vec())
     }
 }

@@ -68,7 +68,7 @@ pub(super) async fn survey<F: BlockFormat>(format: &F, image: &ImageFile, units:
             return Err(Error::invalid_image("block", format!("{:#x}", pair[1]), message));
         }
     }
-    for (from, to) in format.occupied()? {
+    for (from, to) in format.occupied(image).await? {
         let behind = starts.partition_point(|start| start + units.unit_bytes() <= from);
         if let Some(start) = starts.get(behind).filter(|start| **start < to) {
             let message = "a block of the disk lies on the metadata: the image can't be written to";

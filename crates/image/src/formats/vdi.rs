@@ -25,7 +25,7 @@ struct Vdi {
 
 /// Opens a VDI image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let file = ImageFile::open_writable(opener, draft).await?;
+    let file = ImageFile::open(opener, draft).await?;
     let vdi = load(&file).await.map_err(|error| file.named(error))?;
     finish(opener, draft, file, vdi, NamedBacking::default()).await
 }

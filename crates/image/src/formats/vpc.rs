@@ -77,7 +77,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
             return Err(Error::invalid_argument(format!("Invalid size calculation mode: '{other}'")));
         }
     };
-    let file = ImageFile::open_writable(opener, draft).await?;
+    let file = ImageFile::open(opener, draft).await?;
     let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
     finish(opener, draft, file, vpc, NamedBacking::default()).await
 }

@@ -3,6 +3,8 @@
 //! others. Its entry stays in memory until a flush: data first, a barrier, then the entries, a barrier. So no table on
 //! disk ever names bytes that aren't there: docs/formats/block-formats.md.
 
+mod linking;
+
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
 use super::units::{Units, gaps, survey};
@@ -45,6 +47,8 @@ const ZERO: u64 = u64::MAX;
 struct State {
     /// Blocks whose data are written and whose entries are not: where the data are, or [`ZERO`].
     pending: BTreeMap<u64, u64>,
+    /// New tables that nothing leads to yet: by the place of the entry that will, where they are.
+    tables: BTreeMap<u64, u64>,
     /// Where the next unit goes.
     next: u64,
     /// From here on the file reads as zeroes.
@@ -67,6 +71,8 @@ pub(crate) struct Writer {
     /// Blocks that a request allocates.
     busy: Mutex<HashMap<u64, Arc<Turn<()>>>>,
     growing: Turn<()>,
+    /// Held while tables are made, and while they are linked.
+    linking: Turn<()>,
     cycle: Turn<()>,
 }
 
@@ -90,13 +96,18 @@ impl Writer {
             state: Mutex::new(state),
             busy: Mutex::default(),
             growing: Turn::new(()),
+            linking: Turn::new(()),
             cycle: Turn::new(()),
         })
     }
 
     /// Looks at every block again, of an image that was read-only for a while.
     pub(crate) async fn begin_again<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
-        if !self.state().pending.is_empty() {
+        let is_idle = {
+            let state = self.state();
+            state.pending.is_empty() && state.tables.is_empty()
+        };
+        if !is_idle {
             return Ok(());
         }
         let state = look_through(format, image, self.units.as_ref(), &self.file).await?;
@@ -220,7 +231,7 @@ impl Writer {
                     return Ok(None);
                 }
                 // It has a place before anything is written.
-                format.slot(image, block).await?;
+                self.prepare_slot(format, image, units, block).await?;
             }
             let count = blocks.end - blocks.start;
             Ok(Some(self.reserve(units, count).await?))
@@ -294,7 +305,11 @@ impl Writer {
         if let Some(error) = self.file.poison() {
             return Err(error);
         }
-        let bytes = count * units.unit_bytes();
+        self.reserve_bytes(units, count * units.unit_bytes(), count).await
+    }
+
+    /// Space for `count` units, or for something else that is no shorter than the grid.
+    async fn reserve_bytes(&self, units: &Units, bytes: u64, count: u64) -> Result<Reserved> {
         loop {
             {
                 let mut state = self.state();
@@ -462,7 +477,7 @@ impl Writer {
         if place != Place::Unallocated {
             return Ok(0);
         }
-        format.slot(image, block).await?;
+        self.prepare_slot(format, image, units, block).await?;
         self.state().pending.insert(block, ZERO);
         Ok(len)
     }
@@ -489,22 +504,26 @@ impl Writer {
     /// Makes everything durable: the data; then the entries that name them.
     pub(crate) async fn flush<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
         let _turn = self.cycle.lock().await;
-        let (pending, usage) = {
+        let (pending, tables, usage) = {
             let state = self.state();
             let mut pending = Vec::new();
             for entry in &state.pending {
                 try_push(&mut pending, (*entry.0, *entry.1))?;
             }
-            (pending, Usage { blocks: state.blocks, end: state.next, has_gaps: !state.free.is_empty() })
+            let mut tables = Vec::new();
+            for table in &state.tables {
+                try_push(&mut tables, (*table.0, *table.1))?;
+            }
+            (pending, tables, Usage { blocks: state.blocks, end: state.next, has_gaps: !state.free.is_empty() })
         };
-        if pending.is_empty() {
+        if pending.is_empty() && tables.is_empty() {
             return self.file.sync().await;
         }
         format.before_entries(&self.file, usage).await?;
         self.file.sync().await?;
         let mut entries: Vec<(u64, Vec<u8>)> = Vec::new();
         for (block, host) in &pending {
-            let (table, index) = format.slot(image, *block).await?;
+            let (table, index) = self.slot(format, image, *block).await?;
             let entry = entry(format, *host)?;
             let place = table.offset + index * entry.len() as u64;
             match entries.last_mut() {
@@ -522,6 +541,7 @@ impl Writer {
             }
         }
         format.write_entries(image, &self.file, entries, usage).await?;
+        self.link(format, image, tables, usage).await?;
         image.forget();
         format.forget();
         let mut state = self.state();

@@ -202,7 +202,7 @@ fn write(path: &Path, format: &str, at: u64, bytes: &[u8]) -> Result<()> {
 }
 
 /// Formats that can be written to.
-const WRITTEN: [&str; 2] = ["vdi", "vpc"];
+const WRITTEN: [&str; 6] = ["vdi", "vpc", "vhdx", "qed", "qcow", "parallels"];
 
 #[test]
 fn a_write_to_a_damaged_image_changes_what_it_names_and_nothing_else() {

@@ -180,28 +180,37 @@ impl NewVmdk<'_> {
     }
 }
 
-/// The text of a descriptor with another content id, wherever that stands; `None` where it has none. It is no shorter.
-pub fn with_cid(text: &[u8], cid: u32) -> Option<Vec<u8>> {
-    let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
-    let text = text.get(..end)?;
+/// The text of a descriptor with another content id, wherever that stands, and the id; `None` where it has none. The text is
+/// no shorter than the old one. It is no longer where bytes stand behind it, and the id has fewer digits there.
+pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    let (text, behind) = bytes.split_at_checked(end)?;
+    let is_bounded = behind.iter().any(|byte| *byte != 0);
+    let value_of = |line: &[u8]| -> Option<(usize, usize)> {
+        let equals = line.iter().position(|byte| *byte == b'=')?;
+        let is_cid = line[..equals].trim_ascii().eq_ignore_ascii_case(b"CID");
+        is_cid.then(|| (equals + 1, equals + 1 + line[equals + 1..].trim_ascii_end().len()))
+    };
+    let lines = || text.split_inclusive(|byte| *byte == b'\n');
+    let shortest = lines().filter_map(value_of).map(|(from, to)| to - from).min()?;
+    let cid = match is_bounded && shortest < 8 {
+        true => cid & ((1 << (4 * shortest)) - 1),
+        false => cid,
+    };
     let mut changed = Vec::with_capacity(text.len() + 8);
-    let mut is_changed = false;
-    for line in text.split_inclusive(|byte| *byte == b'\n') {
-        let equals = line.iter().position(|byte| *byte == b'=');
-        match equals.filter(|equals| line[..*equals].trim_ascii().eq_ignore_ascii_case(b"CID")) {
-            Some(equals) => {
-                let value = &line[equals + 1..];
-                let len = value.trim_ascii_end().len();
-                changed.extend_from_slice(&line[..=equals]);
+    for line in lines() {
+        match value_of(line) {
+            Some((from, to)) => {
                 // In the width of the old one: what follows stays where it is.
-                changed.extend_from_slice(format!("{cid:0len$x}", len = len.max(8)).as_bytes());
-                changed.extend_from_slice(&value[len..]);
-                is_changed = true;
+                let digits = if is_bounded { to - from } else { (to - from).max(8) };
+                changed.extend_from_slice(&line[..from]);
+                changed.extend_from_slice(format!("{cid:0digits$x}").as_bytes());
+                changed.extend_from_slice(&line[to..]);
             }
             None => changed.extend_from_slice(line),
         }
     }
-    is_changed.then_some(changed)
+    Some((changed, cid))
 }
 
 #[cfg(test)]
@@ -255,7 +264,8 @@ mod tests {
     #[test]
     fn the_content_id_of_a_descriptor_is_changed_in_place() {
         let text = b"# x\nversion=1\nparentCID=ffffffff\nCID=a1\ncreateType=\"custom\"\n\0\0\0";
-        let changed = with_cid(text, 0xbeef).unwrap();
+        let (changed, cid) = with_cid(text, 0xbeef).unwrap();
+        assert_eq!(cid, 0xbeef);
         assert_eq!(changed, b"# x\nversion=1\nparentCID=ffffffff\nCID=0000beef\ncreateType=\"custom\"\n");
         assert_eq!(with_cid(b"parentCID=1\n", 1), None);
     }

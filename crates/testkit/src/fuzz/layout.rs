@@ -254,6 +254,11 @@ fn vhdx_pieces(data: &[u8]) {
     if let Ok(header) = VhdxHeader::newer(first, Some(second)) {
         assert!(header.log_offset.checked_add(header.log_bytes).is_some());
         let _ = vhdx::is_log_entry(data, header.log_guid);
+        // The same bytes as a log.
+        let sectors = data.len() / vhdx::LOG_SECTOR_BYTES * vhdx::LOG_SECTOR_BYTES;
+        if let Ok(Some(replay)) = vhdx::replay_of(&data[..sectors], header.log_guid, header.log_offset) {
+            assert!(replay.writes.iter().all(|write| write.range().end <= i64::MAX as u64));
+        }
     }
     if let Ok(regions) = VhdxRegions::parse_unverified(data, 0) {
         for (offset, len) in [regions.bat, regions.metadata] {

@@ -39,7 +39,7 @@ struct Vhdx {
 
 /// Opens a VHDX image. What its log holds is carried out: in the file where that is opened for writing, else in memory.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let mut file = ImageFile::open_writable(opener, draft).await?;
+    let mut file = ImageFile::open(opener, draft).await?;
     let is_written = !draft.settings.read_only;
     let vhdx = load(&mut file, is_written).await.map_err(|error| file.named(error))?;
     finish(opener, draft, file, vhdx, NamedBacking::default()).await
@@ -228,7 +228,7 @@ impl BlockFormat for Vhdx {
         Some(Units { file: 0, block_bytes, head, first: 0, grid: UNIT_BYTES, tail, is_at_end: true })
     }
 
-    fn occupied(&self) -> Result<Vec<(u64, u64)>> {
+    async fn occupied(&self, _file: &ImageFile) -> Result<Vec<(u64, u64)>> {
         let mut parts: Vec<(u64, u64)> =
             self.taken.iter().map(|table| (table.offset, table.offset + table.bytes)).collect();
         parts.push((0, UNIT_BYTES));

@@ -132,7 +132,7 @@ impl BlockFormat for Grains<'_> {
         })
     }
 
-    fn occupied(&self) -> Result<Vec<(u64, u64)>> {
+    async fn occupied(&self, _file: &ImageFile) -> Result<Vec<(u64, u64)>> {
         self.metadata()
     }
 
@@ -220,7 +220,7 @@ impl VmdkWriter {
         cowshed_crypto::luks::fill_random(&mut cid)?;
         // All ones mean that there is no parent.
         let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
-        if let Some(mut text) = with_cid(&text, cid) {
+        if let Some((mut text, cid)) = with_cid(&text, cid) {
             if let Some(space) = space {
                 if text.len() as u64 > *space {
                     return Err(Error::invalid_image(
