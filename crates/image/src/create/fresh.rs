@@ -256,9 +256,6 @@ const ADAPTERS: [&str; 4] = ["ide", "buslogic", "lsilogic", "legacyESX"];
 
 fn vmdk_kind(values: &OptionValues) -> Result<VmdkKind> {
     let name = values.get("subformat").unwrap_or("monolithicSparse");
-    if name == "streamOptimized" {
-        return Err(Error::unsupported("VMDK disks of the kind 'streamOptimized' can't be created"));
-    }
     let known = NEW_KINDS.iter().find(|kind| kind.name == name).copied();
     known.ok_or_else(|| bad_value("subformat", name))
 }

@@ -123,6 +123,14 @@ pub(crate) trait MappedFormat: Send + Sync {
 pub(crate) trait MappedWriter {
     /// Writes a buffer; what `backing` has around it stays as it was.
     fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
+    /// Writes whole clusters compressed, where the format [`MappedWriter::compresses`].
+    fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        done(Err(Error::unsupported("Compression not supported for this file format")))
+    }
+    /// True when it can write compressed clusters.
+    fn compresses(&self) -> bool {
+        false
+    }
     /// Makes a range read as zeroes.
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
     /// Gives the space of a range back: it reads as before or as zeroes.
@@ -337,6 +345,14 @@ impl Driver for MappedDriver {
             let (result, buf) = writer.write(offset, buf, &self.backing).await;
             (result.map_err(|error| self.named(error)), buf)
         })
+    }
+
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        self.written(self.format.writer().map(|writer| writer.write_compressed(clusters)))
+    }
+
+    fn compresses(&self) -> bool {
+        self.format.writer().is_some_and(|writer| writer.compresses())
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {

@@ -120,6 +120,7 @@ pub struct ConvertOutcome {
 /// says so.
 pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOutcome> {
     check(options)?;
+    let options = &target::settled(options);
     if options.rate.is_some() {
         job.set_speed(options.rate);
     }

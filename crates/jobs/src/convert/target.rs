@@ -7,6 +7,7 @@ use crate::ImageSpec;
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::codec::Codec;
+use cowshed_image::create::schema::{OptionValues, options_of};
 use cowshed_image::create::{self, CreateRequest, Created};
 use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
@@ -57,7 +58,7 @@ impl Target {
                 let is_blank = node.luks().is_none() && !is_device(&options.target.name);
                 let fresh = !options.skip_create && !has_backing && is_blank;
                 Ok(Target {
-                    cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes),
+                    cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes).or_else(|| packed_cluster(&node)),
                     allocation_unit_bytes: geometry.map(|geometry| geometry.allocation_unit_bytes),
                     is_zero: fresh || options.target_is_zero,
                     has_backing,
@@ -73,6 +74,24 @@ impl Target {
             }
         }
     }
+}
+
+/// The length of what another format than qcow2 compresses at once.
+fn packed_cluster(node: &Node) -> Option<u64> {
+    node.description().filter(|_| node.compresses())?.cluster_bytes
+}
+
+/// True when the new image is one whose grains are compressed, each written once.
+fn is_stream(options: &ConvertOptions) -> bool {
+    let is_vmdk = options.target.format.as_deref() == Some("vmdk") && !options.skip_create;
+    let values = options_of("vmdk").and_then(|schema| OptionValues::parse(schema, &options.create_options).ok());
+    is_vmdk && values.is_some_and(|values| values.get("subformat") == Some("streamOptimized"))
+}
+
+/// The options with what the new image asks for.
+pub(super) fn settled(options: &ConvertOptions) -> ConvertOptions {
+    let compressed = options.compressed || is_stream(options);
+    ConvertOptions { compressed, ..options.clone() }
 }
 
 const COMPRESSED_AND_ENCRYPTED: &str = "Compression and encryption not supported at the same time";
@@ -111,7 +130,7 @@ type Extra = Vec<(&'static str, String)>;
 /// Creates it, and says what is needed besides to open it, whether it has space of its own, and what files are new.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
-    if options.compressed && format != "qcow2" {
+    if options.compressed && format != "qcow2" && !is_stream(options) {
         return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
     }
     let request = CreateRequest {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New disks, laid out as QEMU lays them out.
 
-use super::{NO_PARENT, SECTOR_BYTES};
+use super::{NO_PARENT, SECTOR_BYTES, stream_end};
 use crate::fresh::{FreshFile, Piece};
 use cowshed_block::{Error, Result};
 use std::fmt::Write as _;
@@ -10,6 +10,8 @@ const GRAIN_SECTORS: u64 = 128;
 const TABLE_ENTRIES: u64 = 512;
 /// A grain table in sectors.
 const TABLE_SECTORS: u64 = TABLE_ENTRIES * 4 / SECTOR_BYTES;
+/// The line ends are tested; grains are compressed, and stand behind markers.
+const STREAM_FLAGS: u32 = 1 | 1 << 16 | 1 << 17;
 const DESCRIPTOR_SECTOR: u64 = 1;
 const DESCRIPTOR_SECTORS: u64 = 20;
 /// A part of a split disk: 2 GiB.
@@ -26,14 +28,17 @@ pub struct VmdkKind {
     pub is_flat: bool,
     /// In files of 2 GiB beside the descriptor.
     pub is_split: bool,
+    /// In compressed grains that are written once.
+    pub is_stream: bool,
 }
 
 /// The kinds that are created.
 pub const NEW_KINDS: &[VmdkKind] = &[
-    VmdkKind { name: "monolithicSparse", is_flat: false, is_split: false },
-    VmdkKind { name: "monolithicFlat", is_flat: true, is_split: false },
-    VmdkKind { name: "twoGbMaxExtentSparse", is_flat: false, is_split: true },
-    VmdkKind { name: "twoGbMaxExtentFlat", is_flat: true, is_split: true },
+    VmdkKind { name: "monolithicSparse", is_flat: false, is_split: false, is_stream: false },
+    VmdkKind { name: "monolithicFlat", is_flat: true, is_split: false, is_stream: false },
+    VmdkKind { name: "twoGbMaxExtentSparse", is_flat: false, is_split: true, is_stream: false },
+    VmdkKind { name: "twoGbMaxExtentFlat", is_flat: true, is_split: true, is_stream: false },
+    VmdkKind { name: "streamOptimized", is_flat: false, is_split: false, is_stream: true },
 ];
 
 /// A new disk.
@@ -79,7 +84,7 @@ impl NewVmdk<'_> {
         }
         if is_one_file {
             let text = self.descriptor(&format!("RW {sectors} SPARSE \"{}\"\n", self.name));
-            let mut image = self.sparse(sectors);
+            let mut image = if self.kind.is_stream { self.stream(sectors) } else { self.sparse(sectors) };
             if text.len() as u64 > DESCRIPTOR_SECTORS * SECTOR_BYTES {
                 return Err(Error::invalid_argument("the descriptor would be too long for the image"));
             }
@@ -142,6 +147,28 @@ impl NewVmdk<'_> {
              ddb.toolsVersion = \"{}\"\n",
             self.cid, self.kind.name, self.hardware, self.adapter, self.tools
         )
+    }
+
+    /// A stream without grains, as VMware lays it out: the header leads to the footer at the end.
+    fn stream(&self, sectors: u64) -> FreshFile {
+        let mut header = vec![0; SECTOR_BYTES as usize];
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, b"KDMV");
+        put(4, &3u32.to_le_bytes());
+        put(8, &STREAM_FLAGS.to_le_bytes());
+        put(12, &sectors.to_le_bytes());
+        put(20, &GRAIN_SECTORS.to_le_bytes());
+        put(28, &DESCRIPTOR_SECTOR.to_le_bytes());
+        put(36, &DESCRIPTOR_SECTORS.to_le_bytes());
+        put(44, &(TABLE_ENTRIES as u32).to_le_bytes());
+        put(56, &u64::MAX.to_le_bytes());
+        put(64, &GRAIN_SECTORS.to_le_bytes());
+        put(73, b"\n \r\n");
+        put(77, &1u16.to_le_bytes());
+        let tables = sectors.div_ceil(GRAIN_SECTORS * TABLE_ENTRIES);
+        let end = stream_end::directory(&vec![0; tables as usize], GRAIN_SECTORS, &header);
+        let start = GRAIN_SECTORS * SECTOR_BYTES;
+        FreshFile { len: start + end.len() as u64, pieces: vec![(start, Piece::Bytes(end))], mark: Some((0, header)) }
     }
 
     /// A sparse extent: header, room for a descriptor, the second directory and its tables, the first ones.

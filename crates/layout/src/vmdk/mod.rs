@@ -7,6 +7,7 @@ use cowshed_block::{Error, Result};
 mod create;
 mod descriptor;
 mod sparse;
+mod stream;
 
 pub use create::{NEW_KINDS, NewVmdk, VmdkFiles, VmdkKind, with_cid};
 pub use descriptor::{Access, Descriptor, ExtentKind, ExtentLine, NO_PARENT, limits};
@@ -14,6 +15,7 @@ pub use sparse::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, FOOTER_FROM_END_BYTES, Grain, HEADER_BYTES, SparseHeader,
     SparseKind,
 };
+pub use stream::{stream_end, stream_grain};
 
 /// The first bytes of a space-efficient sparse extent: 0xcafebabe in 64 bits, little-endian.
 const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();

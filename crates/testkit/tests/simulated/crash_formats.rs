@@ -101,7 +101,7 @@ fn vhdx() -> Vec<u8> {
 fn qed() -> Vec<u8> {
     let size = SECTORS as u64 * SECTOR as u64;
     let cluster_bytes = u64::from(BLOCK_BYTES);
-    bytes_of(&NewQed { size, cluster_bytes, table_clusters: 1, backing: None }.lay_out().expect("a layout"))
+    bytes_of(&NewQed { size, cluster_bytes, table_clusters: 2, backing: None }.lay_out().expect("a layout"))
 }
 
 /// qcow with tables of 64 entries and clusters of 512 bytes would have more tables; QEMU makes this kind.

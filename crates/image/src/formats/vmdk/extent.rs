@@ -40,6 +40,8 @@ pub(super) enum Storage {
 pub(super) struct Sparse {
     pub file: usize,
     pub header: SparseHeader,
+    /// The place of the directory is in a footer.
+    pub is_stream: bool,
     /// The word of the extent line; empty for an image in one file.
     pub kind: &'static str,
     /// The sector of each grain table; 0 for none.

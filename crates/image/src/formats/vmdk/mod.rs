@@ -4,6 +4,7 @@
 
 mod extent;
 mod open;
+mod stream;
 mod write;
 
 use super::mapped::{Description, MappedCheck, MappedFormat, MappedWriter, Place, Run, push_run};

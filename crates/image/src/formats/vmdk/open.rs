@@ -195,7 +195,8 @@ async fn open_sparse(
     mut header: SparseHeader,
     kind: &'static str,
 ) -> Result<Sparse> {
-    if header.directory_sector.is_none() {
+    let is_stream = header.directory_sector.is_none();
+    if is_stream {
         header = read_footer(node, &header).await?;
     }
     let len = header.directory_bytes();
@@ -216,7 +217,7 @@ async fn open_sparse(
             return Err(Error::invalid_image("gdOffset", sector, "the grain directory is not in the file"));
         }
     };
-    Ok(Sparse { file, header, kind, directory, redundant, tables: Tables::default() })
+    Ok(Sparse { file, header, is_stream, kind, directory, redundant, tables: Tables::default() })
 }
 
 /// Where a table of `len` bytes at a sector is, in bytes; `None` when it isn't in the file. Sector 0 is the header.

@@ -4,6 +4,7 @@
 
 use super::Vmdk;
 use super::extent::{Extent, Sparse, Storage};
+use super::stream::StreamWriter;
 use crate::buffers::join;
 use crate::formats::blocks::{BlockFormat, ImageFile, Table};
 use crate::formats::mapped::{Description, MappedWriter, Place};
@@ -32,6 +33,7 @@ pub(super) struct VmdkWriter {
 enum ExtentWriter {
     Flat(File),
     Sparse(Box<(ImageFile, Writer)>),
+    Stream(Box<StreamWriter>),
     /// It reads as zeroes, and takes nothing else.
     Zero,
 }
@@ -174,6 +176,20 @@ impl VmdkWriter {
             extents.push(match &piece.extent.storage {
                 Storage::Zero => ExtentWriter::Zero,
                 Storage::Flat { file, .. } => ExtentWriter::Flat(node_of(&vmdk.files, *file)?.storage()),
+                Storage::Sparse(sparse) if is_empty_stream(vmdk, sparse) => {
+                    let file = node_of(&vmdk.files, sparse.file)?.storage();
+                    let (result, header) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
+                    result?;
+                    let end = sparse.header.descriptor.map_or(1, |(start, sectors)| start.saturating_add(sectors));
+                    let first = end.max(1).checked_next_multiple_of(sparse.header.grain_sectors);
+                    let there = file.len() / SECTOR_BYTES;
+                    let first = first.filter(|first| *first <= there).ok_or_else(|| {
+                        Error::invalid_image("descriptorSize", end, "the descriptor is not in the file")
+                    })?;
+                    let (header, len) = (header.to_vec(), piece.extent.len);
+                    let stream = StreamWriter::new(file, sparse.header.clone(), header, len, first);
+                    ExtentWriter::Stream(Box::new(stream))
+                }
                 Storage::Sparse(sparse) if sparse.header.compressed => {
                     let message = "streamOptimized VMDK images can only be read; convert the image to write to it";
                     return Err(Error::new(ErrorKind::ReadOnly, message));
@@ -239,6 +255,13 @@ impl VmdkWriter {
     }
 }
 
+/// True for a disk that is one stream-optimised file without grains: those can be added.
+fn is_empty_stream(vmdk: &Vmdk, sparse: &Sparse) -> bool {
+    let is_alone = vmdk.pieces.len() == 1 && vmdk.descriptor.create_type == "streamOptimized";
+    let is_empty = sparse.directory.iter().all(|table| *table == 0);
+    is_alone && sparse.header.compressed && sparse.is_stream && is_empty && !vmdk.descriptor.has_parent()
+}
+
 /// Refuses extents that share bytes of a file: a write to one would change the other.
 fn check_apart(vmdk: &Vmdk) -> Result<()> {
     let mut known: Vec<(FileIdentity, u64, u64)> = Vec::new();
@@ -279,8 +302,30 @@ impl Vmdk {
                 let grains = self.grains(sparse, &piece.extent, piece.start);
                 writer.place(&grains, image, at, len).await
             }
+            (_, Some(ExtentWriter::Stream(stream))) if stream.is_changed().await => {
+                let message = "a stream-optimised VMDK disk is read after it is closed, not while it is written";
+                Err(Error::unsupported(message).offset(piece.start + at))
+            }
             _ => piece.extent.map(&self.files, at, len).await,
         }
+    }
+
+    /// The stream that the disk is, if it is one.
+    fn stream(&self) -> Option<&StreamWriter> {
+        match self.writer.get()?.extents.first() {
+            Some(ExtentWriter::Stream(stream)) => Some(stream),
+            _ => None,
+        }
+    }
+
+    /// Cuts what a client writes into grains.
+    async fn write_stream(&self, stream: &StreamWriter, at: u64, part: IoBuf) -> (Result<()>, IoBuf) {
+        let Some(grain_bytes) = self.pieces.first().and_then(|piece| piece.extent.grain_bytes()) else {
+            return (Err(Error::internal("a stream has no grains")), part);
+        };
+        let grains = part.chunks(grain_bytes as usize).enumerate();
+        let grains = grains.map(|(index, grain)| (at + index as u64 * grain_bytes, IoBuf::copy_from(grain)));
+        (stream.write(grains.collect()).await, part)
     }
 
     fn grains<'a>(&'a self, sparse: &'a Sparse, extent: &Extent, start: u64) -> Grains<'a> {
@@ -299,6 +344,7 @@ impl Vmdk {
                 let grains = self.grains(sparse, &piece.extent, piece.start);
                 parts.1.write(&grains, &parts.0, backing, at, part).await
             }
+            (_, ExtentWriter::Stream(stream)) => self.write_stream(stream, at, part).await,
             _ if part.iter().all(|byte| *byte == 0) => (Ok(()), part),
             _ => (Err(Error::unsupported("an extent of the type ZERO takes no data").offset(piece.start + at)), part),
         }
@@ -337,6 +383,7 @@ impl Vmdk {
                     None => parts.1.discard(&grains, &parts.0, (at, len)).await,
                 }
             }
+            (_, ExtentWriter::Stream(stream)) if flags.is_some() => stream.check_zeroes(at, len).await,
             _ => Ok(()),
         }
     }
@@ -353,6 +400,7 @@ impl Vmdk {
                     }
                 }
                 (_, ExtentWriter::Flat(file)) => file.sync().await?,
+                (_, ExtentWriter::Stream(stream)) if complete => stream.complete().await?,
                 _ => {}
             }
         }
@@ -364,6 +412,18 @@ impl Vmdk {
 }
 
 impl MappedWriter for Vmdk {
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        Box::pin(async move {
+            let no_stream = || Error::unsupported("Compression not supported for this file format");
+            self.open_writer()?.change(self).await?;
+            self.stream().ok_or_else(no_stream)?.write(clusters).await
+        })
+    }
+
+    fn compresses(&self) -> bool {
+        self.stream().is_some()
+    }
+
     fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
         Box::pin(async move {
             let changed = match self.open_writer() {
