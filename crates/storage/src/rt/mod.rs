@@ -182,12 +182,6 @@ pub fn now_ns() -> u64 {
     u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Processor time of this thread, user's and kernel's, in nanoseconds. A system call.
-#[cold]
-pub fn thread_cpu_ns() -> u64 {
-    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
-}
-
 /// What a clock of the system says, in nanoseconds. Not `Instant`: taking one from another costs several times what the clock costs.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

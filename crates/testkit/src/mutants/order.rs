@@ -127,7 +127,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "data_without_barrier_after_a_failed_write",
         about: "a flush whose write of metadata fails leaves data in place without a barrier",
-        test: ("full_guest", "a_flush_that_found_no_space_succeeds_once_there_is_some"),
+        test: ("full_guest", "a_flush_whose_write_failed_can_be_made_again"),
     },
     Mutant {
         name: "metadata_without_room",

@@ -239,7 +239,7 @@ fn a_flush_that_found_no_space_succeeds_once_there_is_some() {
     judge(&qemu, &image, &machine.world.snapshot(), &written, &[], "closed");
 }
 
-/// Whichever write of a flush fails, and however: the next flush brings everything to the disk.
+/// Whichever write of a flush fails, and however: data in place gets its barrier, and the next flush brings everything to the disk.
 #[test]
 fn a_flush_whose_write_failed_can_be_made_again() {
     let (qemu, folder) = (Qemu::newest(), temp_dir());
@@ -256,8 +256,12 @@ fn a_flush_whose_write_failed_can_be_made_again() {
                 let node = opened(&image).await.expect("the image opens");
                 assert!(write_pieces(&node, &case, &mut written, 1).await.is_empty());
                 machine.world.add_fault(Fault::new(effect).kind(OpKind::Write).skip(skip).times(1));
+                let start = machine.world.position();
                 let flushed = node.flush().await;
                 assert_eq!(flushed.is_err(), machine.world.fault_hits() > 0, "{text}");
+                let log = machine.world.trace().log;
+                let is_synced = log[start..].iter().any(|event| matches!(event, Event::SyncDone { .. }));
+                assert!(is_synced, "{text}: data in place has no barrier");
                 machine.world.clear_faults();
                 // Into tables that the failed flush may have linked.
                 for at in written.keys().copied().collect::<Vec<_>>() {
