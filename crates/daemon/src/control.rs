@@ -12,6 +12,7 @@ use crate::schema;
 use crate::shutdown::shut_down;
 use crate::state::{Daemon, Served, Settings};
 use cowshed_block::{Error, Result};
+use cowshed_fuse::GuardProgram;
 use cowshed_storage::rt;
 use std::rc::Rc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ pub struct Setup {
     pub steps: Vec<Step>,
     /// Threads that serve clients: 1 to 256.
     pub queues: usize,
-    /// Stop when the last NBD client goes.
+    /// Stop when the last NBD client goes, or the last export is ended from outside.
     pub stop_when_idle: bool,
     /// How long stopping in order may take; `None` is however long it takes.
     pub stop_limit: Option<Duration>,
@@ -35,6 +36,8 @@ pub struct Setup {
     /// Memory for the data of all clients' requests, in bytes, at least [`MIN_REQUEST_MEMORY_BYTES`]. Each connection has 1 MiB
     /// besides.
     pub request_memory_bytes: u64,
+    /// What unmounts files that are served when this process has gone. `None`: a killed daemon leaves its mounts behind.
+    pub mount_guard: Option<GuardProgram>,
 }
 
 /// [`Setup::request_memory_bytes`] where nothing else is said.
@@ -83,6 +86,7 @@ pub fn run_with(
         request_memory_bytes: setup.request_memory_bytes,
         stop_when_idle: setup.stop_when_idle,
         turn_limit: setup.turn_limit,
+        mount_guard: setup.mount_guard.clone(),
     };
     let daemon = Rc::new(Daemon::new(control.clone(), schema, &settings));
     faults::watch(&daemon.graph, daemon.events.clone(), control.clone());
@@ -161,6 +165,15 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
             }
             Message::Say(say) => say(),
             Message::MonitorClosed(properties) => daemon.close_monitor(&properties),
+            Message::ExportEnded(id) => {
+                let daemon = Rc::clone(daemon);
+                drop(rt::spawn(async move {
+                    daemon.servers.forget(&id).await;
+                    if daemon.stop_when_idle && daemon.exports().is_empty() {
+                        daemon.stop(StopReason::Idle);
+                    }
+                }));
+            }
             Message::Stop(reason) => return reason,
         }
     }

@@ -22,18 +22,19 @@ mod nbd;
 mod objects;
 mod options;
 mod schema;
+mod servers;
 mod shutdown;
 mod socket;
 mod state;
 mod statistics;
 mod untrusted;
 mod version;
-mod vhost;
 mod waiting;
 
 pub use control::{
     MIN_REQUEST_MEMORY_BYTES, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Setup, TURN_LIMIT, run, run_with,
 };
+pub use cowshed_fuse::GuardProgram;
 pub use inbox::Sender;
 pub use message::{Message, StopReason};
 pub use monitor::MonitorAddress;

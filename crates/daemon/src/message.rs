@@ -33,6 +33,8 @@ pub enum Message {
     EventsDue(Duration),
     /// The last client of a monitor has gone.
     MonitorClosed(Arc<MonitorProperties>),
+    /// The server of this export has ended by itself.
+    ExportEnded(String),
     /// Stop in order.
     Stop(StopReason),
 }

@@ -8,10 +8,7 @@ use cowshed_image::options::{COMMON, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
 
 /// Types of exports that QEMU has, and why there are none here.
-const REFUSED_EXPORTS: &[(&str, &str)] = &[
-    ("fuse", "an export is mounted with nbdfuse or attached with nbd-client"),
-    ("vduse-blk", "an export is attached with nbd-client"),
-];
+const REFUSED_EXPORTS: &[(&str, &str)] = &[("vduse-blk", "an export is attached with nbd-client")];
 
 /// The type of `blockdev-add`'s arguments.
 pub(crate) const BLOCKDEV_OPTIONS: &str = "BlockdevOptions";

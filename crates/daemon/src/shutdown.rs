@@ -38,7 +38,7 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
         result = stopped;
         late.extend(hung);
     }
-    let (stopped, hung) = daemon.vhost.stop(limit / 6, late.is_empty()).await;
+    let (stopped, hung) = daemon.servers.stop(limit / 6, late.is_empty()).await;
     result = result.and(stopped);
     late.extend(hung);
     late.extend(daemon.jobs.stop(limit / 6).await.into_iter().map(|id| format!("job '{id}'")));

@@ -10,12 +10,13 @@ use crate::jobs::Jobs;
 use crate::message::{Message, Reply, StopReason};
 use crate::monitor::{MonitorAddress, MonitorContext};
 use crate::monitor_properties::MonitorProperties;
-use crate::nbd::{Exported, Nbd};
+use crate::nbd::{Exported, NBD, Nbd};
 use crate::objects::{Object, Objects};
+use crate::servers::Servers;
 use crate::untrusted::Untrusted;
-use crate::vhost::{VHOST_USER_BLK, VhostExports};
 use crate::waiting::Commands;
 use cowshed_block::{Error, Result};
+use cowshed_fuse::GuardProgram;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_qmp::{QmpError, QmpResult, Schema};
@@ -48,6 +49,7 @@ pub(crate) struct Settings {
     pub stop_when_idle: bool,
     /// How long a command waits for its turn to change the graph before it is refused.
     pub turn_limit: Duration,
+    pub mount_guard: Option<GuardProgram>,
 }
 
 /// The daemon. No borrow of a cell is held across an `.await`.
@@ -85,8 +87,10 @@ pub(crate) struct Daemon {
     /// The steps of the start aren't all done: who connects to the NBD server waits for the exports that are to come.
     pub is_starting: Cell<bool>,
     nbd: RefCell<Option<Rc<Nbd>>>,
-    /// The exports over vhost-user-blk.
-    pub vhost: Rc<VhostExports>,
+    /// The exports that have a server each.
+    pub servers: Rc<Servers>,
+    /// What unmounts files when this process has gone.
+    pub mount_guard: Option<GuardProgram>,
     /// Where monitors are and can be.
     pub chardevs: Devices,
     metrics: RefCell<Vec<String>>,
@@ -99,7 +103,8 @@ impl Daemon {
             graph: Graph::new(),
             inactive: InactiveNodes::default(),
             inserted_filters: InsertedFilters::default(),
-            vhost: Rc::new(VhostExports::new(events.clone())),
+            servers: Rc::new(Servers::new(events.clone())),
+            mount_guard: settings.mount_guard.clone(),
             events,
             schema: Arc::new(schema),
             control,
@@ -194,7 +199,7 @@ impl Daemon {
     /// All exports, in the order of their coming.
     pub fn exports(&self) -> Vec<Exported> {
         let mut exports = self.nbd().map(|nbd| nbd.exports()).unwrap_or_default();
-        exports.extend(self.vhost.exports());
+        exports.extend(self.servers.exports());
         exports.sort_by_key(|export| export.number);
         exports
     }
@@ -207,8 +212,8 @@ impl Daemon {
     /// The exports with their URIs.
     pub fn served(&self) -> Vec<Served> {
         let uris = |export: &Exported| match export.kind {
-            VHOST_USER_BLK => self.vhost.uris(&export.id),
-            _ => self.nbd().map(|nbd| nbd.uris(&export.name)).unwrap_or_default(),
+            NBD => self.nbd().map(|nbd| nbd.uris(&export.name)).unwrap_or_default(),
+            _ => self.servers.uris(&export.id),
         };
         let exports = self.exports().into_iter();
         exports

@@ -12,6 +12,7 @@ use cowshed_storage::signal::lock;
 use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
 use futures_util::future::join;
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::ops::Range;
 use std::rc::Rc;
@@ -23,6 +24,13 @@ const DOWNLOAD: &str = "download";
 
 /// Received at once.
 const RECEIVE_BYTES: usize = 4096;
+
+/// Hosts whose versions are known.
+const MOST_HOSTS: usize = 1024;
+
+fn host_of(peer: &str) -> &str {
+    peer.rsplit_once(':').map_or(peer, |(host, _)| host)
+}
 
 /// What the server serves, and how.
 pub(crate) struct Site {
@@ -36,6 +44,8 @@ pub(crate) struct Clients {
     /// In the order of the last change between waiting and answering.
     seated: RefCell<Vec<Rc<Seat>>>,
     waiting: RefCell<Vec<Waker>>,
+    /// The version of which a host has had bytes, by the host and the path.
+    begun: RefCell<BTreeMap<(String, String), u64>>,
     is_closing: Cell<bool>,
 }
 
@@ -61,7 +71,13 @@ pub(crate) struct Place {
 
 impl Clients {
     pub(crate) fn new(site: Site) -> Clients {
-        Clients { site, seated: RefCell::default(), waiting: RefCell::default(), is_closing: Cell::new(false) }
+        Clients {
+            site,
+            seated: RefCell::default(),
+            waiting: RefCell::default(),
+            begun: RefCell::default(),
+            is_closing: Cell::new(false),
+        }
     }
 
     /// Waits for room; the client that has been idle for longest makes it.
@@ -80,6 +96,22 @@ impl Clients {
         let seat = Rc::new(Seat { socket, is_idle: Cell::new(true), was_cut: Cell::new(false) });
         self.seated.borrow_mut().push(Rc::clone(&seat));
         Place { clients: Rc::clone(self), seat }
+    }
+
+    /// Notes that a client gets bytes of a version.
+    fn note_version(&self, peer: &str, path: &str, version: u64) {
+        let mut begun = self.begun.borrow_mut();
+        let key = (host_of(peer).to_owned(), path.to_owned());
+        if begun.len() >= MOST_HOSTS && !begun.contains_key(&key) {
+            begun.pop_first();
+        }
+        begun.insert(key, version);
+    }
+
+    /// True where the client's host has bytes of another version.
+    fn has_another_version(&self, peer: &str, path: &str, version: u64) -> bool {
+        let key = (host_of(peer).to_owned(), path.to_owned());
+        self.begun.borrow().get(&key).is_some_and(|known| *known != version)
     }
 
     pub(crate) async fn all_gone(&self) {
@@ -224,10 +256,11 @@ impl Connection<'_> {
     }
 
     async fn respond(&self, request: &Request, keeps_alive: bool) -> Result<()> {
+        let clients = &self.place.clients;
         if request.has_content && matches!(request.method.as_str(), "GET" | "HEAD") {
             return self.refuse(&message(413, "a request for reading has no content")).await;
         }
-        let found = lock(&self.place.clients.site.contents).get(&request.path).cloned();
+        let found = lock(&clients.site.contents).get(&request.path).cloned();
         let Some(place) = found else {
             tracing::info!(peer = self.peer, "HTTP request for a path that isn't there");
             let mut missing = message(404, "there is nothing at this path");
@@ -239,7 +272,16 @@ impl Connection<'_> {
         let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
         let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
         let reading = content.open();
-        let mut answer = response(request, &**content, &*reading);
+        let version = reading.version().number;
+        // A client that goes on without saying with what (curl -C -) would join two disks.
+        let is_rest = request.range.as_deref().is_some_and(is_rest) && request.if_range.is_none();
+        let mut answer = match is_rest && clients.has_another_version(self.peer, &request.path, version) {
+            true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
+            false => response(request, &**content, &*reading),
+        };
+        if matches!(&answer.body[..], [Piece::Part(part)] if !part.is_empty()) {
+            clients.note_version(self.peer, &request.path, version);
+        }
         if place.page.is_some() {
             answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
         }
@@ -350,6 +392,12 @@ impl Sending<'_> {
             self.connection.config().tell(&Event::Sent { peer, path, range, len, version: self.version.number });
         }
     }
+}
+
+/// True for all bytes from some place on: the rest of a download that broke off.
+fn is_rest(range: &str) -> bool {
+    let first = range.trim().strip_suffix('-').and_then(|range| range.split_once('=')).map(|(_, first)| first.trim());
+    first.is_some_and(|first| first.parse().is_ok_and(|first: u64| first > 0))
 }
 
 fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {

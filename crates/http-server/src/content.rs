@@ -3,12 +3,11 @@
 
 use cowshed_block::Result;
 use cowshed_image::Node;
-use cowshed_image::graph::{Attachment, Queue, files_below};
+use cowshed_image::graph::{Attachment, Queue, nodes_below};
 use cowshed_image::stats::IoKind;
-use cowshed_storage::{IoBuf, path_of_text};
+use cowshed_storage::IoBuf;
 use futures_util::future::LocalBoxFuture;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
-use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 
 /// A content, in the words of HTTP a representation: bytes that clients may read, from any thread.
@@ -72,20 +71,20 @@ impl Reading for Queue {
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
 /// The version of what a node shows: what its files say of themselves, and how often something was written through it.
-fn version_of(node: &Node) -> Version {
+fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
     let may_change = !node.is_read_only();
     node.size().hash(&mut hasher);
-    let files = if may_change { Vec::new() } else { files_below(node) };
-    let mut is_told = !files.is_empty();
-    for (_, name) in &files {
-        // A file behind a name that is none (of a server, a descriptor) has no times.
-        match std::fs::metadata(path_of_text(name)) {
-            Ok(file) => {
-                let times = (file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec());
-                (file.dev(), file.ino(), file.size(), times).hash(&mut hasher);
-            }
-            Err(_) => is_told = false,
+    // The files that are open, whatever their names mean by now.
+    let mut is_told = !may_change;
+    for node in nodes_below(node).iter().filter(|_| !may_change) {
+        match (node.file(), node.children().is_empty()) {
+            (Some(file), _) => match file.change_stamp() {
+                Some(stamp) => stamp.hash(&mut hasher),
+                None => is_told = false,
+            },
+            // A server has no times.
+            (None, is_last) => is_told &= !is_last,
         }
     }
     if !is_told {

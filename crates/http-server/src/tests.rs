@@ -267,6 +267,21 @@ fn a_disk_that_is_written_to_is_not_sent_as_one() {
 }
 
 #[test]
+fn the_rest_of_another_version_is_no_rest() {
+    let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
+    let mut client = served.client();
+    assert_eq!(client.get("/disk", "Range: bytes=0-999\r\n").status(), 206);
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 206);
+    served.content.version.store(7, Ordering::SeqCst);
+    let all = client.get("/disk", "Range: bytes=1000-\r\n");
+    assert_eq!((all.status(), all.body.len()), (200, 5000), "the client has bytes of the version before");
+    assert_eq!(client.get("/disk", "Range: bytes=2000-\r\n").status(), 206, "by now it has this one's");
+    served.content.version.store(8, Ordering::SeqCst);
+    assert_eq!(client.get("/disk", "Range: bytes=5-9\r\n").status(), 206, "pieces of a disk in use are no rest");
+    served.stop();
+}
+
+#[test]
 fn a_disk_that_can_not_be_read_breaks_the_connection() {
     let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
     served.content.fails.store(true, Ordering::SeqCst);

@@ -6,8 +6,9 @@ use crate::sys;
 use cowshed_block::{Error, Result};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FileType, OFlags};
-use rustix::io::Errno;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io::{Errno, ReadWriteFlags};
+use std::io::IoSliceMut;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// An eventfd. Clones are the same one.
@@ -22,12 +23,17 @@ impl EventCounter {
         Ok(EventCounter(Arc::new(fd)))
     }
 
-    /// One that another process has passed. It must have no type, as eventfds have none. It doesn't block from now on, also for that
-    /// process.
+    /// One that another process has passed. The other process can make it one that blocks at any time: waiting never does, and
+    /// [`EventCounter::signal`] does so where the counter is full, until it is emptied.
     pub fn from_descriptor(fd: OwnedFd) -> Result<EventCounter> {
         let failed = |error| Error::os(sys::errno(error), "could not use an eventfd");
         let status = rustix::fs::fstat(&fd).map_err(failed)?;
         if FileType::from_raw_mode(status.st_mode) != FileType::Unknown {
+            return Err(Error::invalid_argument("a descriptor that was passed is no eventfd"));
+        }
+        // Other descriptors without a type (of timers, of epoll) can't be told from the status.
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+        if link.is_ok_and(|link| link.as_os_str() != "anon_inode:[eventfd]") {
             return Err(Error::invalid_argument("a descriptor that was passed is no eventfd"));
         }
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
@@ -41,7 +47,7 @@ impl EventCounter {
     pub async fn wait(&self) -> Result<()> {
         loop {
             let mut count = [0; 8];
-            match rustix::io::read(&self.0, &mut count) {
+            match self.read_now(&mut count) {
                 Ok(8) => return Ok(()),
                 Ok(_) => return Err(Error::invalid_argument("a descriptor that was passed is no eventfd")),
                 Err(Errno::INTR) => {}
@@ -50,6 +56,22 @@ impl EventCounter {
                 }
                 Err(error) => return Err(Error::os(sys::errno(error), "could not read an eventfd")),
             }
+        }
+    }
+
+    /// Takes the count, where there is one.
+    pub fn take(&self) {
+        // An error is for those who wait.
+        let _: std::result::Result<usize, Errno> = self.read_now(&mut [0; 8]);
+    }
+
+    /// Reads without waiting, whatever flags the other process has set.
+    fn read_now(&self, count: &mut [u8; 8]) -> std::result::Result<usize, Errno> {
+        let current = u64::MAX;
+        match rustix::io::preadv2(&self.0, &mut [IoSliceMut::new(count)], current, ReadWriteFlags::NOWAIT) {
+            // Kernels before 5.9 have no such reads of eventfds.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => rustix::io::read(&self.0, count),
+            result => result,
         }
     }
 
@@ -87,11 +109,30 @@ mod tests {
     }
 
     #[test]
+    fn a_counter_that_the_other_side_lets_block_keeps_nobody_waiting() {
+        let theirs = EventCounter::new().unwrap();
+        let ours = EventCounter::from_descriptor(theirs.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        rustix::fs::fcntl_setfl(&theirs, OFlags::empty()).unwrap();
+        let before = std::time::Instant::now();
+        let waited = rt::block_on(rt::within(std::time::Duration::from_millis(50), ours.wait()));
+        assert!(waited.is_none() && before.elapsed() < std::time::Duration::from_secs(20));
+        rustix::io::write(&theirs, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let signalling = ours.clone();
+        let full = std::thread::spawn(move || signalling.signal());
+        while !full.is_finished() {
+            ours.take();
+            std::thread::yield_now();
+        }
+        full.join().unwrap();
+    }
+
+    #[test]
     fn what_is_no_eventfd_is_refused() {
         let (pipe, _end) = rustix::pipe::pipe().unwrap();
         let file = std::fs::File::open("/proc/self/exe").unwrap();
         let socket = std::os::unix::net::UnixDatagram::unbound().unwrap();
-        for fd in [pipe, file.into(), socket.into()] {
+        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+        for fd in [pipe, file.into(), socket.into(), epoll] {
             assert!(EventCounter::from_descriptor(fd).is_err());
         }
     }

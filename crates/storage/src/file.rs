@@ -559,6 +559,12 @@ impl File {
         Ok(())
     }
 
+    /// Numbers that say which file is open, and of which another write, truncation or change of attributes makes other ones. `None`
+    /// where the storage is no file of this machine.
+    pub fn change_stamp(&self) -> Option<[u64; 7]> {
+        self.0.medium.change_stamp()
+    }
+
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).
     pub fn allocated_bytes(&self) -> Result<u64> {
         self.0

@@ -568,6 +568,15 @@ impl HostFile {
         self.short_call(move |fd| sys::share_range(&source, source_offset, fd, 1, 1)).await
     }
 
+    /// See [`crate::File::change_stamp`].
+    pub(crate) fn change_stamp(&self) -> Option<[u64; 7]> {
+        let stat = rustix::fs::fstat(&self.fd).ok()?;
+        let number = i64::cast_unsigned;
+        let times = [stat.st_mtime, stat.st_mtime_nsec as i64, stat.st_ctime, stat.st_ctime_nsec as i64].map(number);
+        let [written, written_ns, changed, changed_ns] = times;
+        Some([stat.st_dev, stat.st_ino, number(stat.st_size), written, written_ns, changed, changed_ns])
+    }
+
     pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {
         let stat = rustix::fs::fstat(&self.fd).map_err(sys::errno)?;
         // `st_blocks` counts units of 512 bytes on Linux, whatever the block size.

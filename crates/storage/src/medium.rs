@@ -215,6 +215,13 @@ impl Medium {
         }
     }
 
+    pub(crate) fn change_stamp(&self) -> Option<[u64; 7]> {
+        match self {
+            Medium::Host(host) => host.change_stamp(),
+            _ => None,
+        }
+    }
+
     pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {
         match self {
             Medium::Host(host) => host.allocated_bytes(),

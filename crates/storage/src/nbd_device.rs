@@ -65,7 +65,7 @@ impl NbdControl for NbdDevice {
     fn call(&self, call: NbdCall, value: u64) -> SysResult<()> {
         if call == NbdCall::Serve {
             // A signal would end the connection in the middle of requests.
-            block_signals()?;
+            sys::block_signals()?;
         }
         let value = libc::c_ulong::try_from(value).map_err(|_| Errno::EINVAL)?;
         // SAFETY: the driver's calls take their value as a number, never as an address. Another driver knows none of the
@@ -83,17 +83,6 @@ impl NbdControl for NbdDevice {
         result(unsafe { libc::ioctl(self.0.as_raw_fd(), BLKGETSIZE64, &raw mut size) })?;
         Ok(size)
     }
-}
-
-/// Leaves the process's signals to its other threads.
-fn block_signals() -> SysResult<()> {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `sigfillset` makes a whole set of `all`, which the next call only reads; the set before is not asked for.
-    let code = unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut())
-    };
-    if code == 0 { Ok(()) } else { Err(Errno(code)) }
 }
 
 #[cfg(test)]

@@ -45,6 +45,17 @@ pub(crate) fn replace_description(fd: &OwnedFd, fresh: &OwnedFd) -> SysResult<()
     })
 }
 
+/// Leaves the process's signals to its other threads.
+pub(crate) fn block_signals() -> SysResult<()> {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `sigfillset` makes a whole set of `all`, which the next call only reads; the set before is not asked for.
+    let code = unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut())
+    };
+    if code == 0 { Ok(()) } else { Err(Errno(code)) }
+}
+
 /// The number of a `rustix` error.
 pub(crate) fn errno(error: rustix::io::Errno) -> Errno {
     Errno(error.raw_os_error())

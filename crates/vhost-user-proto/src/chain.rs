@@ -39,6 +39,11 @@ impl<P: Shared> Pieces<P> {
         self.len == 0
     }
 
+    /// How many pieces of memory there are.
+    pub fn count(&self) -> usize {
+        self.list.len()
+    }
+
     /// Copies bytes out, each once. False, and nothing of use in `into`: the range passes the end.
     pub fn read(&self, at: u64, into: &mut [u8]) -> bool {
         let mut rest = into;

@@ -104,6 +104,11 @@ impl<T> Regions<T> {
         self.list.iter()
     }
 
+    /// The bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        self.list.iter().fold(0, |sum, (region, _)| sum.saturating_add(region.len))
+    }
+
     /// How many.
     pub fn len(&self) -> usize {
         self.list.len()

@@ -14,6 +14,7 @@ use cowshed_vhost_user_proto::{Inflight, Malformed, Ring};
 use futures_util::future::{Either, LocalBoxFuture, select};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
+use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,6 +22,8 @@ use std::time::Duration;
 
 /// Buffers of the requests of one ring, in bytes; one request may always run.
 const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
+/// Chains that are taken before the thread looks at its orders.
+const MAX_CHAINS_AT_ONCE: usize = 64;
 /// Where no kick can come, a ring is looked at so often.
 const LOOK_PAUSE: Duration = Duration::from_micros(100);
 
@@ -52,8 +55,19 @@ pub(crate) struct Line {
 
 impl Line {
     fn signal(counter: &Mutex<Option<EventCounter>>) {
-        if let Some(counter) = &*lock(counter) {
+        // Without the lock: a front end can make its counter one that blocks.
+        let counter = lock(counter).clone();
+        if let Some(counter) = counter {
             counter.signal();
+        }
+    }
+
+    /// Empties the counters, so that nothing blocks that signals.
+    pub fn take_signals(&self) {
+        for counter in [&self.call, &self.error] {
+            if let Some(counter) = &*lock(counter) {
+                counter.take();
+            }
         }
     }
 }
@@ -77,8 +91,12 @@ pub(crate) struct Start {
 
 enum Message {
     Start(Box<Start>, Arc<Watched<Option<Result<(), Malformed>>>>),
-    /// Take no more, end what is in flight, and say where to go on.
-    Stop(Arc<Watched<Option<u16>>>),
+    /// Take no more, end what is in flight, and say where to go on. Requests of an earlier life that have not begun are carried out
+    /// only for a front end that is there: another one finds them noted.
+    Stop {
+        base: Arc<Watched<Option<u16>>>,
+        is_left: bool,
+    },
     End,
 }
 
@@ -137,10 +155,10 @@ impl Queue {
         outcome.wait(|outcome| outcome.take()).await
     }
 
-    /// Stops a ring that runs; returns the index of the next chain when none is in flight any more.
-    pub async fn stop(&self) -> u16 {
+    /// Stops a ring that runs, whose front end may have left; returns the index of the next chain when none is in flight any more.
+    pub async fn stop(&self, is_left: bool) -> u16 {
         let base: Arc<Watched<Option<u16>>> = Arc::default();
-        self.mailbox.send(Message::Stop(Arc::clone(&base)));
+        self.mailbox.send(Message::Stop { base: Arc::clone(&base), is_left });
         base.wait(|base| base.take()).await
     }
 
@@ -161,6 +179,8 @@ struct Running {
     start: Start,
     inflight: Option<Inflight<Piece>>,
     bytes: u64,
+    /// Requests of an earlier life that have not begun.
+    left: VecDeque<u16>,
     /// The driver has broken the protocol: nothing more is taken.
     is_broken: bool,
     work: FuturesUnordered<LocalBoxFuture<'static, Ended>>,
@@ -170,7 +190,7 @@ async fn serve_all(attachment: &Arc<Attachment>, inbox: &Mailbox<Message>) {
     let disk = attachment.queue();
     loop {
         match inbox.receive().await {
-            Message::Start(start, outcome) => match Running::new(*start, &disk) {
+            Message::Start(start, outcome) => match Running::new(*start) {
                 Ok(running) => {
                     outcome.change(|outcome| *outcome = Some(Ok(())));
                     if !running.serve(&disk, inbox).await {
@@ -180,33 +200,31 @@ async fn serve_all(attachment: &Arc<Attachment>, inbox: &Mailbox<Message>) {
                 Err(error) => outcome.change(|outcome| *outcome = Some(Err(error))),
             },
             // It doesn't run: the session asks only for one that does.
-            Message::Stop(base) => base.change(|base| *base = Some(0)),
+            Message::Stop { base, .. } => base.change(|base| *base = Some(0)),
             Message::End => return,
         }
     }
 }
 
 impl Running {
-    fn new(start: Start, disk: &Disk) -> Result<Running, Malformed> {
+    fn new(start: Start) -> Result<Running, Malformed> {
         let memory = Arc::clone(&lock(&start.memory));
         let mut ring = Ring::new(&*memory, &start.place, start.base)?;
-        let mut left = Vec::new();
+        let mut left = VecDeque::new();
         let inflight = match &start.notes {
             Some(notes) => {
                 let (inflight, heads) = Inflight::open(notes.clone(), ring.size(), ring.used_index())?;
                 ring.resume(&heads)?;
-                left = heads;
+                left = heads.into();
                 Some(inflight)
             }
             None => None,
         };
         let work = FuturesUnordered::new();
-        let mut running = Running { ring, start, inflight, bytes: 0, is_broken: false, work };
-        for head in left {
-            tracing::info!(export = &*running.start.ways.id, head, "a request of an earlier life is carried out again");
-            running.begin(disk, &memory, head);
+        if !left.is_empty() {
+            tracing::info!(export = &*start.ways.id, count = left.len(), "requests of an earlier life are carried out");
         }
-        Ok(running)
+        Ok(Running { ring, start, inflight, bytes: 0, left, is_broken: false, work })
     }
 
     /// Until it is told to stop. False: the thread is to end.
@@ -224,7 +242,7 @@ impl Running {
                 rt::yield_now().await;
                 continue;
             }
-            if !self.is_broken && self.has_room() && self.ring.listen() {
+            if !self.is_broken && self.has_room() && (!self.left.is_empty() || self.ring.listen()) {
                 continue;
             }
             let news = async {
@@ -249,13 +267,22 @@ impl Running {
                 }
             }
         };
-        while let Some(ended) = self.work.next().await {
-            self.give_back(ended);
+        if !matches!(message, Message::Stop { is_left: false, .. }) {
+            self.left.clear();
+        }
+        loop {
+            // The base of the ring stands behind these.
+            self.begin_left(disk);
+            match self.work.next().await {
+                Some(ended) => self.give_back(ended),
+                None if self.left.is_empty() || self.is_broken => break,
+                None => {}
+            }
             self.call();
         }
         self.call();
         match message {
-            Message::Stop(base) => {
+            Message::Stop { base, .. } => {
                 let next = self.ring.base();
                 drop(self);
                 base.change(|base| *base = Some(next));
@@ -291,7 +318,10 @@ impl Running {
     /// Takes what is available and begins it. True: there was something.
     fn take(&mut self, disk: &Disk) -> bool {
         let mut memory = None;
-        while !self.is_broken && self.has_room() {
+        let mut chains = self.begin_left(disk);
+        let any_left = chains > 0;
+        while !self.is_broken && self.has_room() && self.left.is_empty() && chains < MAX_CHAINS_AT_ONCE {
+            chains += 1;
             match self.ring.take() {
                 Ok(None) => break,
                 Ok(Some(head)) => {
@@ -308,7 +338,19 @@ impl Running {
         if memory.is_some() {
             rt::note_request();
         }
-        memory.is_some()
+        memory.is_some() || any_left
+    }
+
+    /// Begins requests of an earlier life, as far as there is room; their number.
+    fn begin_left(&mut self, disk: &Disk) -> usize {
+        let mut begun = 0;
+        while begun < MAX_CHAINS_AT_ONCE && !self.is_broken && self.has_room() {
+            let Some(head) = self.left.pop_front() else { break };
+            let memory = Arc::clone(&lock(&self.start.memory));
+            self.begin(disk, &memory, head);
+            begun += 1;
+        }
+        begun
     }
 
     fn begin(&mut self, disk: &Disk, memory: &GuestMemory, head: u16) {
@@ -324,7 +366,7 @@ impl Running {
         };
         match request {
             Ok(request) => {
-                self.bytes += requests::cost(&request);
+                self.bytes += requests::cost(&request, &chain);
                 let work = requests::run(disk.clone(), ways.clone(), chain, request);
                 self.work.push(work.boxed_local());
             }

@@ -13,6 +13,9 @@ use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
+/// Each request takes so many bytes besides its data, near enough.
+const REQUEST_BYTES: u64 = 1 << 10;
+
 /// A chain whose request has ended.
 pub(crate) struct Ended {
     /// Of its chain.
@@ -24,16 +27,18 @@ pub(crate) struct Ended {
 }
 
 /// The memory that a request takes while it runs.
-pub(crate) fn cost(request: &Request) -> u64 {
-    match request {
+pub(crate) fn cost(request: &Request, chain: &Chain<Piece>) -> u64 {
+    let data = match request {
         Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
         _ => 0,
-    }
+    };
+    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<Piece>();
+    data + REQUEST_BYTES + pieces as u64
 }
 
 /// Carries a request out and writes its status.
 pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: Request) -> Ended {
-    let bytes = cost(&request);
+    let bytes = cost(&request, &chain);
     let (result, mut written) = match request {
         Request::Read { offset, len } => read(&disk, &chain, offset, len).await,
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),

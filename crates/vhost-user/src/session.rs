@@ -4,7 +4,7 @@
 use crate::memory::{GuestMemory, Piece};
 use crate::queue::{Line, MemoryNow, Start, Ways};
 use crate::server::Shared;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::Node;
 use cowshed_storage::signal::lock;
 use cowshed_storage::{EventCounter, SharedMemory, Socket, rt};
@@ -15,11 +15,14 @@ use cowshed_vhost_user_proto::regions::MAX_REGIONS;
 use cowshed_vhost_user_proto::request::Limits;
 use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Header, Malformed, Message, Region, inflight};
+use futures_util::future::{Either, select};
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Segments of a request: a ring of the usual 128 places without those of the header and the status.
 const MAX_SEGMENTS: u32 = 126;
@@ -27,6 +30,11 @@ const MAX_SEGMENTS: u32 = 126;
 const MAX_RANGES: u32 = 32;
 /// Sectors of such a segment: 1 GiB.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
+
+/// The most memory of a front end, in bytes: 8 TiB of the 128 that a process can map.
+const MAX_GUEST_BYTES: u64 = 8 << 40;
+/// A ring that stops is looked after so often: a front end may keep its thread from going on.
+const STOP_LOOK: Duration = Duration::from_millis(50);
 
 /// A ring as the front end sets it up.
 #[derive(Debug, Default)]
@@ -52,6 +60,8 @@ struct Session<'a> {
     notes: Option<(SharedMemory, InflightPlace)>,
     writeback: Arc<AtomicBool>,
     channel: Rc<RefCell<Option<Socket>>>,
+    /// The front end has gone.
+    has_left: bool,
 }
 
 /// A reply, with a descriptor.
@@ -89,10 +99,12 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
         notes: None,
         writeback: Arc::new(AtomicBool::new(!shared.config.writethrough)),
         channel,
+        has_left: false,
     };
     let result = session.read_all(&socket).await;
     socket.shutdown();
     announcer.cancel().await;
+    session.has_left = true;
     for ring in 0..session.rings.len() {
         session.stop(ring).await;
     }
@@ -300,7 +312,15 @@ impl Session<'_> {
     /// Stops a ring, where it runs; its requests have ended when this returns.
     async fn stop(&mut self, number: usize) {
         if std::mem::take(&mut self.rings[number].is_running) {
-            self.rings[number].base = self.shared.queues[number].stop().await;
+            let line = Arc::clone(&self.rings[number].line);
+            let mut stopping = pin!(self.shared.queues[number].stop(self.has_left));
+            self.rings[number].base = loop {
+                match select(stopping.as_mut(), pin!(rt::sleep(STOP_LOOK))).await {
+                    Either::Left((base, _)) => break base,
+                    // A full counter that blocks holds the thread where it signals.
+                    Either::Right(_) => line.take_signals(),
+                }
+            };
         }
     }
 
@@ -369,6 +389,11 @@ impl Session<'_> {
 
     fn add_region(&mut self, region: Region, descriptor: Option<OwnedFd>) -> Result<()> {
         let missing = || Error::invalid_argument("a region of memory came without its descriptor");
+        let known = self.regions.regions.bytes();
+        if known.checked_add(region.len).is_none_or(|bytes| bytes > MAX_GUEST_BYTES) {
+            let message = format!("memory of more than {} TiB", MAX_GUEST_BYTES >> 40);
+            return Err(Error::new(ErrorKind::Limit, message).value(region.len));
+        }
         let memory = SharedMemory::map(descriptor.ok_or_else(missing)?, region.file_offset, region.len)?;
         self.regions.regions.add(region, memory).map_err(refused)
     }

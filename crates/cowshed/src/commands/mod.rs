@@ -79,6 +79,8 @@ pub const COMMANDS: &[Verb] = &[
     io::VERB,
     daemon::serve::VERB,
     share::VERB,
+    daemon::mount::VERB,
+    daemon::mount::UMOUNT,
     daemon::top::VERB,
     completions::VERB,
     man::VERB,

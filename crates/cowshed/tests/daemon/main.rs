@@ -4,7 +4,9 @@
 mod credentials;
 mod device;
 mod exposure;
+mod fuse;
 mod guest;
+mod http;
 mod killed;
 mod load;
 mod lost_streams;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, activity, change, command, failed, names, nothing, vhost};
+use super::{Arguments, Group, activity, change, command, failed, fuse, http, names, nothing, vhost};
 use crate::nbd::{ExportSpec, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
+use crate::servers::VHOST_USER_BLK;
 use crate::state::Daemon;
-use crate::vhost::VHOST_USER_BLK;
 use cowshed_block::ErrorKind;
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
@@ -39,13 +39,17 @@ command nbd-server-add: device: str, name?: str, description?: str, writable?: b
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
-enum BlockExportType: nbd vhost-user-blk
+enum BlockExportType: nbd vhost-user-blk fuse http
+enum FuseExportAllowOther: off on auto
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
 object BlockExportOptionsVhostUserBlk: addr: SocketAddress, logical-block-size?: uint64, num-queues?: int
+object BlockExportOptionsFuse: mountpoint: str, growable?: bool, allow-other?: FuseExportAllowOther
+object BlockExportOptionsHttp: addr: SocketAddress, path?: str, tls-creds?: str
 alternate BlockExportIothreads: str, [str]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIothreads, node-name: str
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
-  , vhost-user-blk: BlockExportOptionsVhostUserBlk
+  , vhost-user-blk: BlockExportOptionsVhostUserBlk, fuse: BlockExportOptionsFuse
+  , http: BlockExportOptionsHttp
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool, x-requests?: int
@@ -141,7 +145,7 @@ fn too_large(key: &str) -> QmpError {
 }
 
 /// A `SocketAddress`, or the older spelling with its members in `data`. `None`: the sockets that were passed to us.
-fn address(given: Option<&Map<String, Value>>) -> QmpResult<(Option<SocketAddress>, ListenOptions)> {
+pub(super) fn address(given: Option<&Map<String, Value>>) -> QmpResult<(Option<SocketAddress>, ListenOptions)> {
     let missing = || QmpError::generic("Parameter 'addr' is missing");
     let given = given.ok_or_else(missing)?;
     let members = given.get("data").and_then(Value::as_object).unwrap_or(given);
@@ -231,6 +235,8 @@ struct ExportType {
     name: &'static str,
     /// The type for people, as QEMU names it where it refuses several threads.
     title: &'static str,
+    /// It serves with as many threads as it is given.
+    has_threads: bool,
     /// It is of no use before the NBD server runs.
     needs_nbd: bool,
     /// Adds an export of a node, which is there and active.
@@ -239,16 +245,37 @@ struct ExportType {
 
 /// The types of exports.
 const EXPORTS: &[ExportType] = &[
-    ExportType { name: NBD, title: "NBD", needs_nbd: true, add: |d, a, n| Box::pin(add_nbd(d, a, n)) },
+    ExportType {
+        name: NBD,
+        title: "NBD",
+        has_threads: false,
+        needs_nbd: true,
+        add: |d, a, n| Box::pin(add_nbd(d, a, n)),
+    },
     ExportType {
         name: VHOST_USER_BLK,
         title: "vhost-user-blk",
+        has_threads: false,
         needs_nbd: false,
         add: |d, a, n| Box::pin(vhost::add(d, a, n)),
     },
+    ExportType {
+        name: fuse::FUSE,
+        title: "FUSE",
+        has_threads: true,
+        needs_nbd: false,
+        add: |d, a, n| Box::pin(fuse::add(d, a, n)),
+    },
+    ExportType {
+        name: http::HTTP,
+        title: "HTTP",
+        has_threads: false,
+        needs_nbd: false,
+        add: |d, a, n| Box::pin(http::add(d, a, n)),
+    },
 ];
 
-/// One thread, or a list, which the exports refuse.
+/// One thread, or a list, which exports refuse that can't use it.
 fn check_iothreads(daemon: &Daemon, kind: &ExportType, given: Option<&Value>) -> QmpResult<()> {
     let list = given.and_then(Value::as_array);
     let names = list.into_iter().flatten().chain(given.filter(|given| given.is_string())).filter_map(Value::as_str);
@@ -261,6 +288,7 @@ fn check_iothreads(daemon: &Daemon, kind: &ExportType, given: Option<&Value>) ->
     }
     match list {
         Some(_) if kind.needs_nbd && daemon.nbd().is_none() => Err(not_running()),
+        Some(_) if kind.has_threads => Ok(()),
         Some(_) => Err(QmpError::generic(format!("{} export does not support multi-threading", kind.title))),
         None => Ok(()),
     }
@@ -386,9 +414,9 @@ async fn remove(daemon: &Rc<Daemon>, id: &str, removal: Removal) -> QmpResult<Va
     let found = daemon.find_export(id);
     let found = found.ok_or_else(|| QmpError::generic(format!("Export '{id}' is not found")))?;
     let removed = match (found.kind, daemon.nbd()) {
-        (VHOST_USER_BLK, _) => daemon.vhost.remove(id, removal).await,
-        (_, Some(nbd)) => nbd.remove(id, removal).await,
-        (_, None) => return Err(not_running()),
+        (NBD, Some(nbd)) => nbd.remove(id, removal).await,
+        (NBD, None) => return Err(not_running()),
+        _ => daemon.servers.remove(id, removal).await,
     };
     removed.map_err(|error| match error.kind() {
         ErrorKind::Busy => QmpError::generic(format!("export '{id}' still in use")),

@@ -10,7 +10,9 @@ mod create;
 mod drives;
 mod experimental;
 mod exports;
+mod fuse;
 mod general;
+mod http;
 mod internal;
 mod jobs;
 mod names;
@@ -116,8 +118,8 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Valu
             false => None,
         };
         let done = call(daemon, &name, arguments).await;
-        // Guests hear of a new size.
-        daemon.vhost.look_at_sizes();
+        // Clients hear of a new size.
+        daemon.servers.look_at_sizes();
         done
     };
     daemon.commands.watched(&name, work).await

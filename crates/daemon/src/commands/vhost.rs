@@ -2,12 +2,15 @@
 //! Exports of the type `vhost-user-blk`.
 
 use super::{Arguments, failed, nothing};
+use crate::nbd::Exported;
+use crate::servers::{ExportServer, VHOST_USER_BLK};
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
-use cowshed_image::graph::AttachRequest;
+use cowshed_image::graph::{AttachRequest, Attachment};
+use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{Listener, Socket, SocketAddress};
-use cowshed_vhost_user::Config;
+use cowshed_vhost_user::{Config, Server};
 use serde_json::{Map, Value};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -37,7 +40,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     let request = AttachRequest::export(config.id.clone(), writable);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     let added = match listen(arguments.object("addr")) {
-        Ok(listener) => daemon.vhost.add(config, listener, Arc::clone(&attachment)).map_err(failed),
+        Ok(listener) => start(daemon, config, listener, Arc::clone(&attachment)).map_err(failed),
         Err(error) => Err(error),
     };
     if let Err(error) = added {
@@ -45,6 +48,35 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
         return Err(error);
     }
     nothing()
+}
+
+fn start(daemon: &Daemon, config: Config, listener: Listener, attachment: Arc<Attachment>) -> Result<()> {
+    let (id, writable) = (config.id.clone(), config.writable);
+    let server = Server::start(config, listener, Arc::clone(&attachment))?;
+    let export = Exported::new(VHOST_USER_BLK, id.clone(), id, attachment, writable, Vec::new());
+    daemon.servers.add(export, Rc::new(VhostUser(server)));
+    Ok(())
+}
+
+struct VhostUser(Server);
+
+impl ExportServer for VhostUser {
+    fn is_connected(&self) -> bool {
+        self.0.is_connected()
+    }
+
+    /// `vhost-user:PATH`.
+    fn uris(&self) -> Vec<String> {
+        vec![format!("vhost-user:{}", self.0.address())]
+    }
+
+    fn look_at_size(&self) {
+        self.0.look_at_size();
+    }
+
+    fn stop(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.0.stop())
+    }
 }
 
 fn no_uint16() -> QmpError {

@@ -6,6 +6,7 @@ mod endpoint;
 pub(crate) use endpoint::listen;
 
 use crate::nbd::Exported;
+use crate::servers::VHOST_USER_BLK;
 use crate::state::Daemon;
 use cowshed_image::stats::{AttachmentStats, HistogramSnapshot, IoKind, KindStats, LatencyStats};
 use cowshed_image::{Budget, Node};
@@ -67,7 +68,7 @@ pub(crate) fn render(daemon: &Daemon) -> String {
         }
     }
     let mut connected = Family::new(&mut page, "cowshed_vhost_user_connections", "gauge", "Connected front ends.");
-    connected.line("", &[], daemon.vhost.connections());
+    connected.line("", &[], daemon.servers.connected(VHOST_USER_BLK));
     let mut family = Family::new(&mut page, "cowshed_export_in_flight", "gauge", "Requests in flight.");
     for (export, stats) in &stats {
         family.line("", &[("export", &export.id)], stats.in_flight);

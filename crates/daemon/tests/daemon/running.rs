@@ -98,6 +98,7 @@ pub fn setup(steps: Vec<Step>) -> Setup {
         stop_limit: Some(STOP_LIMIT),
         turn_limit: TURN_LIMIT,
         request_memory_bytes: REQUEST_MEMORY_BYTES,
+        mount_guard: None,
     }
 }
 

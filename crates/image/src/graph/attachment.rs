@@ -47,6 +47,13 @@ impl AttachRequest {
         AttachRequest { name, permissions, counted: false, export: false, hold: Some(hold) }
     }
 
+    /// It may change the size besides.
+    #[must_use]
+    pub fn resizing(mut self) -> AttachRequest {
+        self.permissions.used = self.permissions.used | PermissionSet::RESIZE;
+        self
+    }
+
     /// Its requests aren't counted: for users who keep statistics of their own.
     pub fn without_statistics(self) -> AttachRequest {
         AttachRequest { counted: false, ..self }

@@ -21,6 +21,7 @@ pub(super) fn no_direct_io(error: rustix::io::Errno) -> Error {
 }
 
 pub(super) fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<OwnedFd> {
+    crate::fuse_device::refuse_own(path)?;
     let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     flags |= if options.write || options.create { OFlags::RDWR } else { OFlags::RDONLY };
     if options.create {

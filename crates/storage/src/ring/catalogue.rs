@@ -97,6 +97,13 @@ impl Ring {
         RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
+    /// As [`Ring::readable`]; of several that wait so for one thing, one is woken.
+    pub(crate) fn readable_alone<'a>(self: Rc<Self>, file: &'a Arc<OwnedFd>) -> RingOp<'a> {
+        let events = (libc::POLLIN | libc::POLLHUP | libc::POLLERR) as u32 | libc::EPOLLEXCLUSIVE as u32;
+        let entry = opcode::PollAdd::new(types::Fd(file.as_raw_fd()), events).build();
+        RingOp::start_for_peer(self, file, Payload::empty(None), entry)
+    }
+
     /// Waits until the peer sends nothing more, or the connection is broken.
     pub(crate) fn hung_up<'a>(self: Rc<Self>, socket: &'a Arc<OwnedFd>) -> RingOp<'a> {
         let events = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as u32;

@@ -30,6 +30,17 @@ pub(crate) async fn readable(fd: &Arc<OwnedFd>) -> SysResult<()> {
     readiness::ready(fd, Interest::Read).await
 }
 
+/// As [`readable`]; of several that wait so for one thing, one is woken.
+pub(crate) async fn readable_alone(fd: &Arc<OwnedFd>) -> SysResult<()> {
+    if let Some(ring) = rt::current_ring() {
+        match sys::ring_result(ring.readable_alone(fd).await.0) {
+            Err(errno) if ring_gave_up(errno) => {}
+            result => return result.map(drop),
+        }
+    }
+    readiness::ready(fd, Interest::Read).await
+}
+
 impl Socket {
     /// Receives until `bytes` is full; the number of bytes is smaller only when the peer has closed. Descriptors that come along are
     /// appended, and the connection is at fault that brings more than [`MAX_DESCRIPTORS`].

@@ -19,7 +19,7 @@ mod stale;
 
 pub use address::{SocketAddress, connect_unix};
 pub use descriptors::MAX_DESCRIPTORS;
-pub(crate) use descriptors::readable;
+pub(crate) use descriptors::{readable, readable_alone};
 pub use listener::{KeepAlive, ListenOptions, Listener};
 pub use stale::clear_stale;
 

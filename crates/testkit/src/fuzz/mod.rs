@@ -2,6 +2,7 @@
 //! Entry points of the fuzzer, and a replay of its inputs on a stable compiler. `fuzz/README.md` tells how to fuzz.
 
 pub mod engine;
+pub mod fuse;
 pub mod image;
 pub mod layout;
 pub mod nbd;

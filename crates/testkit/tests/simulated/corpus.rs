@@ -2,7 +2,7 @@
 //! The fuzzer's inputs through the fuzzer's entry points, on a stable compiler.
 
 use cowshed_testkit::fuzz::replay::{mutate, replay};
-use cowshed_testkit::fuzz::{engine, image, layout, nbd, vhost};
+use cowshed_testkit::fuzz::{engine, fuse, image, layout, nbd, vhost};
 
 #[test]
 fn inputs_of_the_layout() {
@@ -32,6 +32,16 @@ fn inputs_of_nbd() {
 #[test]
 fn mutations_of_nbd() {
     mutate(nbd::ENTRIES, 20_000);
+}
+
+#[test]
+fn inputs_of_fuse() {
+    replay(fuse::ENTRIES);
+}
+
+#[test]
+fn mutations_of_fuse() {
+    mutate(fuse::ENTRIES, 20_000);
 }
 
 #[test]

@@ -27,6 +27,8 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("cowshed-nbd-proto", &["cowshed-block"]),
+    ("cowshed-fuse-proto", &[]),
+    ("cowshed-fuse", &["cowshed-block", "cowshed-fuse-proto", "cowshed-image", "cowshed-storage"]),
     ("cowshed-vhost-user-proto", &[]),
     ("cowshed-vhost-user", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
@@ -43,6 +45,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-daemon",
+            "cowshed-fuse",
             "cowshed-http-server",
             "cowshed-nbd",
         ],
@@ -51,6 +54,8 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed-daemon",
         &[
             "cowshed-block",
+            "cowshed-fuse",
+            "cowshed-http-server",
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-nbd",
@@ -70,6 +75,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
             "cowshed-image",
             "cowshed-jobs",
+            "cowshed-fuse-proto",
             "cowshed-nbd-proto",
             "cowshed-vhost-user-proto",
         ],
@@ -92,6 +98,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 /// Crates that must build without a runtime, the C library or a way to reach the operating system.
 const PURE: &[&str] = &[
     "cowshed-block",
+    "cowshed-fuse-proto",
     "cowshed-layout",
     "cowshed-nbd-proto",
     "cowshed-qcow2",

@@ -152,3 +152,112 @@ fn a_second_front_end_is_sent_away() {
     assert!(served.connect().is_closed());
     assert_eq!(first.request(0, 0, &[], 512).0, 0);
 }
+
+#[test]
+fn requests_of_an_earlier_life_keep_to_the_memory_of_a_ring() {
+    const BLKDEBUG: &str = "driver=raw,node-name=d,file.driver=blkdebug,file.image.driver=file,file.image.filename=";
+    const READ_BYTES: u32 = 4 << 20;
+    let served = Served::on(BLKDEBUG, |_| ());
+    let mut driver = served.connect();
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    let notes = driver.notes();
+    let region = cowshed_storage::SharedMemory::map(&notes.1, 0, notes.0.len).unwrap();
+    driver.give_notes(&notes);
+    // All chains are one list of descriptors, whose data is as long as the memory allows.
+    let (header, list) = (FrontEnd::data(0), FrontEnd::data(3));
+    driver.guest.memory.write(header as usize, &[0; 16]);
+    driver.describe(list as usize, 0, (header, 16, 1, 1));
+    driver.describe(list as usize, 1, (0x30_0000, READ_BYTES, 1 | 2, 2));
+    driver.describe(list as usize, 2, (header + 16, 1, 2, 0));
+    let faults = served.node.faults().unwrap();
+    for head in 0..RING_SIZE {
+        driver.describe(FrontEnd::place(0), head, (list, 48, 4, 0));
+        driver.offer(0, head);
+        let at = 16 + 16 * usize::from(head);
+        region.write(at + 8, &u64::from(head + 1).to_le_bytes());
+        region.write(at, &[1]);
+        faults.set_break(cowshed_storage::fault::Event::parse("read_aio").unwrap(), "held");
+    }
+    driver.start_ring(0, 0);
+    while faults.held().is_empty() {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    let begun = faults.held().len();
+    assert!((2..=32).contains(&begun), "{begun} requests of 1 MiB each have begun");
+    faults.remove_all_breaks();
+    for _ in 0..RING_SIZE {
+        driver.wait_used(0);
+    }
+    assert_eq!(driver.bytes(header as usize + 16, 1), [0]);
+    drop(driver);
+    assert_serves(&served);
+}
+
+#[test]
+fn each_request_costs_the_memory_of_its_lists() {
+    let (memory, _file) = cowshed_storage::SharedMemory::create("guest", 4096).unwrap();
+    let mut guest = crate::memory::GuestMemory::default();
+    for address in 0..100 {
+        let region =
+            crate::proto::Region { guest_address: address, len: 1, front_end_address: address, file_offset: 0 };
+        guest.regions.add(region, memory.part(0, 1)).unwrap();
+    }
+    assert_eq!(guest.regions.bytes(), 100);
+    let table = crate::memory::Piece(memory.part(0, 16));
+    table.0.write(8, &100u32.to_le_bytes());
+    let (result, chain) = crate::proto::Chain::walk(&guest, &table, 0, false);
+    assert!(result.is_ok() && chain.readable.count() == 100);
+    let cost = crate::requests::cost(&crate::proto::request::Request::Flush, &chain);
+    assert!(cost > 100 * size_of::<crate::memory::Piece>() as u64);
+}
+
+#[test]
+fn counters_that_block_keep_nobody_out() {
+    let served = Served::new(|_| ());
+    // The kick: a read of it must not wait.
+    let mut driver = served.driver();
+    assert_eq!(driver.request(0, 0, &[], 512).0, 0);
+    rustix::fs::fcntl_setfl(&driver.kick[0], rustix::fs::OFlags::empty()).unwrap();
+    driver.kick(0);
+    driver.stop_ring(0);
+    drop(driver);
+    assert_serves(&served);
+    // The call: a full one holds the thread that signals, and not longer than its front end is there.
+    let mut driver = served.driver();
+    let call = driver.call[0].clone();
+    rt::block_on(call.wait()).unwrap();
+    rustix::io::write(&call, &(u64::MAX - 2).to_ne_bytes()).unwrap();
+    rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty()).unwrap();
+    for head in 0..3 {
+        driver.prepare(0, 3 * head, 0, 0, &[], 512);
+        driver.offer(0, 3 * head);
+        driver.kick(0);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    drop(driver);
+    assert_serves(&served);
+}
+
+#[test]
+fn a_front_end_has_no_more_memory_than_a_guest_may() {
+    let served = Served::new(|_| ());
+    let driver = served.driver();
+    let folder = served.folder.path();
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(folder.join("memory")).unwrap();
+    // Longer files than this the file system may not have.
+    let (file_bytes, regions) = (1u64 << 40, 9u64);
+    file.set_len(file_bytes).unwrap();
+    let file = file.into();
+    let add = |number: u64| {
+        let guest_address = (1 << 45) + number * file_bytes;
+        let region =
+            crate::proto::Region { guest_address, len: file_bytes, front_end_address: guest_address, file_offset: 0 };
+        driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file))
+    };
+    let taken = (0..regions).filter(|&number| add(number)).count();
+    assert_eq!(taken, 7, "8 TiB with the memory that is there already");
+    drop(driver);
+    assert_serves(&served);
+}

@@ -25,11 +25,15 @@ pub struct Served {
 
 impl Served {
     pub fn new(change: impl FnOnce(&mut Config)) -> Served {
+        Self::on("driver=raw,node-name=d,discard=unmap,file.driver=file,file.filename=", change)
+    }
+
+    /// On a node by its options, the last of which names the file.
+    pub fn on(options: &str, change: impl FnOnce(&mut Config)) -> Served {
         let folder = temp_dir();
         let image = folder.path().join("disk.raw");
         std::fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
-        let options =
-            format!("driver=raw,node-name=d,discard=unmap,file.driver=file,file.filename={}", image.display());
+        let options = format!("{options}{}", image.display());
         let request = OpenRequest::image_opts(&options).unwrap().writable(true);
         let graph = Graph::new();
         let (node, attachment) = rt::block_on(async {

@@ -6,6 +6,7 @@ mod device;
 mod keys;
 mod list;
 mod logging;
+pub mod mount;
 pub mod nbd;
 mod pid_file;
 pub mod serve;
@@ -19,7 +20,7 @@ use background::Background;
 use clap::Args;
 use cowshed_block::Error;
 use cowshed_daemon::{
-    MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
+    GuardProgram, MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
 };
 use cowshed_image::options::parse_size;
 use device::{DeviceLink, DeviceState};
@@ -29,6 +30,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::any::Any;
 use std::cell::RefCell;
+use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
 /// Programs of QEMU whose names and command lines we have, besides qemu-img.
@@ -192,6 +194,13 @@ fn show_object_help<'a>(objects: impl IntoIterator<Item = &'a String>, console: 
         }
     }
     Ok(false)
+}
+
+/// This program, as the guard of a mount.
+fn mount_guard() -> Option<GuardProgram> {
+    let arguments = ["umount", "--guard"].map(OsString::from).to_vec();
+    // The program that runs, even where its file has another one's bytes by now.
+    Some(GuardProgram { program: "/proc/self/exe".into(), name: "cowshed".into(), arguments })
 }
 
 /// Threads that serve clients where the user doesn't say it: more than four rarely help, and each costs memory.

@@ -427,6 +427,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: args.bounds.request_memory_bytes()?,
+            mount_guard: super::mount_guard(),
         },
         kept: None,
         background: args.fork || (link.is_some() && !args.verbose),

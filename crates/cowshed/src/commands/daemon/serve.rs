@@ -256,6 +256,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: args.bounds.request_memory_bytes()?,
+            mount_guard: super::mount_guard(),
         },
         background: args.daemonize,
         pid_file: args.pidfile.clone(),

@@ -75,6 +75,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             stop_limit: bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,
             request_memory_bytes: bounds.request_memory_bytes()?,
+            mount_guard: super::mount_guard(),
         },
         worded: Box::new(super::as_it_is),
         kept: None,

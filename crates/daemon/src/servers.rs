@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's exports over vhost-user-blk: each has a socket and threads of its own.
+//! The daemon's exports that have a server each: all types but NBD, whose exports share one.
 
 use crate::events::EventBus;
 use crate::nbd::Exported;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::graph::Attachment;
+use cowshed_image::node::LocalFuture;
 use cowshed_nbd_server::Removal;
+use cowshed_storage::rt;
 use cowshed_storage::rt::within;
-use cowshed_storage::{Listener, rt};
-use cowshed_vhost_user::{Config, Server};
 use serde_json::json;
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// So long the removal of an export is waited for; what takes longer goes on by itself.
@@ -21,30 +19,47 @@ const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
 /// The name of the type.
 pub(crate) const VHOST_USER_BLK: &str = "vhost-user-blk";
 
+/// The server of one export.
+pub(crate) trait ExportServer {
+    /// A client keeps the export in use.
+    fn is_connected(&self) -> bool;
+
+    /// It has ended by itself.
+    fn has_ended(&self) -> bool {
+        false
+    }
+
+    /// Where clients find it.
+    fn uris(&self) -> Vec<String>;
+
+    /// The size of the disk may have changed.
+    fn look_at_size(&self) {}
+
+    /// Ends what is in flight, and the server.
+    fn stop(&self) -> LocalFuture<'_, ()>;
+}
+
 struct Entry {
     export: Exported,
-    server: Arc<Server>,
+    server: Rc<dyn ExportServer>,
 }
 
 /// All of them.
-pub(crate) struct VhostExports {
+pub(crate) struct Servers {
     list: RefCell<Vec<Entry>>,
     events: EventBus,
 }
 
-impl VhostExports {
-    pub fn new(events: EventBus) -> VhostExports {
-        VhostExports { list: RefCell::default(), events }
+impl Servers {
+    pub fn new(events: EventBus) -> Servers {
+        Servers { list: RefCell::default(), events }
     }
 
-    /// Serves an attachment on a socket. An error leaves the attachment to the caller.
-    pub fn add(&self, config: Config, listener: Listener, attachment: Arc<Attachment>) -> Result<()> {
-        let (id, writable) = (config.id.clone(), config.writable);
-        let server = Server::start(config, listener, Arc::clone(&attachment))?;
-        tracing::info!(export = id, address = %server.address(), node = attachment.node().name(), writable, "export added");
-        let export = Exported::new(VHOST_USER_BLK, id.clone(), id, attachment, writable, Vec::new());
-        self.list.borrow_mut().push(Entry { export, server: Arc::new(server) });
-        Ok(())
+    /// Takes an export that is served by now.
+    pub fn add(&self, export: Exported, server: Rc<dyn ExportServer>) {
+        let (address, node) = (server.uris().join(" "), export.attachment.node().name().to_owned());
+        tracing::info!(export = export.id, address, node, writable = export.writable, "export added");
+        self.list.borrow_mut().push(Entry { export, server });
     }
 
     /// The exports, in the order of their coming.
@@ -52,24 +67,24 @@ impl VhostExports {
         self.list.borrow().iter().map(|entry| entry.export.clone()).collect()
     }
 
-    /// Front ends that are connected.
-    pub fn connections(&self) -> usize {
-        self.list.borrow().iter().filter(|entry| entry.server.is_connected()).count()
+    /// Exports of a type that a client has in use.
+    pub fn connected(&self, kind: &str) -> usize {
+        let list = self.list.borrow();
+        list.iter().filter(|entry| entry.export.kind == kind && entry.server.is_connected()).count()
     }
 
-    /// Where an export listens: `vhost-user:PATH`.
+    /// Where clients find an export.
     pub fn uris(&self, id: &str) -> Vec<String> {
         let list = self.list.borrow();
-        let found = list.iter().filter(|entry| entry.export.id == id);
-        found.map(|entry| format!("vhost-user:{}", entry.server.address())).collect()
+        list.iter().find(|entry| entry.export.id == id).map(|entry| entry.server.uris()).unwrap_or_default()
     }
 
-    /// Sizes may have changed: guests hear of it.
+    /// Sizes may have changed: clients hear of it.
     pub fn look_at_sizes(&self) {
         self.list.borrow().iter().for_each(|entry| entry.server.look_at_size());
     }
 
-    /// Ends an export: its front end is sent away after its last requests.
+    /// Ends an export: its client is sent away after its last requests.
     pub async fn remove(self: &Rc<Self>, id: &str, removal: Removal) -> Result<()> {
         let (server, export) = {
             let mut list = self.list.borrow_mut();
@@ -80,14 +95,14 @@ impl VhostExports {
                 return Err(Error::invalid_argument(format!("Export '{id}' is already shutting down")));
             }
             if removal == Removal::Safe && entry.server.is_connected() {
-                return Err(Error::new(ErrorKind::Busy, format!("export '{id}' is in use by a front end")));
+                return Err(Error::new(ErrorKind::Busy, format!("export '{id}' is in use by a client")));
             }
             entry.export.shutting_down = true;
-            (Arc::clone(&entry.server), entry.export.clone())
+            (Rc::clone(&entry.server), entry.export.clone())
         };
         let exports = Rc::clone(self);
         let requests = export.attachment.statistics().in_flight;
-        let task = rt::spawn(async move { exports.take_away(&server, export).await });
+        let task = rt::spawn(async move { exports.take_away(&*server, export).await });
         match within(REMOVAL_PATIENCE, task).await {
             Some(result) => result,
             None => {
@@ -97,7 +112,25 @@ impl VhostExports {
         }
     }
 
-    async fn take_away(&self, server: &Server, export: Exported) -> Result<()> {
+    /// Takes an export away whose server has ended by itself.
+    pub async fn forget(self: &Rc<Self>, id: &str) {
+        let found = {
+            let mut list = self.list.borrow_mut();
+            let is_it =
+                |entry: &&mut Entry| entry.export.id == id && !entry.export.shutting_down && entry.server.has_ended();
+            list.iter_mut().find(is_it).map(|entry| {
+                entry.export.shutting_down = true;
+                (Rc::clone(&entry.server), entry.export.clone())
+            })
+        };
+        if let Some((server, export)) = found {
+            tracing::info!(export = export.id, "an export was ended from outside");
+            // It has said what went wrong.
+            let _: Result<()> = self.take_away(&*server, export).await;
+        }
+    }
+
+    async fn take_away(&self, server: &dyn ExportServer, export: Exported) -> Result<()> {
         server.stop().await;
         let detached = export.attachment.detach().await;
         self.list.borrow_mut().retain(|entry| entry.export.id != export.id);
@@ -112,9 +145,9 @@ impl VhostExports {
     pub async fn stop(self: &Rc<Self>, limit: Duration, detaches: bool) -> (Result<()>, Vec<String>) {
         let end = rt::now() + limit;
         let (mut result, mut hung) = (Ok(()), Vec::new());
-        let entries: Vec<(Exported, Arc<Server>)> = {
+        let entries: Vec<(Exported, Rc<dyn ExportServer>)> = {
             let list = self.list.borrow();
-            list.iter().rev().map(|entry| (entry.export.clone(), Arc::clone(&entry.server))).collect()
+            list.iter().rev().map(|entry| (entry.export.clone(), Rc::clone(&entry.server))).collect()
         };
         for (export, server) in entries {
             let shown = format!("export '{}'", export.id);
@@ -124,7 +157,7 @@ impl VhostExports {
             let exports = Rc::clone(self);
             let task = rt::spawn(async move {
                 match detaches {
-                    true => exports.take_away(&server, export).await,
+                    true => exports.take_away(&*server, export).await,
                     false => {
                         server.stop().await;
                         Ok(())

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports of the type `fuse`, and `mount`, with the programs that people have: cp, dd, mkfs, qemu-img, Python.
+
+use super::process::{COWSHED, Monitor, Serving, run, text, tool};
+use cowshed_testkit::qemu::temp_dir;
+use serde_json::json;
+use std::fs::{File, OpenOptions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const DISK_BYTES: u64 = 8 << 20;
+/// A wait that is over before means a fault.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn is_mounted(path: &Path) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("a list");
+    mounts.lines().any(|line| line.split(' ').nth(4) == Some(text(path)))
+}
+
+#[track_caller]
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what} does not come");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A storage daemon with `image` as the node `d`, and its monitor.
+fn start(folder: &Path, image: &str) -> (Serving, Monitor) {
+    let mut command = Command::new(COWSHED);
+    command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
+    command.args(["--monitor", "chardev=m", "--blockdev", image]);
+    let mut daemon = Serving::start_command(folder, command);
+    let path = folder.join("m.sock");
+    wait_for("the monitor", || {
+        assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
+        std::os::unix::net::UnixStream::connect(&path).is_ok()
+    });
+    let monitor = Monitor::connect(&path);
+    (daemon, monitor)
+}
+
+/// A new mount point, and the options of an export there.
+fn export(folder: &Path, name: &str, more: serde_json::Value) -> serde_json::Value {
+    File::create(folder.join(name)).expect("a mount point");
+    let mut options = json!({"type": "fuse", "id": name, "node-name": "d", "mountpoint": folder.join(name)});
+    let members = options.as_object_mut().expect("an object");
+    members.extend(more.as_object().expect("an object").clone());
+    options
+}
+
+const QCOW2: &str = "qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=d.qcow2";
+
+fn qcow2(folder: &Path) {
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.qcow2")), &DISK_BYTES.to_string()]);
+}
+
+fn open(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).open(path).expect("the file opens")
+}
+
+fn errno<T: std::fmt::Debug>(result: std::io::Result<T>) -> i32 {
+    result.expect_err("an error").raw_os_error().expect("a number")
+}
+
+/// Waits until the process of a `mount` in the background has ended.
+fn wait_for_end(pid_file: &Path) {
+    let number = std::fs::read_to_string(pid_file);
+    // It removes the file at its end.
+    if let Ok(number) = number {
+        wait_for("the end of the process", || !Path::new("/proc").join(number.trim()).exists());
+    }
+}
+
+#[test]
+fn a_mounted_image_is_a_file_for_mkfs_cp_dd_and_qemu_img() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    qcow2(folder.path());
+    File::create(at("m")).expect("a mount point");
+    let pid = at("pid");
+    tool(COWSHED, &["mount", "--writable", "--pidfile", text(&pid), text(&at("d.qcow2")), text(&at("m"))]);
+    assert!(is_mounted(&at("m").canonicalize().expect("a path")));
+    tool("mkfs.ext4", &["-q", "-F", text(&at("m"))]);
+    tool("e2fsck", &["-fn", text(&at("m"))]);
+    tool(
+        "dd",
+        &["if=/dev/urandom", &format!("of={}", text(&at("m"))), "bs=64k", "count=5", "seek=100", "conv=notrunc,fsync"],
+    );
+    tool("dd", &[&format!("if={}", text(&at("m"))), &format!("of={}", text(&at("direct"))), "bs=1M", "iflag=direct"]);
+    tool("cp", &["--sparse=always", text(&at("m")), text(&at("copy"))]);
+    tool("cmp", &[text(&at("m")), text(&at("copy"))]);
+    tool("cmp", &[text(&at("direct")), text(&at("copy"))]);
+    assert!(at("copy").metadata().expect("a file").blocks() * 512 < DISK_BYTES, "holes are holes");
+    tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", text(&at("m")), text(&at("copy"))]);
+    tool(COWSHED, &["umount", text(&at("m"))]);
+    assert!(!is_mounted(&at("m")));
+    wait_for_end(&pid);
+    tool("qemu-img", &["check", "-q", text(&at("d.qcow2"))]);
+    tool("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&at("d.qcow2")), text(&at("copy"))]);
+    let said = run(COWSHED, &["umount", text(&at("m"))], &[1]);
+    assert!(said.contains("is not mounted"), "{said}");
+}
+
+#[test]
+fn a_file_has_holes_a_length_a_mode_and_times() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    tool("qemu-io", &["-c", "write -P 5 1M 64k", text(&folder.join("d.qcow2"))]);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "allow-other": "off"})));
+    let path = folder.join("m");
+    let file = open(&path);
+    let seek = |from| rustix::fs::seek(&file, from).map_err(|error| error.raw_os_error());
+    use rustix::fs::SeekFrom::{Data, Hole};
+    assert_eq!([seek(Data(0)), seek(Hole(1 << 20)), seek(Hole(0))], [Ok(1 << 20), Ok((1 << 20) + 65536), Ok(0)]);
+    assert_eq!([seek(Data(2 << 20)), seek(Hole(2 << 20)), seek(Data(DISK_BYTES))], [Err(6), Ok(2 << 20), Err(6)]);
+    let status = path.metadata().expect("attributes");
+    assert_eq!((status.mode(), status.len()), (0o100_600, DISK_BYTES));
+    assert!((1..DISK_BYTES / 512).contains(&status.blocks()), "{}", status.blocks());
+    // The end of the disk stands where it is.
+    assert_eq!(file.write_at(&[1; 100], DISK_BYTES - 40).expect("a part"), 40);
+    assert_eq!(errno(file.write_at(&[1], DISK_BYTES)), 28);
+    assert_eq!(file.read_at(&mut [0; 100], DISK_BYTES - 40).expect("a part"), 40);
+    file.set_len(DISK_BYTES + 4096).expect("a longer disk");
+    assert_eq!(path.metadata().expect("attributes").len(), DISK_BYTES + 4096);
+    let mut bytes = [9; 4096];
+    file.read_exact_at(&mut bytes, DISK_BYTES).expect("the new part");
+    assert_eq!(bytes, [0; 4096]);
+    file.set_len(DISK_BYTES).expect("a shorter disk");
+    assert_eq!(errno(file.set_len(DISK_BYTES + 1)), 22);
+    use rustix::fs::FallocateFlags as Flags;
+    let allocate =
+        |flags, offset, len| rustix::fs::fallocate(&file, flags, offset, len).map_err(|error| error.raw_os_error());
+    file.write_all_at(&[7; 8192], 3 << 20).expect("a write");
+    assert_eq!(allocate(Flags::PUNCH_HOLE | Flags::KEEP_SIZE, (3 << 20) + 512, 1024), Ok(()));
+    assert_eq!(allocate(Flags::ZERO_RANGE, (3 << 20) + 4096, 4096), Ok(()));
+    let mut bytes = [0; 8192];
+    file.read_exact_at(&mut bytes, 3 << 20).expect("a read");
+    assert_eq!((bytes[511], &bytes[512..1536], bytes[1536], &bytes[4096..]), (7, &[0; 1024][..], 7, &[0; 4096][..]));
+    assert_eq!(allocate(Flags::empty(), 0, 4096), Err(95), "space is not set aside");
+    assert_eq!(allocate(Flags::empty(), DISK_BYTES, 4096), Ok(()));
+    assert_eq!(path.metadata().expect("attributes").len(), DISK_BYTES + 4096);
+    let mode = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode));
+    assert!(mode(0o400).is_ok() && path.metadata().expect("attributes").mode() == 0o100_400);
+    assert_eq!(errno(mode(0o640)), 1);
+    tool("touch", &["-d", "2001-02-03 04:05:06 UTC", text(&path)]);
+    assert_eq!(path.metadata().expect("attributes").mtime(), 981_173_106);
+    file.write_all_at(&[7; 10], 0).expect("a write");
+    assert!(path.metadata().expect("attributes").mtime() > 1_700_000_000, "a write changes the time");
+    // As a block device, and as QEMU's export.
+    drop(OpenOptions::new().write(true).truncate(true).open(&path).expect("it opens"));
+    assert_eq!(path.metadata().expect("attributes").len(), DISK_BYTES + 4096);
+    monitor.command("block_resize", json!({"node-name": "d", "size": 2 * DISK_BYTES}));
+    assert_eq!(file.metadata().expect("attributes").len(), 2 * DISK_BYTES);
+    drop(file);
+    daemon.stop();
+    assert!(!is_mounted(&path), "the mount is left behind");
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn a_growable_export_grows_with_its_writes() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "growable": true})));
+    let path = folder.join("m");
+    let file = open(&path);
+    file.write_all_at(&[3; 1000], DISK_BYTES - 10).expect("it grows");
+    // Images of this format count in sectors.
+    assert_eq!(path.metadata().expect("attributes").len(), DISK_BYTES + 1024);
+    let threads: Vec<_> = (0..4u64)
+        .map(|number| {
+            let file = file.try_clone().expect("a descriptor");
+            std::thread::spawn(move || {
+                for turn in 0..20 {
+                    let offset = 2 * DISK_BYTES + (turn * 4 + number) * 4096;
+                    file.write_all_at(&[number as u8 + 1; 4096], offset).expect("it grows");
+                }
+            })
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+    assert_eq!(path.metadata().expect("attributes").len(), 2 * DISK_BYTES + 80 * 4096);
+    let mut bytes = vec![0; 80 * 4096];
+    file.read_exact_at(&mut bytes, 2 * DISK_BYTES).expect("a read");
+    assert!(bytes.chunks(4096).enumerate().all(|(place, page)| page == [place as u8 % 4 + 1; 4096]));
+    drop(file);
+    daemon.stop();
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn a_killed_daemon_leaves_no_mount_and_loses_nothing_that_was_synced() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true})));
+    monitor.command("block-export-add", export(folder, "n", json!({})));
+    let file = open(&folder.join("m"));
+    file.write_all_at(&[8; 1 << 20], 1 << 20).expect("a write");
+    file.sync_all().expect("a sync");
+    assert!(is_mounted(&folder.join("m")) && is_mounted(&folder.join("n")));
+    daemon.signal("KILL");
+    let _ = daemon.wait();
+    for name in ["m", "n"] {
+        wait_for("the unmounting", || !is_mounted(&folder.join(name)));
+        assert_eq!(folder.join(name).metadata().expect("the mount point").len(), 0);
+    }
+    assert_eq!(errno(file.read_at(&mut [0; 10], 0)), 107, "the file is gone for those who have it open");
+    tool("qemu-io", &["-c", "read -P 8 1M 1M", text(&folder.join("d.qcow2"))]);
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn exports_come_and_go_and_unmounting_ends_one() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![3; 1 << 20]).expect("an image");
+    let (daemon, mut monitor) = start(folder, "file,node-name=d,filename=d.raw");
+    monitor.command("block-export-add", export(folder, "m", json!({})));
+    let exports = monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports, json!([{"id": "m", "type": "fuse", "node-name": "d", "shutting-down": false}]));
+    let refused = |monitor: &mut Monitor, point: &str| {
+        let options = json!({"type": "fuse", "id": "x", "node-name": "d", "mountpoint": point});
+        monitor.refusal("block-export-add", &options)
+    };
+    let path = folder.join("m");
+    std::os::unix::fs::symlink("m", folder.join("link")).expect("a link");
+    for name in [text(&path), &format!("{}/./m", text(folder)), text(&folder.join("link"))] {
+        assert_eq!(refused(&mut monitor, name), format!("There already is a FUSE export on '{name}'"));
+    }
+    assert_eq!(refused(&mut monitor, text(folder)), format!("'{}' is not a regular file", text(folder)));
+    assert_eq!(refused(&mut monitor, "/nowhere/m"), "Failed to stat '/nowhere/m': No such file or directory");
+    let node = json!({"driver": "file", "node-name": "own", "filename": path});
+    let words = monitor.refusal("blockdev-add", &node);
+    assert!(words.contains("Resource deadlock"), "{words}");
+    // It is read-only for root, too.
+    let denied = OpenOptions::new().write(true).open(&path).expect_err("read-only");
+    assert_eq!(denied.kind(), ErrorKind::ReadOnlyFilesystem);
+    let file = File::open(&path).expect("it opens");
+    let mut bytes = [0; 100];
+    file.read_exact_at(&mut bytes, 5000).expect("a read");
+    assert_eq!(bytes, [3; 100]);
+    let stats = monitor.command("query-block-exports", json!({}));
+    assert_eq!(stats.as_array().map(Vec::len), Some(1));
+    // Programs that have it open keep no export.
+    monitor.command("block-export-del", json!({"id": "m"}));
+    assert_eq!(errno(file.read_at(&mut [0; 10], 0)), 107);
+    assert!(!is_mounted(&path));
+    monitor.command("block-export-add", export(folder, "n", json!({})));
+    tool(COWSHED, &["umount", text(&folder.join("n"))]);
+    wait_for("the end of the export", || monitor.command("query-block-exports", json!({})) == json!([]));
+    let (stats, size) = (monitor.command("query-named-block-nodes", json!({})), 1 << 20);
+    assert_eq!(stats[0]["image"]["virtual-size"], size, "{stats}");
+    daemon.stop();
+}
+
+#[test]
+fn errors_of_the_disk_reach_the_caller() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![3; 1 << 20]).expect("an image");
+    let rule = |number: u32, event: &str, errno: u32| {
+        format!(
+            ",inject-error.{number}.event={event},inject-error.{number}.errno={errno},inject-error.{number}.once=on"
+        )
+    };
+    let image = format!(
+        "raw,node-name=d,file.driver=blkdebug,file.image.driver=file,file.image.filename=d.raw{}",
+        [(0, "read_aio", 5), (1, "write_aio", 28), (2, "flush_to_disk", 5)]
+            .map(|(number, event, errno)| rule(number, event, errno).replace(",inject", ",file.inject"))
+            .concat()
+    );
+    let (daemon, mut monitor) = start(folder, &image);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true})));
+    let file = open(&folder.join("m"));
+    assert_eq!(errno(file.read_at(&mut [0; 512], 0)), 5);
+    assert_eq!(file.read_at(&mut [0; 512], 0).expect("the next one"), 512);
+    assert_eq!(errno(file.write_at(&[0; 512], 0)), 28);
+    assert_eq!(file.write_at(&[4; 512], 0).expect("the next one"), 512);
+    assert_eq!(errno(file.sync_all()), 5);
+    drop(file);
+    daemon.signal("TERM");
+    // The sync that failed is no secret at the end.
+    let _ = daemon.wait();
+    assert!(!is_mounted(&folder.join("m")));
+}
+
+#[test]
+fn mappings_show_and_change_the_disk() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    qcow2(folder.path());
+    File::create(at("m")).expect("a mount point");
+    let pid = at("pid");
+    tool(COWSHED, &["mount", "-w", "--pidfile", text(&pid), text(&at("d.qcow2")), text(&at("m"))]);
+    // The second process still has its mapping when the file is unmounted.
+    let script = "import mmap, os, subprocess, sys
+path, cowshed = sys.argv[1:]
+fd = os.open(path, os.O_RDWR)
+os.pwrite(fd, b'a' * 4096, 8192)
+shared = mmap.mmap(fd, 1 << 20)
+assert shared[8192:8202] == b'a' * 10
+private = mmap.mmap(fd, 1 << 20, mmap.MAP_PRIVATE)
+assert private[8192:8202] == b'a' * 10
+shared[65536:65546] = b'b' * 10
+shared.flush()
+assert os.pread(fd, 10, 65536) == b'b' * 10
+shared[131072:131082] = b'c' * 10
+subprocess.run([cowshed, 'umount', path], check=True)
+";
+    tool("python3", &["-c", script, text(&at("m")), COWSHED]);
+    wait_for_end(&pid);
+    let image = text(&at("d.qcow2")).to_owned();
+    for (pattern, offset) in [("0x61", "8192"), ("0x62", "65536"), ("0x63", "131072")] {
+        tool("qemu-io", &["-c", &format!("read -P {pattern} {offset} 10"), &image]);
+    }
+}
+
+#[test]
+fn snapshots_are_mounted_for_reading() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    qcow2(folder.path());
+    let image = text(&at("d.qcow2")).to_owned();
+    tool("qemu-io", &["-c", "write -P 1 0 64k", &image]);
+    tool("qemu-img", &["snapshot", "-c", "before", &image]);
+    tool("qemu-io", &["-c", "write -P 2 0 64k", &image]);
+    File::create(at("m")).expect("a mount point");
+    tool(COWSHED, &["mount", "--snapshot", "before", &image, text(&at("m"))]);
+    let mut bytes = [0; 100];
+    File::open(at("m")).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("a read");
+    assert_eq!(bytes, [1; 100]);
+    tool(COWSHED, &["umount", text(&at("m"))]);
+    let said = run(COWSHED, &["mount", &image, &image], &[1]);
+    assert!(said.contains("is the image itself"), "{said}");
+    let said = run(COWSHED, &["mount", &image, text(&at("missing"))], &[1]);
+    assert!(said.contains("missing") && said.contains("No such file or directory"), "{said}");
+    let said = run(COWSHED, &["mount", "--snapshot", "after", &image, text(&at("m"))], &[1]);
+    assert!(said.contains("after"), "{said}");
+    assert!(!is_mounted(&at("m")));
+}
+
+/// Runs a script of the shell in mounts of its own, where the user `nobody` may open /dev/fuse, as on other machines.
+fn in_own_mounts(folder: &Path, script: &str) -> String {
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o777)).expect("a folder for all");
+    let prepare = "set -e; cd \"$0\"; mkdir dev; mount -t tmpfs none dev; mknod dev/fuse c 10 229; chmod 666 dev/fuse; mount --bind dev/fuse /dev/fuse";
+    let script = format!("{prepare}\n{script}");
+    let arguments = ["-m", "sh", "-c", &script, text(folder), COWSHED];
+    tool("unshare", &arguments)
+}
+
+#[test]
+#[ignore = "needs root"]
+fn users_mount_by_fusermount_and_are_left_alone() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    File::create(folder.join("m")).expect("a mount point");
+    for name in ["m", "d.qcow2"] {
+        std::os::unix::fs::chown(folder.join(name), Some(65534), Some(65534)).expect("an owner");
+    }
+    let program = "cp \"$1\" cowshed; chmod 755 cowshed";
+    let script = format!(
+        "{program}\nas() {{ setpriv --reuid 65534 --regid 65534 --clear-groups \"$@\"; }}
+        as ./cowshed mount -w --pidfile pid d.qcow2 m
+        grep ' - fuse.cowshed ' /proc/self/mountinfo
+        as dd if=/dev/zero of=m bs=4k count=1 conv=notrunc 2>&1
+        as cat m | wc -c
+        ! cat m > /dev/null 2>&1
+        kill -KILL $(cat pid)
+        while grep -q ' - fuse.cowshed ' /proc/self/mountinfo; do sleep 0.05; done
+        as ./cowshed mount d.qcow2 m
+        as ./cowshed umount m
+        ! grep ' - fuse.cowshed ' /proc/self/mountinfo"
+    );
+    let said = in_own_mounts(folder, &script);
+    assert!(said.contains("user_id=65534") && said.contains(&DISK_BYTES.to_string()), "{said}");
+    let script = format!(
+        "{program}\nchmod 600 dev/fuse\n! setpriv --reuid 65534 --regid 65534 --clear-groups ./cowshed mount d.qcow2 m"
+    );
+    std::fs::remove_dir(folder.join("dev")).expect("an empty folder");
+    let said = in_own_mounts(folder, &script);
+    assert!(said.contains("/dev/fuse") && said.contains("Permission denied"), "{said}");
+}
+
+#[test]
+fn a_user_namespace_mounts_by_itself() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    qcow2(folder.path());
+    File::create(at("m")).expect("a mount point");
+    let script = "cd \"$0\" && \"$1\" mount -w --pidfile pid d.qcow2 m && head -c 100 /dev/zero | tr '\\0' x | dd of=m conv=notrunc status=none \
+                  && \"$1\" umount m && while [ -e pid ]; do sleep 0.02; done";
+    tool("unshare", &["-rm", "sh", "-c", script, text(folder.path()), COWSHED]);
+    tool("qemu-io", &["-c", "read -P 0x78 0 100", text(&at("d.qcow2"))]);
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports of the type `http`, with curl.
+
+use super::process::{Monitor, Serving, run, text, tool};
+use cowshed_testkit::qemu::temp_dir;
+use serde_json::json;
+
+#[test]
+fn a_node_is_read_by_ranges_until_its_export_goes() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (image, copy) = (folder.join("d.qcow2"), folder.join("copy.raw"));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
+    tool("qemu-io", &["-c", "write -P 65 1M 64k", text(&image)]);
+    let options = "http,id=h,node-name=d,addr.type=inet,addr.host=127.0.0.1,addr.port=0,path=/disk";
+    let mut daemon = Serving::start(folder, &["serve", "d.qcow2", "--monitor", "m.sock", "--export", options]);
+    let uri = loop {
+        let line = daemon.line();
+        if line.starts_with("http://127.0.0.1:") {
+            break line;
+        }
+    };
+    assert!(uri.ends_with("/disk"), "{uri}");
+    let mut monitor = Monitor::connect(&folder.join("m.sock"));
+    let exports = monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports[0], json!({"id": "h", "type": "http", "node-name": "d", "shutting-down": false}));
+    assert_eq!(tool("curl", &["-sS", "-r", "1048576-1048580", &uri]), "AAAAA");
+    tool("curl", &["-sS", "-o", text(&copy), &uri]);
+    tool("qemu-img", &["compare", "-U", "-f", "qcow2", "-F", "raw", text(&image), text(&copy)]);
+    tool("curl", &["-sSf", "-I", &uri]);
+    run("curl", &["-sSf", &uri.replace("/disk", "/other")], &[22]);
+    // A unix socket, beside it and on the same node.
+    let socket = folder.join("h.sock");
+    let add = json!({"type": "http", "id": "u", "node-name": "d", "addr": {"type": "unix", "path": socket}});
+    monitor.command("block-export-add", add.clone());
+    assert_eq!(
+        tool("curl", &["-sS", "--unix-socket", text(&socket), "-r", "1048576-1048577", "http://localhost/d"]),
+        "AA"
+    );
+    let mut again = add.clone();
+    again["id"] = json!("v");
+    let words = monitor.refusal("block-export-add", &again);
+    assert!(words.contains("could not listen"), "{words}");
+    again["writable"] = json!(true);
+    let words = monitor.refusal("block-export-add", &again);
+    assert_eq!(words, "an export of the type 'http' is for reading only");
+    monitor.command("block-export-del", json!({"id": "h"}));
+    run("curl", &["-sS", &uri], &[7]);
+    daemon.stop();
+    assert!(!socket.exists(), "the socket is left behind");
+}

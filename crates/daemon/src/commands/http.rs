@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports of the type `http`: a node's bytes for reading, by ranges.
+
+use super::exports::address;
+use super::{Arguments, failed, nothing};
+use crate::nbd::Exported;
+use crate::servers::ExportServer;
+use crate::state::Daemon;
+use cowshed_block::{Error, Result};
+use cowshed_http_server::{Config, Server};
+use cowshed_image::graph::{AttachRequest, Attachment};
+use cowshed_image::node::LocalFuture;
+use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_storage::SocketAddress;
+use serde_json::Value;
+use std::net::IpAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The name of the type.
+pub(crate) const HTTP: &str = "http";
+
+/// So long may responses go on that have begun when the export ends.
+const GRACE: Duration = Duration::from_secs(1);
+
+pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) -> QmpResult<Value> {
+    let path = arguments.maybe_text("path").map_or_else(|| format!("/{node}"), str::to_owned);
+    let node = daemon.graph.find(node).ok_or_else(|| QmpError::generic(format!("there is no node '{node}'")))?;
+    if arguments.flag("writable", false) {
+        return Err(QmpError::generic("an export of the type 'http' is for reading only"));
+    }
+    let (listen, _) = address(arguments.object("addr"))?;
+    let listen =
+        listen.ok_or_else(|| QmpError::generic("Only socket address types 'inet' and 'unix' are supported"))?;
+    let tls = arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?;
+    let id = arguments.text("id").to_owned();
+    if let (SocketAddress::Tcp { host, .. }, None) = (&listen, &tls)
+        && !is_of_this_machine(host)
+    {
+        tracing::warn!(export = id, host, "any host that reaches this one can read the disk: tls-creds encrypts");
+    }
+    let request = AttachRequest::export(id.clone(), false);
+    let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let config = Config { tls, ..Config::default() };
+    let started = start(config, &listen, &path, &attachment);
+    match started {
+        Ok((server, bound)) => {
+            let uris = bound.iter().map(|address| uri(scheme, address, &path)).collect();
+            let export = Exported::new(HTTP, id.clone(), id, attachment, false, Vec::new());
+            daemon.servers.add(export, Rc::new(Site { server, uris }));
+            nothing()
+        }
+        Err(error) => {
+            attachment.detach().await.map_err(failed)?;
+            Err(failed(error))
+        }
+    }
+}
+
+fn start(
+    config: Config,
+    listen: &SocketAddress,
+    path: &str,
+    attachment: &Arc<Attachment>,
+) -> Result<(Server, Vec<SocketAddress>)> {
+    let server = Server::start(config)?;
+    server.add(path, Arc::new(Arc::clone(attachment)))?;
+    let bound = server.listen(listen).map_err(|error: Error| error.context("could not listen"))?;
+    Ok((server, bound))
+}
+
+fn is_of_this_machine(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+}
+
+fn uri(scheme: &str, address: &SocketAddress, path: &str) -> String {
+    match address {
+        SocketAddress::Tcp { host, port } if host.contains(':') => format!("{scheme}://[{host}]:{port}{path}"),
+        SocketAddress::Tcp { host, port } => format!("{scheme}://{host}:{port}{path}"),
+        // As curl has it: --unix-socket, and any host.
+        other => format!("{scheme}+unix:{other} {path}"),
+    }
+}
+
+struct Site {
+    server: Server,
+    uris: Vec<String>,
+}
+
+impl ExportServer for Site {
+    /// A client comes back for its next range, so none keeps an export from going.
+    fn is_connected(&self) -> bool {
+        false
+    }
+
+    fn uris(&self) -> Vec<String> {
+        self.uris.clone()
+    }
+
+    fn stop(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.server.stop(GRACE))
+    }
+}

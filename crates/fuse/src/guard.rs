@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A process that unmounts a file system when the process that serves it has gone.
+//!
+//! It also syncs and unmounts where the server ends in order. A server that touched its own file system would wait for itself, and
+//! a kill in such a wait would leave a process that can't end.
+
+use crate::mount::{os_text, unmount};
+use cowshed_block::{Errno, Error, Result};
+use cowshed_storage::mounted_device;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno as Number;
+use std::ffi::OsString;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// The order to sync and unmount. Its answer is an error number, little-endian in four bytes, or zero.
+const UNMOUNT: u8 = b'u';
+/// The order to end: there is nothing to unmount any more.
+const END: u8 = b'e';
+
+/// A program that runs [`run_guard`]: it gets the number of the file system and the path behind `arguments`.
+#[derive(Clone, Debug)]
+pub struct GuardProgram {
+    /// The program.
+    pub program: PathBuf,
+    /// Its name, as the first argument.
+    pub name: OsString,
+    /// Arguments before the two of the guard.
+    pub arguments: Vec<OsString>,
+}
+
+/// A guard that runs.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    orders: UnixStream,
+    child: Child,
+}
+
+impl Guard {
+    pub fn start(program: &GuardProgram, path: &Path, device: u64) -> Result<Guard> {
+        let pair = UnixStream::pair();
+        let (orders, theirs) = pair.map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
+        let child = Command::new(&program.program)
+            .arg0(&program.name)
+            .args(&program.arguments)
+            .arg(device.to_string())
+            .arg(os_text(path))
+            .current_dir("/")
+            // Away from the terminal's signals.
+            .process_group(0)
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let child = child.map_err(|error| Error::io(&error, "could not start the guard of a mount"))?;
+        Ok(Guard { orders, child })
+    }
+
+    /// Syncs and unmounts; it waits so long.
+    pub fn unmount(mut self) -> std::result::Result<(), Errno> {
+        let mut answer = [0; 4];
+        let asked = self.orders.write_all(&[UNMOUNT]).and_then(|()| self.orders.read_exact(&mut answer));
+        // It has ended by itself by now.
+        let _ = self.child.wait();
+        match (asked, i32::from_le_bytes(answer)) {
+            (Err(error), _) => Err(Errno(error.raw_os_error().unwrap_or(rustix::io::Errno::PIPE.raw_os_error()))),
+            (Ok(()), 0) => Ok(()),
+            (Ok(()), errno) => Err(Errno(errno)),
+        }
+    }
+
+    /// Ends it: the file system is not mounted any more.
+    pub fn end(mut self) {
+        // A guard that has gone needs no order.
+        let _ = self.orders.write_all(&[END]);
+        let _ = self.child.wait();
+    }
+}
+
+/// Guards the file system with that device number at `path` until the process at the other end of the standard input gives an order
+/// or ends.
+///
+/// # Errors
+/// Those of unmounting.
+pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
+    cowshed_storage::block_signals();
+    let mut orders = std::io::stdin().lock();
+    let mut order = [0];
+    let is_order = loop {
+        match orders.read(&mut order) {
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Ok(1) => break true,
+            _ => break false,
+        }
+    };
+    if is_order && order[0] == END {
+        return Ok(());
+    }
+    // Something else may stand there by now.
+    let result = match mounted_device(path) {
+        Ok(found) if found == device => {
+            if is_order {
+                sync(path);
+            }
+            unmount(path)
+        }
+        _ => Ok(()),
+    };
+    if is_order {
+        let number = result.err().map_or(0, |errno| errno.0);
+        // The server may be gone by now.
+        let _ = rustix::io::write(rustix::stdio::stdin(), &number.to_le_bytes());
+    }
+    result
+}
+
+/// Syncs a file that another process serves, and unmounts it.
+///
+/// # Errors
+/// Those of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.
+pub fn unmount_in_order(path: &Path) -> Result<()> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let synced = rustix::fs::open(path, flags, Mode::empty()).and_then(|file| rustix::fs::fsync(&file));
+    match synced {
+        Ok(()) | Err(Number::NOTCONN | Number::ACCESS | Number::CONNABORTED) => {}
+        Err(error) => return Err(Error::os(Errno(error.raw_os_error()), "could not sync it")),
+    }
+    unmount(path).map_err(|errno| Error::os(errno, "could not unmount it"))
+}
+
+/// Writes what processes have changed in mappings of the file. The unmounting tells of no error, and those who want to know of one
+/// sync by themselves.
+fn sync(path: &Path) {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
+        let _ = rustix::fs::fsync(&file);
+    }
+}

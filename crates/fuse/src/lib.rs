@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Serves a disk as a file, through the kernel's FUSE.
+//!
+//! ```text
+//! Server::start(config, attachment) ─ look_at_size() … ─ stop()
+//! ```
+//! - `server`: the owner's view; `session`: the thread that takes requests; `operations` carries one out
+//! - `attributes`: owner, mode, times and lengths of the file
+//! - `mount`: the file system's coming and going; `guard`: the process that unmounts it, however this one ends
+
+mod attributes;
+mod guard;
+mod mount;
+mod operations;
+mod server;
+mod session;
+
+pub use cowshed_fuse_proto as proto;
+pub use guard::{GuardProgram, run_guard, unmount_in_order};
+pub use mount::{AllowOther, FILE_SYSTEM, MountPoint, find_mount, unmount};
+pub use server::{Config, Server};

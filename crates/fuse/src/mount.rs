@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Mounting a FUSE session on a file, and unmounting it.
+//!
+//! A process that may mount does so itself. Others ask `fusermount3`, which has the right to.
+
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_storage::{FUSE_DEVICE, FuseDevice, ServedMount, is_served_here, mounted_device, path_of_text};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
+use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use std::ffi::{CString, OsStr, OsString};
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The type of our file systems in lists of mounts.
+pub const FILE_SYSTEM: &str = "fuse.cowshed";
+
+/// Programs that mount for users, by their preference.
+const HELPERS: &[&str] = &["fusermount3", "fusermount"];
+
+/// Which users may reach the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AllowOther {
+    /// Only the one who mounts it.
+    Off,
+    /// All that its mode lets.
+    On,
+    /// As `On` where the system permits it, else as `Off`.
+    #[default]
+    Auto,
+}
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub(crate) struct Mount<'a> {
+    pub point: &'a MountPoint,
+    pub writable: bool,
+    pub allow_other: AllowOther,
+    /// The most bytes of one read.
+    pub max_read: u32,
+}
+
+/// A file that a session may be mounted on.
+#[derive(Debug)]
+pub struct MountPoint {
+    path: PathBuf,
+    fd: OwnedFd,
+    device: u64,
+}
+
+/// A session that is mounted.
+#[derive(Debug)]
+pub(crate) struct Mounted {
+    pub session: FuseDevice,
+    pub path: PathBuf,
+    /// Number of the file system.
+    pub device: u64,
+    pub allows_other: bool,
+    pub served: ServedMount,
+}
+
+fn os_error(error: rustix::io::Errno, doing: &str) -> Error {
+    Error::os(Errno(error.raw_os_error()), doing)
+}
+
+impl MountPoint {
+    /// Looks at a mount point, which must be a regular file, and no export of this process. It asks no FUSE server anything, so it
+    /// never waits for this process itself.
+    pub fn new(name: &str) -> Result<MountPoint> {
+        let named = path_of_text(name);
+        let failed = |error: rustix::io::Errno| {
+            let error = os_error(error, "could not look at the mount point");
+            let words = format!("Failed to stat '{name}': {}", std::io::Error::from_raw_os_error(error.errno().0));
+            error.file(name).qemu(without_number(&words))
+        };
+        let found = rustix::fs::statx(CWD, &*named, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).map_err(failed)?;
+        if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile {
+            let error = Error::invalid_argument("is not a regular file, as a mount point must be").file(name);
+            return Err(error.qemu(format!("'{name}' is not a regular file")));
+        }
+        if is_served_here(&named) {
+            let error = Error::new(ErrorKind::Busy, "is a FUSE export already").file(name);
+            return Err(error.qemu(format!("There already is a FUSE export on '{name}'")));
+        }
+        let path = std::fs::canonicalize(&*named)
+            .map_err(|error| failed(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::IO)))?;
+        let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed)?;
+        let device = mounted_device(&path).map_err(|errno| Error::os(errno, "could not look at the mount point"))?;
+        Ok(MountPoint { path, fd, device })
+    }
+
+    /// Its path, absolute and without links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// A system's words without "(os error 2)".
+fn without_number(words: &str) -> String {
+    words.split(" (os error").next().unwrap_or(words).to_owned()
+}
+
+impl Mount<'_> {
+    /// Opens a session and mounts it.
+    pub fn mount(&self) -> Result<Mounted> {
+        let (session, allows_other) = match self.mount_directly() {
+            Err(error) if is_refusal(&error) => self.mount_by_helper(&error)?,
+            mounted => mounted?,
+        };
+        let path = self.point.path.clone();
+        let failed = |errno| Error::os(errno, "could not look at the mounted file").file(shown(&path));
+        let device = mounted_device(&path).map_err(failed)?;
+        if device == self.point.device {
+            return Err(Error::internal("the mounted file does not stand at its path").file(shown(&path)));
+        }
+        Ok(Mounted { session, served: ServedMount::new(device), path, device, allows_other })
+    }
+
+    fn mount_directly(&self) -> Result<(FuseDevice, bool)> {
+        let session = FuseDevice::open().map_err(no_device)?;
+        let allows_other = self.allow_other != AllowOther::Off;
+        let mut options = format!(
+            "fd={},rootmode=100000,user_id={},group_id={},default_permissions,max_read={}",
+            session.as_fd().as_raw_fd(),
+            rustix::process::geteuid().as_raw(),
+            rustix::process::getegid().as_raw(),
+            self.max_read
+        );
+        if allows_other {
+            options.push_str(",allow_other");
+        }
+        let options = CString::new(options).map_err(|_| Error::internal("options of a mount with a zero byte"))?;
+        let mut flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOATIME;
+        if !self.writable {
+            flags |= MountFlags::RDONLY;
+        }
+        // By the descriptor: the file that was looked at, whatever its path means by now.
+        let target = format!("/proc/self/fd/{}", self.point.fd.as_raw_fd());
+        let mounted = rustix::mount::mount("cowshed", target, FILE_SYSTEM, flags, Some(&*options));
+        mounted.map_err(|error| {
+            let error = os_error(error, "could not mount on it").file(shown(&self.point.path));
+            error.qemu("Failed to mount FUSE session to export")
+        })?;
+        Ok((session, allows_other))
+    }
+
+    /// Mounts as users do who may not by themselves.
+    fn mount_by_helper(&self, refusal: &Error) -> Result<(FuseDevice, bool)> {
+        let wanted: &[bool] = match self.allow_other {
+            AllowOther::Off => &[false],
+            AllowOther::On => &[true],
+            AllowOther::Auto => &[true, false],
+        };
+        let mut said = String::new();
+        for &allows_other in wanted {
+            match self.ask_helper(allows_other)? {
+                Asked::Mounted(session) => return Ok((session, allows_other)),
+                Asked::Refused(words) => said = words,
+                Asked::NoHelper => {
+                    let message = format!("{}, and {} is not installed", refusal.message(), HELPERS[0]);
+                    let error = Error::new(ErrorKind::PermissionDenied, message).with_errno(refusal.errno());
+                    return Err(error.file(shown(&self.point.path)).qemu("Failed to mount FUSE session to export"));
+                }
+            }
+        }
+        let error = Error::new(ErrorKind::PermissionDenied, format!("could not mount on it: {said}"));
+        Err(error.file(shown(&self.point.path)).qemu("Failed to mount FUSE session to export"))
+    }
+
+    fn ask_helper(&self, allows_other: bool) -> Result<Asked> {
+        let mut options = format!(
+            "{},nosuid,nodev,noatime,default_permissions,max_read={},fsname=cowshed,subtype=cowshed",
+            if self.writable { "rw" } else { "ro" },
+            self.max_read
+        );
+        if allows_other {
+            options.push_str(",allow_other");
+        }
+        for helper in HELPERS {
+            let pair = std::os::unix::net::UnixStream::pair();
+            let (ours, theirs) = pair.map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
+            let started = Command::new(helper)
+                .args(["-o", &options, "--"])
+                .arg(&self.point.path)
+                // The helper sends the session over this descriptor: its standard input.
+                .env("_FUSE_COMMFD", "0")
+                .stdin(Stdio::from(OwnedFd::from(theirs)))
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn();
+            let child = match started {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                started => started.map_err(|error| Error::io(&error, format!("could not start {helper}")))?,
+            };
+            let ended = child.wait_with_output();
+            let ended = ended.map_err(|error| Error::io(&error, format!("could not wait for {helper}")))?;
+            if !ended.status.success() {
+                let said = String::from_utf8_lossy(&ended.stderr);
+                return Ok(Asked::Refused(said.lines().next().unwrap_or("the helper refused").to_owned()));
+            }
+            let passed = passed_descriptor(&OwnedFd::from(ours))?;
+            return Ok(Asked::Mounted(FuseDevice::from_descriptor(passed)?));
+        }
+        Ok(Asked::NoHelper)
+    }
+}
+
+enum Asked {
+    Mounted(FuseDevice),
+    Refused(String),
+    NoHelper,
+}
+
+/// The descriptor that a helper has sent before it ended.
+fn passed_descriptor(socket: &OwnedFd) -> Result<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, flags);
+    received.map_err(|error| os_error(error, "could not receive the session from the helper"))?;
+    let found = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    found.ok_or_else(|| Error::internal("the helper mounted and sent no session"))
+}
+
+/// True where a helper may do what this process may not.
+fn is_refusal(error: &Error) -> bool {
+    [rustix::io::Errno::PERM, rustix::io::Errno::ACCESS].iter().any(|errno| error.errno().0 == errno.raw_os_error())
+}
+
+fn no_device(errno: Errno) -> Error {
+    let refused = errno.0 == rustix::io::Errno::ACCESS.raw_os_error();
+    let doing = match refused {
+        true => "could not open the FUSE device",
+        false => "there is no FUSE on this machine (modprobe fuse)",
+    };
+    Error::os(errno, doing).file(FUSE_DEVICE).qemu("Failed to mount FUSE session to export")
+}
+
+pub(crate) fn shown(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// Takes a mount away. Descriptors that are open go on as long as the process that serves them.
+///
+/// # Errors
+/// Those of umount2(2), where no helper does it either.
+pub fn unmount(path: &Path) -> std::result::Result<(), Errno> {
+    let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+    let errno = match rustix::mount::unmount(path, flags) {
+        Ok(()) => return Ok(()),
+        Err(error) => Errno(error.raw_os_error()),
+    };
+    if errno.0 != rustix::io::Errno::PERM.raw_os_error() {
+        return Err(errno);
+    }
+    let asked = HELPERS.iter().find_map(|helper| {
+        let mut command = Command::new(helper);
+        command.args(["-u", "-z", "--"]).arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().ok()
+    });
+    match asked.is_some_and(|status| status.success()) {
+        true => Ok(()),
+        false => Err(errno),
+    }
+}
+
+/// The type of the last file system that was mounted at `path` (absolute, without links), by `/proc/self/mountinfo`.
+pub fn find_mount(path: &Path) -> Result<Option<String>> {
+    let list = std::fs::read("/proc/self/mountinfo");
+    let list = list.map_err(|error| Error::io(&error, "could not read the list of mounts"))?;
+    Ok(type_at(&list, path))
+}
+
+fn type_at(list: &[u8], path: &Path) -> Option<String> {
+    let of_line = |line: &[u8]| {
+        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let dash = fields.iter().position(|field| *field == b"-")?;
+        let at = unescaped(fields.get(4)?);
+        (at.as_os_str() == path.as_os_str())
+            .then(|| String::from_utf8_lossy(fields.get(dash + 1)?).into_owned().into())?
+    };
+    list.split(|byte| *byte == b'\n').filter_map(of_line).next_back()
+}
+
+/// A path as the list has it: blanks and backslashes are octal numbers.
+fn unescaped(field: &[u8]) -> OsString {
+    let mut path = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&first, behind)) = rest.split_first() {
+        let digits = behind.get(..3).filter(|_| first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                path.push(byte);
+                rest = &behind[3..];
+            }
+            None => {
+                path.push(first);
+                rest = behind;
+            }
+        }
+    }
+    OsString::from_vec(path)
+}
+
+/// The option string that names a path for a child process.
+pub(crate) fn os_text(path: &Path) -> &OsStr {
+    OsStr::from_bytes(path.as_os_str().as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_mount_at_a_path_counts() {
+        let list = b"36 35 98:0 / /a\\040b rw - ext4 /dev/x rw\n\
+            37 35 0:40 / /a\\040b ro,nosuid master:1 shared:3 - fuse.cowshed cowshed ro,user_id=0\n\
+            38 35 0:41 / /c\\134d rw - fuse /dev/fuse rw\n";
+        let found = |path: &str| type_at(list, Path::new(path));
+        assert_eq!(found("/a b").as_deref(), Some("fuse.cowshed"));
+        assert_eq!(found("/c\\d").as_deref(), Some("fuse"));
+        assert_eq!(found("/a"), None);
+    }
+
+    #[test]
+    fn mount_points_are_regular_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = |path: &Path| path.to_str().unwrap().to_owned();
+        let error = MountPoint::new(&name(folder.path())).unwrap_err();
+        assert_eq!(error.sentence(), format!("'{}' is not a regular file", folder.path().display()));
+        let missing = folder.path().join("missing");
+        let error = MountPoint::new(&name(&missing)).unwrap_err();
+        assert_eq!(error.sentence(), format!("Failed to stat '{}': No such file or directory", missing.display()));
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        std::os::unix::fs::symlink("file", folder.path().join("link")).unwrap();
+        let point = MountPoint::new(&name(&folder.path().join("link"))).unwrap();
+        assert_eq!(point.path(), file.canonicalize().unwrap());
+    }
+}

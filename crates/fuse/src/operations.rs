@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Carries one request out.
+
+use crate::server::Shared;
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_fuse_proto::request::Changes;
+use cowshed_fuse_proto::{Operation, reply};
+use cowshed_image::graph::{AttachRequest, Queue};
+use cowshed_image::node::ZeroFlags;
+use cowshed_image::{Node, Preallocation};
+use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use rustix::io::Errno as Number;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The unit of sizes of images that count in sectors, in bytes.
+const SECTOR_BYTES: u64 = 512;
+/// Zeroes are written in pieces of so many bytes, with turns for other requests between them.
+const ZERO_PIECE_BYTES: u64 = 1 << 30;
+/// Runs of a mapping that one look asks for.
+const RUNS_AT_ONCE: usize = 256;
+/// The unit of the file system's figures, in bytes.
+const FIGURE_BYTES: u32 = 4096;
+/// Open flags by which each write is to be durable: `O_DSYNC`, which `O_SYNC` has too.
+const DURABLE: u32 = 0o10000;
+
+/// Modes of fallocate(2).
+mod allocate {
+    pub const KEEP_SIZE: u32 = 1;
+    pub const PUNCH_HOLE: u32 = 2;
+    pub const ZERO_RANGE: u32 = 0x10;
+}
+
+/// Places of lseek(2) that the server is asked for.
+mod seek {
+    pub const DATA: u32 = 3;
+    pub const HOLE: u32 = 4;
+}
+
+/// What a request gives: bytes that stand for themselves, data of the disk, or the number of an error.
+pub(crate) type Outcome = std::result::Result<Given, Errno>;
+
+#[derive(Debug)]
+pub(crate) enum Given {
+    Fields(Vec<u8>),
+    Data(IoBuf),
+}
+
+fn errno(number: Number) -> Errno {
+    Errno(number.raw_os_error())
+}
+
+fn number_of(error: &Error) -> Errno {
+    match error.kind() {
+        ErrorKind::ReadOnly => errno(Number::ROFS),
+        ErrorKind::Unsupported => errno(Number::OPNOTSUPP),
+        // Another user of the disk stands against it.
+        ErrorKind::Busy => errno(Number::BUSY),
+        _ => error.errno(),
+    }
+}
+
+/// A request on its way.
+pub(crate) struct Work {
+    pub shared: Arc<Shared>,
+    pub disk: Queue,
+}
+
+impl Work {
+    /// Carries a request out; a write has its data in `data`.
+    pub async fn run(self, operation: Operation, data: Option<IoBuf>) -> Outcome {
+        let result = match operation {
+            Operation::Read { offset, len } => return self.read(offset, len).await.map_err(|error| number_of(&error)),
+            Operation::Write { offset, flags, .. } => {
+                return self.write(offset, data.unwrap_or_default(), flags & DURABLE != 0).await;
+            }
+            Operation::GetAttributes => Ok(self.attributes()),
+            Operation::SetAttributes(changes) => return self.set_attributes(&changes).await,
+            Operation::Open => Ok(reply::opened().to_vec()),
+            Operation::Statistics => Ok(self.statistics()),
+            Operation::Flush if !self.shared.is_unflushed.load(Ordering::Acquire) => Ok(Vec::new()),
+            Operation::Flush | Operation::Sync => self.flush().await,
+            Operation::Allocate { offset, len, mode } => return self.allocate(offset, len, mode).await,
+            Operation::Seek { offset, whence } => return self.seek(offset, whence).await,
+            Operation::Release | Operation::Destroy | Operation::Unanswered => Ok(Vec::new()),
+            Operation::Lookup => return Err(errno(Number::NOENT)),
+            // The session answers it.
+            Operation::Init { .. } => return Err(errno(Number::IO)),
+            Operation::Other => return Err(errno(Number::NOSYS)),
+        };
+        result.map(Given::Fields).map_err(|error| number_of(&error))
+    }
+
+    fn node(&self) -> Arc<Node> {
+        self.disk.attachment().node()
+    }
+
+    fn attributes(&self) -> Vec<u8> {
+        self.shared.attributes.look(&self.node(), self.disk.size()).body()
+    }
+
+    async fn read(&self, offset: u64, len: u32) -> Result<Given> {
+        let there = self.disk.size().saturating_sub(offset).min(len.into());
+        if there == 0 {
+            return Ok(Given::Fields(Vec::new()));
+        }
+        let buf = IoBuf::try_scratch(usize::try_from(there).unwrap_or(usize::MAX))?;
+        let (result, buf) = self.disk.read(offset, buf).await;
+        result.map(|()| Given::Data(buf))
+    }
+
+    async fn write(&self, offset: u64, mut data: IoBuf, is_durable: bool) -> Outcome {
+        let end = offset.checked_add(data.len() as u64).ok_or(errno(Number::FBIG))?;
+        if end > self.disk.size() && self.shared.config.growable {
+            self.grow(end).await.map_err(|error| number_of(&error))?;
+        }
+        let there = self.disk.size().saturating_sub(offset);
+        if there == 0 && !data.is_empty() {
+            return Err(errno(Number::NOSPC));
+        }
+        data.truncate(usize::try_from(there).unwrap_or(usize::MAX));
+        let len = data.len() as u32;
+        let (result, _) = match is_durable || self.shared.config.writethrough {
+            true => self.disk.write_durable(offset, data).await,
+            false => self.disk.write(offset, data).await,
+        };
+        result.map_err(|error| number_of(&error))?;
+        self.note_change();
+        Ok(Given::Fields(reply::written(len).to_vec()))
+    }
+
+    fn note_change(&self) {
+        self.shared.attributes.note_write();
+        if !self.shared.is_unflushed.load(Ordering::Relaxed) {
+            self.shared.is_unflushed.store(true, Ordering::Release);
+        }
+    }
+
+    async fn flush(&self) -> Result<Vec<u8>> {
+        // A write that ends from here on is for the next flush.
+        self.shared.is_unflushed.store(false, Ordering::Release);
+        let result = self.disk.flush().await;
+        if result.is_err() {
+            self.shared.is_unflushed.store(true, Ordering::Release);
+        }
+        result.map(|()| Vec::new())
+    }
+
+    async fn set_attributes(&self, changes: &Changes) -> Outcome {
+        if let Some(size) = changes.size {
+            if !self.shared.config.writable {
+                return Err(errno(Number::ROFS));
+            }
+            if self.node().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
+                return Err(errno(Number::INVAL));
+            }
+            let _one = self.shared.resizing.lock().await;
+            if size != self.disk.size() {
+                self.resize(size).await.map_err(|error| number_of(&error))?;
+            }
+        }
+        self.shared.attributes.change(changes)?;
+        Ok(Given::Fields(self.attributes()))
+    }
+
+    /// Makes the disk at least so long.
+    async fn grow(&self, end: u64) -> Result<()> {
+        let _one = self.shared.resizing.lock().await;
+        let wanted = match self.node().is_sized_in_sectors() {
+            true => end.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(end),
+            false => end,
+        };
+        match wanted > self.disk.size() {
+            true => self.resize(wanted).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Changes the size, with the right to for so long. What other users of the disk have in flight ends before.
+    async fn resize(&self, size: u64) -> Result<()> {
+        let node = self.node();
+        let graph = Arc::clone(node.graph());
+        let right = match self.shared.config.growable {
+            true => None,
+            false => {
+                let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
+                let name = format!("{}:resize", self.shared.config.id);
+                let request = AttachRequest::job(name, permissions).without_statistics();
+                Some(graph.attach(&node, request).await?)
+            }
+        };
+        let drained = graph.drain(&[&node]).await;
+        let result = node.resize(size, Preallocation::Off).await;
+        drop(drained);
+        let given_back = match right {
+            Some(right) => right.detach().await,
+            None => Ok(()),
+        };
+        self.note_change();
+        result.and(given_back)
+    }
+
+    async fn allocate(&self, offset: u64, len: u64, mode: u32) -> Outcome {
+        let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok()).ok_or(errno(Number::FBIG))?;
+        let size = self.disk.size();
+        let keeps_size = mode & allocate::KEEP_SIZE != 0;
+        let (grows, may_unmap) = match mode & !allocate::KEEP_SIZE {
+            // Space is never set aside, so this can only make the disk longer.
+            0 if !keeps_size && offset >= size => (true, None),
+            allocate::PUNCH_HOLE if keeps_size => (false, Some(true)),
+            allocate::ZERO_RANGE => (!keeps_size, Some(false)),
+            _ => return Err(errno(Number::OPNOTSUPP)),
+        };
+        if !self.shared.config.writable {
+            return Err(errno(Number::ROFS));
+        }
+        let outcome = async {
+            if grows && end > size {
+                self.grow(end).await?;
+            }
+            if let Some(may_unmap) = may_unmap {
+                self.write_zeroes(offset, end.min(self.disk.size()), may_unmap).await?;
+            }
+            Ok(())
+        };
+        outcome.await.map(|()| Given::Fields(Vec::new())).map_err(|error: Error| number_of(&error))
+    }
+
+    async fn write_zeroes(&self, offset: u64, end: u64, may_unmap: bool) -> Result<()> {
+        let mut at = offset;
+        while at < end {
+            let piece = ZERO_PIECE_BYTES.min(end - at);
+            self.disk.write_zeroes(at, piece, ZeroFlags { may_unmap, no_fallback: false }).await?;
+            at += piece;
+            rt::yield_now().await;
+        }
+        self.note_change();
+        match self.shared.config.writethrough {
+            true => self.disk.flush().await,
+            false => Ok(()),
+        }
+    }
+
+    async fn seek(&self, offset: u64, whence: u32) -> Outcome {
+        let wants_data = match whence {
+            seek::DATA => true,
+            seek::HOLE => false,
+            _ => return Err(errno(Number::INVAL)),
+        };
+        let size = self.disk.size();
+        let mut at = offset;
+        while at < size {
+            let found = self.disk.block_status_chain(at, size - at, RUNS_AT_ONCE).await;
+            for run in found.map_err(|error| number_of(&error))? {
+                if wants_data != run.zero {
+                    return Ok(place(at));
+                }
+                at += run.len;
+            }
+            rt::yield_now().await;
+        }
+        // The end of the file is a hole.
+        match wants_data || offset > size {
+            true => Err(errno(Number::NXIO)),
+            false => Ok(place(size)),
+        }
+    }
+
+    /// The figures of a file system that holds this one file.
+    fn statistics(&self) -> Vec<u8> {
+        let size = self.disk.size();
+        let used = crate::attributes::allocated_bytes(&self.node()).unwrap_or(size).min(size);
+        let blocks = |bytes: u64| bytes.div_ceil(FIGURE_BYTES.into());
+        reply::statistics(FIGURE_BYTES, blocks(size), blocks(size) - blocks(used)).to_vec()
+    }
+}
+
+fn place(offset: u64) -> Given {
+    Given::Fields(offset.to_ne_bytes().to_vec())
+}

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The export as its owner sees it.
+
+use crate::attributes::FileAttributes;
+use crate::guard::{Guard, GuardProgram};
+use crate::mount::{AllowOther, Mount, MountPoint, shown, unmount};
+use crate::session::{self, End};
+use cowshed_block::{Error, Result};
+use cowshed_fuse_proto::reply;
+use cowshed_image::graph::Attachment;
+use cowshed_storage::rt::{self, PollLimit};
+use cowshed_storage::signal::{Watched, lock};
+use cowshed_storage::{FuseDevice, ServedMount};
+use std::io::IoSlice;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+/// The most bytes of one read or write.
+pub(crate) const MAX_REQUEST_BYTES: u32 = 1 << 20;
+/// The most threads of an export.
+pub const MAX_THREADS: usize = 64;
+
+/// How a disk is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The export's name.
+    pub id: String,
+    /// The file may be written to.
+    pub writable: bool,
+    /// Writes behind the end make the disk longer. The attachment has the right to resize.
+    pub growable: bool,
+    /// Each change is durable before it is answered.
+    pub writethrough: bool,
+    /// Which users may reach the file.
+    pub allow_other: AllowOther,
+    /// Threads that take requests: 1 to 64.
+    pub threads: usize,
+    /// How long the threads look for requests before they sleep.
+    pub poll_limit: PollLimit,
+    /// What unmounts the file when this process has gone. Without it a killed process leaves a mount behind.
+    pub guard: Option<GuardProgram>,
+}
+
+/// Told once, when the file system was unmounted by someone else than its server.
+pub type OnUnmount = Box<dyn FnOnce() + Send>;
+
+/// What the owner and the threads share.
+pub(crate) struct Shared {
+    pub config: Config,
+    pub attachment: Arc<Attachment>,
+    pub attributes: FileAttributes,
+    /// Something was written since the last flush.
+    pub is_unflushed: AtomicBool,
+    /// One change of the size at a time.
+    pub resizing: futures_util::lock::Mutex<()>,
+    pub stopping: Watched<bool>,
+    /// Threads that run.
+    threads: Watched<usize>,
+    on_unmount: Mutex<Option<OnUnmount>>,
+}
+
+/// A disk that is served as a file. Usable from any thread.
+pub struct Server {
+    shared: Arc<Shared>,
+    path: PathBuf,
+    session: FuseDevice,
+    guard: Mutex<Option<Guard>>,
+    known_size: Mutex<u64>,
+    served: Mutex<Option<ServedMount>>,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Mounts and starts the threads.
+    ///
+    /// # Errors
+    /// Where the file can't be mounted on, or there are no threads to be had. Nothing is left behind then.
+    pub fn start(
+        config: Config,
+        point: &MountPoint,
+        attachment: Arc<Attachment>,
+        on_unmount: OnUnmount,
+    ) -> Result<Server> {
+        let mount =
+            Mount { point, writable: config.writable, allow_other: config.allow_other, max_read: MAX_REQUEST_BYTES };
+        let mounted = mount.mount()?;
+        let guard = config.guard.as_ref().map(|program| Guard::start(program, &mounted.path, mounted.device));
+        let shared = Arc::new(Shared {
+            attributes: FileAttributes::new(config.writable, mounted.allows_other),
+            attachment,
+            is_unflushed: AtomicBool::new(false),
+            resizing: futures_util::lock::Mutex::new(()),
+            stopping: Watched::default(),
+            threads: Watched::default(),
+            on_unmount: Mutex::new(Some(on_unmount)),
+            config,
+        });
+        let size = shared.attachment.size();
+        let mut server = Server {
+            shared,
+            path: mounted.path,
+            session: mounted.session,
+            guard: Mutex::default(),
+            known_size: Mutex::new(size),
+            served: Mutex::new(Some(mounted.served)),
+        };
+        match guard.transpose().and_then(|guard| server.start_threads().map(|()| guard)) {
+            Ok(guard) => server.guard = Mutex::new(guard),
+            Err(error) => {
+                // The session ends with its descriptors, so nothing waits for an answer.
+                if let Err(errno) = unmount(&server.path) {
+                    tracing::warn!(path = shown(&server.path), errno = errno.0, "could not unmount");
+                }
+                return Err(error);
+            }
+        }
+        Ok(server)
+    }
+
+    fn start_threads(&self) -> Result<()> {
+        for number in 0..self.shared.config.threads.clamp(1, MAX_THREADS) {
+            let device = if number == 0 { self.session.clone() } else { self.session.of_same_session() };
+            let shared = Arc::clone(&self.shared);
+            shared.threads.change(|threads| *threads += 1);
+            let running = Running(Arc::clone(&shared));
+            let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
+            let serve = move || {
+                let running = running;
+                let outcome = rt::prepare();
+                let can_serve = outcome.is_ok();
+                if prepared.send(outcome).is_ok() && can_serve {
+                    serve(&running.0, device);
+                }
+            };
+            let spawned = std::thread::Builder::new().name(format!("fuse-{number}")).spawn(serve);
+            spawned.map_err(|error| Error::io(&error, "could not start a thread"))?;
+            is_prepared.recv().unwrap_or_else(|_| Err(Error::internal("a thread of an export ended at once")))?;
+        }
+        Ok(())
+    }
+
+    /// The file, absolute and without links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The size of the disk may have changed: the kernel hears of it.
+    pub fn look_at_size(&self) {
+        let size = self.shared.attachment.size();
+        if std::mem::replace(&mut *lock(&self.known_size), size) != size
+            && let Err(errno) = self.session.send(&[IoSlice::new(&reply::attributes_changed())])
+        {
+            tracing::debug!(export = self.shared.config.id, errno = errno.0, "the kernel knows no attributes yet");
+        }
+    }
+
+    /// Unmounts the file, ends what is in flight, and ends the threads. Call it inside of [`rt::block_on`].
+    pub async fn stop(&self) {
+        // Nobody else is to be told.
+        drop(lock(&self.shared.on_unmount).take());
+        let guard = lock(&self.guard).take();
+        let is_mounted = self.shared.threads.look(|threads| *threads > 0);
+        if is_mounted {
+            self.unmount(guard).await;
+        } else if let Some(guard) = guard {
+            guard.end();
+        }
+        // Descriptors that processes have open are dead from here on.
+        self.shared.stopping.change(|stopping| *stopping = true);
+        self.shared.threads.wait(|threads| (*threads == 0).then_some(())).await;
+        drop(lock(&self.served).take());
+    }
+
+    /// On a thread of its own: processes that hold the file may write to it until the last moment.
+    async fn unmount(&self, guard: Option<Guard>) {
+        let ended: Arc<Watched<bool>> = Arc::default();
+        let (path, told) = (self.path.clone(), Arc::clone(&ended));
+        let work = move || {
+            let unmounted = match guard {
+                // A guard that was killed leaves the work to this process.
+                Some(guard) => guard.unmount().or_else(|_| unmount(&path)),
+                None => unmount(&path),
+            };
+            if let Err(errno) = unmounted {
+                tracing::warn!(path = shown(&path), errno = errno.0, "could not unmount");
+            }
+            told.change(|ended| *ended = true);
+        };
+        match std::thread::Builder::new().name("fuse-unmount".to_owned()).spawn(work) {
+            Ok(_) => ended.wait(|ended| ended.then_some(())).await,
+            Err(error) => tracing::warn!(%error, "could not start a thread that unmounts"),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Dropped without a stop, its guard unmounts.
+        self.shared.stopping.change(|stopping| *stopping = true);
+    }
+}
+
+/// Counts a thread, also where it panics.
+struct Running(Arc<Shared>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let left = self.0.threads.change(|threads| {
+            *threads -= 1;
+            *threads
+        });
+        let told = lock(&self.0.on_unmount).take_if(|_| left == 0);
+        if let Some(told) = told {
+            told();
+        }
+    }
+}
+
+fn serve(shared: &Arc<Shared>, device: FuseDevice) {
+    let id = shared.config.id.clone();
+    let outcome = rt::block_on(async {
+        rt::poll_up_to(shared.config.poll_limit.clone());
+        rt::sleep_exactly();
+        session::serve(Arc::clone(shared), device).await
+    });
+    match outcome {
+        Ok(End::Told | End::Unmounted) => {}
+        Ok(End::Failed(errno)) => tracing::error!(export = id, errno = errno.0, "no more requests of the kernel"),
+        Err(error) => tracing::error!(export = id, %error, "no more requests of the kernel"),
+    }
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Entry point of `cowshed-fuse-proto`: what comes out of the kernel's device.
+
+use super::replay::Entry;
+use cowshed_fuse_proto::request::HEADER_BYTES;
+use cowshed_fuse_proto::{Header, Operation, WRITE_HEAD_BYTES, reply};
+
+/// All entry points of this file.
+pub const ENTRIES: &[Entry] = &[("fuse_request", request)];
+
+/// One request, whose length in the header is made right: the kernel's always is.
+pub fn request(data: &[u8]) {
+    assert!(Header::parse(data, data.len().wrapping_add(1)).is_err() || data.len() < HEADER_BYTES);
+    let mut bytes = data.to_vec();
+    let received = bytes.len();
+    if received >= HEADER_BYTES {
+        bytes[..4].copy_from_slice(&(received as u32).to_ne_bytes());
+    }
+    let Ok(header) = Header::parse(&bytes, received) else { return };
+    match Operation::parse(&header, &bytes[HEADER_BYTES..]) {
+        Ok(Operation::Write { len, .. }) => assert_eq!(len as usize + WRITE_HEAD_BYTES, received),
+        Ok(Operation::SetAttributes(changes)) => {
+            let times = [changes.atime, changes.mtime];
+            let is_time = |time: &Option<_>| !matches!(time, Some(cowshed_fuse_proto::Time::At(_, 1_000_000_000..)));
+            assert!(times.iter().all(is_time));
+        }
+        _ => {}
+    }
+    let answer = reply::reply(header.unique, Err(header.opcode.cast_signed()));
+    let error = answer[4..8].first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
+    assert!((-511..0).contains(&error), "the kernel takes no {error}");
+}
