@@ -29,6 +29,43 @@ pub fn region_bytes(queues: u16, size: u16) -> usize {
     usize::from(queues) * part_bytes(size)
 }
 
+/// Bytes of our own note behind the parts of the queues.
+pub const NOTE_BYTES: usize = 64;
+/// What it begins with once it is in use.
+const NOTE_MARK: u16 = 0xc05e;
+const FLAG_AT: usize = 2;
+
+/// Our own note: whether a guest was told of the end of changes that die with the back end's process. Other back ends neither know nor
+/// change it.
+#[derive(Debug)]
+pub struct UnflushedNote<P>(P);
+
+impl<P: Shared> UnflushedNote<P> {
+    /// Takes the note up. True: an earlier life has left it set.
+    pub fn open(part: P) -> Result<(UnflushedNote<P>, bool), Malformed> {
+        if part.len() < NOTE_BYTES {
+            return Err(Malformed::new("the note behind the queues is too short, bytes", part.len() as u64));
+        }
+        match part.load(0) {
+            0 => {
+                part.store(0, NOTE_MARK);
+                Ok((UnflushedNote(part), false))
+            }
+            NOTE_MARK => {
+                let is_set = part.load(FLAG_AT) != 0;
+                Ok((UnflushedNote(part), is_set))
+            }
+            mark => Err(Malformed::new("mark of the note behind the queues", mark)),
+        }
+    }
+
+    /// Sets or clears it, before what follows in memory.
+    pub fn set(&self, is_set: bool) {
+        self.0.store(FLAG_AT, is_set.into());
+        fence(Ordering::SeqCst);
+    }
+}
+
 /// The part of one queue.
 #[derive(Debug)]
 pub struct Inflight<P> {

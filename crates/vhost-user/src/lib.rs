@@ -6,7 +6,9 @@
 //! ```
 //! - `server`: the owner's view, and the thread that takes front ends; `session`: one front end and its messages
 //! - `queue`: the thread of one ring; `requests` carries one request out; `memory` is the guest's
+//! - `ledger`: changes that die with this process
 
+mod ledger;
 mod memory;
 mod queue;
 mod requests;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The thread of one ring.
 
+use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, Piece};
 use crate::requests::{self, Ended};
 use cowshed_block::{Error, Result};
@@ -38,6 +39,8 @@ pub(crate) struct Ways {
     pub writethrough: bool,
     /// The driver's own switch.
     pub writeback: Arc<AtomicBool>,
+    /// Changes that die with this process.
+    pub ledger: Arc<Ledger>,
 }
 
 impl Ways {

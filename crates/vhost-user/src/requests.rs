@@ -3,7 +3,7 @@
 
 use crate::memory::Piece;
 use crate::queue::Ways;
-use cowshed_block::Result;
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::IoBuf;
@@ -36,13 +36,28 @@ pub(crate) fn cost(request: &Request, chain: &Chain<Piece>) -> u64 {
     data + REQUEST_BYTES + pieces as u64
 }
 
+fn lost() -> Error {
+    let message = "changes are lost that an earlier process had told of: it was killed before they were flushed";
+    Error::new(ErrorKind::Io, message)
+}
+
 /// Carries a request out and writes its status.
 pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: Request) -> Ended {
     let bytes = cost(&request, &chain);
+    let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
+    let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
     let (result, mut written) = match request {
+        _ if promises && ways.ledger.take_lost() => (Err(lost()), 0),
         Request::Read { offset, len } => read(&disk, &chain, offset, len).await,
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
-        Request::Flush => (disk.flush().await, 0),
+        Request::Flush => {
+            let began = ways.ledger.begin_flush();
+            let result = disk.flush().await;
+            if result.is_ok() {
+                ways.ledger.end_flush(began);
+            }
+            (result, 0)
+        }
         Request::GetId { len } => {
             let mut name = [0; ID_BYTES];
             let id = ways.id.as_bytes();
@@ -56,6 +71,9 @@ pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: R
         Request::Discard(segments) => (discard(&disk, &ways, segments).await, 0),
         Request::WriteZeroes(segments) => (write_zeroes(&disk, &ways, segments).await, 0),
     };
+    if changes && !ways.is_durable() {
+        ways.ledger.note_change(|| disk.attachment().node().holds_changes());
+    }
     let status = match result {
         Ok(()) => Status::Ok,
         Err(error) => {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One front end: what was agreed on, its memory, its rings.
 
+use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, Piece};
 use crate::queue::{Line, MemoryNow, Start, Ways};
 use crate::server::Shared;
@@ -10,6 +11,7 @@ use cowshed_storage::signal::lock;
 use cowshed_storage::{EventCounter, SharedMemory, Socket, rt};
 use cowshed_vhost_user_proto::config::{Config as Space, WRITEBACK_AT};
 use cowshed_vhost_user_proto::features::{self, protocol};
+use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, RingAddresses, config_reply, request};
 use cowshed_vhost_user_proto::regions::MAX_REGIONS;
 use cowshed_vhost_user_proto::request::Limits;
@@ -59,6 +61,7 @@ struct Session<'a> {
     rings: Vec<RingSetup>,
     notes: Option<(SharedMemory, InflightPlace)>,
     writeback: Arc<AtomicBool>,
+    ledger: Arc<Ledger>,
     channel: Rc<RefCell<Option<Socket>>>,
     /// The front end has gone.
     has_left: bool,
@@ -98,6 +101,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
         rings: (0..shared.config.queues).map(|_| RingSetup::default()).collect(),
         notes: None,
         writeback: Arc::new(AtomicBool::new(!shared.config.writethrough)),
+        ledger: Arc::default(),
         channel,
         has_left: false,
     };
@@ -108,6 +112,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
     for ring in 0..session.rings.len() {
         session.stop(ring).await;
     }
+    session.flush().await;
     result
 }
 
@@ -324,6 +329,20 @@ impl Session<'_> {
         }
     }
 
+    /// Nothing that this front end was told of is lost from here on.
+    async fn flush(&self) {
+        let began = self.ledger.begin_flush();
+        if began == 0 {
+            return;
+        }
+        match self.shared.attachment.queue().flush().await {
+            Ok(()) => self.ledger.end_flush(began),
+            Err(error) => {
+                tracing::warn!(export = self.shared.config.id, %error, "could not flush behind a front end");
+            }
+        }
+    }
+
     fn ways(&self) -> Ways {
         let config = &self.shared.config;
         let limits = Limits {
@@ -339,6 +358,7 @@ impl Session<'_> {
             // A driver that knows no flush can't make anything durable by itself.
             writethrough: config.writethrough || self.features & features::BLK_FLUSH == 0,
             writeback: Arc::clone(&self.writeback),
+            ledger: Arc::clone(&self.ledger),
         }
     }
 
@@ -405,10 +425,11 @@ impl Session<'_> {
 
     fn make_notes(&mut self, header: &Header, place: InflightPlace) -> Result<Reply> {
         let queues = place.queues.min(self.shared.config.queues);
-        let len = inflight::region_bytes(queues, place.ring_size) as u64;
+        let len = (inflight::region_bytes(queues, place.ring_size) + inflight::NOTE_BYTES) as u64;
         let place = InflightPlace { len, offset: 0, queues, ..place };
         let (memory, file) = SharedMemory::create("cowshed-inflight", len.max(1))?;
         self.notes = Some((memory, place));
+        self.take_up_note()?;
         Ok(Reply { body: Some(place.encode(header.body_bytes)), descriptor: Some(file) })
     }
 
@@ -419,6 +440,23 @@ impl Session<'_> {
         }
         let memory = SharedMemory::map(descriptor.ok_or_else(missing)?, place.offset, place.len)?;
         self.notes = Some((memory, place));
+        self.take_up_note()
+    }
+
+    /// Takes up our own note behind those of the rings, where the region has one.
+    fn take_up_note(&self) -> Result<()> {
+        let Some((memory, place)) = &self.notes else { return Ok(()) };
+        let at = inflight::region_bytes(place.queues, place.ring_size);
+        // A region of another back end ends before.
+        if place.len < (at + inflight::NOTE_BYTES) as u64 {
+            return Ok(());
+        }
+        let (note, is_lost) = UnflushedNote::open(Piece(memory.part(at, inflight::NOTE_BYTES))).map_err(refused)?;
+        if is_lost {
+            let export = &self.shared.config.id;
+            tracing::warn!(export, "the process before was killed: changes that the guest has not flushed are lost");
+        }
+        self.ledger.take_up(note, is_lost);
         Ok(())
     }
 

@@ -228,6 +228,91 @@ fn outlives(format: &str, more: &str) {
     }
 }
 
+/// A flush promises changes of which the guest was told before. What died with a daemon must not be promised by the next one.
+#[test]
+fn a_guest_hears_of_changes_that_died_with_a_daemon() {
+    const WRITE: u32 = 1;
+    const FLUSH: u32 = 4;
+    const SECTORS: u64 = 128;
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.img")), "16M"]);
+    let image = "qcow2,node-name=d,file.driver=file,file.filename=d.img";
+    let (mut guest, mut notes): (Option<Guest>, _) = (None, None);
+    let mut live = |work: &mut dyn FnMut(&mut FrontEnd), is_killed: bool| {
+        let (daemon, monitor) = start(folder, image, ",writable=on");
+        drop(monitor);
+        let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+        if let Some(guest) = guest.take() {
+            driver.guest = guest;
+        }
+        driver.negotiate(u64::MAX);
+        driver.share_memory();
+        let region = notes.get_or_insert_with(|| driver.notes());
+        driver.give_notes(region);
+        driver.start_ring(0, driver.used(0));
+        work(&mut driver);
+        guest = Some(driver.guest.clone());
+        match is_killed {
+            true => {
+                daemon.signal("KILL");
+                let _ = daemon.wait();
+            }
+            false => daemon.stop(),
+        }
+    };
+    let write = |driver: &mut FrontEnd, place: u64, value: u8| {
+        assert_eq!(driver.request(WRITE, place * SECTORS, &[value; 4096], 0).0, 0);
+    };
+    let read = |driver: &mut FrontEnd, place: u64| driver.request(0, place * SECTORS, &[], 4096);
+    let flush = |driver: &mut FrontEnd| driver.request(FLUSH, 0, &[], 0).0;
+    live(
+        &mut |driver| {
+            write(driver, 0, 1);
+            assert_eq!(flush(driver), 0);
+        },
+        true,
+    );
+    live(
+        &mut |driver| {
+            assert_eq!((flush(driver), read(driver, 0)), (0, (0, vec![1; 4096])), "all was flushed");
+            // In its place: the page cache has it, whatever becomes of the daemon.
+            write(driver, 0, 2);
+        },
+        true,
+    );
+    live(
+        &mut |driver| {
+            assert_eq!((flush(driver), read(driver, 0)), (0, (0, vec![2; 4096])));
+            write(driver, 1, 3);
+        },
+        true,
+    );
+    live(
+        &mut |driver| {
+            assert_eq!(
+                (read(driver, 0), read(driver, 1)),
+                ((0, vec![2; 4096]), (0, vec![0; 4096])),
+                "a mapping is lost"
+            );
+            assert_eq!([flush(driver), flush(driver)], [1, 0], "the guest hears of it, once");
+            write(driver, 1, 4);
+        },
+        false,
+    );
+    live(
+        &mut |driver| {
+            assert_eq!(
+                (flush(driver), read(driver, 1)),
+                (0, (0, vec![4; 4096])),
+                "a daemon that is stopped loses nothing"
+            )
+        },
+        false,
+    );
+    tool("qemu-img", &["check", "-q", "-r", "leaks", text(&folder.join("d.img"))]);
+}
+
 #[test]
 fn a_resize_reaches_a_front_end() {
     let folder = temp_dir();

@@ -157,6 +157,12 @@ impl Node {
         self.driver.is_encrypted()
     }
 
+    /// True where something that was written is lost with this process, as long as it is not flushed. Data in the page cache isn't.
+    pub fn holds_changes(&self) -> bool {
+        let below = || self.children().into_iter().filter(|child| child.role != super::ChildRole::Backing);
+        self.driver.holds_changes() || below().any(|child| child.node.holds_changes())
+    }
+
     /// The unit in which the image allocates what is written, in bytes.
     pub fn cluster_bytes(&self) -> Option<u64> {
         self.driver.allocation().map(|(cluster, _)| cluster)

@@ -286,6 +286,12 @@ pub(crate) trait Driver: Any + Send + Sync {
         None
     }
 
+    /// True where something that was written is lost with this process: a table in memory says where it is. Without an answer of its own, a driver
+    /// that allocates may always have such tables.
+    fn holds_changes(&self) -> bool {
+        self.allocation().is_some()
+    }
+
     /// The size up to which it maps its disk without another table, in bytes.
     fn mapped_bytes(&self) -> Option<u64> {
         None

@@ -163,6 +163,10 @@ impl Driver for Qcow2Driver {
         Some((geometry.cluster_size(), geometry.subcluster_size()))
     }
 
+    fn holds_changes(&self) -> bool {
+        self.engine.is_dirty()
+    }
+
     fn mapped_bytes(&self) -> Option<u64> {
         let coverage_bits = self.engine.geometry().l2_coverage_bits();
         Some(u64::from(self.header().l1_size).saturating_mul(1 << coverage_bits))
