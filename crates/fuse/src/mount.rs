@@ -74,8 +74,7 @@ impl MountPoint {
         let named = path_of_text(name);
         let failed = |error: rustix::io::Errno| {
             let error = os_error(error, "could not look at the mount point");
-            let words = format!("Failed to stat '{name}': {}", std::io::Error::from_raw_os_error(error.errno().0));
-            error.file(name).qemu(without_number(&words))
+            error.file(name).qemu(format!("Failed to stat '{name}'"))
         };
         let found = rustix::fs::statx(CWD, &*named, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).map_err(failed)?;
         if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile {
@@ -98,11 +97,6 @@ impl MountPoint {
     pub fn path(&self) -> &Path {
         &self.path
     }
-}
-
-/// A system's words without "(os error 2)".
-fn without_number(words: &str) -> String {
-    words.split(" (os error").next().unwrap_or(words).to_owned()
 }
 
 impl Mount<'_> {

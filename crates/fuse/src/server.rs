@@ -10,7 +10,7 @@ use cowshed_fuse_proto::reply;
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Watched, lock};
-use cowshed_storage::{FuseDevice, ServedMount};
+use cowshed_storage::{FuseDevice, ServedMount, mounted_device};
 use std::io::IoSlice;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -64,7 +64,10 @@ pub(crate) struct Shared {
 pub struct Server {
     shared: Arc<Shared>,
     path: PathBuf,
-    session: FuseDevice,
+    /// Gone with the threads: the kernel ends what waits for an answer then.
+    session: Mutex<Option<FuseDevice>>,
+    /// Number of the file system.
+    device: u64,
     guard: Mutex<Option<Guard>>,
     known_size: Mutex<u64>,
     served: Mutex<Option<ServedMount>>,
@@ -105,7 +108,8 @@ impl Server {
         let mut server = Server {
             shared,
             path: mounted.path,
-            session: mounted.session,
+            device: mounted.device,
+            session: Mutex::new(Some(mounted.session)),
             guard: Mutex::default(),
             known_size: Mutex::new(size),
             served: Mutex::new(Some(mounted.served)),
@@ -124,8 +128,10 @@ impl Server {
     }
 
     fn start_threads(&self) -> Result<()> {
+        let session = lock(&self.session).clone();
+        let session = session.ok_or_else(|| Error::internal("a FUSE session that has ended"))?;
         for number in 0..self.shared.config.threads.clamp(1, MAX_THREADS) {
-            let device = if number == 0 { self.session.clone() } else { self.session.of_same_session() };
+            let device = if number == 0 { session.clone() } else { session.of_same_session() };
             let shared = Arc::clone(&self.shared);
             shared.threads.change(|threads| *threads += 1);
             let running = Running(Arc::clone(&shared));
@@ -154,7 +160,8 @@ impl Server {
     pub fn look_at_size(&self) {
         let size = self.shared.attachment.size();
         if std::mem::replace(&mut *lock(&self.known_size), size) != size
-            && let Err(errno) = self.session.send(&[IoSlice::new(&reply::attributes_changed())])
+            && let Some(session) = &*lock(&self.session)
+            && let Err(errno) = session.send(&[IoSlice::new(&reply::attributes_changed())])
         {
             tracing::debug!(export = self.shared.config.id, errno = errno.0, "the kernel knows no attributes yet");
         }
@@ -164,16 +171,20 @@ impl Server {
     pub async fn stop(&self) {
         // Nobody else is to be told.
         drop(lock(&self.shared.on_unmount).take());
+        if self.shared.threads.look(|threads| *threads == 0) {
+            // Nothing is answered any more, so what waits must not go on to.
+            drop(lock(&self.session).take());
+        }
         let guard = lock(&self.guard).take();
-        let is_mounted = self.shared.threads.look(|threads| *threads > 0);
-        if is_mounted {
-            self.unmount(guard).await;
-        } else if let Some(guard) = guard {
-            guard.end();
+        match (mounted_device(&self.path), guard) {
+            (Ok(device), guard) if device == self.device => self.unmount(guard).await,
+            (_, Some(guard)) => guard.end(),
+            (_, None) => {}
         }
         // Descriptors that processes have open are dead from here on.
         self.shared.stopping.change(|stopping| *stopping = true);
         self.shared.threads.wait(|threads| (*threads == 0).then_some(())).await;
+        drop(lock(&self.session).take());
         drop(lock(&self.served).take());
     }
 
@@ -230,8 +241,10 @@ fn serve(shared: &Arc<Shared>, device: FuseDevice) {
         session::serve(Arc::clone(shared), device).await
     });
     match outcome {
-        Ok(End::Told | End::Unmounted) => {}
+        Ok(End::Told | End::Unmounted) => return,
         Ok(End::Failed(errno)) => tracing::error!(export = id, errno = errno.0, "no more requests of the kernel"),
         Err(error) => tracing::error!(export = id, %error, "no more requests of the kernel"),
     }
+    // A request may be left that woke this thread alone, so the others end, too. The owner hears of it.
+    shared.stopping.change(|stopping| *stopping = true);
 }

@@ -14,6 +14,7 @@ use futures_util::future::{Either, LocalBoxFuture, select};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, poll};
 use rustix::io::Errno as Number;
+use std::future::pending;
 use std::io::{IoSlice, IoSliceMut};
 use std::pin::pin;
 use std::sync::Arc;
@@ -43,6 +44,17 @@ pub(crate) enum End {
 /// A request that runs; the bytes of its buffers come back.
 type Running = LocalBoxFuture<'static, u64>;
 
+/// A wait for requests.
+type Ready = LocalBoxFuture<'static, std::result::Result<(), Errno>>;
+
+/// What a session has waited for.
+enum News {
+    Told,
+    Request(std::result::Result<(), Errno>),
+    /// A request that ran; the bytes of its buffers.
+    Ended(u64),
+}
+
 /// The buffers of the next request.
 struct Intake {
     head: [u8; WRITE_HEAD_BYTES],
@@ -66,48 +78,63 @@ pub(crate) async fn serve(shared: Arc<Shared>, device: FuseDevice) -> Result<End
     let mut session = Session { shared, device, disk, intake, bytes: 0, running: FuturesUnordered::new() };
     let end = session.run().await;
     while session.running.next().await.is_some() {}
-    end
+    Ok(end)
+}
+
+/// Waits for requests.
+fn wait(device: &FuseDevice) -> Ready {
+    let device = device.clone();
+    async move { device.wait().await }.boxed_local()
 }
 
 impl Session {
-    async fn run(&mut self) -> Result<End> {
+    async fn run(&mut self) -> End {
         let shared = Arc::clone(&self.shared);
         let device = self.device.clone();
         let mut told = pin!(shared.stopping.wait(|stopping| stopping.then_some(())));
+        let mut ready = wait(&device);
         loop {
             if told.as_mut().now_or_never().is_some() {
-                return Ok(End::Told);
+                return End::Told;
             }
-            let took = match self.take().await? {
+            let took = match self.take().await {
                 Ok(took) => took,
-                Err(end) => return Ok(end),
+                Err(end) => return end,
             };
             if self.collect() || took {
                 // Completions, and other threads' wakes, are looked at in between.
                 rt::yield_now().await;
                 continue;
             }
-            let has_room = self.has_room();
-            let ready = async {
-                match has_room {
-                    true => device.wait().await,
-                    false => std::future::pending().await,
-                }
-            };
-            let mut ready = pin!(ready);
-            let news = select(told.as_mut(), ready.as_mut());
-            let ended = async {
-                match self.running.is_empty() {
-                    true => std::future::pending().await,
-                    false => self.running.next().await,
-                }
-            };
-            match select(news, pin!(ended)).await {
-                Either::Left((Either::Left(_), _)) => return Ok(End::Told),
-                Either::Left((Either::Right((Ok(()), _)), _)) => {}
-                Either::Left((Either::Right((Err(errno), _)), _)) => return Ok(End::Failed(errno)),
-                Either::Right((bytes, _)) => self.bytes -= bytes.unwrap_or(0),
+            match self.news(&mut told, &mut ready).await {
+                News::Told => return End::Told,
+                // One wait for many rounds: it is renewed only when it has ended.
+                News::Request(Ok(())) => ready = wait(&device),
+                News::Request(Err(errno)) => return End::Failed(errno),
+                News::Ended(bytes) => self.bytes -= bytes,
             }
+        }
+    }
+
+    /// Waits for an order, a request where there is room for one, or the end of one.
+    async fn news(&mut self, told: &mut (impl Future<Output = ()> + Unpin), ready: &mut Ready) -> News {
+        let has_room = self.has_room();
+        let request = async {
+            match has_room {
+                true => ready.await,
+                false => pending().await,
+            }
+        };
+        let ended = async {
+            match self.running.next().await {
+                Some(bytes) => bytes,
+                None => pending().await,
+            }
+        };
+        match select(select(told, pin!(request)), pin!(ended)).await {
+            Either::Left((Either::Left(_), _)) => News::Told,
+            Either::Left((Either::Right((outcome, _)), _)) => News::Request(outcome),
+            Either::Right((bytes, _)) => News::Ended(bytes),
         }
     }
 
@@ -116,27 +143,31 @@ impl Session {
     }
 
     /// Takes what is there and begins it. True: there was something.
-    async fn take(&mut self) -> Result<std::result::Result<bool, End>> {
+    async fn take(&mut self) -> std::result::Result<bool, End> {
+        #[cfg(test)]
+        if tests::FAILS.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(End::Failed(Errno(Number::IO.raw_os_error())));
+        }
         let mut count = 0;
         while count < MAX_AT_ONCE && self.has_room() {
             let Intake { head, data } = &mut self.intake;
             let received = self.device.receive_now(&mut [IoSliceMut::new(head), IoSliceMut::new(data)]);
             match received {
-                Ok(received) => self.begin(received).await?,
+                Ok(received) => self.begin(received).await,
                 Err(Errno(errno)) if errno == Number::AGAIN.raw_os_error() => break,
-                Err(Errno(errno)) if errno == Number::NODEV.raw_os_error() => return Ok(Err(End::Unmounted)),
-                Err(errno) => return Ok(Err(End::Failed(errno))),
+                Err(Errno(errno)) if errno == Number::NODEV.raw_os_error() => return Err(End::Unmounted),
+                Err(errno) => return Err(End::Failed(errno)),
             }
             count += 1;
         }
         if count > 0 {
             rt::note_request();
         }
-        Ok(Ok(count > 0))
+        Ok(count > 0)
     }
 
     /// Begins the request in the intake, and answers it where that needs no waiting.
-    async fn begin(&mut self, received: usize) -> Result<()> {
+    async fn begin(&mut self, received: usize) {
         let (header, operation) = match self.parse(received) {
             Ok(parsed) => parsed,
             Err(error) => {
@@ -145,17 +176,24 @@ impl Session {
                 if let Ok(header) = Header::parse(&self.intake.head, received) {
                     self.answer(header.unique, Err(Errno(Number::IO.raw_os_error())));
                 }
-                return Ok(());
+                return;
             }
         };
         tracing::trace!(export = self.shared.config.id, unique = header.unique, ?operation, "request");
         let data = match operation {
-            Operation::Unanswered => return Ok(()),
+            Operation::Unanswered => return,
             Operation::Init { major, minor, features, max_readahead } => {
                 self.answer(header.unique, init(major, minor, features, max_readahead));
-                return Ok(());
+                return;
             }
-            Operation::Write { len, .. } => Some(self.data(len as usize)?),
+            Operation::Write { len, .. } => match self.data(len as usize) {
+                Ok(data) => Some(data),
+                // Without memory for this one the next one may have some.
+                Err(error) => {
+                    self.answer(header.unique, Err(error.errno()));
+                    return;
+                }
+            },
             _ => None,
         };
         let bytes = match operation {
@@ -175,7 +213,6 @@ impl Session {
             self.bytes += bytes;
             self.running.push(running);
         }
-        Ok(())
     }
 
     fn parse(&self, received: usize) -> std::result::Result<(Header, Operation), Malformed> {
@@ -226,7 +263,10 @@ fn answer(shared: &Shared, device: &FuseDevice, unique: u64, outcome: Outcome) {
         Err(errno) => device.send(&[IoSlice::new(&reply::reply(unique, Err(errno.0)))]),
     };
     if let Err(errno) = sent {
-        tracing::warn!(export = shared.config.id, errno = errno.0, "the kernel takes a reply not");
+        tracing::warn!(export = shared.config.id, errno = errno.0, "the kernel refuses a reply");
+        // The caller waits for one.
+        let error = reply::reply(unique, Err(Number::IO.raw_os_error()));
+        let _: std::result::Result<(), Errno> = device.send(&[IoSlice::new(&error)]);
     }
 }
 
@@ -246,4 +286,58 @@ fn init(major: u32, minor: u32, offered: u64, max_readahead: u32) -> Outcome {
         max_pages: (MAX_REQUEST_BYTES / PAGE_BYTES) as u16,
     };
     Ok(Given::Fields(reply.body()))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{AllowOther, Config, MountPoint, Server};
+    use cowshed_image::OpenRequest;
+    use cowshed_image::graph::{AttachRequest, Graph};
+    use cowshed_storage::rt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
+
+    /// From now on threads get errors of the device.
+    pub(super) static FAILS: AtomicBool = AtomicBool::new(false);
+
+    #[test]
+    fn a_session_whose_threads_have_failed_is_unmounted_and_hangs_no_one() {
+        let folder = cowshed_testkit::qemu::temp_dir();
+        let (image, point) = (folder.path().join("d.raw"), folder.path().join("m"));
+        std::fs::write(&image, vec![5; 1 << 20]).unwrap();
+        std::fs::write(&point, "").unwrap();
+        let options = format!("driver=raw,node-name=d,file.driver=file,file.filename={}", image.display());
+        let request = OpenRequest::image_opts(&options).unwrap().writable(true);
+        let graph = Graph::new();
+        let attachment = rt::block_on(async {
+            let node = graph.add_with(request).await.unwrap();
+            graph.attach(&node, AttachRequest::export("m", true)).await.unwrap()
+        });
+        let config = Config {
+            id: "m".to_owned(),
+            writable: true,
+            growable: false,
+            writethrough: false,
+            allow_other: AllowOther::Auto,
+            threads: 2,
+            poll_limit: rt::PollLimit::default(),
+            guard: None,
+        };
+        let (told, ended) = mpsc::channel();
+        let at = MountPoint::new(point.to_str().unwrap()).unwrap();
+        let on_unmount = Box::new(move || told.send(()).unwrap());
+        let server = Server::start(config, &at, Arc::clone(&attachment), on_unmount).unwrap();
+        let read = |path: &std::path::Path| std::fs::read(path);
+        assert_eq!(read(&point).unwrap(), vec![5; 1 << 20]);
+        FAILS.store(true, Ordering::SeqCst);
+        // Each of the threads meets the failure with its next request or sooner.
+        let path = point.clone();
+        let reader = std::thread::spawn(move || std::fs::read(&path));
+        ended.recv_timeout(Duration::from_secs(20)).expect("the owner is told");
+        rt::block_on(server.stop());
+        assert!(reader.join().unwrap().is_err(), "nobody answers it");
+        assert_eq!(read(&point).unwrap(), b"", "the mount is gone");
+        rt::block_on(attachment.detach()).unwrap();
+    }
 }

@@ -190,7 +190,7 @@ fn requests_of_an_earlier_life_keep_to_the_memory_of_a_ring() {
     for _ in 0..RING_SIZE {
         driver.wait_used(0);
     }
-    assert_eq!(driver.bytes(header as usize + 16, 1), [0]);
+    assert_eq!(driver.bytes(header + 16, 1), [0]);
     drop(driver);
     assert_serves(&served);
 }
