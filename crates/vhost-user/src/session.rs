@@ -91,7 +91,9 @@ fn refused(error: Malformed) -> Error {
 /// Serves a front end until it goes. All its rings have stopped then.
 pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
     let channel: Rc<RefCell<Option<Socket>>> = Rc::default();
-    let announcer = rt::spawn(announce_sizes(Arc::clone(shared), Rc::clone(&channel)));
+    // The sizes that are told begin here, not where the task runs first: the disk may have another size by then.
+    let (known, looks) = (shared.attachment.size(), shared.looks.look(|looks| *looks));
+    let announcer = rt::spawn(announce_sizes(Arc::clone(shared), Rc::clone(&channel), known, looks));
     let mut session = Session {
         shared,
         features: 0,
@@ -117,9 +119,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
 }
 
 /// Tells the front end of each new size of the disk.
-async fn announce_sizes(shared: Arc<Shared>, channel: Rc<RefCell<Option<Socket>>>) {
-    let mut known = shared.attachment.size();
-    let mut looks = shared.looks.look(|looks| *looks);
+async fn announce_sizes(shared: Arc<Shared>, channel: Rc<RefCell<Option<Socket>>>, mut known: u64, mut looks: u64) {
     loop {
         looks = shared.looks.wait(|now| (*now != looks).then_some(*now)).await;
         let size = shared.attachment.size();
