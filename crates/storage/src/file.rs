@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
+mod space;
+
 use crate::attempts::Attempts;
 use crate::behind::WriteBehind;
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
@@ -110,17 +112,6 @@ impl File {
     /// `len` bytes behind a protocol, or behind whatever else is a [`Remote`]. `name` is for messages.
     pub fn remote(name: String, is_writable: bool, len: u64, remote: Arc<dyn Remote>) -> File {
         Self::without_locks(name, is_writable, len, Medium::Remote(RemoteFile::new(remote, len)))
-    }
-
-    /// Gives the space of a range back: a hint. On a local file it reads as zeroes then; behind a protocol what it holds is
-    /// not known. `Unsupported` where it can't be done.
-    pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        let Medium::Remote(file) = &self.0.medium else { return self.punch_hole(offset, len).await };
-        self.check_change(offset, len, false)?;
-        let start_ns = self.0.counters.start_ns();
-        let result = file.discard(offset, len).await;
-        self.0.counters.count(FileOp::Discard, offset, len, start_ns, result.is_ok());
-        result.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
     fn without_locks(name: String, is_writable: bool, len: u64, medium: Medium) -> File {
@@ -431,17 +422,6 @@ impl File {
     /// The error of the first failed [`File::sync`], if there was one.
     pub fn poison(&self) -> Option<Error> {
         self.0.flush.poison().cloned()
-    }
-
-    /// Gives the space of a range back; it reads as zeroes then. `Unsupported` where the file system can't.
-    pub async fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
-        self.change_space(Space::Punch, offset, len, "could not punch a hole").await
-    }
-
-    /// Makes a range read as zeroes and keeps its space allocated; the file grows to hold it. `Unsupported` where the
-    /// file system can't.
-    pub async fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
-        self.change_space(Space::Zero, offset, len, "could not zero a range").await
     }
 
     /// Allocates space for a range (grows the file). `Unsupported` where the file system can't.

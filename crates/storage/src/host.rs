@@ -34,6 +34,8 @@ pub(crate) struct HostFile {
     listed: Listed,
     engine: Engine,
     is_device: bool,
+    /// See [`HostFile::space_block_bytes`].
+    space_block_bytes: u64,
     is_direct: AtomicBool,
     alignment: LiveAlignment,
     /// For reads and writes: what is in the page cache is done at once, where the kernel can say that it is.
@@ -99,6 +101,10 @@ impl HostFile {
             true => direct_alignment(&fd, is_device)?,
             false => Alignment { memory: 1, offset: 1 },
         };
+        let space_block_bytes = match is_device {
+            true => sys::device_block_size(&fd).map_err(|errno| Error::os(errno, "could not read the block size"))?,
+            false => 1,
+        };
         let cached = !options.cache.direct;
         let tries_now = [AtomicBool::new(cached), AtomicBool::new(cached)];
         let (is_direct, alignment) = (AtomicBool::new(options.cache.direct), LiveAlignment::new(alignment));
@@ -107,6 +113,7 @@ impl HostFile {
             listed: Listed::new(FileIdentity::of(&stat), text_of_path(path)),
             engine,
             is_device,
+            space_block_bytes: space_block_bytes.max(1),
             is_direct,
             alignment,
             tries_now,
@@ -173,6 +180,11 @@ impl HostFile {
 
     pub(crate) fn is_device(&self) -> bool {
         self.is_device
+    }
+
+    /// A change of space is about whole blocks of this many bytes: the sectors of a device, also behind the page cache.
+    pub(crate) fn space_block_bytes(&self) -> u64 {
+        self.space_block_bytes
     }
 
     /// Length in bytes, asked from the system.

@@ -50,6 +50,16 @@ impl Medium {
         }
     }
 
+    /// A change of space is about whole blocks of this many bytes.
+    pub(crate) fn space_block_bytes(&self) -> u64 {
+        match self {
+            Medium::Host(host) => host.space_block_bytes(),
+            Medium::Null(_) | Medium::Sim(_) => 1,
+            Medium::Faulty(faulty) => faulty.base().space_block_bytes(),
+            Medium::Remote(file) => file.remote.alignment().offset.max(1),
+        }
+    }
+
     /// Starts a transfer of the whole payload on this thread's ring; gives it back where that isn't how this medium works.
     pub(crate) fn start(&self, direction: Direction, payload: Payload, offset: u64) -> Result<RingOp<'_>, Payload> {
         match self {

@@ -293,7 +293,7 @@ fn every_driver_is_added_by_name_and_serves() {
         options["node-name"] = json!(driver);
         match (driver, pattern) {
             ("host_device" | "host_cdrom", _) => {
-                // There are block devices in tests/devices.rs of the binary.
+                // There are block devices in tests/devices of the binary.
                 let said = client.refusal("blockdev-add", options);
                 assert!(said.contains("block device"), "{said}");
                 continue;

@@ -2,6 +2,8 @@
 //! Block devices as source and target, and file systems with ways of their own. Needs root and loop devices, so these tests
 //! are ignored in an ordinary run; `scripts/test` runs them where it can and says so where it can't.
 
+mod sectors;
+
 use cowshed_testkit::qemu::Qemu;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,6 +37,12 @@ struct Loop(String);
 impl Loop {
     fn new(file: &Path) -> Loop {
         Loop(run("losetup", &["--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+    }
+
+    /// With sectors of this many bytes.
+    fn with_sectors(bytes: usize, file: &Path) -> Loop {
+        let bytes = bytes.to_string();
+        Loop(run("losetup", &["--sector-size", &bytes, "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
     }
 
     fn read_only(file: &Path) -> Loop {

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Requests that are no whole sectors of a device.
+
+use super::{Loop, run};
+use cowshed_testkit::qemu::Qemu;
+use std::path::Path;
+
+/// Requests in halves of sectors of 4096 bytes, and of 512.
+const ODD_REQUESTS: &[&str] = &[
+    "write -P 1 512 1024",
+    "write -P 2 4194304 512",
+    "write -P 3 6292992 100",
+    "write -P 4 8388708 300000",
+    "write -z 8389632 131584",
+    "write -z -u 8520704 65024",
+    "write -z 12582912 700",
+    "write -P 5 12585984 1000000",
+    "discard 12586496 524800",
+    "write -z -u 512 512",
+    "discard 1024 512",
+    "write -P 6 1536 2048",
+    "flush",
+];
+
+/// The kernel zeroes and gives back whole sectors only, also behind the page cache; guests have sectors of 512 bytes.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn requests_are_smaller_than_the_sectors_of_a_device() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let qemu = Qemu::newest();
+    let disk = |name: &str| {
+        let path = folder.path().join(name);
+        std::fs::File::create(&path).unwrap().set_len(40 << 20).unwrap();
+        path
+    };
+    let formats = [
+        ("qcow2", "cluster_size=64k"),
+        ("qcow2", "cluster_size=512"),
+        ("qcow2", "cluster_size=256k"),
+        ("qcow2", "cluster_size=2M"),
+        ("qcow2", "extended_l2=on,cluster_size=2M"),
+        ("raw", "nocow=off"),
+    ];
+    for sector in [512, 4096] {
+        for (format, options) in formats {
+            for (cache, aio) in [("writeback", "io_uring"), ("none", "threads")] {
+                let (ours, theirs) = (disk("ours"), disk("theirs"));
+                let devices = [&ours, &theirs].map(|path| Loop::with_sectors(sector, path));
+                for device in &devices {
+                    let arguments = ["create", "-q", "-f", format, "-o", options, &device.0, "18M"];
+                    if format == "qcow2" {
+                        qemu.img(arguments).expect_ok();
+                    }
+                }
+                let what = format!("{sector} {format} {options} {cache} {aio}");
+                for request in ODD_REQUESTS {
+                    let flags = ["-f", format, "-t", cache, "-i", aio, "-d", "unmap", "-c", request];
+                    qemu.io([&flags[..], &[&devices[1].0]].concat()).expect_ok();
+                    let said =
+                        run(env!("CARGO_BIN_EXE_cowshed"), &[&["qemu-io"], &flags[..], &[&devices[0].0]].concat());
+                    assert!(!said.contains("failed"), "{what}: {request}: {said}");
+                }
+                let compared = qemu.img(["compare", "-f", format, "-F", format, &devices[0].0, &devices[1].0]);
+                if format == "qcow2" {
+                    qemu.expect_clean(Path::new(&devices[0].0));
+                }
+                // What a discard leaves is each one's own affair where it is no whole cluster.
+                if format == "qcow2" && !options.contains("extended_l2") {
+                    assert_eq!(compared.code, 0, "{what}: {}{}", compared.stdout, compared.stderr);
+                }
+                let reads = [
+                    "read -P 0 8389632 131584",
+                    "read -P 2 4194304 512",
+                    "read -P 3 6292992 100",
+                    "read -P 6 1536 2048",
+                    "read -P 0 512 512",
+                    "read -P 0 12582912 700",
+                    "read -P 5 13112320 473664",
+                    "read -P 4 8585728 102980",
+                ];
+                for read in reads {
+                    let said = qemu.io(["-r", "-f", format, "-c", read, &devices[0].0]);
+                    assert!(said.code == 0 && !said.stdout.contains("failed"), "{what}: {read}: {}", said.stdout);
+                }
+            }
+        }
+    }
+}
