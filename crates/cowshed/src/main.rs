@@ -6,6 +6,7 @@ mod invocation;
 mod io;
 mod output;
 
+use cowshed_storage::socket::Listener;
 use invocation::Invocation;
 use output::Console;
 use std::process::ExitCode;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 const SIGXFSZ: i32 = 25;
 
 fn main() -> ExitCode {
+    Listener::claim_passed();
     // With a handler the operation fails with EFBIG; the signal's default would end the process with all that isn't flushed.
     let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
     let invocation = Invocation::from_argv(std::env::args_os());

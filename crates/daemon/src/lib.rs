@@ -30,6 +30,7 @@ mod statistics;
 mod untrusted;
 mod version;
 mod waiting;
+mod warnings;
 
 pub use control::{
     MIN_REQUEST_MEMORY_BYTES, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Setup, TURN_LIMIT, run, run_with,
@@ -42,6 +43,7 @@ pub use nbd::EXPOSURE;
 pub use options::{
     Chardevs, Drive, Step, chardev_help, client_credentials, object_help, refused_object, tls_credentials,
 };
+pub use warnings::{OPENING, print_warnings};
 
 pub use state::Served;
 pub use version::version;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Warnings about an image that was opened, on standard error.
 
-use crate::invocation::Persona;
+use crate::invocation::{Persona, has_name_of_qemu};
 use cowshed_block::name_of_text;
 use cowshed_image::check::{CheckReport, print_recoveries};
 use cowshed_image::graph::{Corruption, print_corruptions};
@@ -33,9 +33,10 @@ pub fn print(text: &str) {
     }
 }
 
-/// Prints that an image was found to be corrupt, unless a log of this process says so.
+/// Prints that an image was found to be corrupt, unless a log of this process says so. Under QEMU's names none does.
 fn print_corruption(corruption: &Corruption) {
-    let Some(line) = corruption.line().filter(|_| !tracing::dispatcher::has_been_set()) else { return };
+    let is_logged = tracing::dispatcher::has_been_set() && !has_name_of_qemu();
+    let Some(line) = corruption.line().filter(|_| !is_logged) else { return };
     let text = match PERSONA.get() {
         Some(Persona::QemuImg | Persona::Tool(_)) => format!("{line}\n"),
         Some(Persona::Cowshed) | None if corruption.fatal => {
@@ -81,9 +82,9 @@ fn worded(persona: Persona, text: &str) -> Option<String> {
         Persona::QemuImg if FIELDS.iter().any(|field| text.contains(field)) => {
             Some(format!("qemu-img: warning: {text}\n"))
         }
-        Persona::Tool("qemu-io") | Persona::QemuImg => as_qemu(persona, text),
+        Persona::Tool(_) | Persona::QemuImg => as_qemu(persona, text),
         Persona::Cowshed if text.starts_with(SHORT_FORM) => None,
-        Persona::Cowshed | Persona::Tool(_) => Some(format!("cowshed: warning: {text}\n")),
+        Persona::Cowshed => Some(format!("cowshed: warning: {text}\n")),
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::{Arguments, Group, activity, change, command, failed, names, nothing};
 use crate::state::Daemon;
+use crate::warnings;
 use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{Attachment, nodes_below};
@@ -73,10 +74,15 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
     daemon.untrusted.take_option(&mut options);
+    let driver = options.text("driver").unwrap_or_default().to_owned();
     let added = add_active(daemon, options).await;
     if let Err(failure) = added {
         daemon.untrusted.forget(&name);
-        return Err(failure);
+        // An option of the command line has no schema that says so.
+        return Err(match failure.description == format!("Unknown driver '{driver}'") {
+            true => QmpError { description: format!("Parameter 'driver' does not accept value '{driver}'"), ..failure },
+            false => failure,
+        });
     }
     Ok(())
 }
@@ -120,9 +126,7 @@ async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpRes
             return Err(failed(error));
         }
     };
-    for warning in node.warnings() {
-        tracing::warn!(node = node.name(), "{warning}");
-    }
+    warnings::tell(&node);
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 use super::temporary;
 use crate::commands;
 use crate::state::Daemon;
+use crate::warnings;
 use cowshed_block::{Error, Result};
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
@@ -236,9 +237,7 @@ impl Drive {
             if shares { request.sharing_raw_of_one_size() } else { request }
         };
         let node = daemon.untrusted.add_with(&daemon.graph, options, more).await?;
-        for warning in node.warnings() {
-            tracing::warn!(node = node.name(), "{warning}");
-        }
+        warnings::tell(&node);
         if copies {
             let filter = BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", self.id.as_str());
             // The drive's own setting counts, which the image has.

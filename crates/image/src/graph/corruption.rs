@@ -5,6 +5,9 @@ use super::{Attachment, Graph, nodes_below};
 use crate::node::Corruption;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
+/// The log's name for corruptions, so that a program that prints them can leave them out there.
+pub const CORRUPTION: &str = "cowshed_image::corruption";
+
 /// Told of corruptions of every graph, beside its observers.
 static PRINTER: OnceLock<fn(&Corruption)> = OnceLock::new();
 
@@ -37,7 +40,7 @@ impl Graph {
 
     pub(crate) fn report_corruption(&self, corruption: &Corruption) {
         if let Some(line) = corruption.line() {
-            tracing::error!(node = corruption.node_name, reason = corruption.message, "{line}");
+            tracing::error!(target: CORRUPTION, node = corruption.node_name, reason = corruption.message, "{line}");
         }
         if let Some(print) = PRINTER.get() {
             print(corruption);

@@ -32,7 +32,7 @@ pub use crate::node::{
     Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, nodes_below,
 };
 pub use attachment::{AttachRequest, Attachment};
-pub use corruption::{CorruptionObserver, print_corruptions};
+pub use corruption::{CORRUPTION, CorruptionObserver, print_corruptions};
 pub use drain::Drained;
 pub use failed::FailedRequest;
 pub(crate) use files::check_children;
@@ -192,6 +192,10 @@ impl Graph {
 impl Home for Arc<Graph> {
     fn keeps_locks(&self) -> bool {
         self.keep_locks.load(Ordering::Acquire) != 0
+    }
+
+    fn driver_of(&self, name: &str) -> Option<&'static str> {
+        self.find(name).map(|node| node.driver_name())
     }
 
     fn remove(&self, name: &str) {

@@ -240,7 +240,15 @@ impl Node {
 
     /// The permissions with which the node's file becomes writable.
     pub(super) fn locks_for_writing(&self, file: &File) -> Permissions {
-        self.locks_of(&self.users(), file).unwrap_or(Permissions::WRITE)
+        let users = self.users();
+        self.locks_of(&users, file).unwrap_or_else(|| {
+            let is_raw = |edge: &Edge| self.home.driver_of(&edge.user) == Some("raw");
+            match users.iter().all(is_raw) {
+                // Its length changes when it is resized, which takes that lock then.
+                true => Permissions { used: Permissions::WRITE_IN_PLACE.used, ..Permissions::WRITE },
+                false => Permissions::WRITE,
+            }
+        })
     }
 
     /// Gives locks back that were kept while users moved.

@@ -26,6 +26,9 @@ pub enum SocketAddress {
     },
 }
 
+/// Of the path in an address of a Unix socket, with the byte that ends it.
+const PATH_BYTES: usize = 108;
+
 impl SocketAddress {
     /// The address of a Unix socket as the system has it.
     pub(super) fn unix(path: &str) -> Result<UnixAddr> {
@@ -33,7 +36,14 @@ impl SocketAddress {
             Some(name) => UnixAddr::from_abstract_name(name),
             None => UnixAddr::from_pathname(path),
         };
-        made.map_err(|error| Error::io(&error, "can't be the address of a socket").file(path.replace('\0', "@")))
+        made.map_err(|error| {
+            let error = Error::io(&error, "can't be the address of a socket").file(path.replace('\0', "@"));
+            match path.len() >= PATH_BYTES {
+                true => error
+                    .qemu(format!("UNIX socket path '{path}' is too long\nPath must be less than {PATH_BYTES} bytes")),
+                false => error,
+            }
+        })
     }
 
     /// The addresses that a host has. May wait for a name server.

@@ -12,7 +12,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// First descriptor that a service manager passes (systemd's `sd_listen_fds`).
@@ -131,7 +131,7 @@ impl Listener {
                 multipath(&address).map_err(|errno| failed(errno, "could not listen with MPTCP"))?
             } else {
                 let bound = TcpListener::bind(address);
-                bound.map_err(|error| Error::io(&error, "could not listen").file(address.to_string()))?.into()
+                bound.map_err(|error| unbound(&error, &address.to_string()))?.into()
             };
             if let Some(keep_alive) = &options.keep_alive {
                 // Those who connect get it from here.
@@ -171,8 +171,7 @@ impl Listener {
 
     fn bind_tcp(addresses: &[SocketAddr]) -> Result<Listener> {
         let name = addresses.first().map(ToString::to_string).unwrap_or_default();
-        let listener =
-            TcpListener::bind(addresses).map_err(|error| Error::io(&error, "could not listen").file(name))?;
+        let listener = TcpListener::bind(addresses).map_err(|error| unbound(&error, &name))?;
         Self::from_descriptor(listener.into())
     }
 
@@ -185,7 +184,10 @@ impl Listener {
             }
             bound => bound,
         };
-        let listener = bound.map_err(|error| Error::io(&error, "could not listen").file(path.replace('\0', "@")))?;
+        let listener = bound.map_err(|error| {
+            let error = Error::io(&error, "could not listen").file(path.replace('\0', "@"));
+            error.qemu(format!("Failed to bind socket to {path}"))
+        })?;
         let mut listener = Self::from_descriptor(listener.into())?;
         listener.address = SocketAddress::Unix(path.to_owned());
         listener.path = (!path.starts_with('\0')).then(|| PathBuf::from(path));
@@ -216,10 +218,22 @@ impl Listener {
         Ok(Listener { fd: Arc::new(fd), address, path: None })
     }
 
-    /// The listening sockets that a service manager passed to this process (`LISTEN_PID`, `LISTEN_FDS`), none when it
-    /// didn't. They can be taken once.
+    /// True when a service manager passed sockets to this process (`LISTEN_PID`, `LISTEN_FDS`). Variables that are for another
+    /// process, as a service hands them on to its children, count for nothing.
+    pub fn are_passed() -> bool {
+        passed_count().is_some()
+    }
+
+    /// Takes the descriptors that a service manager passed, for [`Listener::passed`]. Where none was passed under its number, a
+    /// file that this process opens gets that number; so this comes before it opens any.
+    pub fn claim_passed() {
+        drop(claimed());
+    }
+
+    /// The listening sockets that a service manager passed to this process, none when it didn't. They can be taken once.
     pub fn passed() -> Result<Vec<Listener>> {
-        passed_descriptors()?.into_iter().map(Listener::from_descriptor).collect()
+        let taken = std::mem::replace(&mut *claimed(), Ok(Vec::new()));
+        taken?.into_iter().map(Listener::from_descriptor).collect()
     }
 
     /// Where it listens, with the port that the system chose.
@@ -277,27 +291,40 @@ impl Drop for Listener {
     }
 }
 
-/// The descriptors that `sd_listen_fds` describes.
-fn passed_descriptors() -> Result<Vec<OwnedFd>> {
-    static TAKEN: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+fn unbound(error: &std::io::Error, address: &str) -> Error {
+    Error::io(error, "could not listen").file(address).qemu("Failed to bind socket")
+}
+
+/// How many descriptors `sd_listen_fds` describes, where they are for this process.
+fn passed_count() -> Option<i32> {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<i32>().ok());
-    if number("LISTEN_PID").and_then(|pid| u32::try_from(pid).ok()) != Some(std::process::id()) {
-        return Ok(Vec::new());
-    }
-    let count = number("LISTEN_FDS").filter(|count| (1..=1024).contains(count));
-    let count = count.ok_or_else(|| Error::invalid_argument("LISTEN_FDS is not a number of descriptors"))?;
-    if TAKEN.swap(true, std::sync::atomic::Ordering::AcqRel) {
-        return Ok(Vec::new());
-    }
-    let mut passed = Vec::new();
+    let process = number("LISTEN_PID").and_then(|pid| u32::try_from(pid).ok())?;
+    number("LISTEN_FDS").filter(|count| process == std::process::id() && (1..=MOST_PASSED).contains(count))
+}
+
+/// More are a mistake.
+const MOST_PASSED: i32 = 1 << 20;
+
+/// What was passed and not taken yet.
+fn claimed() -> MutexGuard<'static, Result<Vec<OwnedFd>>> {
+    static CLAIMED: OnceLock<Mutex<Result<Vec<OwnedFd>>>> = OnceLock::new();
+    let claimed = CLAIMED.get_or_init(|| Mutex::new(passed_descriptors()));
+    claimed.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs once.
+fn passed_descriptors() -> Result<Vec<OwnedFd>> {
+    let Some(count) = passed_count() else { return Ok(Vec::new()) };
     for number in LISTEN_FDS_START..LISTEN_FDS_START + count {
-        sys::close_on_exec(number)
-            .map_err(|errno| Error::os(errno, format!("LISTEN_FDS names descriptor {number}, which can't be used")))?;
-        // SAFETY: the descriptor is open (the call above succeeded), the service manager made it for this process and
-        // says so, and `TAKEN` makes this its only owner.
-        passed.push(unsafe { OwnedFd::from_raw_fd(number) });
+        sys::close_on_exec(number).map_err(|errno| {
+            let error = Error::os(errno, format!("LISTEN_FDS names descriptor {number}, which can't be used"));
+            error.qemu(format!("Socket activation failed: invalid file descriptor fd = {number}"))
+        })?;
     }
-    Ok(passed)
+    let numbers = LISTEN_FDS_START..LISTEN_FDS_START + count;
+    // SAFETY: the descriptors are open (the calls above succeeded), the service manager made them for this process and says so,
+    // and this runs once, so each gets its only owner.
+    Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect())
 }
 
 impl KeepAlive {

@@ -2,6 +2,7 @@
 //! Into the background: the program starts itself once more, and ends when the other one is up or has failed.
 
 use crate::output::Failure;
+use cowshed_storage::Listener;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -30,7 +31,7 @@ impl Background {
             let _ = rustix::process::setsid();
             return Ok(Background::Child);
         }
-        if std::env::var_os("LISTEN_FDS").is_some() {
+        if Listener::are_passed() {
             return Err(Failure::new("sockets that a service manager passed can't follow into the background"));
         }
         let mut arguments = std::env::args_os();

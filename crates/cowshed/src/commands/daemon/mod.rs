@@ -15,13 +15,14 @@ pub mod top;
 
 use super::{Verb, work};
 use crate::invocation::has_name_of_qemu;
-use crate::output::{Console, Failure};
+use crate::output::{Console, Failure, warning};
 use background::Background;
 use clap::Args;
 use cowshed_block::Error;
 use cowshed_daemon::{
     GuardProgram, MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
 };
+use cowshed_image::graph::CORRUPTION;
 use cowshed_image::options::parse_size;
 use device::{DeviceLink, DeviceState};
 use logging::LogFormat;
@@ -29,7 +30,7 @@ use pid_file::PidFile;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
@@ -55,7 +56,11 @@ struct Running {
 
 /// An error as it is.
 fn as_it_is(error: &Error) -> Failure {
-    Failure::new(error.to_string())
+    let sentence = match error.file_name() {
+        Some(option) => format!("{option}: {}", error.sentence()),
+        None => error.sentence(),
+    };
+    Failure { sentence: Some(sentence), ..Failure::new(error.to_string()) }
 }
 
 /// What a daemon keeps to.
@@ -97,11 +102,17 @@ const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
     /// What is logged. QEMU's programs say nothing about writable exports on the network, so neither do ours under their names.
+    /// What they print about images is printed there as well, in place of lines of the log.
     fn log_filter(&self) -> String {
-        match self.log_level == "warn" && has_name_of_qemu() {
-            true => format!("{},{}=off", self.log_level, cowshed_daemon::EXPOSURE),
-            false => self.log_level.to_owned(),
+        let mut filter = self.log_level.to_owned();
+        if !has_name_of_qemu() {
+            return filter;
         }
+        let exposure = (self.log_level == "warn").then_some(cowshed_daemon::EXPOSURE);
+        for target in [cowshed_daemon::OPENING, CORRUPTION].into_iter().chain(exposure) {
+            filter += &format!(",{target}=off");
+        }
+        filter
     }
 
     /// Runs it to its end. `announce` tells the user what is there now.
@@ -118,11 +129,15 @@ impl Running {
             false => None,
         };
         logging::start(self.log, &self.log_filter())?;
+        if has_name_of_qemu() {
+            cowshed_daemon::print_warnings(warning::print);
+        }
         let stop_limit = self.setup.stop_limit;
         let left = RefCell::new((None, self.kept));
         let mut trouble: Option<Failure> = None;
         let device = DeviceState::default();
         let worded = self.worded;
+        let is_up = Cell::new(false);
         let started = |ready: &Ready| {
             let up = || -> Result<(), Failure> {
                 stop_on_signals(ready.control.clone(), stop_limit, device.clone())?;
@@ -134,6 +149,7 @@ impl Running {
                 }
                 background.map_or(Ok(()), Background::detach)
             };
+            is_up.set(true);
             up().map_err(|failure| {
                 let error = Error::invalid_argument(failure.message.clone());
                 trouble = Some(failure);
@@ -148,6 +164,8 @@ impl Running {
         match (result, trouble.or_else(|| device.failure())) {
             (_, Some(failure)) => Err(failure),
             (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
+            // What goes wrong at the end is about no option.
+            (Err(error), None) if is_up.get() => Err(as_it_is(&error)),
             (Err(error), None) => Err(worded(&error)),
         }
     }

@@ -10,7 +10,7 @@ use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, Setup, Step, client_credentials};
-use cowshed_storage::SocketAddress;
+use cowshed_storage::{Listener, SocketAddress};
 use serde_json::json;
 
 pub const VERB: Verb = Verb {
@@ -45,8 +45,8 @@ const NODE: &str = "disk";
 #[derive(Args, Clone, Debug)]
 struct NbdArgs {
     /// Port to listen on [default: 10809]
-    #[arg(short, long, value_name = "PORT", value_parser = port)]
-    port: Option<u16>,
+    #[arg(short, long, value_name = "PORT")]
+    port: Option<String>,
     /// Address to listen on [default: all]
     #[arg(short, long, value_name = "ADDRESS")]
     bind: Option<String>,
@@ -159,7 +159,7 @@ impl NbdArgs {
         if self.list {
             return self.check_list();
         }
-        let has_port = self.port.is_some() || self.bind.is_some();
+        let is_activated = Listener::are_passed();
         let wrong = [
             (
                 self.tls_hostname.is_some() && self.tls_creds.is_none(),
@@ -176,7 +176,10 @@ impl NbdArgs {
             (self.cache.len() > 1, "--cache can only be specified once"),
             (self.aio.len() > 1, "--aio can only be specified once"),
             (self.discard.len() > 1, "--discard can only be specified once"),
-            (self.socket.is_some() && has_port, "a Unix socket has no port and no address: give -k or -p and -b"),
+            (is_activated && self.bind.is_some(), "The interface can't be set when using socket activation"),
+            (is_activated && self.port.is_some(), "TCP port number can't be set when using socket activation"),
+            (is_activated && self.socket.is_some(), "Unix socket can't be set when using socket activation"),
+            (is_activated && !self.connect.is_empty(), "NBD device can't be set when using socket activation"),
         ];
         match wrong.iter().find(|(is_so, _)| *is_so) {
             Some((_, message)) => Err(Failure::new(*message)),
@@ -215,6 +218,7 @@ impl NbdArgs {
         match () {
             () if !self.file.is_empty() => Err(Failure::new("List mode is incompatible with a file name")),
             () if per_device => Err(Failure::new("List mode is incompatible with per-device settings")),
+            () if Listener::are_passed() => Err(Failure::new("List mode is incompatible with socket activation")),
             () if self.fork => Err(Failure::new("List mode is incompatible with forking")),
             () => Ok(()),
         }
@@ -230,7 +234,7 @@ impl NbdArgs {
                     .bind
                     .clone()
                     .unwrap_or_else(|| if self.tls_creds.is_some() { "localhost" } else { "0.0.0.0" }.to_owned()),
-                port: self.port.unwrap_or(DEFAULT_PORT),
+                port: self.port()?,
             },
         };
         let mut options = ClientOptions::new(address, "");
@@ -252,21 +256,25 @@ impl NbdArgs {
         })
     }
 
+    fn port(&self) -> Result<u16, Failure> {
+        let Some(text) = &self.port else { return Ok(DEFAULT_PORT) };
+        let host = self.bind.as_deref().unwrap_or("0.0.0.0");
+        let unknown = || format!("address resolution failed for {host}:{text}: Servname not supported for ai_socktype");
+        port_of(text).ok_or_else(|| Failure::new(unknown()))
+    }
+
     /// `None`: the sockets that a service manager passed.
-    fn address(&self, link: Option<&DeviceLink>) -> Option<SocketAddress> {
+    fn address(&self, link: Option<&DeviceLink>) -> Result<Option<SocketAddress>, Failure> {
         if let Some(link) = link {
-            return Some(SocketAddress::Unix(link.socket.clone()));
+            return Ok(Some(SocketAddress::Unix(link.socket.clone())));
         }
-        if std::env::var_os("LISTEN_FDS").is_some() {
-            return None;
+        if Listener::are_passed() {
+            return Ok(None);
         }
-        Some(match &self.socket {
+        Ok(Some(match &self.socket {
             Some(path) => SocketAddress::Unix(path.clone()),
-            None => SocketAddress::Tcp {
-                host: self.bind.clone().unwrap_or_default(),
-                port: self.port.unwrap_or(DEFAULT_PORT),
-            },
-        })
+            None => SocketAddress::Tcp { host: self.bind.clone().unwrap_or_default(), port: self.port()? },
+        }))
     }
 
     /// Bytes of the image that are left out in front. Under QEMU's name it has no suffix.
@@ -372,7 +380,15 @@ fn unopened(file: &str, error: &Error) -> Failure {
 /// What the daemon could not do at its start.
 fn unstarted(file: &str, error: &Error) -> Failure {
     match error.file_name() {
-        Some(SERVER) => Failure::new(error.to_string()),
+        Some(SERVER) => {
+            let sentence = error.sentence();
+            let frame = if sentence.contains("TLS credentials") { "Failed to get TLS creds: " } else { "" };
+            Failure { sentence: Some(format!("{frame}{sentence}")), ..Failure::new(error.to_string()) }
+        }
+        // The image isn't at fault.
+        Some(option) if option.starts_with("--object ") => {
+            Failure { sentence: Some(error.sentence()), ..Failure::new(error.to_string()) }
+        }
         Some(EXPORT) => Failure {
             sentence: Some(error.message().to_owned()),
             ..Failure::new(error.to_string().replacen(EXPORT, file, 1))
@@ -381,9 +397,20 @@ fn unstarted(file: &str, error: &Error) -> Failure {
     }
 }
 
-/// Blanks in front are as good as none.
-fn port(text: &str) -> Result<u16, std::num::ParseIntError> {
-    text.trim_start().parse()
+/// The port that a text means: a number, of which the low 16 bits count, as in C, or the name of a service.
+fn port_of(text: &str) -> Option<u16> {
+    let text = text.trim_start();
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        let number = text.parse::<u64>().unwrap_or(u64::MAX);
+        return u16::try_from(number & u64::from(u16::MAX)).ok();
+    }
+    let services = std::fs::read_to_string("/etc/services").unwrap_or_default();
+    services.lines().find_map(|line| {
+        let mut words = line.split('#').next()?.split_whitespace();
+        let (name, place) = (words.next()?, words.next()?);
+        let port = place.strip_suffix("/tcp")?;
+        (name == text || words.any(|alias| alias == text)).then(|| port.parse().ok())?
+    })
 }
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
@@ -410,7 +437,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     steps.push(Step::drive(file, args.drive(file)?));
     steps.push(Step::serve(
-        args.address(link.as_ref()),
+        args.address(link.as_ref())?,
         (args.tls_creds.clone(), args.tls_authz.clone()),
         args.shared()?,
         args.handshake_limit()?,

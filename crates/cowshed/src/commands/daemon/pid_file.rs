@@ -27,13 +27,19 @@ impl Drop for Temporary {
 
 impl PidFile {
     pub fn write(path: &str) -> Result<PidFile, Failure> {
-        Self::put(path).map_err(|reason| Failure::new(format!("{path}: could not write the pid file: {reason}")))
+        Self::put(path).map_err(|reason| {
+            let words = reason.split(" (os error").next().unwrap_or_default();
+            let words = words.strip_prefix(&format!("{}: ", temporary_name(path))).unwrap_or(words);
+            let sentence = format!("Could not create '{path}': {words}");
+            let message = format!("{path}: could not write the pid file: {reason}");
+            Failure { sentence: Some(sentence), ..Failure::new(message) }
+        })
     }
 
     fn put(path: &str) -> Result<PidFile, String> {
         let failed = |error: io::Error| error.to_string();
         let id = std::process::id();
-        let temporary = Temporary(format!("{path}.{id}.tmp"));
+        let temporary = Temporary(temporary_name(path));
         let make = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&temporary.0);
         let mut file = make.map_err(|error| format!("{}: {error}", temporary.0))?;
         file.try_lock().map_err(|error| error.to_string())?;
@@ -58,6 +64,10 @@ impl PidFile {
         }
         Err("other processes keep changing it".to_owned())
     }
+}
+
+fn temporary_name(path: &str) -> String {
+    format!("{path}.{}.tmp", std::process::id())
 }
 
 impl Drop for PidFile {

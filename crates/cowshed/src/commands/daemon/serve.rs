@@ -7,7 +7,7 @@ use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Drive, MonitorAddress, Ready, Setup, Step};
-use cowshed_storage::SocketAddress;
+use cowshed_storage::{Listener, SocketAddress};
 use serde_json::json;
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -142,7 +142,7 @@ impl Drop for PrivateFolder {
 impl ServeArgs {
     /// Whether the sockets are those that another process passed.
     fn is_activated(&self) -> bool {
-        self.socket.is_none() && self.port.is_none() && self.bind.is_none() && std::env::var_os("LISTEN_FDS").is_some()
+        self.socket.is_none() && self.port.is_none() && self.bind.is_none() && Listener::are_passed()
     }
 
     fn drives(&self) -> Result<Vec<Drive>, Failure> {
