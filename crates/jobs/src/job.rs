@@ -142,6 +142,21 @@ impl JobHandle {
         if self.is_cancelled() { Err(Error::new(ErrorKind::Cancelled, "the job was cancelled")) } else { Ok(()) }
     }
 
+    /// Waits until the job is cancelled, for work that may wait without end: it is raced with this.
+    pub async fn cancelled(&self) {
+        std::future::poll_fn(|context| {
+            let mut sleepers = self.0.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.is_cancelled() {
+                return Poll::Ready(());
+            }
+            if !sleepers.iter().any(|sleeper| sleeper.will_wake(context.waker())) {
+                sleepers.push(context.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
     /// A pause point before `bytes` are copied: also waits as the speed limit asks.
     pub async fn throttle(&self, bytes: u64) -> Result<()> {
         self.pause_point().await?;

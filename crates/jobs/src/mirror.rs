@@ -15,9 +15,12 @@ use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
-use cowshed_storage::{IoBuf, PermissionSet, Permissions};
+use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use futures_util::future::{Either, select};
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -110,6 +113,24 @@ impl Writer {
             Writer::Filter(filter) => graph.remove_filter(filter).await,
         }
     }
+}
+
+/// A target that takes longer to answer is left to answer when it can.
+const LETTING_GO: Duration = Duration::from_millis(500);
+
+/// Gives a target back whose copy counts for nothing. One that hangs has the requests in flight until they end.
+async fn give_back_in_time(writer: Arc<Attachment>) -> Result<()> {
+    let mut given_back = Box::pin(async move { writer.detach().await });
+    match select(&mut given_back, pin!(rt::sleep(LETTING_GO))).await {
+        Either::Left((result, _)) => return result,
+        Either::Right(_) => {}
+    }
+    let _detached = rt::spawn(async move {
+        if let Err(error) = given_back.await {
+            tracing::warn!(%error, "could not give back the target of a job");
+        }
+    });
+    Ok(())
 }
 
 /// What the job wants of its target, under this name.
@@ -421,7 +442,13 @@ impl Mirror {
             from = range.end;
             let len = range.end - range.start;
             job.throttle(len).await?;
-            if let Err(failure) = self.copy_piece(&source, &mut target, &range).await {
+            // A target may never answer; the piece stays to be copied then.
+            let (piece, cancelled) = (self.copy_piece(&source, &mut target, &range), job.cancelled());
+            let copied = match select(pin!(piece), pin!(cancelled)).await {
+                Either::Left((copied, _)) => copied,
+                Either::Right(_) => return job.pause_point().await,
+            };
+            if let Err(failure) = copied {
                 settle(failure, judge, job).await?;
                 continue;
             }
@@ -542,6 +569,11 @@ impl Mirror {
     /// Ends without making the target complete.
     pub async fn end(&self) -> Result<()> {
         self.note_end().await;
+        if let (None, Writer::Job(writer)) = (&self.opened, self.writer()) {
+            // The source first: it doesn't depend on a target that never answers.
+            let source = self.reader.detach().await;
+            return source.and(give_back_in_time(writer).await);
+        }
         let writer = match &self.opened {
             Some(opened) => opened.close().await,
             None => self.writer().end(&self.graph).await,

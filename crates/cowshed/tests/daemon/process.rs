@@ -130,7 +130,7 @@ impl Monitor {
         self.0.get_mut().write_all(text.as_bytes()).expect("the monitor reads");
     }
 
-    fn reply(&mut self, name: &str, arguments: &Value) -> Value {
+    pub fn reply(&mut self, name: &str, arguments: &Value) -> Value {
         self.send(name, arguments);
         loop {
             let message = self.message();

@@ -259,6 +259,33 @@ fn the_limit_for_stopping_holds_under_every_name() {
     }
 }
 
+/// The disk that is copied is a good one: it doesn't wait for a target that never answers.
+#[test]
+fn a_mirror_whose_target_hangs_is_cancelled() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    let mirror = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full"});
+    monitor.command("blockdev-mirror", mirror);
+    let jobs = |monitor: &mut Monitor| monitor.command("query-jobs", json!({}));
+    await_that("the mirror is ready", || jobs(&mut monitor)[0]["status"] == "ready");
+    bench.server.signal("STOP");
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
+    // The copy is on its way by then.
+    std::thread::sleep(Duration::from_secs(1));
+    let started = Instant::now();
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    await_that("the job is gone", || jobs(&mut monitor) == json!([]));
+    let overlay = json!({"device": "disk", "snapshot-file": bench.path().join("overlay"), "format": "qcow2"});
+    monitor.command("blockdev-snapshot-sync", overlay);
+    Qemu::system().io(["-f", "raw", "-c", "write -P 8 1M 64k", "-c", "flush", &bench.uri("disk")]).expect_ok();
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    bench.server.signal("CONT");
+    await_that("the target is given back", || {
+        monitor.reply("blockdev-del", &json!({"node-name": "remote"})).get("return").is_some()
+    });
+}
+
 #[test]
 fn a_second_interrupt_ends_a_daemon_at_once() {
     let mut bench = Bench::start(&["--stop-timeout", "0"]);
