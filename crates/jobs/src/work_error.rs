@@ -10,8 +10,9 @@ pub(crate) fn in_work(error: Error, sentence: impl Into<String>) -> Error {
             let errno = error.errno();
             error.qemu(sentence).with_errno(errno)
         }
-        // A file that may grow no further.
+        // A file that may grow no further, or one that the system protects while it is open.
         _ if error.errno() == Errno::EFBIG => error.qemu(sentence),
+        ErrorKind::PermissionDenied if error.message().starts_with("could not ") => error.qemu(sentence),
         _ => error,
     }
 }
@@ -27,5 +28,7 @@ mod tests {
         assert_eq!(full.to_string(), "could not write: No space left on device (at offset 0x1000)");
         let wrong = in_work(Error::invalid_argument("a wrong size"), "Failed request");
         assert_eq!(wrong.sentence(), "a wrong size");
+        let sealed = in_work(Error::os(Errno::EPERM, "could not write").offset(0), "Failed request");
+        assert_eq!(sealed.sentence(), "Failed request: Operation not permitted");
     }
 }

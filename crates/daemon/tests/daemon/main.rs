@@ -36,3 +36,4 @@ mod running;
 mod snapshots;
 mod statistics;
 mod streams;
+mod unclean;

@@ -7,7 +7,6 @@ pub(crate) mod opened;
 use crate::runs::{Runs, copy_runs};
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
-use cowshed_image::check::recover_dirty;
 use cowshed_image::graph::below_filters;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
@@ -32,14 +31,9 @@ pub struct CommitOptions {
 pub async fn run(options: &CommitOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     job.set_speed(options.rate);
-    let mut top = options.image.open_for_writing().await?;
-    if let Some(file) = unclean_base(&top, options) {
-        top.close().await?;
-        recover_base(&options.image, file).await?;
-        top = options.image.open_for_writing().await?;
-    }
+    let top = options.image.open_for_writing().await?;
     let result = commit(&top, options, job).await;
-    let result = result.map_err(|error| in_work(error, "Block job failed").file(top.filename()));
+    let result = result.map_err(|error| error.file(top.filename()));
     let closed = top.close().await;
     result.and(closed)
 }
@@ -53,36 +47,18 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let flushed = base.flush().await;
     let result = result.and(flushed);
     let locked = graph.set_read_only(&base, true).await;
-    result.and(locked)?;
+    result.and(locked).map_err(|error| in_work(error, "Block job failed"))?;
     // As in QEMU, what a filter stands on keeps its clusters.
     if options.keep || options.base.is_some() || !Arc::ptr_eq(outer, top) {
         return Ok(());
     }
     match top.backing_name() {
-        Some(_) => top.make_empty().await,
+        Some(_) => {
+            let emptied = top.make_empty().await;
+            emptied.map_err(|error| in_work(error, format!("Failed to empty {}", top.reference())))
+        }
         None => Err(Error::unsupported("only qcow2 images can be emptied")),
     }
-}
-
-/// The name of the base's file, where the base was not closed cleanly: its reference counts can't be used as they are.
-fn unclean_base(top: &Arc<Node>, options: &CommitOptions) -> Option<String> {
-    let (base, _) = find_base(&image_below(top), options.base.as_deref()).ok()?;
-    let is_unclean = base.metadata().is_some_and(|metadata| metadata.header().is_dirty());
-    base.child(ChildRole::File).filter(|_| is_unclean).map(|file| file.filename())
-}
-
-/// Repairs a base that is about to be written to, as its opening for writing would.
-async fn recover_base(image: &ImageSpec, file: String) -> Result<()> {
-    let spec =
-        ImageSpec { secrets: image.secrets.clone(), tls: image.tls.clone(), ..ImageSpec::file(file).format("qcow2") };
-    let spec = ImageSpec { policy: image.policy.clone(), graph: image.graph.clone(), ..spec };
-    let node = spec.open(spec.request()?.for_check().writable(true)).await?;
-    let result = match node.metadata() {
-        Some(metadata) => recover_dirty(metadata.file()).await,
-        None => Ok(()),
-    };
-    let closed = node.close().await;
-    result.and(closed)
 }
 
 /// The image that requests reach through filters and `blkdebug`.

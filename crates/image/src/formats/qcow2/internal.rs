@@ -7,6 +7,7 @@
 
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};
+use crate::check::recover_dirty;
 use crate::formats::{Qcow2RuntimeOptions, read_header};
 use crate::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_block::{Error, Result};
@@ -67,13 +68,34 @@ impl Qcow2Driver {
         again.map(|()| done)
     }
 
+    /// Repairs an image that was not closed cleanly, which was only read so far, and goes on by the mapping that the repair
+    /// leaves, also after an error. Its file takes writes by now, and no request runs.
+    pub(super) async fn recover(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        self.membership.make_exclusive().map_err(|error| self.error(error))?;
+        self.ahead.end().await;
+        let recovered = recover_dirty(&self.file).await;
+        let again = self.read_anew(options).await;
+        self.ahead.go_on();
+        if again.is_err() {
+            self.abandoned.store(true, Ordering::Relaxed);
+        }
+        recovered.and(again)
+    }
+
     async fn begin_anew(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        self.read_anew(options).await?;
+        if self.header().is_dirty() {
+            return Err(self.error(Error::internal("an operation on the image at rest left its counts unfinished")));
+        }
+        self.writable.store(true, Ordering::Release);
+        self.prepare_writing(options).await
+    }
+
+    /// Forgets what is known of the mapping, and reads where it begins.
+    async fn read_anew(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         let header = read_header(&self.file).await?;
         if header.size != self.size() {
             return Err(self.error(Error::internal("the size of the disk has changed")));
-        }
-        if header.is_dirty() {
-            return Err(self.error(Error::internal("an operation on the image at rest left its counts unfinished")));
         }
         let l1 = read_l1(&self.file, &header).await?;
         let mut metadata = other_metadata(&header);
@@ -88,8 +110,7 @@ impl Qcow2Driver {
         self.engine.restart(facts, &l1).map_err(|error| self.error(error))?;
         self.inflated.clear();
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
-        self.writable.store(true, Ordering::Release);
-        self.prepare_writing(options).await
+        Ok(())
     }
 }
 

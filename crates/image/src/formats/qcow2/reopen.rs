@@ -6,7 +6,7 @@ use super::cleaner::clean_each;
 use super::open::{cache_sizes, check_may_write, check_version, overlap_set, slice_bytes, snapshots_to_keep};
 use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::Result;
 use cowshed_qcow2::OverlapSet;
 use cowshed_storage::{Permissions, rt};
 use std::sync::Arc;
@@ -59,14 +59,15 @@ impl Qcow2Driver {
     pub(crate) async fn start_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         let header = self.header();
         check_may_write(&header, self.cipher.is_some()).map_err(|error| self.error(error))?;
-        if header.is_dirty() {
-            let message = "the image was not closed cleanly: close it and open it for writing, which repairs it";
-            return Err(self.error(Error::new(ErrorKind::InvalidImage, message)));
+        if !header.is_dirty() {
+            snapshots_to_keep(&self.file, &header, false).await.map_err(|error| self.error(error))?;
         }
-        snapshots_to_keep(&self.file, &header, false).await.map_err(|error| self.error(error))?;
         // A plain file is its node's, and writable by now; what stands for another node is ours.
         for file in std::iter::once(&self.file).chain(&self.data_file).filter(|file| !file.is_writable()) {
             file.make_writable(Permissions::WRITE).map_err(|error| self.error(error))?;
+        }
+        if header.is_dirty() {
+            self.recover(options).await?;
         }
         self.frozen.store(false, Ordering::Release);
         self.writable.store(true, Ordering::Release);
