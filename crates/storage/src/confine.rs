@@ -106,6 +106,12 @@ impl Confinement {
         self
     }
 
+    /// Attributes of files can be set: for a new file that is to lie on its disk as its options say.
+    pub fn place_files(&mut self) -> &mut Self {
+        self.extra.places_files = true;
+        self
+    }
+
     /// Confines this thread and those that it will start. A kernel that can't do it, or not all of it, is no error: the
     /// answer says so. A path that is there and can't be looked at is one.
     pub fn apply(&self) -> Result<Confined> {

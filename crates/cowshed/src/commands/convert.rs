@@ -210,8 +210,13 @@ fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) ->
     uses.extend(backing.as_deref().map(Use::ReadFile));
     let mut data_files = Vec::new();
     for list in &args.options {
-        let values = parse_list(list, BareKey::On)?.into_iter();
-        data_files.extend(values.filter(|(key, _)| key == "data_file").map(|(_, name)| name));
+        for (key, value) in parse_list(list, BareKey::On)? {
+            match key.as_str() {
+                "data_file" => data_files.push(value),
+                "nocow" | "extent_size_hint" => uses.push(Use::Place),
+                _ => {}
+            }
+        }
     }
     uses.extend(data_files.iter().map(|name| Use::WriteFile(name)));
     args.naming.untrusted.guard(&uses, console)

@@ -75,6 +75,8 @@ pub enum Use<'a> {
     ReadFile(&'a str),
     /// Asks for commands, on lines that are edited.
     Prompt,
+    /// Makes files that are to lie on their disk as options say.
+    Place,
 }
 
 impl PolicyArgs {
@@ -174,6 +176,10 @@ impl UntrustedArgs {
             let (paths, writes) = match used {
                 Use::Prompt => {
                     confinement.edit_lines();
+                    continue;
+                }
+                Use::Place => {
+                    confinement.place_files();
                     continue;
                 }
                 Use::Read(image) if self.allows(Allowed::Extents) => (with_extents(paths_of(image)), false),

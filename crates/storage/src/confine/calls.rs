@@ -18,6 +18,8 @@ pub(super) struct Extra {
     pub connects: bool,
     /// Change the mode of the terminal.
     pub edits_lines: bool,
+    /// Say how files are to lie on their disk, which are attributes of theirs.
+    pub places_files: bool,
 }
 
 /// Confines this thread. A call that isn't allowed fails with `EPERM`; without `clone3` the C library takes `clone`, and
@@ -69,6 +71,11 @@ fn allowed(extra: Extra) -> Result<Rules> {
     add(&mut rules, libc::SYS_clone, vec![long(is_thread)?])?;
     if extra.edits_lines {
         for request in TERMINAL_IOCTLS {
+            by_argument(&mut rules, libc::SYS_ioctl, &[(1, u64::from(*request))])?;
+        }
+    }
+    if extra.places_files {
+        for request in PLACING_IOCTLS {
             by_argument(&mut rules, libc::SYS_ioctl, &[(1, u64::from(*request))])?;
         }
     }
@@ -269,7 +276,7 @@ const CONNECTING: &[i64] = &[
 
 /// Requests of `ioctl`: is it a terminal and how wide (`TCGETS`, `TCGETS2`, `TIOCGWINSZ`), `FIONBIO`; size, sector sizes, discard
 /// and zeroing of block devices (`BLKGETSIZE64`, `BLKSSZGET`, `BLKPBSZGET`, `BLKDISCARD`, `BLKZEROOUT`); shared blocks
-/// (`FICLONE`, `FICLONERANGE`) and layout of files (`FS_IOC_{GET,SET}FLAGS`, `FS_IOC_FS{GET,SET}XATTR`).
+/// (`FICLONE`, `FICLONERANGE`) and attributes of files, to look at (`FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR`).
 const IOCTLS: &[u32] = &[
     0x5401,
     0x802c_542a,
@@ -283,10 +290,11 @@ const IOCTLS: &[u32] = &[
     0x4004_9409,
     0x4020_940d,
     0x8008_6601,
-    0x4008_6602,
     0x801c_581f,
-    0x401c_5820,
 ];
+
+/// `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`: for options that say how a new file is to lie on its disk. They set any attribute.
+const PLACING_IOCTLS: &[u32] = &[0x4008_6602, 0x401c_5820];
 
 /// `TCSETS`, `TCSETSW`, `TCSETSF` and their newer kind: for a prompt.
 const TERMINAL_IOCTLS: &[u32] = &[0x5402, 0x5403, 0x5404, 0x402c_542b, 0x402c_542c, 0x402c_542d];

@@ -182,6 +182,9 @@ fn ways_out_are_closed() {
             ("chdir", libc::SYS_chdir, [text, 0, 0, 0, 0, 0]),
             ("inotify_init1", libc::SYS_inotify_init1, [0; 6]),
             ("vmsplice", libc::SYS_vmsplice, [1, 0, 0, 0, 0, 0]),
+            // Attributes of files, which a descriptor for reading suffices for.
+            ("FS_IOC_SETFLAGS", libc::SYS_ioctl, [0, 0x4008_6602, limits, 0, 0, 0]),
+            ("FS_IOC_FSSETXATTR", libc::SYS_ioctl, [0, 0x401c_5820, limits, 0, 0, 0]),
             // Sockets: none with an address.
             ("socket", libc::SYS_socket, [1, 1, 0, 0, 0, 0]),
             ("socketpair of datagrams", libc::SYS_socketpair, [1, 2, 0, limits, 0, 0]),
